@@ -1,0 +1,51 @@
+"""Nouns that cross a process: frozen values, units and errors. Nothing here reads a file or asks a device."""
+
+from trimaran.core.errors import (
+    EXIT_DONE,
+    EXIT_NO_PROGRESS,
+    EXIT_STOPPED,
+    EXIT_USER,
+    UserError,
+    nearest,
+)
+from trimaran.core.event import PHASES, Event, EventKind, StepMetrics
+from trimaran.core.finding import Decision, Finding
+from trimaran.core.parse import dump_recipe, parse_recipe
+from trimaran.core.plan import AXES, Comm, Mesh, Pipeline, Plan
+from trimaran.core.prediction import Prediction
+from trimaran.core.recipe import DataSection, ModelSection, Recipe, TrainSection
+from trimaran.core.units import GIB, Bytes, Flops, Seconds, show_bytes, show_count, show_seconds
+
+__all__ = [
+    "AXES",
+    "EXIT_DONE",
+    "EXIT_NO_PROGRESS",
+    "EXIT_STOPPED",
+    "EXIT_USER",
+    "GIB",
+    "PHASES",
+    "Bytes",
+    "Comm",
+    "DataSection",
+    "Decision",
+    "Event",
+    "EventKind",
+    "Finding",
+    "Flops",
+    "Mesh",
+    "ModelSection",
+    "Pipeline",
+    "Plan",
+    "Prediction",
+    "Recipe",
+    "Seconds",
+    "StepMetrics",
+    "TrainSection",
+    "UserError",
+    "dump_recipe",
+    "nearest",
+    "parse_recipe",
+    "show_bytes",
+    "show_count",
+    "show_seconds",
+]

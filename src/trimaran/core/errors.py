@@ -1,0 +1,32 @@
+"""The two ways a run can go wrong: a person's mistake, and a fault."""
+
+import difflib
+from collections.abc import Iterable
+
+EXIT_DONE = 0
+EXIT_USER = 2
+EXIT_STOPPED = 75
+EXIT_NO_PROGRESS = 93
+
+
+class UserError(Exception):
+    """A person's mistake: what is wrong, where, and how to mend it. Shown without a traceback, exit code 2.
+
+    `code` has a page of its own under `docs/codes/`.
+    """
+
+    def __init__(self, code: str, what: str, *, where: str, fix: str) -> None:
+        super().__init__(code, what, where, fix)
+        self.code, self.what, self.where, self.fix = code, what, where, fix
+
+    def __str__(self) -> str:
+        return f"{self.code}: {self.what}\n  where: {self.where}\n  fix:   {self.fix}"
+
+    def as_dict(self) -> dict[str, str]:
+        return {"code": self.code, "what": self.what, "where": self.where, "fix": self.fix}
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return ` (did you mean 'steps'?)` when something known is close to `word`, else an empty string."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f" (did you mean '{close[0]}'?)" if close else ""

@@ -1,0 +1,47 @@
+"""What happened: the records that a run leaves behind."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+EventKind = Literal["start", "ready", "evaluation", "sample", "saved", "stop", "error", "done", "log"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One thing that happened on one rank; a line of `events/rank-N.jsonl`. `time` is seconds since the epoch."""
+
+    kind: EventKind
+    rank: int
+    time: float
+    step: int = 0
+    data: dict[str, Any] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    """One optimizer step as rank 0 saw it; a line of `metrics.jsonl`.
+
+    `loss` is the mean over the valid tokens of the global batch. `phases` add up to `step_seconds`.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    samples: int
+    step_seconds: float
+    tokens_per_second: float
+    mfu: float
+    peak_bytes: int
+    phases: dict[str, float]
+    time: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+PHASES = ("data", "forward", "backward", "comm", "optimizer", "checkpoint")

@@ -1,0 +1,118 @@
+"""What a person asks for: model, data, training, cluster, plan. The defaults alone run."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from trimaran.core.plan import Plan
+
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Rate = Annotated[float, Field(gt=0, le=10)]
+Slug = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
+
+STRICT = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+class ModelSection(BaseModel):
+    """Which network. `decoder` comes from a preset or from Hugging Face weights; `hf` is any local Hugging Face causal LM."""
+
+    model_config = STRICT
+
+    family: Literal["decoder", "vlm", "perception", "hf"] = "decoder"
+    preset: Annotated[str | None, Field(description="a shape by name, such as tiny or llama-3.2-1b")] = None
+    path: Annotated[str | None, Field(description="a local Hugging Face model folder: its shape and weights")] = None
+    shape: Annotated[dict[str, Any], Field(description="fields of the shape to change, such as {layers: 2}")] = {}
+    trust_remote_code: Annotated[bool, Field(description="run Python that comes with the hf model")] = False
+
+
+class DataSection(BaseModel):
+    """Which tokens, in which pieces."""
+
+    model_config = STRICT
+
+    source: Literal["python-stdlib", "text", "jsonl", "shards", "datasets"] = "python-stdlib"
+    path: Annotated[str | None, Field(description="file or folder; every source but python-stdlib needs it")] = None
+    tokenizer: Annotated[str | None, Field(description="a tokenizers JSON file; byte-level without it")] = None
+    text_field: Annotated[str, Field(description="the field of a JSONL line or dataset row that holds the text")] = "text"
+    seq_len: Annotated[int, Field(ge=2, le=2**24)] = 256
+    isolate_documents: Annotated[bool, Field(description="attention never crosses a document boundary")] = False
+    holdout: Annotated[Fraction, Field(description="share of the sequences kept for evaluation")] = 0.01
+    workers: Annotated[int, Field(ge=0, le=256, description="loader processes per rank; 0 is a thread")] = 0
+    timeout_seconds: Annotated[float, Field(gt=0, description="a loader silent for longer than this has hung")] = 60.0
+
+
+class Schedule(BaseModel):
+    """How the learning rate moves: linear warm-up, then `kind` down to `floor` times the peak.
+
+    `decay_steps` counts only for wsd (warm-up, stable, decay): the steps of its final slope; 0 means a fifth of the run.
+    """
+
+    model_config = STRICT
+
+    kind: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    warmup_steps: Count = 10
+    decay_steps: Count = 0
+    floor: Annotated[float, Field(ge=0, le=1)] = 0.1
+
+
+class Optimizer(BaseModel):
+    """AdamW's constants. Norms, biases and other vectors are never decayed."""
+
+    model_config = STRICT
+
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.95
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+
+
+class Evaluate(BaseModel):
+    """When and on how much held-out data the loss is measured. `every` 0: only at the end."""
+
+    model_config = STRICT
+
+    every: Count = 0
+    batches: Count = 4
+
+
+class Sample(BaseModel):
+    """What the model writes when it is done. `tokens` 0 switches it off."""
+
+    model_config = STRICT
+
+    prompt: str = "def "
+    tokens: Annotated[int, Field(ge=0, le=65536)] = 160
+    temperature: Annotated[float, Field(ge=0)] = 0.7
+
+
+class TrainSection(BaseModel):
+    """How long, how large, how fast. `global_batch` is sequences per optimizer step, whatever the plan."""
+
+    model_config = STRICT
+
+    steps: Positive = 100
+    global_batch: Positive = 32
+    lr: Rate = 1e-3
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    clip_norm: Annotated[float, Field(ge=0, description="0 switches clipping off")] = 1.0
+    deterministic: bool = False
+    save: Annotated[bool, Field(description="write the trained weights to the run directory")] = True
+    schedule: Schedule = Schedule()
+    optimizer: Optimizer = Optimizer()
+    evaluate: Evaluate = Evaluate()
+    sample: Sample = Sample()
+
+
+class Recipe(BaseModel):
+    """Everything a person says about a run."""
+
+    model_config = STRICT
+
+    name: Slug = "stdlib-tiny"
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    train: TrainSection = TrainSection()
+    cluster: Annotated[str, Field(description="auto, 8xH100, 4x8xA100-80GB, 2xcpu or a YAML file")] = "auto"
+    plan: Literal["auto"] | Plan = "auto"

@@ -1,0 +1,22 @@
+"""What happened: the run directory, its journals, and how to follow them from outside. Receives numbers, never tensors."""
+
+from trimaran.telemetry.journal import Follower, Journal
+from trimaran.telemetry.run_directory import (
+    RunDirectory,
+    create_run,
+    dump_plan,
+    free_run_path,
+    open_run,
+    refuse_occupied,
+)
+
+__all__ = [
+    "Follower",
+    "Journal",
+    "RunDirectory",
+    "create_run",
+    "dump_plan",
+    "free_run_path",
+    "open_run",
+    "refuse_occupied",
+]

@@ -1,0 +1,143 @@
+"""The run directory: where everything about a run is kept, and how it is claimed."""
+
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trimaran.core import Plan, Prediction, Recipe, UserError, dump_recipe, parse_recipe
+
+MARKER = "trimaran-run.json"
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """The files of one run. Making the value touches nothing; `create_run` and `open_run` do."""
+
+    path: Path
+
+    @property
+    def recipe(self) -> Path:
+        return self.path / "recipe.yaml"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def stop_request(self) -> Path:
+        """A file that asks the ranks to stop at the next step that they agree on."""
+        return self.path / "stop"
+
+    @property
+    def model(self) -> Path:
+        """The trained weights as Hugging Face safetensors."""
+        return self.path / "model"
+
+    def events(self, rank: int) -> Path:
+        return self.path / "events" / f"rank-{rank}.jsonl"
+
+    def log(self, rank: int) -> Path:
+        return self.path / "logs" / f"rank-{rank}.log"
+
+    @property
+    def agent_log(self) -> Path:
+        return self.path / "logs" / "agent.log"
+
+    def read_recipe(self) -> Recipe:
+        return parse_recipe(self.recipe.read_text(encoding="utf-8"), name=str(self.recipe))
+
+    def read_plan(self) -> Plan:
+        tree = json.loads(self.plan.read_text(encoding="utf-8"))
+        prediction = Prediction.model_validate(tree["prediction"]) if tree.get("prediction") else None
+        return Plan.model_validate(tree["plan"]).model_copy(update={"prediction": prediction})
+
+
+def create_run(path: Path, recipe: Recipe, plan: Plan) -> RunDirectory:
+    """Claim `path` for a new run and write its recipe and plan. Nothing is left behind when that fails.
+
+    The folder must not exist or be empty: a run is never written over another one, or over anything else.
+    """
+    refuse_occupied(path)
+    run = RunDirectory(path)
+    made = [parent for parent in (path, *path.parents) if not parent.exists()]
+    written: list[Path] = []
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        _write_new(path / MARKER, json.dumps({"format": 1, "created": time.time(), "pid": os.getpid()}) + "\n")
+        written.append(path / MARKER)
+        for folder in ("events", "logs"):
+            (path / folder).mkdir()
+            written.append(path / folder)
+        for file, text in ((run.recipe, dump_recipe(recipe)), (run.plan, dump_plan(plan))):
+            written.append(file)
+            _write_new(file, text)
+    except FileExistsError:
+        raise _occupied(path) from None  # another launch claimed the folder between the look and the marker
+    except OSError as error:
+        for each in reversed(written):
+            each.rmdir() if each.is_dir() else each.unlink(missing_ok=True)
+        for folder in made:
+            if folder.is_dir():
+                folder.rmdir()
+        raise UserError("D003", f"the run directory cannot be written: {error.strerror}", where=str(path),
+                        fix="choose a folder on a disk with free space that you may write to: --run-dir DIR") from None  # fmt: skip
+    return run
+
+
+def open_run(path: Path) -> RunDirectory:
+    """Return the run at `path`, or say that there is none."""
+    if not path.is_dir():
+        raise UserError("D001", "there is no run directory here", where=str(path), fix="look under runs/")
+    if not (path / MARKER).is_file():
+        raise UserError("D002", "this folder is not a Trimaran run", where=str(path),
+                        fix=f"name a folder that `trimaran train` made (it holds {MARKER})")  # fmt: skip
+    return RunDirectory(path)
+
+
+def free_run_path(root: Path, name: str) -> Path:
+    """Return `root/name`, or `root/name-2`, `-3` and so on when runs of that name exist."""
+    candidates = [root / name, *(root / f"{name}-{number}" for number in range(2, 10_000))]
+    return next(path for path in candidates if not path.exists())
+
+
+def refuse_occupied(path: Path) -> None:
+    """Raise unless `path` is free for a new run: missing, or an empty folder."""
+    if path.is_symlink() or (path.exists() and not path.is_dir()):
+        raise UserError("D002", "the run directory is a file or a link", where=str(path),
+                        fix="name a folder that does not exist yet: --run-dir DIR")  # fmt: skip
+    try:
+        occupied = path.is_dir() and any(path.iterdir())
+    except OSError as error:
+        raise UserError("D003", f"the run directory cannot be read: {error.strerror}", where=str(path),
+                        fix="choose another folder: --run-dir DIR") from None  # fmt: skip
+    if occupied:
+        raise _occupied(path)
+
+
+def dump_plan(plan: Plan) -> str:
+    """Return the text of `plan.json`: the plan and what it is expected to cost."""
+    tree: dict[str, Any] = {"plan": plan.model_dump(mode="json")}
+    tree["prediction"] = plan.prediction.model_dump(mode="json") if plan.prediction else None
+    return json.dumps(tree, indent=2) + "\n"
+
+
+def _occupied(path: Path) -> UserError:
+    if (path / MARKER).is_file():
+        return UserError("D004", "this run directory already holds a run", where=str(path),
+                         fix="choose another: --run-dir DIR, or leave it out to get the next free name")  # fmt: skip
+    return UserError("D002", "this folder holds files that are not a Trimaran run", where=str(path),
+                     fix="name an empty or a new folder: --run-dir DIR")  # fmt: skip
+
+
+def _write_new(path: Path, text: str) -> None:
+    with path.open("x", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())

@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 EXIT_DONE = 0
 EXIT_USER = 2
@@ -22,7 +23,7 @@ class UserError(Exception):
     def __str__(self) -> str:
         return f"{self.code}: {self.what}\n  where: {self.where}\n  fix:   {self.fix}"
 
-    def as_dict(self) -> dict[str, str]:
+    def as_dict(self) -> dict[str, Any]:
         return {"code": self.code, "what": self.what, "where": self.where, "fix": self.fix}
 
 

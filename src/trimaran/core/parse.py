@@ -48,7 +48,7 @@ def _load_yaml(text: str, name: str) -> tuple[dict[str, Any], dict[Path, int]]:
         where = f"{name}, line {mark.line + 1}" if mark else name
         problem = getattr(error, "problem", None) or str(error).split("\n")[0]
         raise UserError("R001", f"this is not YAML: {problem}", where=where,
-                        fix="check the indentation, colons and quotes there; strings with ': ' need quotes") from None  # fmt: skip
+                        fix="check indents, colons and quotes; values with ': ' need quotes") from None  # fmt: skip
     if tree is None:
         return {}, lines
     if not isinstance(tree, dict):
@@ -133,13 +133,13 @@ def _reaches(tree: Any, path: Path) -> bool:
         if not isinstance(tree, dict | list) or (isinstance(tree, dict) and part not in tree):
             return False
         tree = tree[part]  # type: ignore[index]
-    return isinstance(tree, dict) and path[-1] in tree or isinstance(tree, list)
+    return (isinstance(tree, dict) and path[-1] in tree) or isinstance(tree, list)
 
 
 def _fields_at(path: Path) -> list[str]:
     model: Any = Recipe
     for part in path:
-        annotation = model.model_fields[part].annotation
+        annotation = model.model_fields[str(part)].annotation
         options = [annotation, *getattr(annotation, "__args__", ())]
         model = next(each for each in options if isinstance(each, type) and issubclass(each, BaseModel))
     return [field for field in model.model_fields if field != "prediction"]

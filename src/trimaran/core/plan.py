@@ -60,7 +60,7 @@ class Comm(BaseModel):
 class Plan(BaseModel):
     """One way to run a recipe on a cluster. Batch, accumulation and degrees are set here and nowhere else.
 
-    A recipe's `plan:` is this same type; the fields a person set are its `model_fields_set`, the planner fills in the rest.
+    A recipe's `plan:` is this same type: what a person pinned is its `model_fields_set`, the planner fills in the rest.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

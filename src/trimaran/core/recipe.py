@@ -12,11 +12,11 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 Rate = Annotated[float, Field(gt=0, le=10)]
 Slug = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
 
-STRICT = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+STRICT = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
 
 class ModelSection(BaseModel):
-    """Which network. `decoder` comes from a preset or from Hugging Face weights; `hf` is any local Hugging Face causal LM."""
+    """Which network. `decoder` is ours, from a preset or from weights; `hf` is any local Hugging Face causal LM."""
 
     model_config = STRICT
 
@@ -35,7 +35,9 @@ class DataSection(BaseModel):
     source: Literal["python-stdlib", "text", "jsonl", "shards", "datasets"] = "python-stdlib"
     path: Annotated[str | None, Field(description="file or folder; every source but python-stdlib needs it")] = None
     tokenizer: Annotated[str | None, Field(description="a tokenizers JSON file; byte-level without it")] = None
-    text_field: Annotated[str, Field(description="the field of a JSONL line or dataset row that holds the text")] = "text"
+    text_field: Annotated[str, Field(description="the field of a JSONL line or dataset row that holds the text")] = (
+        "text"
+    )
     seq_len: Annotated[int, Field(ge=2, le=2**24)] = 256
     isolate_documents: Annotated[bool, Field(description="attention never crosses a document boundary")] = False
     holdout: Annotated[Fraction, Field(description="share of the sequences kept for evaluation")] = 0.01
@@ -46,7 +48,7 @@ class DataSection(BaseModel):
 class Schedule(BaseModel):
     """How the learning rate moves: linear warm-up, then `kind` down to `floor` times the peak.
 
-    `decay_steps` counts only for wsd (warm-up, stable, decay): the steps of its final slope; 0 means a fifth of the run.
+    `decay_steps` is for wsd (warm-up, stable, decay) alone: the steps of its final slope; 0 means a fifth of the run.
     """
 
     model_config = STRICT
@@ -83,8 +85,8 @@ class Sample(BaseModel):
     model_config = STRICT
 
     prompt: str = "def "
-    tokens: Annotated[int, Field(ge=0, le=65536)] = 160
-    temperature: Annotated[float, Field(ge=0)] = 0.7
+    tokens: Annotated[int, Field(ge=0, le=65536)] = 240
+    temperature: Annotated[float, Field(ge=0)] = 0.9
 
 
 class TrainSection(BaseModel):

@@ -1,4 +1,4 @@
-"""What happened: the run directory, its journals, and how to follow them from outside. Receives numbers, never tensors."""
+"""What happened: the run directory, its journals, and how to follow them. Receives numbers, never tensors."""
 
 from trimaran.telemetry.journal import Follower, Journal
 from trimaran.telemetry.run_directory import (
@@ -7,6 +7,7 @@ from trimaran.telemetry.run_directory import (
     dump_plan,
     free_run_path,
     open_run,
+    refuse_full_disk,
     refuse_occupied,
 )
 
@@ -18,5 +19,6 @@ __all__ = [
     "dump_plan",
     "free_run_path",
     "open_run",
+    "refuse_full_disk",
     "refuse_occupied",
 ]

@@ -2,12 +2,13 @@
 
 import json
 import os
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trimaran.core import Plan, Prediction, Recipe, UserError, dump_recipe, parse_recipe
+from trimaran.core import Bytes, Plan, Prediction, Recipe, UserError, dump_recipe, parse_recipe, show_bytes
 
 MARKER = "trimaran-run.json"
 
@@ -87,7 +88,7 @@ def create_run(path: Path, recipe: Recipe, plan: Plan) -> RunDirectory:
             if folder.is_dir():
                 folder.rmdir()
         raise UserError("D003", f"the run directory cannot be written: {error.strerror}", where=str(path),
-                        fix="choose a folder on a disk with free space that you may write to: --run-dir DIR") from None  # fmt: skip
+                        fix="choose a folder you may write to, with free space: --run-dir DIR") from None  # fmt: skip
     return run
 
 
@@ -119,6 +120,16 @@ def refuse_occupied(path: Path) -> None:
                         fix="choose another folder: --run-dir DIR") from None  # fmt: skip
     if occupied:
         raise _occupied(path)
+
+
+def refuse_full_disk(path: Path, needed: Bytes) -> None:
+    """Raise when the disk that `path` is to lie on has less than `needed` free."""
+    ground = next(parent for parent in (path, *path.absolute().parents) if parent.is_dir())
+    total, _, free = shutil.disk_usage(ground)
+    if free < needed and total:  # /proc and its like have no size; writing there fails with a better reason
+        raise UserError("D005", f"the trained weights need {show_bytes(needed)}, the disk has {show_bytes(free)} free",
+                        where=str(path), fix="make room, choose another disk with --run-dir DIR, "
+                        "or train without keeping the weights: --set train.save=false")  # fmt: skip
 
 
 def dump_plan(plan: Plan) -> str:

@@ -1,0 +1,45 @@
+# Two commands set up everything: `make demo` and `make test`.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test check format bench schema clean help
+
+help:
+	@echo "make demo    environment, then plan and train the default recipe on this machine"
+	@echo "make test    environment, then the whole test suite"
+	@echo "make check   format, lint, types and the layer map, in seconds"
+	@echo "make bench   the benchmarks that run on a CPU"
+
+demo: .venv/demo
+	$(BIN)/trimaran train recipes/stdlib-tiny.yaml
+
+test: .venv/dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+check: .venv/dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyrefly check
+	$(BIN)/python -m pytest --noconftest --durations=0 --durations-min=1 tests/test_layers.py tests/test_budgets.py tests/test_docs.py
+
+format: .venv/dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: .venv/dev
+	$(BIN)/python benchmarks/overhead.py
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Trimaran needs Python 3.11 or newer: make demo PYTHON=python3.11")'
+	$(PYTHON) -m venv .venv
+
+.venv/demo: pyproject.toml constraints.txt | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	@touch $@
+
+.venv/dev: pyproject.toml constraints.txt | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@ .venv/demo
+
+clean:
+	rm -rf .venv runs

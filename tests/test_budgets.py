@@ -1,0 +1,32 @@
+"""Sizes past which a file, a function or a class is probably doing a second thing."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parents[1] / "src" / "trimaran"
+FILES = sorted(SRC.rglob("*.py"))
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 50
+MAX_CONFIG_FIELDS = 12
+MAX_LOOP_LINES = 60
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SRC)))
+def test_files_functions_and_classes_stay_small(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= MAX_FILE_LINES
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            length = (node.end_lineno or 0) - node.body[0].lineno + 1
+            assert length <= MAX_FUNCTION_LINES, f"{node.name} has {length} lines"
+        if isinstance(node, ast.ClassDef):
+            fields = [each for each in node.body if isinstance(each, ast.AnnAssign)]
+            assert len(fields) <= MAX_CONFIG_FIELDS, f"{node.name} has {len(fields)} fields"
+
+
+def test_the_training_loop_fits_on_a_screen() -> None:
+    tree = ast.parse((SRC / "train" / "trainer.py").read_text())
+    (loop,) = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "train"]
+    assert (loop.end_lineno or 0) - loop.lineno < MAX_LOOP_LINES

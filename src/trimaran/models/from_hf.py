@@ -1,0 +1,256 @@
+"""Hugging Face's config.json in, ModelSpec out, and back."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trimaran.core import UserError
+from trimaran.models.flaw import first_flaw
+from trimaran.models.spec import Block, Experts, ModelSpec, Rope
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
+
+HF_NAMES = {
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "ffn": "intermediate_size",
+    "vocab": "vocab_size",
+    "max_seq_len": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "rope.theta": "rope_theta",
+    "rope.original_max_seq_len": "rope.original_max_position_embeddings",
+    "experts.num_experts": "num_experts",
+    "experts.top_k": "num_experts_per_tok",
+    "experts.ffn": "moe_intermediate_size",
+    "experts.shared_ffn": "shared_expert_intermediate_size",
+    "experts.balance": "router_aux_loss_coef",
+}
+
+# What our decoder does not do, by the values that switch it off.
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "hidden_act": (None, "silu"),
+    "mlp_bias": (None, False),
+    "attention_bias": (None, False),
+    "attention_dropout": (None, 0),
+    "use_sliding_window": (None, False),
+    "partial_rotary_factor": (None, 1),
+    "decoder_sparse_step": (None, 1),
+    "mlp_only_layers": (None, []),
+    "quantization_config": (None,),
+}
+
+
+def unsupported(config: Mapping[str, Any]) -> str | None:
+    """Return what in `config` our decoder cannot be, or None when it can be all of it."""
+    if (kind := config.get("model_type")) not in list(ARCHITECTURES):
+        return f"model_type is {_show(kind)}; the decoder knows {', '.join(ARCHITECTURES)}"
+    for key, plain in _PLAIN.items():
+        if config.get(key) not in plain:
+            return f"{key} is {_show(config[key])}"
+    layer_types = config.get("layer_types") or []
+    if not isinstance(layer_types, list) or any(each != "full_attention" for each in layer_types):
+        return f"layer_types is {_show(layer_types)}"
+    rope = _rope_tree(config)
+    if not isinstance(rope, Mapping) or any(isinstance(each, Mapping) for each in rope.values()):
+        return f"rotary positions are {_show(rope)}"
+    if rope.get("partial_rotary_factor") not in _PLAIN["partial_rotary_factor"]:
+        return f"partial_rotary_factor is {_show(rope['partial_rotary_factor'])}"
+    if (kind := _rope_type(rope)) not in ("default", "llama3"):
+        return f"rope_type is {_show(kind)}"
+    return None
+
+
+def spec_from_hf(config: Mapping[str, Any], *, where: str) -> ModelSpec:
+    """Return the shape that `config` describes. `where` is what the person calls the configuration.
+
+    `router_aux_loss_coef` becomes the weight of our per-sequence balance loss as it is.
+    """
+    if reason := unsupported(config):
+        raise UserError("M006", f"the decoder cannot be this model: {reason}", where=where,
+                        fix="train it as it is with model.family=hf")  # fmt: skip
+    fields = _Fields(config, where)
+    kind = config["model_type"]
+    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    max_seq_len = fields.integer("max_position_embeddings", 2048 if kind == "llama" else 32768)
+    block = Block(
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        qkv_bias=kind == "qwen2" or (kind == "qwen2_moe" and fields.boolean("qkv_bias", True)),
+        qk_norm=kind in ("qwen3", "qwen3_moe"),
+        rope=_rope(config, max_seq_len, where),
+        experts=_experts(fields, kind) if kind.endswith("_moe") else None,
+    )
+    spec = ModelSpec(
+        name=kind,
+        layers=fields.integer("num_hidden_layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=fields.integer("num_key_value_heads", heads),
+        head_dim=fields.integer("head_dim", 0) or _head_dim(hidden, heads, where),
+        ffn=fields.integer("intermediate_size", 0 if block.experts else None),
+        vocab=fields.integer("vocab_size"),
+        max_seq_len=max_seq_len,
+        tied=fields.boolean("tie_word_embeddings", False),
+        block=block,
+    )
+    if flaw := first_flaw(spec):
+        raise _bad_field(HF_NAMES.get(flaw[0], flaw[0]), flaw[1], where)
+    return spec
+
+
+def spec_to_hf(spec: ModelSpec) -> dict[str, Any]:
+    """Return a config.json that transformers, from 4.57 on, loads as the same network.
+
+    The ids of special tokens are left open: they belong to the tokenizer, which the shape does not know.
+    """
+    kind, rope, experts = _model_type(spec), spec.block.rope, spec.block.experts
+    config: dict[str, Any] = {"architectures": [ARCHITECTURES[kind]], "model_type": kind}
+    config |= {HF_NAMES[name]: getattr(spec, name) for name in HF_NAMES if hasattr(spec, name)}
+    config |= {
+        "head_dim": spec.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": spec.block.norm_eps,
+        "tie_word_embeddings": spec.tied,
+        "rope_theta": rope.theta,
+        "rope_scaling": None,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    if rope.factor != 1:
+        config["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": rope.factor,
+            "low_freq_factor": rope.low_freq_factor,
+            "high_freq_factor": rope.high_freq_factor,
+            "original_max_position_embeddings": rope.original_max_seq_len,
+        }
+    if experts:
+        config |= {
+            "num_experts": experts.num_experts,
+            "num_experts_per_tok": experts.top_k,
+            "moe_intermediate_size": experts.ffn,
+            "norm_topk_prob": experts.normalize_top_k,
+            "router_aux_loss_coef": experts.balance,
+        }
+    if kind == "qwen2_moe":
+        assert experts
+        config |= {"shared_expert_intermediate_size": experts.shared_ffn, "qkv_bias": spec.block.qkv_bias}
+    return config
+
+
+def _model_type(spec: ModelSpec) -> str:
+    """Return the architecture that has exactly the features of `spec`."""
+    block, experts = spec.block, spec.block.experts
+    if experts is None and not (block.qkv_bias and block.qk_norm):
+        kind = "qwen2" if block.qkv_bias else "qwen3" if block.qk_norm else "llama"
+        # LlamaConfig alone insists on this.
+        if kind != "llama" or spec.hidden % spec.heads == 0:
+            return kind
+    elif experts and experts.shared_ffn and experts.shared_gate and not block.qk_norm:
+        return "qwen2_moe"
+    elif experts and not experts.shared_ffn and block.qk_norm and not block.qkv_bias:
+        return "qwen3_moe"
+    features = {
+        "qkv_bias": block.qkv_bias,
+        "qk_norm": block.qk_norm,
+        "experts": experts is not None,
+        "a shared expert": experts is not None and experts.shared_ffn > 0,
+        "its gate": experts is not None and experts.shared_gate,
+        "heads that do not divide hidden": spec.hidden % spec.heads != 0,
+    }
+    has = ", ".join(name for name, present in features.items() if present)
+    raise UserError("M010", f"Hugging Face has no architecture that has {has} and nothing else", where="model.shape",
+                    fix="choose the features of Llama, Qwen2, Qwen3, Qwen2-MoE or Qwen3-MoE")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Fields:
+    """The fields of one configuration, read by type. A null counts as missing; so it does for transformers."""
+
+    config: Mapping[str, Any]
+    where: str
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value = self._value(key, default)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise _bad_field(key, f"{_show(value)} is not a whole number", self.where)
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self._value(key, default)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 1e300:
+            raise _bad_field(key, f"{_show(value)} is not a number", self.where)
+        return float(value)
+
+    def boolean(self, key: str, default: bool) -> bool:
+        value = self._value(key, default)
+        if not isinstance(value, bool):
+            raise _bad_field(key, f"{_show(value)} is neither true nor false", self.where)
+        return value
+
+    def _value(self, key: str, default: Any) -> Any:
+        value = self.config.get(key)
+        if value is None and default is None:
+            raise _bad_field(key, "it is missing", self.where)
+        return default if value is None else value
+
+
+def _experts(fields: _Fields, kind: str) -> Experts:
+    # transformers 5 writes Qwen3-MoE's count under the name that its kernels use.
+    count = "num_local_experts" if "num_local_experts" in fields.config else "num_experts"
+    shared = kind == "qwen2_moe"
+    return Experts(
+        num_experts=fields.integer(count),
+        top_k=fields.integer("num_experts_per_tok"),
+        ffn=fields.integer("moe_intermediate_size"),
+        shared_ffn=fields.integer("shared_expert_intermediate_size") if shared else 0,
+        shared_gate=shared,
+        normalize_top_k=fields.boolean("norm_topk_prob", False),
+        balance=fields.number("router_aux_loss_coef", 0.001),
+    )
+
+
+def _rope(config: Mapping[str, Any], max_seq_len: int, where: str) -> Rope:
+    tree = _rope_tree(config)
+    theta = _Fields({**config, **tree}, where).number("rope_theta", 10_000.0)
+    if _rope_type(tree) == "default":
+        return Rope(theta=theta)
+    fields = _Fields(tree, f"{where} (rotary positions)")
+    return Rope(
+        theta=theta,
+        factor=fields.number("factor"),
+        low_freq_factor=fields.number("low_freq_factor"),
+        high_freq_factor=fields.number("high_freq_factor"),
+        original_max_seq_len=fields.integer("original_max_position_embeddings", max_seq_len),
+    )
+
+
+def _rope_tree(config: Mapping[str, Any]) -> Any:
+    """Return the rotary settings in transformers 5's place for them, or in 4's."""
+    return config.get("rope_parameters") or config.get("rope_scaling") or {}
+
+
+def _rope_type(tree: Mapping[str, Any]) -> Any:
+    return tree.get("rope_type") or tree.get("type") or "default"
+
+
+def _head_dim(hidden: int, heads: int, where: str) -> int:
+    if heads < 1 or hidden % heads:
+        raise _bad_field("num_attention_heads", f"{heads} heads do not divide hidden_size {hidden}", where)
+    return hidden // heads
+
+
+def _bad_field(key: str, what: str, where: str) -> UserError:
+    return UserError("M007", f"{key}: {what}", where=where, fix=f"give {key} the value that the weights were made with")
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,126 @@
+"""The recipe's model section in, ModelSpec out."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from trimaran.core import ModelSection, UserError, nearest
+from trimaran.models.flaw import first_flaw
+from trimaran.models.from_hf import spec_from_hf, unsupported
+from trimaran.models.json_file import read_json
+from trimaran.models.presets import PRESETS
+from trimaran.models.spec import Block, ModelSpec
+
+MAX_CONFIG_BYTES = 10_000_000
+DEFAULT_PRESET = "tiny"
+
+
+def spec_of(section: ModelSection) -> ModelSpec | None:
+    """Return the shape that `section` asks for. None: a Hugging Face model of a kind that we cannot describe."""
+    _refuse_contradictions(section)
+    if section.path is None:
+        return _reshaped(_preset(section.preset or DEFAULT_PRESET), section.shape)
+    folder = model_folder(section.path)
+    config = read_json(folder / "config.json", limit_bytes=MAX_CONFIG_BYTES)
+    if section.family == "hf" and unsupported(config):
+        return None
+    spec = spec_from_hf(config, where=str(folder / "config.json"))
+    return _reshaped(replace(spec, name=folder.resolve().name), section.shape)
+
+
+def model_folder(path: str) -> Path:
+    """Return the folder of the Hugging Face model that `path`, a folder or its config.json, names."""
+    named = Path(path).expanduser()
+    folder = named.parent if named.name == "config.json" else named
+    if not folder.is_dir():
+        raise UserError("M004", "there is no such folder", where=f"model.path {path}",
+                        fix="name a local Hugging Face model folder; nothing is downloaded")  # fmt: skip
+    if not (folder / "config.json").is_file():
+        raise UserError("M004", "the folder holds no config.json", where=f"model.path {path}",
+                        fix="name a folder with a Hugging Face model: config.json and its weights")  # fmt: skip
+    return folder
+
+
+def _refuse_contradictions(section: ModelSection) -> None:
+    if section.family in ("vlm", "perception"):
+        raise UserError("M003", f"the {section.family} family is not built yet in this version", where="model.family",
+                        fix="use decoder or hf")  # fmt: skip
+    if section.preset is not None and section.path is not None:
+        raise UserError("M002", "a model has either a preset or a path", where="model",
+                        fix="remove model.preset to take the shape from the path")  # fmt: skip
+    if section.family == "hf" and section.path is None:
+        raise UserError("M002", "the hf family needs a model to load", where="model.path",
+                        fix="set model.path to a local Hugging Face model folder, or use family decoder")  # fmt: skip
+    if section.family == "hf" and section.shape:
+        raise UserError("M002", "an hf model keeps the shape of its config.json", where="model.shape",
+                        fix="remove model.shape, edit config.json, or use model.family=decoder")  # fmt: skip
+
+
+def _preset(name: str) -> ModelSpec:
+    if name not in PRESETS:
+        raise UserError("M001", f"there is no preset '{name}'{nearest(name, PRESETS)}", where="model.preset",
+                        fix=f"the presets are {', '.join(PRESETS)}")  # fmt: skip
+    return PRESETS[name]
+
+
+def _reshaped(spec: ModelSpec, shape: Mapping[str, Any]) -> ModelSpec:
+    """Return `spec` with the fields that `shape` names; the fields of its block are named without `block`."""
+    inner = {field.name for field in fields(Block)}
+    known = [field.name for field in fields(ModelSpec) if field.name not in ("name", "block")] + sorted(inner)
+    _refuse_unknown(shape, known, "model.shape")
+    inside = {key: shape[key] for key in shape if key in inner}
+    outside = {key: shape[key] for key in shape if key not in inner}
+    block = _changed(Block, spec.block, inside, "model.shape")
+    spec = replace(_changed(ModelSpec, spec, outside, "model.shape"), block=block)
+    if ("hidden" in shape or "heads" in shape) and "head_dim" not in shape:
+        if spec.heads < 1 or spec.hidden % spec.heads:
+            raise UserError("M009", f"{spec.heads} heads do not divide hidden {spec.hidden}", where="model.shape.heads",
+                            fix="choose heads that divide hidden, or set model.shape.head_dim")  # fmt: skip
+        spec = replace(spec, head_dim=spec.hidden // spec.heads)
+    if flaw := first_flaw(spec):
+        raise _wrong_value(f"{flaw[0]}: {flaw[1]}", f"model.shape.{flaw[0]}")
+    return spec
+
+
+def _changed(kind: type, now: Any, changes: Any, where: str) -> Any:
+    """Return a `kind`, a dataclass, that is `now` but for `changes`, each of the type that its field declares."""
+    if not isinstance(changes, Mapping):
+        raise _wrong_value(f"{changes!r} is not a mapping of fields", where)
+    hints = get_type_hints(kind)
+    _refuse_unknown(changes, hints, where)
+    values = {} if now is None else {name: getattr(now, name) for name in hints}
+    for key, value in changes.items():
+        values[key] = _typed(hints[key], values.get(key), value, f"{where}.{key}")
+    for field in fields(kind):
+        if field.name not in values and field.default is MISSING:
+            raise _wrong_value(f"{field.name} is missing", where)
+    return kind(**values)
+
+
+def _typed(hint: Any, now: Any, value: Any, where: str) -> Any:
+    kind, *others = get_args(hint) or (hint,)
+    if value is None and type(None) in others:
+        return None
+    if is_dataclass(kind):
+        return _changed(kind, now, value, where)
+    if kind is float and type(value) is int and abs(value) < 1e300:
+        return float(value)
+    if type(value) is not kind:
+        raise _wrong_value(f"{value!r} is not {_KINDS[kind]}", where)
+    return value
+
+
+_KINDS = {int: "a whole number", float: "a number (YAML wants a dot in it: 1.0e-5)", bool: "true or false"}
+
+
+def _refuse_unknown(changes: Mapping[str, Any], known: Iterable[str], where: str) -> None:
+    known = list(known)
+    for key in changes:
+        if key not in known:
+            raise UserError("M008", f"a shape has no field '{key}'{nearest(str(key), known)}", where=where,
+                            fix=f"the fields here are {', '.join(known)}")  # fmt: skip
+
+
+def _wrong_value(what: str, where: str) -> UserError:
+    return UserError("M009", what, where=where, fix=f"change or remove {where}")

@@ -1,0 +1,58 @@
+"""A plan's prediction as rows, for whoever draws them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from trimaran.core import Plan
+
+MEANING = {
+    "weights": "fp32 weights that stay on the rank",
+    "gradients": "fp32 gradients",
+    "optimizer": "AdamW's two fp32 moments",
+    "activations": "what forward keeps for backward",
+    "logits": "the logits, their log-softmax and its gradient",
+    "casts": "bf16 copies of the weights",
+    "gathered": "weights that are whole while they are at work",
+    "heap": "holes in the process's heap",
+    "process": "the interpreter, torch and its kernels",
+    "workspace": "scratch space of the matrix products",
+}
+PHASE_MEANING = {
+    "forward": "computing the loss",
+    "backward": "computing the gradients",
+    "comm": "moving gradients and weights where nothing hides it, and waiting for the slowest rank",
+    "optimizer": "clipping, and moving the weights",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One term of a prediction: bytes or seconds, its share of the whole, and what it is."""
+
+    term: str
+    value: float
+    share: float
+    meaning: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """Where a plan's bytes and seconds go, largest first."""
+
+    memory: tuple[Row, ...] = ()
+    time: tuple[Row, ...] = ()
+
+
+def explain(plan: Plan) -> Explanation:
+    """Return the terms of the plan's prediction; nothing where nothing was predicted."""
+    if plan.prediction is None:
+        return Explanation()
+    return Explanation(memory=_rows(plan.prediction.memory, MEANING), time=_rows(plan.prediction.time, PHASE_MEANING))
+
+
+def _rows(terms: Mapping[str, float], meaning: Mapping[str, str]) -> tuple[Row, ...]:
+    total = sum(terms.values())
+    ranked = sorted(terms.items(), key=lambda item: -item[1])
+    return tuple(
+        Row(term=term, value=value, share=value / total, meaning=meaning[term]) for term, value in ranked if value
+    )

@@ -1,0 +1,50 @@
+import pytest
+
+from trimaran.models import PRESETS
+from trimaran.models.flaw import first_flaw
+
+PUBLISHED = {  # distinct weights; a tied head counts once
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.1-405b": 405_853_388_800,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+}
+
+
+@pytest.mark.parametrize(("name", "published"), PUBLISHED.items())
+def test_presets_have_the_published_number_of_parameters(name: str, published: int) -> None:
+    assert PRESETS[name].num_parameters == published
+
+
+def test_every_preset_is_possible_and_only_the_toys_are_unpublished() -> None:
+    assert set(PRESETS) - set(PUBLISHED) == {"tiny", "tiny-moe"}
+    for name, spec in PRESETS.items():
+        assert spec.name == name
+        assert first_flaw(spec) is None
+
+
+def test_a_token_of_qwen3_30b_a3b_passes_three_billion_weights() -> None:
+    spec = PRESETS["qwen3-30b-a3b"]
+    idle = spec.layers * (spec.feed_forward_parameters - spec.active_feed_forward_parameters)
+    assert spec.num_parameters - idle == 3_353_032_704

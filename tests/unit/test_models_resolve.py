@@ -1,0 +1,147 @@
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trimaran.core import ModelSection, UserError
+from trimaran.models import PRESETS, Experts, ModelSpec, spec_of, spec_to_hf
+
+TINY = PRESETS["tiny"]
+
+
+def shaped(**shape: Any) -> ModelSpec | None:
+    return spec_of(ModelSection(shape=shape))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A Hugging Face folder with a config.json and no weights."""
+    (tmp_path / "config.json").write_text(json.dumps(spec_to_hf(TINY)))
+    return tmp_path
+
+
+def test_nothing_said_is_tiny_and_a_preset_is_itself() -> None:
+    assert spec_of(ModelSection()) == TINY
+    assert spec_of(ModelSection(preset="qwen3-8b")) == PRESETS["qwen3-8b"]
+
+
+def test_a_mistyped_preset_is_suggested() -> None:
+    with pytest.raises(UserError, match=r"M001.*did you mean 'llama-3-8b'"):
+        spec_of(ModelSection(preset="llama3-8b"))
+
+
+def test_a_path_is_a_folder_or_its_config(folder: Path) -> None:
+    wanted = replace(TINY, name=folder.name)
+    assert spec_of(ModelSection(path=str(folder))) == wanted
+    assert spec_of(ModelSection(path=str(folder / "config.json"))) == wanted
+    assert spec_of(ModelSection(path=str(folder), family="hf")) == wanted
+
+
+def test_an_hf_model_that_we_cannot_describe_has_no_spec(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_embd": 32}))
+    assert spec_of(ModelSection(path=str(folder), family="hf")) is None
+    with pytest.raises(UserError, match="M006"):
+        spec_of(ModelSection(path=str(folder)))
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ('{"model_type": "lla', "M005"),
+        ("[1, 2]", "M005"),
+        ("[" * 100_000, "M005"),
+        ("\xff", "M005"),
+        (" " * 10_000_001, "M005"),
+    ],
+)
+def test_a_broken_config_is_a_clear_error(folder: Path, text: str, code: str) -> None:
+    (folder / "config.json").write_text(text, encoding="latin-1")
+    with pytest.raises(UserError) as caught:
+        spec_of(ModelSection(path=str(folder)))
+    assert caught.value.code == code
+
+
+def test_a_missing_folder_and_a_missing_config_are_told_apart(folder: Path) -> None:
+    with pytest.raises(UserError, match="no such folder"):
+        spec_of(ModelSection(path=str(folder / "absent")))
+    (folder / "config.json").unlink()
+    with pytest.raises(UserError, match=r"holds no config\.json"):
+        spec_of(ModelSection(path=str(folder)))
+
+
+@pytest.mark.parametrize(
+    ("section", "code"),
+    [
+        (ModelSection(preset="tiny", path="/tmp"), "M002"),
+        (ModelSection(family="hf"), "M002"),
+        (ModelSection(family="hf", path="/tmp", shape={"layers": 1}), "M002"),
+        (ModelSection(family="vlm"), "M003"),
+        (ModelSection(family="perception"), "M003"),
+    ],
+)
+def test_contradictions_and_unbuilt_families_are_refused(section: ModelSection, code: str) -> None:
+    with pytest.raises(UserError) as caught:
+        spec_of(section)
+    assert caught.value.code == code
+
+
+def test_shape_changes_fields_of_the_spec_its_block_and_its_experts() -> None:
+    assert shaped(layers=2, vocab=512) == replace(TINY, layers=2, vocab=512)
+    assert shaped(norm_eps=1e-6) == replace(TINY, block=replace(TINY.block, norm_eps=1e-6))
+    rope = replace(TINY.block.rope, theta=500.0)
+    assert shaped(rope={"theta": 500}) == replace(TINY, block=replace(TINY.block, rope=rope))
+    experts = Experts(num_experts=4, top_k=1, ffn=32)
+    assert shaped(experts={"num_experts": 4, "top_k": 1, "ffn": 32}) == replace(
+        TINY, block=replace(TINY.block, experts=experts)
+    )
+    fewer = spec_of(ModelSection(preset="tiny-moe", shape={"experts": {"num_experts": 4}}))
+    assert fewer is not None
+    assert fewer.block.experts == replace(PRESETS["tiny-moe"].block.experts or experts, num_experts=4)
+    dense = spec_of(ModelSection(preset="tiny-moe", shape={"experts": None}))
+    assert dense is not None
+    assert dense.block.experts is None
+
+
+def test_head_dim_follows_hidden_and_heads_unless_it_is_set() -> None:
+    assert shaped(hidden=256) == replace(TINY, hidden=256, head_dim=64)
+    assert shaped(hidden=256, head_dim=32) == replace(TINY, hidden=256, head_dim=32)
+    assert shaped(heads=8) == replace(TINY, heads=8, head_dim=16)
+
+
+@pytest.mark.parametrize(
+    ("shape", "code", "words"),
+    [
+        ({"layer": 2}, "M008", "did you mean 'layers'"),
+        ({"name": "x"}, "M008", "no field 'name'"),
+        ({"experts": {"topk": 2}}, "M008", "did you mean 'top_k'"),
+        ({"layers": "2"}, "M009", "'2' is not a whole number"),
+        ({"layers": True}, "M009", "True is not a whole number"),
+        ({"layers": 0}, "M009", "not between"),
+        ({"layers": 10**9}, "M009", "not between"),
+        ({"norm_eps": "1e-5"}, "M009", "1.0e-5"),
+        ({"rope": {"theta": float("nan")}}, "M009", "nan"),
+        ({"rope": {"theta": 10**400}}, "M009", "is not a number"),
+        ({"tied": 1}, "M009", "true or false"),
+        ({"experts": 8}, "M009", "not a mapping"),
+        ({"experts": {"num_experts": 8}}, "M009", "top_k is missing"),
+        ({"experts": {"num_experts": 2, "top_k": 3, "ffn": 8}}, "M009", "experts.top_k"),
+        ({"heads": 3}, "M009", "do not divide"),
+        ({"heads": 0}, "M009", "do not divide"),
+        ({"kv_heads": 3}, "M009", "do not divide"),
+        ({"head_dim": 31}, "M009", "odd"),
+    ],
+)
+def test_a_wrong_shape_is_named(shape: dict[str, Any], code: str, words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        shaped(**shape)
+    assert caught.value.code == code
+    assert words in caught.value.what
+
+
+def test_the_room_needs_no_torch() -> None:
+    program = "import sys, trimaran.models; assert not {'torch', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,0 +1,93 @@
+"""Causal attention with rotary positions and grouped heads."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trimaran.models import ModelSpec, Rope
+
+Rotation = tuple[Tensor, Tensor]
+
+
+class RMSNorm(nn.RMSNorm):
+    """Root-mean-square norm, summed in fp32 whatever the input; the result has the input's dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.weight is not None
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
+class Attention(nn.Module):
+    """Self-attention of one layer. It has as many heads as its projections, so a slice of them works too."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        block, self.head_dim = spec.block, spec.head_dim
+        width, kv_width = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        self.q_proj = nn.Linear(spec.hidden, width, bias=block.qkv_bias)
+        self.k_proj = nn.Linear(spec.hidden, kv_width, bias=block.qkv_bias)
+        self.v_proj = nn.Linear(spec.hidden, kv_width, bias=block.qkv_bias)
+        self.o_proj = nn.Linear(width, spec.hidden, bias=False)
+        self.q_norm = RMSNorm(spec.head_dim, eps=block.norm_eps) if block.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(spec.head_dim, eps=block.norm_eps) if block.qk_norm else nn.Identity()
+
+    def forward(self, x: Tensor, rotation: Rotation, mask: Tensor | None) -> Tensor:
+        """Return what each position of `x` [B, T, hidden] gathers. Without a mask it sees all that went before."""
+        heads = (*x.shape[:-1], -1, self.head_dim)
+        query = self.q_norm(self.q_proj(x).view(heads)).transpose(1, 2)
+        key = self.k_norm(self.k_proj(x).view(heads)).transpose(1, 2)
+        value = self.v_proj(x).view(heads).transpose(1, 2)
+        query, key = (rotate(each, rotation).to(value.dtype) for each in (query, key))
+        # The flash kernels read grouped heads as they are. Those that take a mask or fp32 do not, and unless the
+        # heads are repeated for them the whole score matrix is written out.
+        repeats = query.shape[1] // key.shape[1]
+        if repeats > 1 and (mask is not None or value.dtype == torch.float32):
+            key, value = (each.repeat_interleave(repeats, dim=1) for each in (key, value))
+        grouped = key.shape[1] < query.shape[1]
+        out = F.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None, enable_gqa=grouped)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    """Return `x` [B, heads, T, head_dim] turned by its positions, in the wider of its dtype and the rotation's."""
+    cos, sin = rotation
+    front, back = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-back, front), dim=-1) * sin
+
+
+def rotation_at(positions: Tensor, rope: Rope, head_dim: int) -> Rotation:
+    """Return fp32 cosines and sines [B, 1, T, head_dim] for `positions` [B, T].
+
+    Computed anew in each forward: a few small kernels, and no table that a meta device or a cast could spoil.
+    """
+    angles = positions[:, None, :, None] * _frequencies(rope, head_dim, positions.device)
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def _frequencies(rope: Rope, head_dim: int, device: torch.device) -> Tensor:
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+    frequencies = 1.0 / rope.theta**exponents
+    if rope.factor == 1:
+        return frequencies
+    # Llama 3.1: waves that the original length held many times stay, those it held less than once stretch by
+    # `factor`, and those between blend.
+    turns = rope.original_max_seq_len * frequencies / (2 * math.pi)
+    kept = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / rope.factor)
+
+
+def document_positions(documents: Tensor) -> Tensor:
+    """Return the position of each token inside its document; `documents` [B, T] holds runs of equal ids."""
+    places = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    starts = torch.zeros_like(places)
+    starts[:, 1:] = places[:, 1:] * (documents[:, 1:] != documents[:, :-1])
+    return places - starts.cummax(dim=1).values
+
+
+def document_mask(documents: Tensor) -> Tensor:
+    """Return who may look at whom, [B, 1, T, T]: the earlier tokens of its own document. Ids must not come back."""
+    same = documents[:, :, None] == documents[:, None, :]
+    return same.tril().unsqueeze(1)

@@ -1,0 +1,124 @@
+"""Weights between a Decoder and Hugging Face's safetensors. Nothing else is read: a pickle can run any program."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from trimaran.core import UserError
+from trimaran.models import ModelSpec, weight_files
+from trimaran.nets.shards import local_part, local_slices
+
+HEAD = "lm_head.weight"
+STACKED = 3  # dimensions of a stack of experts; every other weight is a matrix or a vector
+
+
+def load_hf_weights(module: nn.Module, folder: Path) -> None:
+    """Fill a Decoder in place from the safetensors in `folder`, in the parameters' own dtypes.
+
+    Each rank reads only the rows it holds. Names and shapes are checked before the first value is written.
+    """
+    with ExitStack() as stack, torch.no_grad():
+        sources = _open_all(folder, stack)
+        parameters = dict(module.named_parameters())
+        _refuse_mismatch(parameters, sources, folder)
+        try:
+            for name, parameter in parameters.items():
+                _copy(parameter, name, sources)
+        except SafetensorError as error:
+            raise _broken(folder, error) from None
+
+
+def hf_tensors(module: nn.Module, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
+    """Yield every weight of a Decoder whole, on the CPU, under its Hugging Face name; a tied head is left out.
+
+    Sharded weights are gathered one at a time, together: every rank must take every item.
+    """
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if spec.tied and name == HEAD:
+            continue
+        value = whole(parameter)
+        names = _disk_names(name, value.shape)
+        if value.ndim < STACKED:
+            yield names[0], value
+        else:
+            yield from ((each, expert.clone()) for each, expert in zip(names, value, strict=True))
+
+
+def whole(parameter: Tensor) -> Tensor:
+    """Return the full value on the CPU. Collective for a sharded one."""
+    value = parameter.detach()
+    return (value.full_tensor() if isinstance(value, DTensor) else value).cpu().contiguous()
+
+
+def _open_all(folder: Path, stack: ExitStack) -> dict[str, Any]:
+    """Return the open file that holds each tensor, by the tensor's name."""
+    sources: dict[str, Any] = {}
+    files = weight_files(folder)
+    if not files:
+        raise UserError("M020", "the folder holds no weights", where=str(folder),
+                        fix="name a folder with model.safetensors, or train a preset from scratch")  # fmt: skip
+    for path in files:
+        try:
+            file = stack.enter_context(safe_open(path, framework="pt"))
+        except (SafetensorError, OSError) as error:
+            raise _broken(path, error) from None
+        sources |= dict.fromkeys(file.keys(), file)
+    return sources
+
+
+def _refuse_mismatch(parameters: Mapping[str, Tensor], sources: Mapping[str, Any], folder: Path) -> None:
+    missing, misshapen, expected = [], [], set()
+    for name, parameter in parameters.items():
+        names = _disk_names(name, parameter.shape)
+        shape = list(parameter.shape if parameter.ndim < STACKED else parameter.shape[1:])
+        expected |= set(names)
+        for each in names:
+            if each not in sources:
+                missing.append(each)
+            elif (found := sources[each].get_slice(each).get_shape()) != shape:
+                misshapen.append(f"{each} {found} (the model has {shape})")
+    # A tied head is on some disks though nobody reads it, and the oldest Llamas wrote down their rotary tables.
+    unexpected = [each for each in sources if each not in expected and each != HEAD and "rotary_emb" not in each]
+    lists = {"missing": missing, "of another shape": misshapen, "unexpected": unexpected}
+    if problems := [f"{what}: {_first_few(names)}" for what, names in lists.items() if names]:
+        raise UserError("M021", f"the weights are not this model's; {'; '.join(problems)}", where=str(folder),
+                        fix="use the config.json that belongs to the weights, and leave model.shape empty")  # fmt: skip
+
+
+def _copy(parameter: Tensor, name: str, sources: Mapping[str, Any]) -> None:
+    local, here = local_part(parameter), local_slices(parameter)
+    names = _disk_names(name, parameter.shape)
+    if not local.numel():
+        return
+    if local.ndim < STACKED:
+        local.copy_(sources[names[0]].get_slice(names[0])[here])
+    else:
+        for expert, each in zip(local, names[here[0]], strict=True):
+            expert.copy_(sources[each].get_slice(each)[here[1:]])
+
+
+def _disk_names(name: str, shape: torch.Size) -> list[str]:
+    """Return what Hugging Face calls the parameter: one name, or one for each expert of a stack."""
+    if name == HEAD:
+        return [name]
+    layer, experts, projection = name.rpartition(".experts.")
+    if not experts:
+        return [f"model.{name}"]
+    return [f"model.{layer}.experts.{expert}.{projection}.weight" for expert in range(shape[0])]
+
+
+def _first_few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def _broken(where: Path, error: Exception) -> UserError:
+    return UserError(
+        "M022", f"the weights cannot be read: {error}", where=str(where), fix="copy or download them again"
+    )

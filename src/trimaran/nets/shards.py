@@ -1,0 +1,22 @@
+"""Which part of a parameter this rank holds."""
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+
+def local_part(parameter: Tensor) -> Tensor:
+    """Return the memory of `parameter` that lives here; writing to it writes the parameter."""
+    with torch.no_grad():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
+    assert not local.is_meta, "give the module memory with to_empty before filling it"
+    return local
+
+
+def local_slices(parameter: Tensor) -> tuple[slice, ...]:
+    """Return where in the whole tensor, dimension by dimension, this rank's part lies."""
+    shape, offset = tuple(parameter.shape), (0,) * parameter.ndim
+    if isinstance(parameter, DTensor):
+        shape, offset = compute_local_shape_and_global_offset(shape, parameter.device_mesh, parameter.placements)
+    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))

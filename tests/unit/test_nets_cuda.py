@@ -1,0 +1,110 @@
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trimaran.models import PRESETS, ModelSpec
+from trimaran.nets import Decoder, initialise
+from trimaran.nets.mixture import Mixture
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+DENSE = replace(PRESETS["tiny"], layers=2)
+MIXED = replace(PRESETS["tiny-moe"], layers=2)
+BOTH = pytest.mark.parametrize("spec", [DENSE, MIXED], ids=["dense", "mixed"])
+TOKENS = torch.randint(0, 320, (2, 64), generator=torch.Generator().manual_seed(7))
+DOCUMENTS = torch.arange(64).div(24, rounding_mode="floor").repeat(2, 1)
+
+
+def decoder(spec: ModelSpec, device: str = "cuda") -> Decoder:
+    module = Decoder(spec)
+    initialise(module, seed=0, spec=spec)
+    return module.to(device)
+
+
+def loss_of(module: Decoder, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+    logits, balance = module(tokens, documents)
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="sum") + balance
+
+
+@BOTH
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["causal", "documents"])
+def test_a_gpu_computes_what_a_cpu_computes(spec: ModelSpec, documents: Tensor | None) -> None:
+    here, there = decoder(spec, "cpu"), decoder(spec)
+    loss_of(here, TOKENS, documents).backward()
+    loss_of(there, TOKENS.cuda(), None if documents is None else documents.cuda()).backward()
+    for (name, one), other in zip(here.named_parameters(), there.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert (one.grad - other.grad.cpu()).norm() <= 1e-4 * one.grad.norm(), name
+
+
+@BOTH
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["causal", "documents"])
+def test_a_bf16_step_never_waits_for_the_device(spec: ModelSpec, documents: Tensor | None) -> None:
+    module, tokens = decoder(spec), TOKENS.cuda()
+    documents = None if documents is None else documents.cuda()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = loss_of(module, tokens, documents)
+        loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert loss.isfinite()
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16], ids=str)
+def test_an_expert_without_tokens_has_a_gradient_of_zeros_on_a_gpu(precision: torch.dtype) -> None:
+    # Memory that was used before is full of NaN, so that a gradient nobody wrote shows.
+    junk = torch.full((2**26,), torch.nan, device="cuda")
+    del junk
+    module = decoder(MIXED)
+    with torch.autocast("cuda", dtype=torch.bfloat16, enabled=precision == torch.bfloat16):
+        loss_of(module, TOKENS[:1, :2].cuda()).backward()
+    for layer in module.layers:
+        assert isinstance(layer.mlp, Mixture)
+        for parameter in layer.mlp.experts.parameters():
+            assert parameter.grad is not None
+            assert parameter.grad.isfinite().all()
+            assert 2 <= (parameter.grad.flatten(1).abs().amax(1) > 0).sum() <= 4
+
+
+@BOTH
+def test_a_deterministic_step_repeats_itself(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    grads = []
+    torch.use_deterministic_algorithms(True)
+    try:
+        for module in (decoder(spec), decoder(spec)):
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                loss_of(module, TOKENS.cuda(), DOCUMENTS.cuda()).backward()
+            grads.append([parameter.grad for parameter in module.parameters()])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(one, other) for one, other in zip(*grads, strict=True))
+
+
+# A token's near tie between experts may fall either way in bf16, so here it takes all of them.
+EVERY = replace(MIXED, block=replace(MIXED.block, experts=replace(MIXED.block.experts, top_k=8)))
+
+
+@pytest.mark.parametrize("spec", [DENSE, EVERY], ids=["dense", "mixed"])
+def test_blocks_compiled_for_a_gpu_compute_the_same(spec: ModelSpec) -> None:
+    eager, tokens = decoder(spec), TOKENS.cuda()
+    compiled = copy.deepcopy(eager)
+    torch.compiler.reset()
+    for layer in compiled.layers:
+        layer.compile()
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        losses = [loss_of(module, tokens) for module in (eager, compiled)]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-3, atol=0)
+    for (name, one), other in zip(eager.named_parameters(), compiled.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert (one.grad - other.grad).norm() <= 0.03 * one.grad.norm(), name

@@ -1,0 +1,74 @@
+"""Rows of a local `datasets` folder. Loaded only when a recipe asks for one."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+from trimaran.core import UserError
+from trimaran.data.sources import row_text
+
+BATCH_ROWS = 1000
+BUILDERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
+
+
+def read_rows(path: Path, files: list[Path], field: str) -> Iterator[tuple[str, float]]:
+    """Yield the text of every row and the share read so far, from `save_to_disk` or from parquet and JSON files."""
+    if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+        dataset = _open_saved(path)
+        for number, text in enumerate(_texts(dataset, field, path), start=1):
+            yield text, number / len(dataset)
+        return
+    tables = [file for file in files if file.suffix in BUILDERS and file.stat().st_size]
+    if not tables:
+        raise UserError("T018", "there is neither a saved dataset nor a parquet or JSON file", where=str(path),
+                        fix="name a folder that save_to_disk wrote, or one with .parquet or .json files")  # fmt: skip
+    for number, file in enumerate(tables):
+        for text in _texts(_open_table(file), field, file):
+            yield text, number / len(tables)
+
+
+def _open_saved(path: Path) -> datasets.Dataset:
+    try:
+        dataset = datasets.load_from_disk(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise _unreadable(path, error) from None
+    if isinstance(dataset, datasets.Dataset):
+        return dataset
+    names = [str(name) for name in dataset]
+    if "train" not in names and len(names) > 1:
+        raise UserError("T018", f"the dataset has no split 'train', but {', '.join(names)}", where=str(path),
+                        fix=f"name one of them: data.path = {path / names[0]}")  # fmt: skip
+    return dataset["train" if "train" in names else names[0]]
+
+
+def _open_table(file: Path) -> datasets.IterableDataset:
+    """Return the file's rows, read in place: without streaming a second copy would be left in the home folder."""
+    try:
+        return datasets.load_dataset(BUILDERS[file.suffix], data_files=str(file), split="train", streaming=True)
+    except (OSError, ValueError) as error:
+        raise _unreadable(file, error) from None
+
+
+def _texts(rows: Any, field: str, path: Path) -> Iterator[str]:
+    """Yield the text of each row of a Dataset or an IterableDataset, which share these methods but no type."""
+    number = 0
+    try:
+        if columns := rows.column_names:  # not known of every JSON file before it is read
+            row_text(dict.fromkeys(columns, ""), field, str(path))
+            rows = rows.select_columns([field])
+        for batch in rows.iter(batch_size=BATCH_ROWS):
+            if field not in batch:
+                row_text(batch, field, str(path))
+            for text in batch[field]:
+                number += 1
+                yield row_text({field: text}, field, f"{path}, row {number}")
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: Exception) -> UserError:
+    first_line = str(error).partition("\n")[0]
+    return UserError("T018", f"`datasets` cannot read this: {first_line}", where=str(path),
+                     fix="check the file, or convert it to JSONL")  # fmt: skip

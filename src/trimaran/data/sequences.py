@@ -1,0 +1,69 @@
+"""Fixed-length pieces of the token stream, and the share of them that is never trained on."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from trimaran.core import DataSection, UserError
+from trimaran.data.shards import TokenShards
+
+IGNORED = -100
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One sequence. `labels` are the next tokens, IGNORED where there is no target.
+
+    `documents` counts the documents of the sequence from 0, or is None where attention may cross them.
+    """
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    documents: np.ndarray | None
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """Sequences `first` to `last` (exclusive) of the shards; sample i is the i-th of them.
+
+    Neighbours share the one token that is the last target of the first and the first input of the second, so no
+    target is ever met twice.
+    """
+
+    shards: TokenShards
+    seq_len: int
+    isolate: bool
+    first: int
+    last: int
+
+    def __len__(self) -> int:
+        return self.last - self.first
+
+    def __getitem__(self, index: int) -> Sample:
+        assert 0 <= index < len(self)
+        start = (self.first + index) * self.seq_len
+        stop = start + self.seq_len + 1
+        tokens = self.shards.tokens(start, stop)
+        inputs, labels = tokens[:-1], tokens[1:]
+        if not self.isolate:
+            return Sample(inputs, labels, None)
+        documents = self.shards.documents(start, stop)
+        labels = np.where(documents[1:] == documents[:-1], labels, IGNORED)
+        return Sample(inputs, labels, (documents[:-1] - documents[0]).astype(np.int32))
+
+
+def split(shards: TokenShards, section: DataSection) -> tuple[Sequences, Sequences]:
+    """Return the sequences to train on and the last `holdout` share of them, which may be empty."""
+    count = count_sequences(shards, section.seq_len)
+    held = min(max(1, round(count * section.holdout)), count - 1) if section.holdout > 0 else 0
+    train = Sequences(shards, section.seq_len, section.isolate_documents, 0, count - held)
+    return train, Sequences(shards, section.seq_len, section.isolate_documents, count - held, count)
+
+
+def count_sequences(shards: TokenShards, seq_len: int) -> int:
+    """Return how many sequences the shards hold: at least one, or a person's mistake."""
+    if count := (shards.num_tokens - 1) // seq_len:
+        return count
+    shorter = f", or set data.seq_len to at most {shards.num_tokens - 1}" if shards.num_tokens > 2 else ""
+    raise UserError("T010", f"the data has {shards.num_tokens:,} tokens, but one sequence needs {seq_len + 1:,}",
+                    where="data.seq_len", fix=f"add data{shorter}")  # fmt: skip

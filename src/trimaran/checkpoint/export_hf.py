@@ -1,0 +1,110 @@
+"""Trained weights as a Hugging Face folder: complete, or not there at all."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from trimaran.core import UserError
+from trimaran.models import read_json
+from trimaran.nets import Network
+
+MAX_FILE_BYTES = 4 << 30
+MAX_CONFIG_BYTES = 10_000_000
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+COMPANIONS = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+
+
+def save_network(
+    network: Network, folder: Path, *, rank: int, origin: Path | None, beside: Callable[[Path], None]
+) -> None:
+    """Write the network to `folder` as safetensors with its config.json. Every rank calls it, rank 0 writes.
+
+    One parameter is gathered at a time, so rank 0 holds at most one file's worth. `beside` adds what else belongs into
+    the folder, which appears whole or not at all. What the model in `origin`, which this one was trained from, knows of
+    its tokens comes along.
+    """
+    tensors = network.disk_tensors()
+    if rank != 0:
+        for _ in tensors:
+            pass
+        return
+    draft = folder.with_name(f".{folder.name}.draft")
+    shutil.rmtree(draft, ignore_errors=True)
+    try:
+        draft.mkdir(parents=True)
+        config = network.disk_config() | (_token_ids(origin) if origin else {})
+        _write_text(draft / "config.json", json.dumps(config, indent=2) + "\n")
+        _write_weights(tensors, draft)
+        beside(draft)
+        if origin:
+            _copy_companions(origin, draft)
+        for file in draft.glob("*.safetensors"):
+            shutil.copymode(draft / "config.json", file)  # safetensors writes for its owner alone
+        draft.rename(folder)
+    except (OSError, SafetensorError) as error:
+        raise UserError("D006", f"the trained weights cannot be written: {error}", where=str(folder),
+                        fix="make room and train again, or choose another disk: --run-dir DIR") from None  # fmt: skip
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _token_ids(origin: Path) -> dict[str, Any]:
+    """Return which ids begin, end and pad a text, where `origin` says so; a shape knows nothing of them."""
+    config = read_json(origin / "config.json", limit_bytes=MAX_CONFIG_BYTES)
+    return {key: config[key] for key in TOKEN_IDS if config.get(key) is not None}
+
+
+def _copy_companions(origin: Path, folder: Path) -> None:
+    for name in COMPANIONS:
+        if (origin / name).is_file() and not (folder / name).exists():
+            shutil.copyfile(origin / name, folder / name)
+
+
+def _write_weights(tensors: Iterator[tuple[str, Tensor]], folder: Path) -> None:
+    parts: list[dict[str, int]] = []
+    batch: dict[str, Tensor] = {}
+
+    def flush() -> None:
+        save_file(batch, folder / f"part-{len(parts)}", metadata={"format": "pt"})
+        parts.append({name: each.nbytes for name, each in batch.items()})
+        batch.clear()
+
+    for name, tensor in tensors:
+        if batch and sum(each.nbytes for each in batch.values()) + tensor.nbytes > MAX_FILE_BYTES:
+            flush()
+        batch[name] = tensor
+    flush()
+    if len(parts) == 1:
+        (folder / "part-0").rename(folder / "model.safetensors")
+        return
+    where: dict[str, str] = {}
+    for number, part in enumerate(parts):
+        file = f"model-{number + 1:05d}-of-{len(parts):05d}.safetensors"
+        (folder / f"part-{number}").rename(folder / file)
+        where |= dict.fromkeys(part, file)
+    index = {"metadata": {"total_size": sum(sum(part.values()) for part in parts)}, "weight_map": where}
+    _write_text(folder / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
+
+
+def _write_text(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())

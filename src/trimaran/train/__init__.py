@@ -1,0 +1,1 @@
+"""Inside the worker: the trainer, its steppers, loss, optimizer and schedule."""

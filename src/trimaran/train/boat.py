@@ -1,0 +1,129 @@
+"""Trimaran for one's own loop: plain PyTorch becomes distributed and token-exact in about five changed lines."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
+
+from trimaran.core import Mesh, Plan, UserError
+from trimaran.nets import Network
+from trimaran.parallel import apply_plan, build_mesh, gradient_sync
+from trimaran.train.loss import gradient_norm
+from trimaran.train.place import TIMEOUT
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One optimizer step of the global batch. The tensors stay on the device until someone looks."""
+
+    loss: Tensor
+    grad_norm: Tensor
+    num_tokens: Tensor
+
+
+class Boat:
+    """A model and its optimizer, split over the ranks by `prepare`. Knows what was summed since the last step."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, plan: Plan, device: torch.device) -> None:
+        self.model, self.optimizer, self.plan, self.device = model, optimizer, plan, device
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self._set_sync = gradient_sync(model)
+        self._sums = torch.zeros(2, dtype=torch.float64, device=device)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank is the one that prints."""
+        return self.rank == 0
+
+    def micro_batches(self, batch: Any, *, size: int) -> Iterator[Any]:
+        """Yield this rank's micro-batches of `size` rows out of the global `batch`, on the device.
+
+        `batch` is a tensor, or a tuple, list or dict of tensors, whose first dimension is the global batch, the same on
+        every rank. Gradients travel with the last micro-batch only.
+        """
+        rows = len(tree_leaves(batch)[0])
+        stride = size * self.world_size
+        if rows == 0 or rows % stride:
+            raise UserError("P040", f"a global batch of {rows} rows does not split into micro-batches of {size} on "
+                            f"{self.world_size} rank(s)", where="micro_batches(batch, size=...)",
+                            fix=f"use a global batch that is a multiple of {stride}, or a smaller size")  # fmt: skip
+        for start in range(self.rank * size, rows, stride):
+            self._set_sync(start + stride >= rows)
+            yield tree_map(lambda each: each[start : start + size].to(self.device, non_blocking=True), batch)  # noqa: B023
+
+    def backward(self, loss: Tensor, *, num_tokens: int | Tensor) -> None:
+        """Add the gradient of `loss`, which is summed over its `num_tokens` valid tokens and divided by nothing."""
+        (loss * self.world_size).backward()  # the reduction averages over the ranks; this makes it a sum again
+        self._sums += torch.stack([loss.detach().double(), torch.as_tensor(num_tokens, device=self.device).double()])
+
+    def step(self, *, clip_norm: float = 0.0) -> StepResult:
+        """Divide once by the valid tokens of all ranks, clip by the global norm, update, clear the gradients."""
+        dist.all_reduce(self._sums)
+        total, tokens = self._sums[0], self._sums[1].clamp(min=1)
+        parameters = [
+            each for group in self.optimizer.param_groups for each in group["params"] if each.grad is not None
+        ]
+        for each in parameters:
+            each.grad.div_(tokens)
+        norm = gradient_norm(parameters)
+        if clip_norm:
+            torch.nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        result = StepResult(total / tokens, norm, tokens)
+        self._sums = torch.zeros_like(self._sums)
+        return result
+
+
+def prepare(model: nn.Module, optimizer: Optimizer, *, sharding: str = "none") -> Boat:
+    """Join the ranks that torchrun started (or stay alone), split `model` over them in place, and return the boat.
+
+    `sharding` is `none` (every rank holds the model: DDP) or `parameters` (each holds a slice: FSDP2). All ranks start
+    from rank 0's weights. Parameter names do not change, and `optimizer` follows its parameters.
+    """
+    if sharding not in ("none", "parameters"):
+        raise UserError("P041", f"sharding={sharding!r} is not a way to split a model", where="prepare(sharding=...)",
+                        fix="use 'none' (DDP) or 'parameters' (FSDP2)")  # fmt: skip
+    device = _join()
+    world_size = dist.get_world_size()
+    split = {"dp_shard": world_size} if sharding == "parameters" else {"dp_replicate": world_size}
+    plan = Plan(mesh=Mesh(**split), sharding=sharding)
+    model.to(device)
+    for tensor in model.state_dict().values():
+        dist.broadcast(tensor, src=0)
+    names = {id(each): name for name, each in model.named_parameters()}
+    apply_plan(
+        Network(module=model, blocks=_blocks(model), spec=None), plan, build_mesh(plan.mesh, device_type=device.type)
+    )
+    _follow(optimizer, names, dict(model.named_parameters()))
+    return Boat(model, optimizer, plan, device)
+
+
+def _join() -> torch.device:
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group(backend, timeout=TIMEOUT, **({} if dist.is_torchelastic_launched() else alone))
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", dist.get_node_local_rank(fallback_rank=0))
+    torch.cuda.set_device(device)
+    return device
+
+
+def _blocks(model: nn.Module) -> tuple[nn.Module, ...]:
+    """Return the layers of the deepest stack: the members of the ModuleList that holds the most parameters."""
+    stacks = [each for each in model.modules() if isinstance(each, nn.ModuleList) and len(each) > 1]
+    largest = max(stacks, key=lambda stack: sum(each.numel() for each in stack.parameters()), default=())
+    return tuple(largest)
+
+
+def _follow(optimizer: Optimizer, names: Mapping[int, str], now: Mapping[str, nn.Parameter]) -> None:
+    """Point the optimizer at the sharded parameters that took the place of those it was made with."""
+    for group in optimizer.param_groups:
+        group["params"] = [now[names[id(each)]] for each in group["params"]]

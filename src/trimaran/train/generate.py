@@ -1,0 +1,60 @@
+"""Text from a trained network."""
+
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trimaran.data.tokenizer import Tokenizer, open_tokenizer
+from trimaran.nets import Network
+from trimaran.telemetry import RunDirectory
+from trimaran.train.build import load_trained
+
+TOKENIZER = "trimaran-tokenizer.json"
+
+
+def generate_from_run(run: RunDirectory, prompt: str, *, tokens: int, temperature: float, seed: int) -> str:
+    """Return `prompt` continued by the network that `run` has trained."""
+    recipe = run.read_recipe()
+    tokenizer = open_tokenizer(json.loads((run.model / TOKENIZER).read_text(encoding="utf-8")), run.model)
+    network = load_trained(recipe.model, run.model)
+    return write(network, tokenizer, prompt, tokens=tokens, temperature=temperature, seed=seed)
+
+
+def write(network: Network, tokenizer: Tokenizer, prompt: str, *, tokens: int, temperature: float, seed: int) -> str:
+    """Return `prompt` continued by the network; an empty one continues the end of a document, which starts the next."""
+    start = tokenizer.encode(prompt).tolist() or [tokenizer.end_id]
+    ids = torch.tensor(start, device=next(network.module.parameters()).device)
+    return tokenizer.decode(generate(network, ids, tokens=tokens, temperature=temperature, seed=seed).tolist())
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Put the tokenizer beside the weights, so that the folder can speak on its own."""
+    tokenizer.save(folder)
+    (folder / TOKENIZER).write_text(json.dumps(tokenizer.describe()) + "\n", encoding="utf-8")
+
+
+@torch.no_grad()
+@torch.compiler.set_stance("force_eager")  # every token makes the sequence longer: a new shape, a new compilation
+def generate(network: Network, prompt: Tensor, *, tokens: int, temperature: float, seed: int) -> Tensor:
+    """Return the ids of `prompt` ([length]) continued by `tokens` more; temperature 0 takes the likeliest.
+
+    The draw comes from a generator of its own on the CPU, so every rank of a sharded network draws the same token.
+    The window slides when the text outgrows the network's longest sequence.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    window = network.spec.max_seq_len if network.spec else 1024
+    was_training = network.module.training
+    network.module.eval()
+    ids = prompt
+    for _ in range(tokens):
+        logits, _ = network.forward(ids[None, -window:])
+        scores = logits[0, -1].float().cpu()
+        if temperature:
+            token = torch.multinomial(torch.softmax(scores / temperature, dim=-1), 1, generator=draw)
+        else:
+            token = scores.argmax(keepdim=True)
+        ids = torch.cat([ids, token.to(ids.device)])
+    network.module.train(was_training)
+    return ids

@@ -1,0 +1,48 @@
+"""Where this worker stands."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """This process among the ranks, and the device it computes on."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+
+
+def place_of(environment: Mapping[str, str], *, on_cpu: bool = False) -> Place:
+    """Return the place that a launcher wrote into `environment`; without one, the only rank there is.
+
+    The device is this rank's GPU where there are any, unless the run asked for the CPU.
+    """
+    local_rank = int(environment.get("LOCAL_RANK", 0))
+    use_gpu = torch.cuda.is_available() and not on_cpu
+    device = torch.device("cuda", local_rank) if use_gpu else torch.device("cpu")
+    return Place(
+        rank=int(environment.get("RANK", 0)),
+        world_size=int(environment.get("WORLD_SIZE", 1)),
+        local_rank=local_rank,
+        device=device,
+    )
+
+
+def join(place: Place) -> None:
+    """Join the other ranks. The launcher's MASTER_ADDR and MASTER_PORT say where they meet; one rank meets nobody."""
+    backend = "gloo"
+    if place.device.type == "cuda":
+        torch.cuda.set_device(place.device)
+        backend = "cpu:gloo,cuda:nccl"
+    if place.world_size == 1:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
+    else:
+        dist.init_process_group(backend, rank=place.rank, world_size=place.world_size, timeout=TIMEOUT)

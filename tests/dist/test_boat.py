@@ -1,0 +1,95 @@
+"""`trimaran.prepare`: anybody's module and loop, on any number of ranks, with the trajectory of one."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+import trimaran
+from tests.ranks import run_ranks
+from trimaran.core import UserError
+
+STEPS = 8
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 16)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3))
+        self.head = nn.Linear(16, 32)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+def batch_of(step: int) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(step)
+    tokens, targets = (torch.randint(32, (8, 10), generator=draw) for _ in range(2))
+    targets[torch.rand(8, 10, generator=draw) < torch.arange(8)[:, None] / 10] = -100  # later rows count for less
+    return {"tokens": tokens, "targets": targets}
+
+
+def by_hand() -> tuple[list[float], list[float]]:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses, norms = [], []
+    for step in range(STEPS):
+        batch = batch_of(step)
+        loss = F.cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["targets"].flatten(), ignore_index=-100)
+        loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, norms
+
+
+def by_boat(sharding: str, size: int) -> tuple[list[float], list[float], bool]:
+    dist.init_process_group("gloo")
+    torch.manual_seed(dist.get_rank())  # every rank starts elsewhere; rank 0's weights must win
+    model = Net()
+    names = [name for name, _ in model.named_parameters()]
+    boat = trimaran.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), sharding=sharding)
+    results = []
+    for step in range(STEPS):
+        for micro in boat.micro_batches(batch_of(step), size=size):
+            logits = model(micro["tokens"])
+            loss = F.cross_entropy(logits.flatten(0, 1), micro["targets"].flatten(), ignore_index=-100, reduction="sum")
+            boat.backward(loss, num_tokens=(micro["targets"] >= 0).sum())
+        results.append(boat.step(clip_norm=0.5))
+    same_names = [name for name, _ in model.named_parameters()] == names
+    return [float(each.loss) for each in results], [float(each.grad_norm) for each in results], same_names
+
+
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("sharding", ["none", "parameters"])
+def test_two_ranks_follow_the_hand_written_loop(sharding: str, size: int) -> None:
+    losses, norms = by_hand()
+    for ours, our_norms, same_names in run_ranks(2, by_boat, sharding, size):
+        assert ours == pytest.approx(losses, rel=1e-5)
+        assert our_norms == pytest.approx(norms, rel=1e-5)
+        assert same_names
+
+
+def mistakes() -> list[str]:
+    boat = trimaran.prepare(model := nn.Linear(2, 2), torch.optim.SGD(model.parameters(), lr=1.0))
+    codes = []
+    for mistake in (
+        lambda: list(boat.micro_batches(torch.ones(5, 2), size=2)),
+        lambda: list(boat.micro_batches(torch.ones(0, 2), size=2)),
+        lambda: trimaran.prepare(model, boat.optimizer, sharding="zero"),
+    ):
+        with pytest.raises(UserError) as caught:
+            mistake()
+        codes.append(caught.value.code)
+    return codes
+
+
+def test_mistakes_get_a_code_and_alone_means_one_rank() -> None:
+    assert run_ranks(1, mistakes) == [["P040", "P040", "P041"]]

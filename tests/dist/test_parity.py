@@ -1,0 +1,181 @@
+"""Every plan trains the same trajectory as one process (law 2), to the token (law 1)."""
+
+import json
+import os
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from tests.parity import Trajectory, assert_same_course, plan_for, sail, sail_to
+from tests.ranks import run_ranks
+from trimaran.core import ModelSection, Plan, Recipe
+from trimaran.data import TokenShards, prepare, split
+from trimaran.data.loader import Loader, Share
+from trimaran.train.build import build_network, load_trained
+from trimaran.train.place import join, place_of
+
+PLANS = {
+    "one-process": {},
+    "ddp-2": {"dp_replicate": 2},
+    "ddp-4": {"dp_replicate": 4},
+    "fsdp-2": {"dp_shard": 2},
+    "fsdp-4": {"dp_shard": 4},
+    "hsdp-2x2": {"dp_replicate": 2, "dp_shard": 2},
+}
+SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64}
+
+
+@pytest.fixture(scope="module")
+def harbour(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with documents of very uneven length, so that every rank counts different valid tokens."""
+    folder = tmp_path_factory.mktemp("parity")
+    with (folder / "uneven.jsonl").open("w") as file:
+        for number in range(900):
+            file.write(json.dumps({"text": f"{number} " * (1 + number * number % 23)}) + "\n")
+    (folder / "runs").mkdir()
+    return folder
+
+
+SMALL = {
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+
+
+@pytest.fixture(scope="module")
+def hf_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    torch.manual_seed(1)
+    LlamaForCausalLM(LlamaConfig(**SMALL)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def hf_mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("qwen")
+    torch.manual_seed(1)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**SMALL, **experts)).save_pretrained(folder)
+    return folder
+
+
+def recipe_for(harbour: Path, preset: str = "tiny", **train: object) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "model": {"preset": preset, "shape": SHAPE},
+            "data": {
+                "source": "jsonl",
+                "path": str(harbour / "uneven.jsonl"),
+                "seq_len": 32,
+                "isolate_documents": True,
+            },
+            "train": {"steps": 20, "global_batch": 16, "lr": 3e-3, "seed": 3, "sample": {"tokens": 0}} | train,
+        }
+    )
+
+
+@lru_cache
+def reference(harbour: Path, preset: str) -> Trajectory:
+    recipe = recipe_for(harbour, preset)
+    return sail(recipe, plan_for(recipe, grad_accum=1), harbour / "runs")
+
+
+@pytest.mark.parametrize("grad_accum", [1, 4])
+@pytest.mark.parametrize("name", PLANS)
+def test_every_plan_trains_the_same_trajectory(harbour: Path, name: str, grad_accum: int) -> None:
+    recipe = recipe_for(harbour)
+    course = sail(recipe, plan_for(recipe, grad_accum=grad_accum, **PLANS[name]), harbour / "runs")
+    assert_same_course(course, reference(harbour, "tiny"))
+    assert course.losses[-1] < 0.8 * course.losses[0], "a trajectory that goes nowhere proves nothing"
+
+
+@pytest.mark.parametrize("name", ["ddp-2", "fsdp-2"])
+def test_mixtures_of_experts_train_the_same_trajectory(harbour: Path, name: str) -> None:
+    recipe = recipe_for(harbour, "tiny-moe")
+    course = sail(recipe, plan_for(recipe, grad_accum=2, **PLANS[name]), harbour / "runs")
+    assert_same_course(course, reference(harbour, "tiny-moe"))
+
+
+def test_the_harness_notices_a_different_course(harbour: Path) -> None:
+    recipe = recipe_for(harbour, lr=3.001e-3)
+    course = sail(recipe, plan_for(recipe, grad_accum=1), harbour / "runs")
+    with pytest.raises(AssertionError, match="loss of step"):
+        assert_same_course(course, reference(harbour, "tiny"))
+
+
+def test_the_ranks_really_count_different_tokens(harbour: Path) -> None:
+    recipe = recipe_for(harbour)
+    training, _ = split(TokenShards.open(prepare(recipe.data, cache=harbour / "cache")), recipe.data)
+    counts = []
+    for rank in range(4):
+        share = Share(rank=rank, dp=4, micro_batch=4, grad_accum=1)
+        with Loader(training, seed=recipe.train.seed, share=share, steps=recipe.train.steps) as loader:
+            counts.append([batch.num_valid for batch in loader])
+    assert all(len(set(of_step)) > 1 for of_step in zip(*counts, strict=True))
+
+
+def names_under(recipe: Recipe, plan: Plan) -> list[tuple[str, tuple[int, ...]]]:
+    place = place_of(os.environ)
+    join(place)
+    network = build_network(recipe, plan, place)
+    return [(name, tuple(each.shape)) for name, each in network.module.named_parameters()]
+
+
+@pytest.mark.parametrize("preset", ["tiny", "tiny-moe"])
+def test_no_plan_changes_a_parameter_name(harbour: Path, preset: str) -> None:
+    recipe = recipe_for(harbour, preset)
+    plans = [plan_for(recipe, grad_accum=1, **degrees) for degrees in PLANS.values()]
+    compiled = plans[0].model_copy(update={"compile": True})
+    (plain,) = run_ranks(1, names_under, recipe, plans[0])
+    for plan in [*plans, compiled]:
+        for names in run_ranks(plan.mesh.world_size, names_under, recipe, plan):
+            assert names == plain
+
+
+@pytest.mark.parametrize("name", ["ddp-2", "fsdp-2"])
+def test_a_hugging_face_model_trains_the_same_trajectory(harbour: Path, hf_model: Path, name: str) -> None:
+    recipe = recipe_for(harbour).model_copy(update={"model": ModelSection(family="hf", path=str(hf_model))})
+    alone = sail(recipe, plan_for(recipe, grad_accum=1), harbour / "runs")
+    course = sail(recipe, plan_for(recipe, grad_accum=2, **PLANS[name]), harbour / "runs")
+    assert_same_course(course, alone)
+
+
+@pytest.mark.parametrize("kind", ["hf_model", "hf_mixture"])
+@pytest.mark.parametrize("name", ["one-process", "ddp-2", "fsdp-2"])
+def test_a_saved_model_is_what_transformers_would_have_saved(
+    harbour: Path, name: str, kind: str, request: pytest.FixtureRequest
+) -> None:
+    source = request.getfixturevalue(kind)
+    recipe = recipe_for(harbour, steps=1).model_copy(update={"model": ModelSection(family="hf", path=str(source))})
+    folder = sail_to(recipe, plan_for(recipe, grad_accum=1, **PLANS[name]), harbour / "runs").model
+    before, after = (load_file(each / "model.safetensors") for each in (source, folder))
+    assert {name: each.shape for name, each in before.items()} == {name: each.shape for name, each in after.items()}
+    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert model.config.architectures == [type(model).__name__]
+    tokens = torch.arange(8)[None]
+    assert torch.allclose(model(tokens).logits, load_trained(recipe.model, folder).forward(tokens)[0], atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["decoder", "hf"])
+def test_a_fine_tuned_model_keeps_what_its_origin_knows_of_its_tokens(
+    harbour: Path, hf_model: Path, family: str
+) -> None:
+    (hf_model / "tokenizer_config.json").write_text('{"model_max_length": 128}')
+    section = ModelSection.model_validate({"family": family, "path": str(hf_model)})
+    recipe = recipe_for(harbour, steps=1).model_copy(update={"model": section})
+    folder = sail_to(recipe, plan_for(recipe, grad_accum=1), harbour / "runs").model
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"]) == (1, 2)
+    assert (folder / "tokenizer_config.json").exists()
+    assert (folder / "model.safetensors").stat().st_mode == (folder / "config.json").stat().st_mode

@@ -1,0 +1,162 @@
+"""One rank's life: how it ends, well or badly, and what it leaves behind."""
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from tests.parity import assert_same_course, plan_for, sail, sail_to
+from tests.ranks import run_ranks
+from trimaran.core import Bytes, Plan, Recipe, UserError
+from trimaran.telemetry import RunDirectory, create_run, refuse_full_disk
+from trimaran.train.place import place_of
+from trimaran.train.trainer import Trainer
+from trimaran.train.worker import run_worker
+
+SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64}
+
+
+def recipe_with(**sections: dict[str, object]) -> Recipe:
+    tree: dict[str, dict[str, object]] = {
+        "model": {"preset": "tiny", "shape": SHAPE},
+        "data": {"seq_len": 32},
+        "train": {"steps": 6, "global_batch": 8, "sample": {"tokens": 0}},
+    }
+    for name, fields in sections.items():
+        tree[name] |= fields
+    return Recipe.model_validate(tree)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "runs").mkdir()
+    return tmp_path / "runs"
+
+
+def events(run: RunDirectory, rank: int = 0) -> list[dict]:
+    return [json.loads(line) for line in run.events(rank).read_text().splitlines()]
+
+
+def work(path: Path, cache: Path) -> int:
+    return run_worker(RunDirectory(path), place_of(os.environ), cache=cache)
+
+
+def test_a_deterministic_run_repeats_itself_bit_by_bit(folder: Path) -> None:
+    recipe = recipe_with(train={"deterministic": True})
+    plan = plan_for(recipe, grad_accum=2, dp_replicate=2)
+    first, second = (sail(recipe, plan, folder) for _ in range(2))
+    assert first.losses == second.losses
+    assert first.norms == second.norms
+    assert all(torch.equal(first.weights[name], second.weights[name]) for name in first.weights)
+
+
+def test_loader_processes_change_nothing_but_who_loads(folder: Path) -> None:
+    threads = recipe_with()
+    processes = recipe_with(data={"workers": 2})
+    plan = plan_for(threads, grad_accum=2)
+    assert_same_course(sail(processes, plan, folder), sail(threads, plan, folder), tolerance=0)
+
+
+@pytest.mark.parametrize("degrees", [{}, {"dp_replicate": 2}, {"dp_shard": 2}])
+def test_bf16_follows_fp32_within_its_precision(folder: Path, degrees: dict[str, int]) -> None:
+    recipe = recipe_with()
+    fp32 = sail(recipe, plan_for(recipe, grad_accum=1), folder)
+    plan = plan_for(recipe, grad_accum=1, **degrees).model_copy(update={"precision": "bf16"})
+    course = sail(recipe, plan, folder)
+    assert course.losses == pytest.approx(fp32.losses, rel=5e-3)
+    assert course.losses != fp32.losses
+
+
+def test_evaluation_and_samples_do_not_disturb_the_course(folder: Path) -> None:
+    plain = recipe_with()
+    busy = recipe_with(train={"evaluate": {"every": 2, "batches": 2}, "sample": {"tokens": 5}})
+    assert_same_course(
+        sail(busy, plan_for(busy, grad_accum=1, dp_shard=2), folder),
+        sail(plain, plan_for(plain, grad_accum=1, dp_shard=2), folder),
+        tolerance=0,
+    )
+
+
+@pytest.mark.parametrize(("precision", "prompt"), [("fp32", "def f"), ("bf16", "")])
+@pytest.mark.parametrize("degrees", [{"dp_replicate": 2}, {"dp_shard": 2}])
+def test_all_ranks_write_the_sample_together(
+    folder: Path, degrees: dict[str, int], precision: str, prompt: str
+) -> None:
+    recipe = recipe_with(train={"sample": {"prompt": prompt, "tokens": 4}})
+    plan = plan_for(recipe, grad_accum=1, **degrees).model_copy(update={"precision": precision})
+    (sample,) = [each["data"] for each in events(sail_to(recipe, plan, folder)) if each["kind"] == "sample"]
+    assert sample["text"].startswith(prompt)
+
+
+def test_the_held_out_loss_does_not_depend_on_the_plan(folder: Path) -> None:
+    recipe = recipe_with(train={"evaluate": {"every": 3, "batches": 2}})
+    found = []
+    for degrees in ({}, {"dp_replicate": 2}, {"dp_shard": 2}):
+        run = sail_to(recipe, plan_for(recipe, grad_accum=2, **degrees), folder)
+        found.append([each["data"]["loss"] for each in events(run) if each["kind"] == "evaluation"])
+    assert len(found[0]) == 2
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    assert found[2] == pytest.approx(found[0], rel=1e-5)
+
+
+def test_a_persons_mistake_found_by_a_rank_is_an_event_with_a_fix(folder: Path) -> None:
+    recipe = recipe_with(model={"shape": SHAPE | {"vocab": 100}})
+    run = create_run(folder / "small", recipe, plan_for(recipe, grad_accum=1))
+    assert run_ranks(1, work, run.path, folder / "cache") == [2]
+    assert events(run)[-1]["kind"] == "error"
+    assert events(run)[-1]["data"]["code"] == "T020"
+    assert events(run)[-1]["data"]["fix"]
+
+
+def kill_the_loader(path: Path, cache: Path) -> int:
+    train = Trainer.train
+
+    def train_with_a_casualty(trainer: Trainer) -> int:
+        (worker, *_) = psutil.Process().children()
+        worker.send_signal(signal.SIGKILL)
+        return train(trainer)
+
+    Trainer.train = train_with_a_casualty
+    return work(path, cache)
+
+
+def test_a_dead_loader_process_ends_the_rank_and_is_named(folder: Path) -> None:
+    recipe = recipe_with(data={"workers": 2}, train={"steps": 100000})
+    run = create_run(folder / "dead", recipe, Plan(micro_batch=8))
+    assert run_ranks(1, kill_the_loader, run.path, folder / "cache") == [1]
+    fault = events(run)[-1]["data"]
+    assert fault["type"] == "LoaderFault"
+    assert "loader worker 0" in fault["message"]
+    assert "SIGKILL" in fault["message"]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("needs the right to mount")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+def test_weights_that_do_not_fit_on_the_disk_leave_an_error_and_no_draft(small_disk: Path, folder: Path) -> None:
+    recipe = recipe_with(model={"shape": {"layers": 2}}, train={"steps": 1})
+    run = create_run(small_disk / "run", recipe, Plan(micro_batch=8))
+    assert run_ranks(1, work, run.path, folder / "cache") == [2]
+    assert events(run)[-1]["data"]["code"] == "D006"
+    assert not run.model.exists()
+    assert not list(run.path.glob(".model*"))
+
+
+def test_a_disk_too_small_for_the_weights_is_refused_before_the_start(small_disk: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        refuse_full_disk(small_disk / "deep" / "run", Bytes(2 << 20))
+    assert caught.value.code == "D005"
+    refuse_full_disk(small_disk / "deep" / "run", Bytes(1 << 10))

@@ -1,0 +1,56 @@
+"""What only a GPU can show. Skipped elsewhere; run on the H200 before a release."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import run_ranks
+from trimaran.core import Plan, Recipe
+from trimaran.telemetry import RunDirectory, create_run
+from trimaran.train.place import place_of
+from trimaran.train.worker import run_worker
+
+pytestmark = pytest.mark.gpu
+
+RECIPE = Recipe.model_validate({"train": {"steps": 20, "global_batch": 8, "sample": {"tokens": 8}}})
+
+
+def worker(path: Path, cache: Path) -> int:
+    return run_worker(RunDirectory(path), place_of(os.environ), cache=cache)
+
+
+def losses(plan: Plan, folder: Path) -> list[float]:
+    run = create_run(folder / plan.precision / str(plan.compile) / plan.sharding, RECIPE, plan)
+    assert run_ranks(1, worker, run.path, folder / "cache", timeout=300) == [0], run.events(0).read_text()
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    for line in lines:
+        assert sum(line["phases"].values()) == pytest.approx(line["step_seconds"])
+        assert line["peak_bytes"] > 0
+    return [line["loss"] for line in lines]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("gpu")
+
+
+@pytest.fixture(scope="module")
+def fp32(folder: Path) -> list[float]:
+    return losses(Plan(micro_batch=8), folder)
+
+
+def test_fp32_learns_on_the_gpu(fp32: list[float]) -> None:
+    assert fp32[-1] < 0.7 * fp32[0]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_bf16_follows_fp32_within_its_precision(folder: Path, fp32: list[float], compiled: bool) -> None:
+    course = losses(Plan(micro_batch=4, grad_accum=2, precision="bf16", compile=compiled), folder)
+    assert course == pytest.approx(fp32, rel=0.02)
+
+
+def test_a_sharded_network_follows_on_a_mesh_of_one(folder: Path, fp32: list[float]) -> None:
+    course = losses(Plan(micro_batch=8, sharding="parameters"), folder)
+    assert course == pytest.approx(fp32, rel=1e-5)

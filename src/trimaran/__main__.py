@@ -1,0 +1,8 @@
+"""`python -m trimaran` is the command line."""
+
+import sys
+
+from trimaran.app.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

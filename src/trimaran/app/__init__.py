@@ -1,0 +1,1 @@
+"""What people touch: the command line. Only this room prints, and nothing imports it."""

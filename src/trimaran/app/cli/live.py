@@ -1,0 +1,73 @@
+"""A run while it happens: a panel on a terminal, plain lines elsewhere."""
+
+import time
+from collections.abc import Callable, Iterable
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from trimaran.app.cli.chart import ORANGE
+from trimaran.app.cli.logs import LogLine
+from trimaran.app.cli.state import RunState
+from trimaran.app.cli.view import draw, line
+
+FRAME_SECONDS = 0.25
+MAX_FRAME_SECONDS = 2.0
+MAX_SHARE = 0.05  # of a core that the show may take from the ranks
+LINE_SECONDS = 5.0
+
+
+def follow(state: RunState, console: Console, *, over: Callable[[], bool]) -> None:
+    """Show the run until `over` says that it has ended; everything the ranks print goes past above the picture.
+
+    `over` is asked before the files are read, so whatever was written before the end is shown.
+    """
+    if console.is_terminal and not console.is_dumb_terminal and not console.options.ascii_only:
+        _follow_in_panel(state, console, over)
+    else:
+        _follow_in_lines(state, console, over)
+
+
+def _follow_in_panel(state: RunState, console: Console, over: Callable[[], bool]) -> None:
+    """Draw the panel a few times a second, with room behind it for the ^C that a terminal echoes."""
+    with Live(console=console, auto_refresh=False) as live:
+        ended = False
+        while not ended:
+            began = time.monotonic()
+            ended = over()
+            show_log(state.refresh(), console)
+            live.update(draw(state, width=console.width - len("^C")), refresh=True)
+            if not ended:
+                drawing = time.monotonic() - began
+                time.sleep(min(max(FRAME_SECONDS, drawing / MAX_SHARE), MAX_FRAME_SECONDS))
+
+
+def _follow_in_lines(state: RunState, console: Console, over: Callable[[], bool]) -> None:
+    """Print a line for the first step, for the last, and in between not more often than every few seconds."""
+    shown, due, ended, evaluated = -1, 0.0, False, 0
+    while not ended:
+        ended = over()
+        show_log(state.refresh(), console)
+        for step, loss in state.evaluations[evaluated:]:
+            print_plain(console, f"step {step}  held-out loss {loss:.4f}")
+        evaluated = len(state.evaluations)
+        if len(state.steps) != shown and (ended or shown <= 0 or time.monotonic() >= due):
+            print_plain(console, line(state))
+            shown, due = len(state.steps), time.monotonic() + LINE_SECONDS
+        if not ended:
+            time.sleep(FRAME_SECONDS)
+
+
+def show_log(lines: Iterable[LogLine], console: Console) -> None:
+    """Print what the ranks said, each line with the rank that said it."""
+    for each in lines:
+        loud = any(word in each.text for word in ("WARN", "Warning", "ERROR", "Error", "Traceback"))
+        console.print(
+            Text.assemble((f"[rank {each.rank}] ", "dim"), (each.text, ORANGE if loud else "dim")), soft_wrap=True
+        )
+
+
+def print_plain(console: Console, text: str) -> None:
+    """Print `text` as it is: nothing in it is markup, and a long line stays one line."""
+    console.print(Text(text), soft_wrap=True)

@@ -1,0 +1,103 @@
+"""Options that several verbs share, and what the shell completes for them."""
+
+import glob
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import typer
+from pydantic import BaseModel
+
+from trimaran.core import Recipe
+from trimaran.models import PRESETS
+from trimaran.telemetry import RunDirectory, open_run
+
+RUNS = Path("runs")
+YAML = re.compile(r"\.ya?ml$")
+
+
+def complete_recipe(incomplete: str) -> list[str]:
+    """Return the YAML files and folders that `incomplete` may become."""
+    names = sorted(glob.glob(glob.escape(incomplete) + "*"))
+    return [f"{name}/" if Path(name).is_dir() else name for name in names if Path(name).is_dir() or YAML.search(name)]
+
+
+def complete_setting(incomplete: str) -> list[str]:
+    """Return the recipe fields that `incomplete` may become and, after the `=`, the values a field can take."""
+    path, separator, _ = incomplete.partition("=")
+    known = dict(_fields(Recipe, ""))
+    values = [f"{path}={choice}" for choice in known.get(path, ())]
+    return [
+        setting
+        for setting in (values if separator else [f"{field}=" for field in known])
+        if setting.startswith(incomplete)
+    ]
+
+
+def complete_run(incomplete: str) -> list[str]:
+    """Return the runs under `runs/` that `incomplete` may become."""
+    return [str(path) for path in sorted(RUNS.glob("*/")) if str(path).startswith(incomplete)]
+
+
+def _fields(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield every field that `--set` can name, with the words it can take where they are few."""
+    for name, field in model.model_fields.items():
+        if field.exclude:
+            continue
+        options = _options(field.annotation)
+        section = next((each for each in options if isinstance(each, type) and issubclass(each, BaseModel)), None)
+        if section:
+            yield from _fields(section, f"{prefix}{name}.")
+        else:
+            words = tuple(PRESETS) if f"{prefix}{name}" == "model.preset" else ()
+            yield f"{prefix}{name}", words or tuple(str(each) for each in options if isinstance(each, str))
+
+
+def _options(annotation: Any) -> list[Any]:
+    """Return what a value may be: the words of a Literal, the members of a union, or the type itself."""
+    if get_origin(annotation) is Literal:
+        return list(get_args(annotation))
+    members = [each for each in get_args(annotation) if each is not type(None)]
+    return [option for each in members for option in _options(each)] if members else [annotation]
+
+
+def own_name() -> str:
+    """Return what a person types to start us: `trimaran`, or the path it was started by where no PATH leads to it."""
+    started, found = Path(sys.argv[0]), shutil.which("trimaran")
+    if started.name != "trimaran" or (found and Path(found).resolve() == started.resolve()):
+        return "trimaran"
+    here = Path.cwd()
+    return str(started.relative_to(here) if started.is_relative_to(here) else started)
+
+
+def find_run(name: str) -> RunDirectory:
+    """Return the run that a person means: a path, or the name of a run under `runs/`."""
+    return open_run(Path(name) if Path(name).exists() or not (RUNS / name).is_dir() else RUNS / name)
+
+
+RecipeFile = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[RECIPE]",
+        show_default=False,
+        help="A YAML file, or - for standard input. Without it the defaults run.",
+        autocompletion=complete_recipe,
+    ),
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="FIELD=VALUE",
+        help="Override a field of the recipe, such as train.steps=300. Repeatable.",
+        autocompletion=complete_setting,
+    ),
+]
+RunName = Annotated[
+    str,
+    typer.Argument(metavar="RUN", help="A run directory, or its name under runs/.", autocompletion=complete_run),
+]
+Json = Annotated[bool, typer.Option("--json", help="Answer with one JSON object.")]

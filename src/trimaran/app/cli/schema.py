@@ -1,0 +1,18 @@
+"""`trimaran schema`: the recipe's JSON Schema."""
+
+import json
+
+import typer
+
+from trimaran.core import Recipe
+
+
+def schema() -> None:
+    """Print the JSON Schema of a recipe; an editor that knows it completes and checks recipes while they are written.
+
+    \b
+    trimaran schema > recipe.schema.json
+    and as the first line of a recipe:
+    # yaml-language-server: $schema=recipe.schema.json
+    """
+    typer.echo(json.dumps(Recipe.model_json_schema(), indent=2))

@@ -1,0 +1,80 @@
+"""What is said when a run has ended: what came out, where it is, and what to try next."""
+
+import shlex
+
+from rich.console import Console
+from rich.rule import Rule
+from rich.text import Text
+
+from trimaran.app.cli.chart import GREEN, RED
+from trimaran.app.cli.live import print_plain
+from trimaran.app.cli.logs import printable, tail
+from trimaran.app.cli.options import own_name
+from trimaran.app.cli.state import RunState
+from trimaran.core import UserError, show_bytes, show_count, show_seconds
+
+LAST_WORDS = 15
+PEER_IS_GONE = ("closed by peer", "reset by peer")  # what a rank says when another one has died
+
+
+def summarise(state: RunState, console: Console) -> None:
+    """Print the result of a run that ended well or was stopped."""
+    for event in state.of_kind("sample"):
+        console.print(Rule(Text("written by the model", style="dim"), style="dim"))
+        print_plain(console, printable(event.data["text"]).rstrip())
+    console.print(Rule(style="dim"))
+    if state.steps and (measured := state.measured):
+        words = Text.assemble((state.status, f"bold {GREEN}" if state.status == "done" else "bold"), "  loss ")
+        words.append_text(Text.assemble(f"{state.losses[0]:.4f} -> ", (f"{state.losses[-1]:.4f}", "bold")))
+        if state.evaluations:
+            words.append(f" (held out {state.evaluations[-1][1]:.4f})")
+        words.append(f" in {len(state.steps)} steps")
+        if done := next((event for event in state.of_kind("done") if event.rank == 0), None):
+            words.append(f" and {show_seconds(done.data['seconds'])}")
+        console.print(words, soft_wrap=True)
+        pace = f"{show_count(measured.tokens_per_second)} tokens/s, {show_seconds(measured.step_seconds)} a step"
+        print_plain(console, f"      {pace}, {show_bytes(measured.peak_bytes)} a rank")
+    print_plain(console, f"run   {state.run.path}")
+    for label, command in zip(("next", "", ""), next_commands(state), strict=True):
+        console.print(Text.assemble(f"{label:6}", (command, "bold")), soft_wrap=True)
+
+
+def next_commands(state: RunState) -> list[str]:
+    """Return three commands that work from here, as they are typed; the run's own recipe has every setting in it."""
+    us, run, recipe = own_name(), str(state.run.path), str(state.run.recipe)
+    longer = [us, "train", recipe, "--set", f"train.steps={3 * state.recipe.train.steps}"]
+    commands = [[us, "watch", run], longer]
+    if state.of_kind("saved"):
+        commands.insert(0, [us, "generate", run, "--prompt", "class "])
+    else:
+        commands.append([us, "plan", recipe])
+    return [shlex.join(command) for command in commands]
+
+
+def explain_failure(state: RunState, console: Console) -> int:
+    """Print the last words of the rank that failed first and return 1; a rank's UserError is raised as ours."""
+    failure = state.failure
+    if failure is not None and "code" in failure.data:
+        data = failure.data
+        raise UserError(data["code"], data["what"], where=data["where"], fix=data["fix"])
+    what = f"{failure.data.get('type')}: {failure.data.get('message')}" if failure else "the ranks ended without a word"
+    rank = failure.rank if failure else next(iter(_crashed(state)), None)
+    if (silent := state.silent_ranks) and any(word in what for word in PEER_IS_GONE):
+        rank, what = silent[0], f"rank {silent[0]} died without a word: killed, or crashed below Python"
+    log = state.run.agent_log if rank is None else state.run.log(rank)
+    who = "the launcher" if rank is None else f"rank {rank}"
+    console.print(Text.assemble(("failed", f"bold {RED}"), f"  {what}"), soft_wrap=True)
+    if words := tail(log, LAST_WORDS):
+        console.print(Rule(Text(f"last words of {who}", style="dim"), style="dim"))
+        print_plain(console, "\n".join(words))
+        console.print(Rule(style="dim"))
+    print_plain(console, f"log   {log}")
+    print_plain(console, f"run   {state.run.path}")
+    return 1
+
+
+def _crashed(state: RunState) -> list[int]:
+    """Return the ranks whose log ends in a crash; a process that was killed leaves no event."""
+    marks = ("Traceback", "Fatal Python error", "Segmentation fault")
+    ranks = range(state.plan.mesh.world_size)
+    return [rank for rank in ranks if any(mark in text for text in tail(state.run.log(rank), 200) for mark in marks)]

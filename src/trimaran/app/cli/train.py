@@ -1,0 +1,68 @@
+"""`trimaran train`: plan, start the ranks, show the run, say what came out."""
+
+import json
+import os
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trimaran.app.cli.options import RUNS, Json, RecipeFile, Settings
+from trimaran.app.cli.plan import answer
+from trimaran.app.cli.request import Request, refuse_elsewhere, refuse_other_size, resolve, torchrun_cluster
+from trimaran.launch import local_command
+from trimaran.telemetry import RunDirectory, free_run_path, refuse_occupied
+
+NewFolder = Annotated[Path | None, typer.Option(metavar="DIR", help="A new folder for the run. [default: runs/NAME]")]
+
+
+def train(
+    recipe: RecipeFile = None,
+    run_dir: NewFolder = None,
+    settings: Settings = None,
+    as_json: Json = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show only the end.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and the command; start nothing.")] = False,
+) -> int:
+    """Train a model: plan, start the ranks, show the run live.
+
+    Ctrl-C stops after the step at hand and keeps the weights; twice stops at once.
+
+    \b
+    trimaran train
+    trimaran train recipes/stdlib-tiny.yaml --set train.steps=300 --run-dir runs/longer
+    torchrun --nproc-per-node=2 -m trimaran train recipes/stdlib-tiny.yaml
+    """
+    inside = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
+    request = resolve(recipe, settings or [], cluster=torchrun_cluster(os.environ) if inside else None)
+    path = run_dir or free_run_path(RUNS, request.recipe.name)
+    if inside:
+        refuse_other_size(request.plan, os.environ)
+        from trimaran.app.cli.rank import run_as_rank
+
+        return run_as_rank(request, path, as_json=as_json)
+    from trimaran.data import check
+
+    refuse_occupied(path)
+    check(request.recipe.data)
+    if dry_run:
+        return _show_intention(request, RunDirectory(path), as_json=as_json)
+    refuse_elsewhere(request.cluster)
+    from trimaran.app.cli.session import run_here
+
+    return run_here(request, path, as_json=as_json, quiet=quiet)
+
+
+def _show_intention(request: Request, run: RunDirectory, *, as_json: bool) -> int:
+    command = local_command(run, world_size=request.plan.mesh.world_size)
+    if as_json:
+        typer.echo(json.dumps(answer(request) | {"run_dir": str(run.path), "command": command}))
+        return 0
+    from rich.console import Console
+
+    from trimaran.app.cli.plan_view import show_plan
+
+    show_plan(request, Console(highlight=False))
+    typer.echo(f"\nwould run in {run.path}:\n{shlex.join(command)}")
+    return 0

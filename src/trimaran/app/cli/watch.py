@@ -1,0 +1,38 @@
+"""`trimaran watch`: the live view of any run directory."""
+
+import json
+
+import typer
+
+from trimaran.app.cli.options import Json, RunName, find_run
+from trimaran.app.cli.state import RunState
+
+OLD_LINES = 15
+
+
+def watch(run: RunName, as_json: Json = False) -> int:
+    """Attach to a run, or look at a finished one. Reads files only: leaving does not disturb the run.
+
+    The exit code says how the run ended; with --json the answer is the state now.
+
+    \b
+    trimaran watch runs/stdlib-tiny
+    trimaran watch runs/stdlib-tiny --json
+    """
+    state = RunState(find_run(run))
+    if as_json:
+        state.refresh()
+        typer.echo(json.dumps(state.as_dict()))
+        return 0
+    from rich.console import Console
+
+    from trimaran.app.cli.live import follow, show_log
+    from trimaran.app.cli.summary import explain_failure, summarise
+
+    console = Console(highlight=False)
+    show_log(state.refresh()[-OLD_LINES:], console)
+    follow(state, console, over=lambda: state.status not in ("starting", "training"))
+    if state.status in ("failed", "vanished"):
+        return explain_failure(state, console)
+    summarise(state, console)
+    return 0

@@ -1,0 +1,232 @@
+"""Every mistake is one clear error with exit code 2, no traceback, and nothing half-written."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.runs import new_run
+from trimaran.app.cli.main import main
+from trimaran.models import PRESETS, spec_to_hf
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder to stand in, with the cache beside it."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("TRIMARAN_CACHE", str(tmp_path / "cache"))
+    return folder
+
+
+def mistake(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    """Return the error that `words` lead to, after looking at how it is told."""
+    assert main(words) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    what, where, fix = told.err.splitlines()
+    assert where.startswith("  where: ")
+    assert fix.startswith("  fix:   ")
+    code, _, what = what.partition(": ")
+    return {"code": code, "what": what, "where": where[9:], "fix": fix[9:]}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "code", "where"),
+    [
+        ("name: x\ntrain: {stepz: 3}", "R011", "train.stepz (bad.yaml, line 2)"),
+        ("train: {steps: many}", "R012", "train.steps (bad.yaml, line 1)"),
+        ("train: {lr: -1.0}", "R013", "train.lr (bad.yaml, line 1)"),
+        ("data:\n  seq_len: 0", "R013", "data.seq_len (bad.yaml, line 2)"),
+        ("train: {steps: 1", "R001", "bad.yaml, line 1"),
+        ("- a\n- b", "R001", "bad.yaml"),
+        ("name: ../../etc", "R013", "name (bad.yaml, line 1)"),
+        ("plan: {mesh: {tp: 3}}\ncluster: 2xcpu", "P", "plan.mesh"),
+        ("plan: {mesh: {dp_replicate: 4, dp_shard: 2}}\ncluster: 2xcpu", "P001", "plan.mesh"),
+        ("model: {preset: tiyn}", "M001", "model.preset"),
+        ("cluster: 8xH1000", "C", "cluster"),
+        ("cluster: 8xH100", "A007", "cluster"),
+        ("data: {source: text, path: gone.txt}", "T003", "data.path: gone.txt"),
+        ("data: {source: text}", "T", "data.path"),
+    ],
+)
+def test_a_recipe_with_a_mistake_starts_nothing(
+    recipe: str, code: str, where: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (place / "bad.yaml").write_text(recipe)
+    error = mistake(["train", "bad.yaml"], capsys)
+    assert error["code"].startswith(code)
+    assert where in error["where"]
+    assert [each.name for each in place.iterdir()] == ["bad.yaml"]
+
+
+@pytest.mark.parametrize(("name", "content"), [("empty.txt", b""), ("binary.txt", bytes(range(256)) * 64)])
+def test_data_that_is_no_text_starts_nothing(
+    name: str, content: bytes, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (place / name).write_bytes(content)
+    error = mistake(["train", "--set", "data.source=text", "--set", f"data.path={name}"], capsys)
+    assert error["code"].startswith("T")
+    assert [each.name for each in place.iterdir()] == [name]
+
+
+@pytest.mark.parametrize(
+    "setting", ["train.steps", "=3", "train..steps=3", "train.steps=[", "name.x=3", "train.stepz=3"]
+)
+def test_a_setting_that_is_none_starts_nothing(setting: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert mistake(["train", "--set", setting], capsys)["code"].startswith("R")
+    assert not any(place.iterdir())
+
+
+def test_a_missing_recipe_is_answered_with_the_nearest_name(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "stdlib-tiny.yaml").touch()
+    error = mistake(["train", "stdlib-tny.yaml"], capsys)
+    assert error["code"] == "A003"
+    assert "did you mean 'stdlib-tiny.yaml'?" in error["what"]
+
+
+@pytest.mark.parametrize(
+    ("name", "code"), [("huge.yaml", "A004"), ("binary.yaml", "A005"), ("folder.yaml", "A003"), ("/dev/zero", "A004")]
+)
+def test_what_is_no_recipe_is_refused_unread(
+    name: str, code: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (place / "huge.yaml").write_bytes("é".encode() * (1 << 20))
+    (place / "binary.yaml").write_bytes(b"\x80\x02\xff")
+    (place / "folder.yaml").mkdir()
+    assert mistake(["plan", name], capsys)["code"] == code
+
+
+def test_a_recipe_comes_from_standard_input_too(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"name: piped\ncluster: 2xcpu")))
+    assert main(["plan", "-", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["name"] == "piped"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"nam: piped")))
+    assert "standard input, line 1" in mistake(["plan", "-"], capsys)["where"]
+
+
+def test_a_run_directory_that_is_taken_is_left_alone(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    new_run(place / "run")
+    (place / "mine").mkdir()
+    (place / "mine" / "thesis.tex").write_text("all my work")
+    (place / "file").write_text("a file")
+    (place / "link").symlink_to(place / "nowhere")
+    before = sorted(place.rglob("*"))
+    codes = {name: mistake(["train", "--run-dir", name], capsys)["code"] for name in ("run", "mine", "file", "link")}
+    assert codes == {"run": "D004", "mine": "D002", "file": "D002", "link": "D002"}
+    assert sorted(place.rglob("*")) == before
+
+
+@pytest.mark.parametrize("path", ["/proc/run", "file/run"])
+def test_a_place_that_cannot_be_written_is_told(path: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "file").touch()
+    assert mistake(["train", "--run-dir", path], capsys)["code"] == "D003"
+    assert [each.name for each in place.iterdir()] == ["file"]
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk with room for one page."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("mounting needs root")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_full_disk_keeps_nothing_of_the_run(full_disk: Path, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = str(full_disk / "a" / "run")
+    assert mistake(["train", "--run-dir", run], capsys)["code"] == "D005"
+    error = mistake(["train", "--run-dir", run, "--set", "train.save=false"], capsys)
+    assert error["code"] == "D003"
+    assert "No space left" in error["what"]
+    assert not any(full_disk.iterdir())
+
+
+def test_a_full_cache_is_told(full_disk: Path, place: Path, capsys: pytest.CaptureFixture[str],
+                              monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    monkeypatch.setenv("TRIMARAN_CACHE", str(full_disk / "cache"))
+    assert mistake(["train"], capsys)["code"].startswith("T")
+    assert not any(place.iterdir())
+
+
+def test_tokens_that_the_model_does_not_know_are_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    error = mistake(["train", "--set", "model.shape.vocab=200"], capsys)
+    assert error["code"] == "T020"
+    assert "257" in error["fix"]
+    assert not any(place.iterdir())
+
+
+def test_a_torchrun_of_another_size_is_told(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert mistake(["train", "--set", "cluster=4xcpu"], capsys)["code"] == "A010"
+
+
+def test_a_dry_run_writes_nothing_and_tells_the_command(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--dry-run", "--json", "--set", "cluster=2xcpu"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["command"][-2:] == ["trimaran.train", "runs/stdlib-tiny"]
+    assert answer["plan"]["mesh"]["dp_replicate"] * answer["plan"]["mesh"]["dp_shard"] == 2
+    assert main(["train", "--dry-run", "--set", "cluster=2xcpu"]) == 0
+    assert "torch.distributed.run" in capsys.readouterr().out
+    assert not any(place.iterdir())
+
+
+def test_a_plan_is_drawn_and_answered(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--set", "model.preset=llama-3-8b", "--set", "cluster=8xH100"]
+    assert main(["plan", *words]) == 0
+    drawn = capsys.readouterr().out
+    assert "8xH100" in drawn
+    assert "next  trimaran train --set model.preset=llama-3-8b --set cluster=8xH100\n" in drawn
+    assert main(["plan", *words, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["prediction"]["memory"].keys() == {name for name in answer["prediction"]["memory"] if name in drawn}
+
+
+def test_a_plan_for_several_nodes_is_started_by_torchrun(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--set", "cluster=2x4xA100-80GB"]) == 0
+    assert "next  torchrun --nnodes=2 --nproc-per-node=4 " in capsys.readouterr().out
+
+
+def test_shards_are_packed_once_and_can_be_looked_into(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "text.txt").write_text("one two three\n" * 50)
+    pack = ["data", "pack", "--source", "text", "--path", "text.txt", "--out", "shards"]
+    assert main([*pack, "--json"]) == 0
+    packed = json.loads(capsys.readouterr().out)
+    assert packed["num_tokens"] == 14 * 50 + 1
+    assert main(["data", "info", "shards", "--verify"]) == 0
+    assert f"data: {{source: shards, path: {place / 'shards'}}}" in capsys.readouterr().out
+    assert mistake(pack, capsys)["code"] == "T016"
+    assert mistake(["data", "info", "text.txt"], capsys)["code"] == "T014"
+    tokens = place / "shards" / packed["shards"][0]["file"]
+    tokens.write_bytes(bytes(os.urandom(tokens.stat().st_size)))
+    assert mistake(["data", "info", "shards", "--verify"], capsys)["code"] == "T015"
+
+
+def test_a_shape_that_cannot_be_saved_is_refused_before_the_start(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    odd = ["--set", "model.shape={qkv_bias: true, qk_norm: true}"]
+    assert mistake(["train", *odd], capsys)["code"] == "M010"
+    assert not any(place.iterdir())
+
+
+def test_weights_that_are_pickles_are_refused_before_the_start(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = place / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(spec_to_hf(PRESETS["tiny"])))
+    (folder / "pytorch_model.bin").touch()
+    assert mistake(["train", "--set", f"model.path={folder}"], capsys)["code"] == "M020"
+    assert [each.name for each in place.iterdir()] == ["model"]

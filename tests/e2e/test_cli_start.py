@@ -1,0 +1,196 @@
+"""The command line as a shell sees it: real processes, start-up cost, help, pipes, signals and completion."""
+
+import json
+import os
+import platform
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.runs import new_run, start_ranks
+from trimaran.app.cli.main import VERBS, main
+from trimaran.telemetry import Journal
+
+MAX_HELP_SECONDS = 0.3
+
+
+def run(*words: str, **options: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "trimaran", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)  # type: ignore[call-overload]
+
+
+def test_help_is_quick_and_lists_every_verb() -> None:
+    seconds = []
+    for _ in range(5):
+        began = time.perf_counter()
+        answer = run("--help")
+        seconds.append(time.perf_counter() - began)
+    assert answer.returncode == 0
+    for verb, summary in VERBS.items():
+        assert re.search(rf"^  {verb} +{re.escape(summary)}$", answer.stdout, re.MULTILINE)
+    assert min(seconds) < MAX_HELP_SECONDS
+
+
+@pytest.mark.parametrize("words", [("--help",), ("train", "--help"), ("plan", "--json"), ("train", "--dry-run")])
+def test_torch_is_not_imported_for(words: tuple[str, ...]) -> None:
+    imports = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "trimaran", *words], capture_output=True, text=True, timeout=60
+    )
+    assert imports.returncode == 0
+    modules = {line.rpartition("|")[2].strip() for line in imports.stderr.splitlines()}
+    assert "trimaran.app.cli.main" in modules
+    assert not modules & {"torch", "transformers", "datasets"}
+
+
+def test_the_top_level_imports_no_verb() -> None:
+    imports = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "trimaran", "--help"], capture_output=True, text=True
+    )
+    assert not re.search(r"pydantic|rich|numpy|trimaran\.core", imports.stderr)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help_with_an_example(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([verb, "--help"]) == 0
+    shown = capsys.readouterr().out
+    if verb == "data":
+        assert main([verb, "pack", "--help"]) == 0
+        shown = capsys.readouterr().out
+    assert re.search(rf"^  trimaran {verb}", shown, re.MULTILINE)
+
+
+def test_the_version_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert re.fullmatch(r"trimaran \d+\.\d+\.\d+\n", capsys.readouterr().out)
+
+
+def test_a_bare_command_shows_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert "Usage: trimaran" in capsys.readouterr().out
+
+
+def test_an_unknown_verb_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trian"]) == 2
+    assert "there is no verb 'trian' (did you mean 'train'?)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words", [["train", "--stepz"], ["watch"], ["data"], ["data", "pack"], ["plan", "a", "b"], ["--foo"]]
+)
+def test_a_mistyped_command_is_a_mistake_like_any_other(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert [line[:8] for line in told.err.splitlines()] == ["A001: " + told.err[6:8], "  where:", "  fix:  "]
+
+
+def test_with_json_a_mistake_is_an_object_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--json", "--set", "train.stepz=3"]) == 2
+    told = capsys.readouterr()
+    assert told.err == ""
+    error = json.loads(told.out)["error"]
+    assert error.keys() == {"code", "what", "where", "fix"}
+    assert error["code"] == "R011"
+
+
+def test_the_code_is_red_on_a_terminal_only(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "trimaran", "trian"]
+    environment = {key: value for key, value in os.environ.items() if key != "NO_COLOR"} | {"TERM": "xterm"}
+    subprocess.run(command, stderr=theirs, timeout=60, env=environment)
+    assert b"\x1b[31m" in os.read(ours, 4096)
+    assert "\x1b" not in run("trian").stderr
+
+
+def test_a_name_cannot_steer_the_terminal() -> None:
+    told = run("watch", "runs/\x1b[2Jgone")
+    assert told.returncode == 2
+    assert "\x1b" not in told.stderr
+
+
+def test_a_character_that_cannot_be_shown_is_replaced() -> None:
+    ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    assert run("plan", env=ascii_only).returncode == 0
+    assert run("watch", os.fsdecode(b"runs/\xff")).stderr.startswith("D001")
+
+
+def test_a_reader_that_leaves_is_not_an_error() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trimaran", "schema"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait() == 1
+
+
+def test_ctrl_c_leaves_a_watched_run_quietly(tmp_path: Path) -> None:
+    run_directory = new_run(tmp_path / "run")
+    start_ranks(run_directory)
+    command = [sys.executable, "-m", "trimaran", "watch", str(run_directory.path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert b"2 of 2 ranks ready" in process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=30) == 130
+    assert process.stderr.read() == b""
+
+
+def test_the_schema_knows_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    assert {"name", "model", "data", "train", "cluster", "plan"} == schema["properties"].keys()
+
+
+def test_presets_are_a_table_and_an_object(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["presets"]) == 0
+    table = capsys.readouterr().out
+    assert max(map(len, table.splitlines())) <= 80
+    assert re.search(r"^llama-3-8b +8\.0B +32 +4096 +32/8 +14336 +128256 +8192", table, re.MULTILINE)
+    assert main(["presets", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["llama-3-8b"]["parameters"] == 8_030_261_248
+
+
+def complete(words: str, *, cwd: Path | None = None) -> list[str]:
+    """What bash would be offered for the last of `words`."""
+    count = len(words.split()) - (0 if words.endswith(" ") else 1)
+    environment = {"_TRIMARAN_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(count)}
+    return run(env={**os.environ, **environment}, cwd=cwd).stdout.split()
+
+
+def test_verbs_options_and_fields_complete(tmp_path: Path) -> None:
+    assert complete("trimaran pl") == ["plan"]
+    assert complete("trimaran train --dry") == ["--dry-run"]
+    assert complete("trimaran train --set train.st") == ["train.steps="]
+    assert "plan.mesh.tp=" in complete("trimaran train --set plan.")
+    (tmp_path / "mine.yaml").touch()
+    (tmp_path / "other.txt").touch()
+    assert complete("trimaran train ", cwd=tmp_path) == ["mine.yaml"]
+
+
+def test_a_watched_run_answers_with_its_state_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_directory = new_run(tmp_path / "run", world_size=1)
+    with Journal(run_directory, 0) as journal:
+        journal.event("start", host=platform.node(), pid=os.getpid())
+    assert main(["watch", str(run_directory.path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["status"] == "starting"
+
+
+def test_a_run_is_found_by_its_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new_run(tmp_path / "runs" / "mine")
+    monkeypatch.chdir(tmp_path)
+    assert main(["watch", "mine", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["run_dir"] == "runs/mine"
+    assert main(["watch", "yours", "--json"]) == 2
+    assert main(["generate", "mine"]) == 2
+    assert "A009" in capsys.readouterr().err

@@ -1,0 +1,35 @@
+"""What the shell completes."""
+
+from pathlib import Path
+
+import pytest
+
+from trimaran.app.cli.options import complete_recipe, complete_run, complete_setting
+from trimaran.core import UserError, parse_recipe
+
+
+def test_every_completed_field_is_one_that_set_takes() -> None:
+    fields = [setting.removesuffix("=") for setting in complete_setting("")]
+    assert len(fields) == len(set(fields)) > 40
+    for field in fields:
+        with pytest.raises(UserError) as caught:
+            parse_recipe("", name="test", overrides=[f"{field}=2001-01-01"])
+        assert caught.value.code in ("R012", "R013"), f"{field} is unknown, or takes a date"
+
+
+def test_words_and_presets_complete_after_the_equals_sign() -> None:
+    assert complete_setting("model.preset=tiny") == ["model.preset=tiny", "model.preset=tiny-moe"]
+    assert complete_setting("plan.precision=") == [f"plan.precision={each}" for each in ("fp32", "bf16", "fp16", "fp8")]
+    assert complete_setting("train.lr=") == []
+    for setting in complete_setting("plan.sharding="):
+        assert parse_recipe("", name="test", overrides=[setting])
+
+
+def test_recipes_complete_through_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "a.yaml").touch()
+    (tmp_path / "recipes" / "notes.txt").touch()
+    assert complete_recipe("rec") == ["recipes/"]
+    assert complete_recipe("recipes/") == ["recipes/a.yaml"]
+    assert complete_run("") == []

@@ -1,0 +1,160 @@
+"""A run on this machine from its start to its last line, with ranks that only write what ranks write."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from trimaran.app.cli import session
+from trimaran.app.cli.main import main
+from trimaran.launch import LocalRun
+from trimaran.telemetry import RunDirectory
+
+RANK = """
+import sys, time
+from pathlib import Path
+from tests.runs import start_ranks, step_metrics
+from trimaran.telemetry import Journal, RunDirectory
+
+run = RunDirectory(Path(sys.argv[1]))
+steps = 10
+
+
+def train(journal, pause=0.0):
+    for step in range(1, steps + 1):
+        journal.step(step_metrics(step, loss=6.0 - 0.5 * step))
+        time.sleep(pause)
+        if run.stop_request.exists():
+            journal.event("stop", step=step, reason="asked to stop")
+            break
+    journal.event("done", step=step, steps=step, seconds=1.0)
+
+
+with Journal(run, 0) as journal:
+    start_ranks(run)
+    {script}
+"""
+
+
+class Stage:
+    """`trimaran train` in a folder of its own, with ranks that run a few lines of Python."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ranks: list[LocalRun] = []
+        self._script = ""
+        (folder / "text.txt").write_text("some words " * 200)
+        monkeypatch.chdir(folder)
+        monkeypatch.setenv("TRIMARAN_CACHE", str(folder / "cache"))
+        monkeypatch.setattr(session, "start_local", self._start_local)
+
+    def train(self, script: str, *more: str) -> int:
+        self._script = script
+        settings = ["train.steps=10", "cluster=2xcpu", "data.source=text", "data.path=text.txt", "data.seq_len=16"]
+        return main(["train", "--run-dir", "run", *(word for pair in settings for word in ("--set", pair)), *more])
+
+    def _start_local(self, run: RunDirectory, *, world_size: int, on_cpu: bool, deterministic: bool) -> LocalRun:
+        command = [sys.executable, "-c", RANK.replace("{script}", self._script), str(run.path)]
+        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+        with run.agent_log.open("wb") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+        self.ranks.append(LocalRun(run, command, process))
+        return self.ranks[-1]
+
+
+@pytest.fixture
+def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
+    return Stage(tmp_path, monkeypatch)
+
+
+def test_a_run_ends_with_its_result_and_three_commands(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
+    assert stage.train("train(journal)") == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    assert "step 10/10  loss 1.0000" in shown.out
+    assert "loss 5.5000 -> 1.0000 in 10 steps and 1.0 s" in shown.out
+    assert "\nnext  trimaran " in shown.out
+
+
+def test_with_json_standard_output_is_one_object(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
+    assert stage.train("train(journal)", "--json") == 0
+    shown = capsys.readouterr()
+    answer = json.loads(shown.out)
+    assert (answer["exit"], answer["status"], answer["steps"], answer["run_dir"]) == (0, "done", 10, "run")
+    assert (answer["first_loss"], answer["final_loss"]) == (5.5, 1.0)
+    assert answer["plan"]["mesh"]["dp_replicate"] == 2
+    assert "step 10/10" in shown.err
+
+
+def test_a_quiet_run_shows_only_the_end(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
+    assert stage.train("train(journal)", "--quiet") == 0
+    shown = capsys.readouterr().out
+    assert "step 10/10" not in shown
+    assert "loss 5.5000 -> 1.0000" in shown
+
+
+def test_a_mistake_that_a_rank_finds_is_told_like_ours(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
+    script = 'journal.event("error", code="T030", what="odd tokens", where="data", fix="use others"); sys.exit(1)'
+    assert stage.train(script) == 2
+    assert capsys.readouterr().err == "T030: odd tokens\n  where: data\n  fix:   use others\n"
+
+
+def test_a_fault_is_told_with_its_log_and_exit_code_1(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
+    log = 'run.log(0).write_text("Traceback\\nOverflow: too much\\n")'
+    assert stage.train(f'{log}; journal.event("error", type="Overflow", message="too much"); sys.exit(9)') == 1
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    assert "Overflow: too much" in shown.out
+    assert "log   run/logs/rank-0.log" in shown.out
+
+
+def test_ranks_that_die_at_once_leave_the_launchers_words(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
+    assert stage.train('raise SystemExit("no such device")', "--json") == 1
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["exit"] == 1
+    assert "no such device" in shown.err
+
+
+def press_ctrl_c_when(*files: Path) -> threading.Thread:
+    """Press Ctrl-C when the first of `files` appears, and again for each that follows."""
+
+    def press() -> None:
+        for file in files:
+            while not file.exists():
+                time.sleep(0.02)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=press, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_ctrl_c_stops_after_the_step_and_keeps_the_result(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
+    press_ctrl_c_when(Path("run/events/rank-0.jsonl").absolute())
+    assert stage.train("steps = 1000; train(journal, pause=0.02)", "--set", "train.steps=1000") == 130
+    shown = capsys.readouterr().out
+    assert "stopping after this step; Ctrl-C again to stop at once" in shown
+    assert "stopped  loss" in shown
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_twice_ends_the_ranks_at_once(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
+    press_ctrl_c_when(Path("run/events/rank-0.jsonl").absolute(), Path("run/stop").absolute())
+    assert stage.train("time.sleep(600)", "--quiet") == 130
+    assert "stopping at once" in capsys.readouterr().out
+    assert stage.ranks[0].poll() == -signal.SIGKILL
+
+
+def test_no_rank_is_left_behind_when_the_show_fails(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fall(*_: object, **__: object) -> None:
+        raise RuntimeError("the show fell over")
+
+    monkeypatch.setattr(session, "follow", fall)
+    with pytest.raises(RuntimeError, match="fell over"):
+        stage.train("time.sleep(600)")
+    assert stage.ranks[0].poll() == -signal.SIGKILL

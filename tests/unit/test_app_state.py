@@ -1,0 +1,155 @@
+"""A run as its files tell it."""
+
+import json
+import math
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.runs import finished_run, new_run, start_ranks, step_metrics
+from trimaran.app.cli.state import RunState
+from trimaran.core import UserError
+from trimaran.telemetry import Journal, RunDirectory
+
+
+def state_of(run: RunDirectory) -> RunState:
+    state = RunState(run)
+    state.refresh()
+    return state
+
+
+def test_a_run_without_a_rank_is_starting(tmp_path: Path) -> None:
+    assert state_of(new_run(tmp_path / "run")).status == "starting"
+
+
+def test_refresh_reads_on_where_it_left_off(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run")
+    start_ranks(run)
+    state = state_of(run)
+    with Journal(run, 0) as journal:
+        journal.step(step_metrics(1, loss=4.0))
+        state.refresh()
+        assert (state.status, state.losses) == ("training", [4.0])
+        journal.step(step_metrics(2, loss=3.0))
+        state.refresh()
+    assert state.losses == [4.0, 3.0]
+    assert len(state.of_kind("start")) == 2
+
+
+def test_a_finished_run_answers_in_the_terms_of_its_prediction(tmp_path: Path) -> None:
+    answer = state_of(finished_run(tmp_path / "run")).as_dict()
+    assert json.loads(json.dumps(answer, allow_nan=False)) == answer
+    assert answer["status"] == "done"
+    assert (answer["first_loss"], answer["final_loss"], answer["held_out_loss"]) == (5.0, 0.5, 0.625)
+    assert answer["measured"] == {"step_seconds": 0.5, "peak_bytes": 110 << 20, "tokens_per_second": 2048.0, "mfu": 0.2}
+    assert answer["measured"].keys() <= answer["prediction"].keys()
+    assert answer["samples"] == [{"prompt": "def ", "text": "def first(self):\n    return 1"}]
+
+
+def test_the_first_step_warms_up_and_is_not_measured(tmp_path: Path) -> None:
+    state = state_of(finished_run(tmp_path / "run"))
+    assert state.steps[0].step_seconds == 3.0
+    assert state.measured is not None
+    assert state.measured.step_seconds == 0.5
+    assert state.phases == {"forward": 0.125, "backward": 0.25, "optimizer": 0.125}
+
+
+def test_the_rest_of_the_run_is_timed_by_the_recent_steps(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run", steps=100)
+    with Journal(run, 0) as journal:
+        for step in range(1, 41):
+            journal.step(step_metrics(step, loss=1.0, seconds=9.0 if step <= 20 else 0.5))
+    assert state_of(run).remaining_seconds == pytest.approx(60 * 0.5)
+
+
+def test_a_loss_that_is_not_a_number_is_null_in_json_and_nan_here(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run")
+    with Journal(run, 0) as journal:
+        journal.step(step_metrics(1, loss=math.nan))
+        journal.event("evaluation", step=1, loss=math.inf, tokens=1)
+    state = state_of(run)
+    assert math.isnan(state.losses[0])
+    answer = state.as_dict()
+    assert (answer["first_loss"], answer["held_out_loss"]) == (None, None)
+
+
+def test_fields_and_events_of_a_later_version_are_skipped(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run")
+    run.metrics.write_text(json.dumps(step_metrics(1, loss=2.0).as_dict() | {"novelty": [1]}) + "\n")
+    run.events(0).write_text('{"kind": "novelty", "rank": 0, "time": 1.0, "step": 0, "data": {}, "more": 1}\n')
+    assert state_of(run).losses == [2.0]
+
+
+def test_the_first_error_of_any_rank_is_the_failure(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run")
+    for rank in (1, 0):
+        with Journal(run, rank) as journal:
+            journal.event("error", type="RuntimeError", message=f"rank {rank} broke")
+    state = state_of(run)
+    assert state.status == "failed"
+    assert state.failure is not None
+    assert state.failure.rank == 1
+    assert state.as_dict()["error"] == {"type": "RuntimeError", "message": "rank 1 broke", "rank": 1}
+
+
+def test_a_run_that_was_asked_to_stop_is_stopped_not_done(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run")
+    start_ranks(run)
+    with Journal(run, 0) as journal:
+        journal.step(step_metrics(1, loss=2.0))
+        journal.event("stop", step=1, reason="asked to stop")
+        journal.event("done", step=1, steps=1, seconds=1.0)
+    assert state_of(run).status == "stopped"
+
+
+def test_a_run_whose_process_is_gone_has_vanished(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run", world_size=1)
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    with Journal(run, 0) as journal:
+        journal.event("start", host=platform.node(), pid=gone.pid)
+        journal.step(step_metrics(1, loss=2.0))
+    assert state_of(run).status == "vanished"
+
+
+def test_a_process_of_another_host_is_taken_to_live(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run", world_size=1)
+    with Journal(run, 0) as journal:
+        journal.event("start", host="elsewhere", pid=2**22 + 1)
+    assert state_of(run).status == "starting"
+
+
+def test_log_lines_come_once_with_their_rank_and_without_control_codes(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run")
+    run.log(1).write_bytes(b"\x1b[31mred\x1b[0m alert\n  10%|#\r 100%|##########\n\nhalf a li")
+    state = RunState(run)
+    assert [str(line) for line in state.refresh()] == ["[rank 1] red alert", "[rank 1]  100%|##########"]
+    with run.log(1).open("ab") as log:
+        log.write(b"ne\n")
+    assert [str(line) for line in state.refresh()] == ["[rank 1] half a line"]
+    assert state.refresh() == []
+
+
+def test_a_huge_log_is_read_from_near_its_end(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run")
+    run.log(0).write_bytes(b"x" * 99 + b"\n" + b"y" * 99 + b"\n" * 100_000 + b"the end\n")
+    assert [line.text for line in RunState(run).refresh()] == ["the end"]
+
+
+@pytest.mark.parametrize("damage", ["plan.json", "recipe.yaml"])
+def test_a_run_with_a_missing_file_is_one_clear_error(tmp_path: Path, damage: str) -> None:
+    run = new_run(tmp_path / "run")
+    (run.path / damage).unlink()
+    with pytest.raises(UserError, match="A008"):
+        RunState(run)
+
+
+def test_a_damaged_journal_is_one_clear_error(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run")
+    run.metrics.write_text('{"step": 1, "lo\n')
+    with pytest.raises(UserError, match="A008") as caught:
+        RunState(run).refresh()
+    assert caught.value.where == str(run.metrics)

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests.parity import assert_same_course, plan_for, sail, sail_to
 from tests.ranks import run_ranks
@@ -92,6 +93,19 @@ def test_all_ranks_write_the_sample_together(
     plan = plan_for(recipe, grad_accum=1, **degrees).model_copy(update={"precision": precision})
     (sample,) = [each["data"] for each in events(sail_to(recipe, plan, folder)) if each["kind"] == "sample"]
     assert sample["text"].startswith(prompt)
+
+
+def test_a_model_with_few_positions_writes_on_with_a_window_and_refuses_longer_sequences(folder: Path) -> None:
+    config = GPT2Config(vocab_size=320, n_embd=32, n_layer=2, n_head=4, n_positions=32, bos_token_id=1, eos_token_id=2)
+    GPT2LMHeadModel(config).save_pretrained(folder.parent / "gpt2")
+    model = {"family": "hf", "preset": None, "shape": {}, "path": str(folder.parent / "gpt2")}
+    recipe = recipe_with(model=model, train={"steps": 1, "sample": {"prompt": "x", "tokens": 40}})
+    run = sail_to(recipe, plan_for(recipe, grad_accum=1), folder)
+    assert "sample" in [each["kind"] for each in events(run)]
+    recipe = recipe_with(model=model, data={"seq_len": 64})
+    run = create_run(folder / "long", recipe, Plan(micro_batch=8))
+    assert run_ranks(1, work, run.path, folder / "cache") == [2]
+    assert events(run)[-1]["data"]["code"] == "P005"
 
 
 def test_the_held_out_loss_does_not_depend_on_the_plan(folder: Path) -> None:

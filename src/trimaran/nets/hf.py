@@ -1,5 +1,6 @@
 """Any local causal language model that transformers knows. An extra, so only the hf family imports this."""
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,9 @@ from trimaran.nets.network import Network
 
 try:
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 except ImportError:
-    AutoConfig = AutoModelForCausalLM = None
+    AutoConfig = AutoModelForCausalLM = disable_progress_bar = None
 try:
     from transformers.core_model_loading import revert_weight_conversion
 except ImportError:  # transformers before 5 keeps weights in memory as they are on disk
@@ -36,6 +38,11 @@ class HfNetwork(Network):
     @property
     def vocabulary(self) -> int:
         return self.module.get_input_embeddings().num_embeddings  # pyrefly: ignore[not-callable]
+
+    @property
+    def longest(self) -> int:
+        """How many positions a sequence may have; architectures that name no limit have none."""
+        return getattr(self.module.config, "max_position_embeddings", None) or sys.maxsize
 
     def forward(self, tokens: Tensor, documents: Tensor | None = None) -> tuple[Tensor, Tensor]:
         apart = {}
@@ -76,9 +83,10 @@ def load_hf_model(path: Path, *, trust_remote_code: bool, seed: int) -> nn.Modul
 
     Nothing is downloaded, no pickle is read, and code that comes with the model runs only if it is trusted.
     """
-    if AutoConfig is None or AutoModelForCausalLM is None:
+    if AutoConfig is None or AutoModelForCausalLM is None or disable_progress_bar is None:
         raise UserError("M023", "Hugging Face models need the transformers package", where="model.family",
                         fix="pip install trimaran[hf]")  # fmt: skip
+    disable_progress_bar()  # a rank has a log, not a screen
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
     settings: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "sdpa"}
     folder, missing = model_folder(str(path)), []

@@ -29,6 +29,12 @@ class Network:
         assert self.spec is not None, "our own decoder always has a spec"
         return self.spec.vocab
 
+    @property
+    def longest(self) -> int:
+        """How many positions a sequence may have."""
+        assert self.spec is not None, "our own decoder always has a spec"
+        return self.spec.max_seq_len
+
     def disk_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every weight whole, on the CPU, under its Hugging Face name. Every rank must take every item."""
         assert self.spec is not None, "our own decoder always has a spec"

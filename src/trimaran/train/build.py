@@ -53,10 +53,9 @@ def load_trained(section: ModelSection, folder: Path) -> Network:
 
 def _refuse_long(network: Network, seq_len: int) -> None:
     """Raise when the sequences are longer than a Hugging Face model without a spec has positions for."""
-    longest = getattr(network.module.config, "max_position_embeddings", None)
-    if longest is not None and seq_len > longest:
-        raise UserError("P005", f"seq_len is {seq_len:,}, and the model is made for at most {longest:,}",
-                        where="data.seq_len", fix=f"set data.seq_len to {longest} or less")  # fmt: skip
+    if seq_len > network.longest:
+        raise UserError("P005", f"seq_len is {seq_len:,}, and the model is made for at most {network.longest:,}",
+                        where="data.seq_len", fix=f"set data.seq_len to {network.longest} or less")  # fmt: skip
 
 
 def _hf_network(section: ModelSection, path: str | None, seed: int) -> Network:

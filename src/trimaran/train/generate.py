@@ -44,12 +44,11 @@ def generate(network: Network, prompt: Tensor, *, tokens: int, temperature: floa
     The window slides when the text outgrows the network's longest sequence.
     """
     draw = torch.Generator().manual_seed(seed)
-    window = network.spec.max_seq_len if network.spec else 1024
     was_training = network.module.training
     network.module.eval()
     ids = prompt
     for _ in range(tokens):
-        logits, _ = network.forward(ids[None, -window:])
+        logits, _ = network.forward(ids[None, -network.longest :])
         scores = logits[0, -1].float().cpu()
         if temperature:
             token = torch.multinomial(torch.softmax(scores / temperature, dim=-1), 1, generator=draw)

@@ -150,6 +150,18 @@ def test_a_killed_rank_is_a_fault_that_names_its_log(tmp_path: Path) -> None:
     wait_for(lambda: not ranks_of(run), 5)
 
 
+@pytest.mark.parametrize("victim", ["trimaran train", "the agent"])
+def test_no_rank_outlives_who_started_it(tmp_path: Path, victim: str) -> None:
+    process = start("--run-dir", str(tmp_path / "run"), "--set", "train.steps=100000", cwd=tmp_path)
+    run = tmp_path / "run"
+    wait_for(lambda: lines(run / "metrics.jsonl"))
+    agent = next(each for each in ranks_of(run) if each.ppid() == process.pid)
+    (process if victim == "trimaran train" else agent).kill()
+    wait_for(lambda: not ranks_of(run), 15)
+    process.communicate(timeout=15)
+    assert (run / "model" / "model.safetensors").exists(), "a rank that is asked to stop keeps its weights"
+
+
 def test_an_outside_torchrun_may_start_the_ranks(tmp_path: Path) -> None:
     command = [
         sys.executable,

@@ -1,5 +1,6 @@
 """Workers on this machine, started on torchelastic's agent."""
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 import psutil
 
 from trimaran.telemetry import RunDirectory
+
+PR_SET_PDEATHSIG = 1  # of Linux's prctl.h
 
 
 def local_command(run: RunDirectory, *, world_size: int) -> list[str]:
@@ -87,6 +90,11 @@ class LocalRun:
         self.process.wait()
 
 
+def _end_with_parent() -> None:
+    """Let the agent get a SIGTERM, which it passes on, when we die: ranks without a watcher would train on unseen."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 def start_local(run: RunDirectory, *, world_size: int, on_cpu: bool, deterministic: bool = False) -> LocalRun:
     """Start the ranks of `run` and return at once. Their output goes to `logs/` in the run directory.
 
@@ -100,6 +108,7 @@ def start_local(run: RunDirectory, *, world_size: int, on_cpu: bool, determinist
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=_end_with_parent,
             env=worker_environment(os.environ, world_size=world_size, on_cpu=on_cpu, deterministic=deterministic),
         )
     return LocalRun(run, command, process)

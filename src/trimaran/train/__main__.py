@@ -10,17 +10,22 @@ _LOG = os.open(_RUN / "logs" / f"rank-{os.environ['RANK']}.log", os.O_WRONLY | o
 os.dup2(_LOG, 1)
 os.dup2(_LOG, 2)
 
+import ctypes  # noqa: E402
 import faulthandler  # noqa: E402
 import logging  # noqa: E402
+import signal  # noqa: E402
 
 from trimaran.data import cache_folder  # noqa: E402
 from trimaran.telemetry import open_run  # noqa: E402
 from trimaran.train.place import place_of  # noqa: E402
 from trimaran.train.worker import run_worker  # noqa: E402
 
+PR_SET_PDEATHSIG = 1  # of Linux's prctl.h
+
 
 def main() -> int:
     faulthandler.enable()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # an agent that was killed must not leave orphans
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     return run_worker(open_run(_RUN), place_of(os.environ), cache=cache_folder(os.environ))
 

@@ -1,6 +1,6 @@
 """What happened: the run directory, its journals, and how to follow them. Receives numbers, never tensors."""
 
-from trimaran.telemetry.journal import Follower, Journal
+from trimaran.telemetry.journal import Follower, Journal, LineFollower
 from trimaran.telemetry.run_directory import (
     RunDirectory,
     create_run,
@@ -14,6 +14,7 @@ from trimaran.telemetry.run_directory import (
 __all__ = [
     "Follower",
     "Journal",
+    "LineFollower",
     "RunDirectory",
     "create_run",
     "dump_plan",

@@ -40,14 +40,17 @@ class Journal:
             self._metrics.close()
 
 
-class Follower:
-    """Yields the JSON lines that were added to a file since the last look. A half-written line waits for its end."""
+class LineFollower:
+    """Yields the lines that were added to a file since the last look. A half-written line waits for its end.
 
-    def __init__(self, path: Path) -> None:
+    The first look goes back at most `backlog` bytes; None is the whole file.
+    """
+
+    def __init__(self, path: Path, *, backlog: int | None = None) -> None:
         self._path = path
-        self._offset = 0
+        self._offset = 0 if backlog is None or not path.exists() else max(0, path.stat().st_size - backlog)
 
-    def new(self) -> Iterator[dict[str, Any]]:
+    def new(self) -> Iterator[bytes]:
         if not self._path.exists():
             return
         with self._path.open("rb") as file:
@@ -56,7 +59,17 @@ class Follower:
                 if not line.endswith(b"\n"):
                     return
                 self._offset += len(line)
-                yield json.loads(line)
+                yield line
+
+
+class Follower:
+    """Yields the JSON lines that were added to a file since the last look."""
+
+    def __init__(self, path: Path) -> None:
+        self._lines = LineFollower(path)
+
+    def new(self) -> Iterator[dict[str, Any]]:
+        return (json.loads(line) for line in self._lines.new())
 
 
 def _open_append(path: Path) -> TextIO:

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from trimaran.telemetry import LineFollower
+
 MAX_TAIL_BYTES = 1 << 16
 
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -25,20 +27,12 @@ class LogFollower:
     """Yields the lines that were added to a rank's log since the last look, from at most 64 KiB before its end."""
 
     def __init__(self, path: Path, rank: int) -> None:
-        self._path, self._rank = path, rank
-        self._offset = max(0, path.stat().st_size - MAX_TAIL_BYTES) if path.exists() else 0
+        self._lines, self._rank = LineFollower(path, backlog=MAX_TAIL_BYTES), rank
 
     def new(self) -> Iterator[LogLine]:
-        if not self._path.exists():
-            return
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    return
-                self._offset += len(line)
-                if text := _left_over(line):
-                    yield LogLine(rank=self._rank, text=text)
+        for line in self._lines.new():
+            if text := _left_over(line):
+                yield LogLine(rank=self._rank, text=text)
 
 
 def tail(path: Path, num_lines: int) -> list[str]:

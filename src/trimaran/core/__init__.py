@@ -2,8 +2,6 @@
 
 from trimaran.core.errors import (
     EXIT_DONE,
-    EXIT_NO_PROGRESS,
-    EXIT_STOPPED,
     EXIT_USER,
     UserError,
     nearest,
@@ -19,8 +17,6 @@ from trimaran.core.units import GIB, Bytes, Flops, Seconds, show_bytes, show_cou
 __all__ = [
     "AXES",
     "EXIT_DONE",
-    "EXIT_NO_PROGRESS",
-    "EXIT_STOPPED",
     "EXIT_USER",
     "GIB",
     "PHASES",

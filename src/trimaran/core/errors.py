@@ -6,8 +6,6 @@ from typing import Any
 
 EXIT_DONE = 0
 EXIT_USER = 2
-EXIT_STOPPED = 75
-EXIT_NO_PROGRESS = 93
 
 
 class UserError(Exception):

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-EventKind = Literal["start", "ready", "evaluation", "sample", "saved", "stop", "error", "done", "log"]
+EventKind = Literal["start", "ready", "evaluation", "sample", "saved", "stop", "error", "done"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

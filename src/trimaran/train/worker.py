@@ -16,7 +16,7 @@ from trimaran import __version__
 from trimaran.checkpoint import save_network
 from trimaran.core import EXIT_DONE, EXIT_USER, Plan, Recipe, UserError
 from trimaran.models import model_folder
-from trimaran.telemetry import Journal, RunDirectory, create_run, free_run_path
+from trimaran.telemetry import Journal, RunDirectory, create_run
 from trimaran.train.assemble import Crew, build_crew
 from trimaran.train.generate import save_tokenizer, write
 from trimaran.train.place import Place, join
@@ -40,13 +40,13 @@ def run_worker(run: RunDirectory, place: Place, *, cache: Path) -> int:
     return EXIT_DONE
 
 
-def run_in_torchrun(recipe: Recipe, plan: Plan, path: Path | None, place: Place, *, cache: Path) -> int:
+def run_in_torchrun(recipe: Recipe, plan: Plan, path: Path, place: Place, *, cache: Path) -> int:
     """Train as one of the ranks that an outside torchrun started; rank 0 makes the run directory for all."""
     join(place)
     answer: dict[str, str] = {}
     if place.rank == 0:
         try:
-            answer = {"path": str(create_run(path or free_run_path(Path("runs"), recipe.name), recipe, plan).path)}
+            answer = {"path": str(create_run(path, recipe, plan).path)}
         except UserError as error:
             answer = error.as_dict()
     answer = _tell_all(answer)

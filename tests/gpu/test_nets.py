@@ -10,7 +10,7 @@ from trimaran.models import PRESETS, ModelSpec
 from trimaran.nets import Decoder, initialise
 from trimaran.nets.mixture import Mixture
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 
 DENSE = replace(PRESETS["tiny"], layers=2)
 MIXED = replace(PRESETS["tiny-moe"], layers=2)

@@ -156,6 +156,14 @@ def test_nothing_fits_says_how_much_is_missing() -> None:
     assert "add devices" in error.fix
 
 
+def test_a_batch_that_only_accumulation_makes_too_big_comes_back_with_one_that_fits() -> None:
+    cluster, spec = parse_cluster("8xH100"), PRESETS["llama-3-8b"]
+    error = refusal(recipe(global_batch=32, seq_len=4096), spec, cluster)
+    assert error.code == "P007"
+    assert "set train.global_batch to 8" in error.fix
+    assert choose(recipe(global_batch=8, seq_len=4096), spec, cluster).grad_accum == 1
+
+
 def test_a_foreign_model_gets_replicas_and_no_prediction() -> None:
     plan = choose(recipe(seq_len=4096), None, parse_cluster("8xH100"))
     assert (plan.mesh, plan.micro_batch, plan.prediction) == (Mesh(dp_replicate=8), 4, None)

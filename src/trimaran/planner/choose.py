@@ -106,6 +106,8 @@ def _nothing_fits(plans: list[Plan], cluster: Cluster) -> UserError:
     assert leanest.prediction is not None
     term, size = max(leanest.prediction.memory.items(), key=lambda item: item[1])
     fix = "shorten data.seq_len" if term in ("activations", "logits", "heap") else "add devices"
+    if term == "gradients" and leanest.grad_accum > 1:  # shards accumulate whole gradients and reduce them once
+        fix = f"set train.global_batch to {leanest.mesh.dp * leanest.micro_batch}, which needs no accumulation"
     return UserError("P007", f"no plan fits: the leanest ({leanest}) is {show_bytes(excess(leanest))} too big for the "
                      f"{show_bytes(device.memory_bytes)} of {device.name}, the most for {term} ({show_bytes(size)})",
                      where="cluster", fix=f"{fix}, or choose a smaller model")  # fmt: skip

@@ -1,12 +1,14 @@
 """Bytes, worked by hand for a decoder that fits on a page, and counted on the real one."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from trimaran.core import Mesh, Plan
+from trimaran.core import Comm, Mesh, Plan
 from trimaran.cost import memory
+from trimaran.cost.pipeline import Part, parts_of
 from trimaran.models import PRESETS, Experts, ModelSpec
 from trimaran.nets.attention import rotation_at
 from trimaran.nets.decoder import Layer
@@ -18,8 +20,14 @@ PAGE = ModelSpec(
 NUM_PARAMETERS = 2 * (48 + 96 + 8) + 80 + 4
 
 
+def part(plan: Plan, spec: ModelSpec = PAGE) -> Part:
+    """Return what the first rank of the pipeline has."""
+    return parts_of(spec, plan, seq_len=64)[0]
+
+
 def states(plan: Plan) -> tuple[int, int, int]:
-    return memory.weights(PAGE, plan), memory.gradients(PAGE, plan), memory.optimizer_states(PAGE, plan)
+    mine = part(plan)
+    return memory.weights(plan, mine), memory.gradients(plan, mine), memory.optimizer_states(plan, mine)
 
 
 def test_a_replica_holds_sixteen_bytes_a_parameter() -> None:
@@ -28,26 +36,59 @@ def test_a_replica_holds_sixteen_bytes_a_parameter() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sharding", "expected"),
-    [("optimizer", (1552, 1552, 776)), ("gradients", (1552, 388, 776)), ("parameters", (388, 388, 776))],
+    ("sharding", "grad_accum", "expected"),
+    [
+        ("optimizer", 1, (388, 388, 776)),  # each layer's gradients are reduced as soon as they are there
+        ("optimizer", 2, (388, 1552, 776)),
+        ("gradients", 2, (388, 388, 776)),
+        ("parameters", 2, (388, 388, 776)),
+    ],
 )
-def test_each_stage_shards_one_more_state(sharding: str, expected: tuple[int, int, int]) -> None:
-    assert states(Plan.model_validate({"sharding": sharding, "mesh": {"dp_shard": 4}})) == expected
+def test_a_shard_keeps_its_share_and_zero_1_whole_gradients_while_they_accumulate(
+    sharding: str, grad_accum: int, expected: tuple[int, int, int]
+) -> None:
+    plan = Plan.model_validate({"sharding": sharding, "mesh": {"dp_shard": 4}, "grad_accum": grad_accum})
+    assert states(plan) == expected
 
 
-def test_gradients_that_accumulate_stay_whole() -> None:
-    assert memory.gradients(PAGE, Plan(mesh=Mesh(dp_shard=4), sharding="parameters", grad_accum=2)) == 1552
+def test_shards_lie_on_the_parts_of_a_sequence_too() -> None:
+    assert states(Plan(mesh=Mesh(dp_shard=2, cp=2), sharding="parameters")) == (388, 388, 776)
+
+
+def test_a_pipeline_accumulates_whole_gradients_whatever_is_sharded() -> None:
+    plan = Plan(mesh=Mesh(dp_shard=2, pp=2), sharding="parameters", grad_accum=2)
+    assert part(plan).parameters == 152 + 40
+    assert states(plan) == (4 * 96, 4 * 192, 8 * 96)
 
 
 def test_a_sharded_rank_gathers_the_root_and_two_layers() -> None:
     plan = Plan(mesh=Mesh(dp_shard=4), sharding="parameters", precision="bf16")
-    assert memory.gathered(PAGE, plan) == 2 * (2 * 84 + 2 * 152)
-    assert memory.gathered(PAGE, Plan(precision="bf16")) == 0
+    assert memory.gathered(plan, part(plan)) == 2 * (2 * 84 + 2 * 152)
+    assert memory.gathered(Plan(precision="bf16"), part(Plan())) == 0
+
+
+@pytest.mark.parametrize(
+    ("sharding", "comm", "layers"),
+    [
+        ("optimizer", {}, 8),
+        ("gradients", {}, 8),
+        ("gradients", {"reshard": "always"}, 2),
+        ("parameters", {"reshard": "never"}, 8),
+        ("parameters", {"prefetch": 3}, 4),
+        ("parameters", {"reshard": 2}, 2 + 4),
+    ],
+)
+def test_weights_are_whole_for_as_long_as_the_plan_keeps_them(sharding: str, comm: dict[str, Any], layers: int) -> None:
+    plan = Plan.model_validate({"mesh": {"dp_shard": 4}, "sharding": sharding, "comm": comm})
+    deep = replace(PAGE, layers=8)
+    assert memory.gathered(plan, part(plan, deep)) == 4 * (2 * 84 + layers * 152)
 
 
 def test_autocast_keeps_a_bf16_copy_of_every_matrix_that_multiplies() -> None:
-    assert memory.casts(PAGE, Plan(precision="bf16")) == 2 * (2 * (48 + 96) + 40)
-    assert memory.casts(PAGE, Plan()) == 0
+    for precision in ("bf16", "fp16", "fp8"):
+        plan = Plan.model_validate({"precision": precision})
+        assert memory.casts(PAGE, plan, part(plan)) == 2 * (2 * (48 + 96) + 40)
+    assert memory.casts(PAGE, Plan(), part(Plan())) == 0
 
 
 @pytest.mark.parametrize(
@@ -71,8 +112,60 @@ def test_experts_keep_the_rows_of_the_tokens_they_were_sent() -> None:
 
 def test_activations_and_logits_grow_with_the_tokens_of_a_micro_batch() -> None:
     plan = Plan(micro_batch=3, grad_accum=7)
-    assert memory.activations(PAGE, plan, kind="cuda", seq_len=5) == 15 * (2 * 264 + 32)
-    assert memory.logits(PAGE, plan, seq_len=5) == 12 * 15 * 10
+    assert memory.activations(PAGE, plan, part(plan), kind="cuda", seq_len=5) == 15 * (2 * 264 + 32)
+    assert memory.logits(PAGE, plan, part(plan), seq_len=5) == 12 * 15 * 10
+
+
+def test_slices_split_all_but_the_gathered_input_of_the_projections() -> None:
+    plan = Plan(mesh=Mesh(tp=2))
+    assert memory.layer_activations(PAGE, plan, kind="cuda") == 32 + (32 + (4 * 16 + 8) + 4 * 32) // 2
+    assert memory.logits(PAGE, plan, part(plan), seq_len=5) == 12 * 5 * 10 // 2
+    assert part(plan).parameters == 2 * ((48 + 96) // 2 + 8) + 80 // 2 + 4
+
+
+def test_the_parts_of_a_sequence_split_its_tokens_but_gathered_keys_are_all_there() -> None:
+    gather = Plan(mesh=Mesh(cp=2), precision="bf16")
+    exchange = gather.model_copy(update={"comm": Comm(context="exchange")})
+    alone = memory.layer_activations(PAGE, Plan(precision="bf16"), kind="cuda")
+    assert memory.layer_activations(PAGE, exchange, kind="cuda") == alone
+    assert memory.layer_activations(PAGE, gather, kind="cuda") == alone + 2 * (2 * 4 * 2 - 2 * 2)
+    assert memory.local_tokens(Plan(mesh=Mesh(cp=2), micro_batch=3), 8) == 12
+
+
+@pytest.mark.parametrize(
+    ("recompute", "expected"),
+    [
+        ("none", 4 * 264),
+        ("full", 4 * 16),
+        (1, 4 * 16),
+        (2, 2 * 264 + 2 * 16),
+        (3, 2 * 264 + 2 * 16),  # the first and the fourth
+        ("selective", 4 * (16 + 4 * (4 + 2 + 4 + 8) + 8)),
+    ],
+)
+def test_a_layer_that_is_computed_again_keeps_its_input(recompute: str | int, expected: int) -> None:
+    plan = Plan.model_validate({"recompute": recompute})
+    deep = replace(PAGE, layers=4)
+    assert memory.saved_by_layers(deep, plan, part(plan, deep), kind="cuda") == expected
+
+
+def test_the_layer_at_work_is_there_when_backward_computes_it_again() -> None:
+    plan = Plan(micro_batch=8, recompute="full")
+    terms = memory.peak_terms(PAGE, plan, kind="cuda", seq_len=64)
+    assert terms["activations"] == 512 * (2 * 16 + 32 + 264)
+    assert "logits" not in terms
+    assert terms["gradients"] == 1552
+
+
+def test_what_is_offloaded_is_not_on_the_device() -> None:
+    def told(kind: str, **fields: Any) -> dict[str, int]:
+        plan = Plan.model_validate({"micro_batch": 8, "mesh": {"dp_shard": 2}, "sharding": "parameters"} | fields)
+        return memory.peak_terms(PAGE, plan, kind=kind, seq_len=64)
+
+    assert "optimizer" not in told("cuda", offload="optimizer")
+    assert not told("cuda", offload="parameters").keys() & {"weights", "optimizer", "gradients"}
+    assert told("cuda", offload="activations")["activations"] == 512 * (2 * 264 + 32)
+    assert told("cpu", offload="parameters") == told("cpu")  # there is nowhere else
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -1,12 +1,15 @@
 """A whole step: the terms add up, and the sums agree with what was measured."""
 
+import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from trimaran.core import GIB, Mesh, Plan
+from trimaran.core import GIB, Mesh, Plan, Prediction
 from trimaran.cost import predict
 from trimaran.cost.compute import Work, backward_work, forward_seconds, forward_work, update_seconds
+from trimaran.cost.pipeline import parts_of
 from trimaran.hardware import DEVICES, Cluster, parse_cluster
 from trimaran.models import PRESETS, ModelSpec
 
@@ -54,12 +57,119 @@ def test_backward_does_each_product_twice_and_attention_once_more() -> None:
 
 def test_a_forward_is_a_third_of_the_flops() -> None:
     tiny = PRESETS["tiny"]
-    done = forward_work(tiny, Plan(micro_batch=2), seq_len=64)
+    plan = Plan(micro_batch=2)
+    done = forward_work(tiny, plan, *parts_of(tiny, plan, seq_len=64), seq_len=64)
     assert 3 * (done.product_flops + done.attention_flops) == pytest.approx(128 * tiny.flops_per_token(64))
 
 
 def test_the_update_moves_forty_bytes_a_parameter() -> None:
     assert update_seconds(10**9, EVEN, num_weights=1) == pytest.approx(40 * 0.85 / 0.65)
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"cp": 2}, {"pp": 2}, {"tp": 2, "cp": 2, "pp": 2}])
+def test_every_axis_has_its_share_of_the_arithmetic(mesh: dict[str, int]) -> None:
+    tiny, plan = PRESETS["tiny"], Plan.model_validate({"mesh": mesh, "grad_accum": 4})
+    works = [forward_work(tiny, plan, part, seq_len=64) for part in parts_of(tiny, plan, seq_len=64)]
+    flops = sum(each.product_flops + each.attention_flops for each in works) * plan.mesh.tp * plan.mesh.cp
+    assert 3 * flops == pytest.approx(64 * tiny.flops_per_token(64))
+
+
+def told(
+    plan: dict[str, Any], *, text: str = "8xH100", preset: str = "llama-3.2-1b", seq_len: int = 2048
+) -> Prediction:
+    cluster = parse_cluster(text)
+    return predict(PRESETS[preset], cluster, Plan.model_validate({"precision": "bf16"} | plan), seq_len=seq_len)
+
+
+def test_the_bubble_is_the_theoretical_share_of_a_busy_rank() -> None:
+    wish = {"mesh": {"dp_replicate": 2, "pp": 4}, "grad_accum": 8}
+    plan, time = Plan.model_validate(wish), told(wish).time
+    assert time["bubble"] / (time["bubble"] + time["forward"] + time["backward"]) == pytest.approx(
+        plan.bubble, rel=0.05
+    )
+    assert "bubble" not in told({"mesh": {"dp_replicate": 8}}).time
+
+
+def test_a_stage_that_is_dearer_slows_the_whole_pipeline() -> None:
+    even = {"mesh": {"dp_replicate": 4, "pp": 2}, "grad_accum": 4}
+    uneven = even | {"pipeline": {"stages": (1, 15)}}
+    assert told(uneven).step_seconds > 1.2 * told(even).step_seconds
+
+
+def test_computing_again_takes_another_forward_and_saves_memory() -> None:
+    wish = {"mesh": {"dp_replicate": 8}, "micro_batch": 4}
+    none, selective, full = (told(wish | {"recompute": each}) for each in ("none", "selective", "full"))
+    assert full.peak_bytes < selective.peak_bytes < none.peak_bytes
+    assert none.time["backward"] < selective.time["backward"] < full.time["backward"]
+    again = full.time["backward"] - none.time["backward"]
+    assert 0.5 * full.time["forward"] < again < full.time["forward"]  # the head is in no layer
+    assert told(wish | {"recompute": 4}).time["backward"] == pytest.approx(none.time["backward"] + again / 4, rel=0.01)
+
+
+def test_slices_talk_in_every_layer_and_pieces_in_every_attention() -> None:
+    replicas = told({"mesh": {"dp_replicate": 8}, "micro_batch": 4})
+    slices = told({"mesh": {"tp": 8}, "micro_batch": 32})
+    pieces = told({"mesh": {"cp": 8}, "micro_batch": 32})
+    assert slices.time["comm"] > pieces.time["comm"] > replicas.time["comm"]
+    assert slices.memory["weights"] < replicas.memory["weights"] / 7
+    assert pieces.memory["weights"] == replicas.memory["weights"]
+
+
+def test_slices_across_nodes_are_slower_than_inside_one() -> None:
+    inside = told({"mesh": {"tp": 8, "dp_replicate": 2}, "micro_batch": 16}, text="2x8xH100")
+    across = told({"mesh": {"tp": 16}, "micro_batch": 32}, text="2x8xH100", preset="llama-2-7b")
+    same = told({"mesh": {"tp": 8, "dp_replicate": 2}, "micro_batch": 16}, text="2x8xH100", preset="llama-2-7b")
+    assert across.time["comm"] > 2 * same.time["comm"] > inside.time["comm"]
+
+
+def test_exchanging_heads_moves_less_than_gathering_keys_of_many_heads() -> None:
+    wish = {"mesh": {"cp": 8}, "micro_batch": 8}
+    gather, exchange = (
+        told(wish | {"comm": {"context": each}}, preset="llama-2-7b") for each in ("gather", "exchange")
+    )
+    assert exchange.time["comm"] < gather.time["comm"]
+
+
+def test_experts_that_are_spread_are_smaller_and_talk_more() -> None:
+    wish = {"mesh": {"dp_replicate": 8}, "micro_batch": 4}
+    whole = told(wish, preset="qwen3-30b-a3b")
+    spread = told({"mesh": {"dp_replicate": 8, "ep": 8}, "micro_batch": 4}, preset="qwen3-30b-a3b")
+    assert spread.memory["weights"] < whole.memory["weights"] / 4
+    assert spread.time["comm"] != whole.time["comm"]
+
+
+def test_sharded_gradients_travel_with_every_micro_batch_and_zero_1s_once() -> None:
+    wish = {"mesh": {"dp_shard": 16}, "grad_accum": 8}
+    once, each = (told(wish | {"sharding": stage}, text="2x8xA100") for stage in ("optimizer", "gradients"))
+    assert each.time["comm"] > 2 * once.time["comm"]
+    assert each.memory["gradients"] < once.memory["gradients"] / 15
+
+
+def test_offload_costs_the_way_to_the_host_and_nothing_on_a_cpu() -> None:
+    moments = told({"offload": "optimizer"}, text="H100")
+    assert moments.time["offload"] == pytest.approx(8 * PRESETS["llama-3.2-1b"].num_parameters / 63e9)
+    assert "optimizer" not in moments.memory
+    weights = told({"offload": "parameters", "sharding": "parameters"}, text="H100")
+    assert weights.time["optimizer"] > 10 * moments.time["optimizer"]  # the host computes it
+    assert told({"offload": "activations", "micro_batch": 8}, text="H100").time["offload"] > 0
+    assert "offload" not in told({"offload": "optimizer"}, text="1xcpu", preset="tiny", seq_len=128).time
+
+
+def test_fp16_runs_like_bf16_and_fp8_makes_products_faster_alone() -> None:
+    half, brain, eight = (told({"precision": each}, preset="llama-3-8b") for each in ("fp16", "bf16", "fp8"))
+    assert half.time == brain.time
+    assert half.memory == brain.memory == eight.memory
+    assert 0.5 * brain.time["forward"] < eight.time["forward"] < brain.time["forward"]
+
+
+def test_hundreds_of_pipelines_are_predicted_in_a_second() -> None:
+    cluster, model = parse_cluster("16x8xH100"), PRESETS["llama-3-70b"]
+    plan = Plan.model_validate({"mesh": {"tp": 8, "pp": 8, "dp_shard": 2}, "sharding": "parameters", "grad_accum": 32})
+    predict(model, cluster, plan, seq_len=4096)
+    start = time.perf_counter()
+    for _ in range(100):
+        predict(model, cluster, plan, seq_len=4096)
+    assert time.perf_counter() - start < 0.25
 
 
 @pytest.mark.parametrize("text", ["H100", "2x8xH100", "2xcpu"])

@@ -1,5 +1,6 @@
 """Every plan that cannot run is refused, with words that help."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -40,28 +41,44 @@ def test_plans_of_data_parallelism_are_legal(plan: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("plan", "field", "works"),
     [
-        ({"mesh": {"tp": 2}}, "mesh.tp", "1"),
-        ({"mesh": {"pp": 2}}, "mesh.pp", "1"),
-        ({"mesh": {"cp": 2}}, "mesh.cp", "1"),
-        ({"mesh": {"ep": 2}}, "mesh.ep", "1"),
-        ({"sharding": "optimizer"}, "sharding", "none or parameters"),
-        ({"sharding": "gradients"}, "sharding", "none or parameters"),
-        ({"pipeline": {"stages": [2, 2]}}, "pipeline.stages", "leave it out"),
-        ({"precision": "fp16"}, "precision", "fp32 or bf16"),
-        ({"precision": "fp8"}, "precision", "fp32 or bf16"),
-        ({"recompute": "full"}, "recompute", "none"),
-        ({"recompute": 2}, "recompute", "none"),
-        ({"offload": "optimizer"}, "offload", "none"),
-        ({"comm": {"compression": "bf16"}}, "comm.compression", "none"),
-        ({"comm": {"local_steps": 4}}, "comm.local_steps", "1"),
-        ({"engine": "deepspeed"}, "engine", "torch"),
+        ({"comm": {"compression": "bf16"}, "mesh": {"dp_shard": 8}}, "compression", "dp_replicate"),
+        ({"comm": {"local_steps": 4}, "mesh": {"dp_replicate": 4, "tp": 2}}, "local_steps", "dp_replicate"),
+        ({"comm": {"local_steps": 4}, "mesh": {"dp_replicate": 4, "cp": 2}}, "local_steps", "dp_replicate"),
+        ({"comm": {"local_steps": 4, "compression": "topk"}}, "compression", "leave out"),
+        ({"comm": {"local_steps": 3}}, "local_steps", "train.steps to 102"),
+        ({"comm": {"local_steps": 4}, "precision": "fp16"}, "local_steps", "bf16"),
     ],
 )
-def test_what_is_not_built_yet_is_refused_with_what_works(plan: dict[str, Any], field: str, works: str) -> None:
-    error = refusal(plan)
-    assert (error.code, error.where) == ("P003", f"plan.{field}")
-    assert "not built yet in version 0.1" in error.what
+def test_only_whole_replicas_keep_or_compress_gradients(plan: dict[str, Any], field: str, works: str) -> None:
+    sharding = "parameters" if "dp_shard" in plan.get("mesh", {}) else "none"
+    data = plan.get("mesh", {}).get("dp_replicate", 8)
+    error = refusal({"mesh": {"dp_replicate": 8}, "sharding": sharding, "micro_batch": 32 // data} | plan)
+    assert (error.code, error.where) == ("P003", f"plan.comm.{field}")
     assert works in error.fix
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"mesh": {"dp_shard": 8}, "sharding": "optimizer", "micro_batch": 4},
+        {"mesh": {"dp_shard": 8}, "sharding": "gradients", "micro_batch": 4},
+        {"mesh": {"dp_shard": 8}, "sharding": "parameters", "micro_batch": 4, "offload": "parameters"},
+        {"mesh": {"dp_shard": 8}, "sharding": "parameters", "micro_batch": 4, "comm": {"reshard": 4}},
+        {"mesh": {"dp_replicate": 4, "cp": 2}, "sharding": "parameters", "micro_batch": 8},
+        {"mesh": {"dp_replicate": 8}, "micro_batch": 4, "offload": "optimizer", "precision": "fp16"},
+        {"mesh": {"dp_replicate": 8}, "micro_batch": 4, "offload": "activations", "recompute": 4},
+        {"mesh": {"dp_replicate": 8}, "micro_batch": 4, "engine": "deepspeed"},
+        {
+            "mesh": {"dp_shard": 8},
+            "micro_batch": 4,
+            "engine": "deepspeed",
+            "sharding": "optimizer",
+            "precision": "bf16",
+        },
+    ],
+)
+def test_sharding_memory_and_engine_go_together_where_they_can(plan: dict[str, Any]) -> None:
+    check(plan)
 
 
 def test_degrees_must_multiply_to_the_devices() -> None:
@@ -72,11 +89,21 @@ def test_degrees_must_multiply_to_the_devices() -> None:
     assert "8 x 1 or 4 x 2 or 2 x 4 or 1 x 8" in error.fix
 
 
+def test_the_other_axes_leave_the_data_what_remains() -> None:
+    assert "tp x pp x cp be 1 or 2 or 4 or 8, not 3" in refusal({"mesh": {"tp": 3}}).fix
+    assert "tp x pp x cp be 1 or 2 or 4 or 8, not 16" in refusal({"mesh": {"tp": 2, "pp": 8}}).fix
+    error = refusal({"mesh": {"tp": 2, "cp": 2, "dp_replicate": 4}})
+    assert "16 ranks" in error.what
+    assert "2 x 1 or 1 x 2 beside tp x pp x cp of 4" in error.fix
+
+
 @pytest.mark.parametrize(
     "plan",
     [
         {"mesh": {"dp_shard": 8}},
         {"mesh": {"dp_replicate": 8}, "sharding": "parameters"},
+        {"mesh": {"dp_replicate": 8}, "sharding": "optimizer"},
+        {"mesh": {"dp_replicate": 4, "tp": 2}, "sharding": "gradients"},
     ],
 )
 def test_mesh_and_sharding_must_agree(plan: dict[str, Any]) -> None:
@@ -102,3 +129,88 @@ def test_a_sequence_must_fit_the_positions_of_the_model() -> None:
 def test_a_foreign_model_has_no_positions_to_check() -> None:
     recipe = Recipe(data=DataSection(seq_len=4096))
     check_plan(Plan.model_validate({"mesh": {"dp_replicate": 8}, "micro_batch": 4}), recipe, None, EIGHT)
+
+
+def test_one_device_shards_only_to_offload_or_for_deepspeed() -> None:
+    alone, recipe = parse_cluster("H100"), Recipe()
+    for plan in ({"offload": "parameters"}, {"engine": "deepspeed", "precision": "bf16"}):
+        whole = {"sharding": "parameters", "micro_batch": 32}
+        check_plan(Plan.model_validate(whole | plan), recipe, TINY, alone)
+    with pytest.raises(UserError, match="P004"):
+        check_plan(Plan.model_validate(whole), recipe, TINY, alone)
+
+
+@pytest.mark.parametrize(
+    ("text", "precision", "works"),
+    [
+        ("8xA100", "fp8", "fp32 or bf16 or fp16"),
+        ("8xV100", "bf16", "fp32 or fp16"),
+        ("8xcpu", "fp8", "fp32 or bf16 or fp16"),
+    ],
+)
+def test_a_precision_that_the_device_lacks_is_refused(text: str, precision: str, works: str) -> None:
+    plan = Plan.model_validate({"mesh": {"dp_replicate": 8}, "micro_batch": 4, "precision": precision})
+    with pytest.raises(UserError, match=f"P014.*{precision}") as caught:
+        check_plan(plan, Recipe(), PRESETS["llama-3-8b"], parse_cluster(text))
+    assert works in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("text", "precision"), [("8xV100", "fp16"), ("8xA100", "bf16"), ("8xH100", "fp8"), ("8xcpu", "fp16")]
+)
+def test_a_precision_that_the_device_has_is_not(text: str, precision: str) -> None:
+    plan = Plan.model_validate({"mesh": {"dp_replicate": 8}, "micro_batch": 4, "precision": precision})
+    check_plan(plan, Recipe(), PRESETS["llama-3-8b"], parse_cluster(text))
+
+
+def test_fp8_wants_large_layers_in_multiples_of_sixteen() -> None:
+    wish = {"mesh": {"dp_replicate": 8}, "micro_batch": 4, "precision": "fp8"}
+    assert refusal(wish).code == "P015"  # tiny is too small
+    odd = replace(PRESETS["llama-3-8b"], ffn=14344)
+    with pytest.raises(UserError, match=r"P015.*feed-forward.*14344"):
+        check_plan(Plan.model_validate(wish), Recipe(), odd, EIGHT)
+    narrow = replace(PRESETS["llama-3-8b"], kv_heads=8, head_dim=16)
+    sliced = Plan.model_validate({"mesh": {"tp": 8}, "micro_batch": 32, "precision": "fp8"})
+    check_plan(sliced, Recipe(), narrow, EIGHT)
+    with pytest.raises(UserError, match=r"P015.*keys.* 8 on each rank"):
+        check_plan(sliced, Recipe(), replace(narrow, head_dim=8), EIGHT)
+
+
+def test_parameters_are_offloaded_as_shards() -> None:
+    error = refusal({"mesh": {"dp_replicate": 8}, "micro_batch": 4, "offload": "parameters"})
+    assert (error.code, error.where) == ("P016", "plan.offload")
+
+
+def test_every_kth_layer_must_exist() -> None:
+    error = refusal({"mesh": {"dp_replicate": 8}, "micro_batch": 4, "recompute": 5})
+    assert error.code == "P017"
+    assert "1 to 4" in error.fix
+
+
+@pytest.mark.parametrize(
+    ("sharding", "reshard", "fix"),
+    [
+        ("parameters", 3, "use 2 or 4 or 8"),
+        ("optimizer", 2, "set sharding to parameters"),
+        ("parameters", 16, "2 or 4"),
+    ],
+)
+def test_weights_stay_split_only_over_ranks_that_share_them(sharding: str, reshard: int, fix: str) -> None:
+    plan = {"mesh": {"dp_shard": 8}, "sharding": sharding, "micro_batch": 4, "comm": {"reshard": reshard}}
+    error = refusal(plan)
+    assert error.code == "P019"
+    assert fix in error.fix
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"mesh": {"tp": 2, "dp_replicate": 4}},
+        {"mesh": {"dp_replicate": 8}, "compile": True},
+        {"mesh": {"dp_shard": 8}, "sharding": "optimizer", "precision": "fp8"},
+        {"mesh": {"dp_shard": 4, "dp_replicate": 2}, "sharding": "parameters"},
+        {"mesh": {"dp_shard": 8}, "sharding": "parameters", "offload": "activations"},
+    ],
+)
+def test_deepspeed_is_asked_only_for_what_it_does(plan: dict[str, Any]) -> None:
+    assert refusal(plan | {"engine": "deepspeed"}).code == "P039"

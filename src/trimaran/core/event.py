@@ -34,14 +34,21 @@ class StepMetrics:
     tokens: int
     samples: int
     step_seconds: float
-    tokens_per_second: float
     mfu: float
     peak_bytes: int
     phases: dict[str, float]
     time: float
+    details: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.step_seconds
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """Return the line; `details` (router, pipeline, loss scale) are keys of their own."""
+        line = asdict(self)
+        details = line.pop("details")
+        return line | {"tokens_per_second": self.tokens_per_second} | details
 
 
 PHASES = ("data", "forward", "backward", "comm", "optimizer", "checkpoint")

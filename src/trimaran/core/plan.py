@@ -13,7 +13,7 @@ AXES: tuple[Axis, ...] = ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep")
 
 
 class Mesh(BaseModel):
-    """How ranks are split. Experts live inside the data-parallel ranks, so `ep` is not a factor of the world size."""
+    """How ranks are split. Experts live on the ranks that see different tokens, so `ep` is no factor of the world."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -33,6 +33,21 @@ class Mesh(BaseModel):
         """Ranks that see different samples."""
         return self.dp_replicate * self.dp_shard
 
+    @property
+    def data(self) -> int:
+        """Ranks that see different tokens: gradients are summed over them."""
+        return self.dp * self.cp
+
+    @property
+    def shards(self) -> int:
+        """Ranks that sharded parameters are cut over: the parts of a sequence hold a slice each as well."""
+        return self.dp_shard * self.cp
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks that experts may be spread over. Sharded ones stay inside the shards."""
+        return self.shards if self.dp_shard > 1 else self.data
+
     def __str__(self) -> str:
         split = [f"{axis} {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
         return " x ".join(split) or "one device"
@@ -48,13 +63,22 @@ class Pipeline(BaseModel):
 
 
 class Comm(BaseModel):
-    """How gradients travel."""
+    """How gradients, weights and keys travel.
+
+    `prefetch` is how many blocks ahead sharded weights are gathered. `reshard` says what becomes of a block's gathered
+    weights after its forward: `auto` frees them when parameters are sharded, a number keeps them split over that many
+    ranks. `context` is how queries of one part of a sequence meet the keys of the others: by gathering keys and values
+    on every rank, or by exchanging heads for positions (Ulysses).
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     bucket_mb: Annotated[int, Field(ge=1, le=4096)] = 25
     compression: Literal["none", "fp16", "bf16", "powersgd", "topk"] = "none"
     local_steps: Annotated[int, Field(ge=1)] = 1
+    prefetch: Annotated[int, Field(ge=1, le=64)] = 1
+    reshard: Literal["auto", "always", "never"] | Annotated[int, Field(ge=2)] = "auto"
+    context: Literal["gather", "exchange"] = "gather"
 
 
 class Plan(BaseModel):
@@ -82,9 +106,34 @@ class Plan(BaseModel):
     def global_batch(self) -> int:
         return self.mesh.dp * self.micro_batch * self.grad_accum
 
+    @property
+    def num_stages(self) -> int:
+        """Pieces that the layers are cut into; 1 without a pipeline."""
+        if self.mesh.pp == 1:
+            return 1
+        rounds = 2 if self.pipeline.schedule in ("interleaved", "zero-bubble") else 1
+        return len(self.pipeline.stages) or rounds * self.mesh.pp
+
+    @property
+    def bubble(self) -> float:
+        """The share of a step in which a rank of the pipeline waits, in theory; 0 without a pipeline.
+
+        Equal stages and free communication are assumed. `zero-bubble` is the V-shaped schedule, and its forward, its
+        backward to the input and its backward to the weights are taken to be equally long, as it was made for: a rank
+        has 6 such pieces for each micro-batch. With too few micro-batches to fill the pipeline it waits longer.
+        """
+        ranks, count = self.mesh.pp, self.grad_accum
+        idle, busy = ranks - 1, self.num_stages // ranks * count
+        if ranks > 1 and self.pipeline.schedule == "zero-bubble":
+            idle, busy = max(ranks - 1, 2 * (2 * ranks - 1 - count)), 6 * count
+        return idle / (busy + idle)
+
     def __str__(self) -> str:
         batch = f"micro-batch {self.micro_batch} x accumulation {self.grad_accum} x {self.mesh.dp} data ranks"
         extras = [f"shard {self.sharding}"] if self.sharding != "none" else []
+        extras += [self.pipeline.schedule] if self.mesh.pp > 1 else []
         extras += [f"recompute {self.recompute}"] if self.recompute != "none" else []
+        extras += [f"offload {self.offload}"] if self.offload != "none" else []
         extras += ["compiled"] if self.compile else []
+        extras += [self.engine] if self.engine != "torch" else []
         return ", ".join([str(self.mesh), self.precision, batch, *extras])

@@ -60,7 +60,7 @@ class Schedule(BaseModel):
 
 
 class Optimizer(BaseModel):
-    """AdamW's constants. Norms, biases and other vectors are never decayed."""
+    """AdamW's constants, and how its moments are kept. Norms, biases and other vectors are never decayed."""
 
     model_config = STRICT
 
@@ -68,6 +68,9 @@ class Optimizer(BaseModel):
     beta2: Fraction = 0.95
     eps: Annotated[float, Field(gt=0)] = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    states: Annotated[
+        Literal["fp32", "bf16", "8bit"], Field(description="the moments, in 8, 4 or 2 bytes a parameter")
+    ] = "fp32"
 
 
 class Evaluate(BaseModel):
@@ -100,6 +103,10 @@ class TrainSection(BaseModel):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     clip_norm: Annotated[float, Field(ge=0, description="0 switches clipping off")] = 1.0
     deterministic: bool = False
+    precision: Annotated[
+        dict[str, Literal["fp32", "bf16", "fp16"]],
+        Field(description="arithmetic of single modules, whatever the plan, such as {lm_head: fp32}"),
+    ] = {}
     save: Annotated[bool, Field(description="write the trained weights to the run directory")] = True
     schedule: Schedule = Schedule()
     optimizer: Optimizer = Optimizer()

@@ -58,6 +58,16 @@ def reduce_scatter_seconds(num_bytes: Bytes, ring: Ring) -> Seconds:
     return Seconds(_pass_seconds(num_bytes, ring, ring.gather_bandwidth))
 
 
+def all_to_all_seconds(num_bytes: Bytes, ring: Ring) -> Seconds:
+    """Return the time until every rank has handed out all but its own share of the `num_bytes` that it holds."""
+    return Seconds(_pass_seconds(num_bytes, ring, ring.gather_bandwidth))
+
+
+def send_seconds(num_bytes: Bytes, ring: Ring) -> Seconds:
+    """Return the time until the next rank has `num_bytes`; on a ring of one there is none."""
+    return Seconds(ring.latency + num_bytes / ring.bandwidth if ring.num_ranks > 1 else 0.0)
+
+
 def _pass_seconds(num_bytes: Bytes, ring: Ring, bandwidth: float) -> float:
     # Libraries send what is small along a tree, so the wait for the first byte grows with the logarithm of the ranks.
     hops = math.ceil(math.log2(ring.num_ranks))

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from trimaran.core import Bytes, Flops, Plan, Seconds
-from trimaran.cost.memory import LOGIT_BYTES
+from trimaran.cost.memory import LOGIT_BYTES, local_tokens, recomputed_layers
+from trimaran.cost.pipeline import Part
 from trimaran.hardware import Device
 from trimaran.models import ModelSpec
 
@@ -19,12 +20,15 @@ BACKWARD_ATTENTION = 2.5  # flash attention computes its scores again
 
 # Bytes that the elementwise operators of a layer's forward move for each token, times the widths of stream (norms,
 # residuals, casts), query and key (rotary positions) and feed-forward (SwiGLU). Compiling fuses most of them.
+# 16-bit stands for fp8 as well, which only products compute in; what casting to it moves was not measured.
 TRAFFIC = {
     ("fp32", False): (64, 44, 20),
-    ("bf16", False): (66, 42, 10),
+    ("16-bit", False): (66, 42, 10),
     ("fp32", True): (32, 8, 12),
-    ("bf16", True): (32, 4, 6),
+    ("16-bit", True): (32, 4, 6),
 }
+RATE = {"fp16": "bf16"}  # tensor cores compute both alike, and the catalogue lists one
+ATTENTION_RATE = RATE | {"fp8": "bf16"}
 OPERATORS_PER_LAYER = {False: 60, True: 50}  # of a forward, by whether it is compiled
 WEIGHTS_PER_LAYER = 9
 
@@ -39,23 +43,52 @@ class Work:
     num_operators: int
 
 
-def forward_work(spec: ModelSpec, plan: Plan, *, seq_len: int) -> Work:
-    """Return the work of one micro-batch's forward. A forward is a third of `spec.flops_per_token`."""
-    tokens = plan.micro_batch * seq_len
-    product = spec.flops_per_token(0)
-    stream, rotary, gate = TRAFFIC[plan.precision, plan.compile]
+def forward_work(spec: ModelSpec, plan: Plan, part: Part, *, seq_len: int) -> Work:
+    """Return the work of one micro-batch's forward on a rank with `part`. It is a third of `spec.flops_per_token`.
+
+    Tensor parallelism splits every product, and sequence parallelism what lies between them.
+    """
+    tokens, tp = local_tokens(plan, seq_len), plan.mesh.tp
+    stream, rotary, gate = TRAFFIC["fp32" if plan.precision == "fp32" else "16-bit", plan.compile]
     ffn = spec.ffn
     if (experts := spec.block.experts) is not None:
         ffn = experts.top_k * experts.ffn + experts.shared_ffn
     per_layer = stream * spec.hidden + rotary * (spec.heads + spec.kv_heads) * spec.head_dim + gate * ffn
-    moved = tokens * (spec.layers * per_layer + LOGIT_BYTES * spec.vocab)
-    if plan.precision == "bf16":  # weights are read in fp32 and written in bf16 before a product can have them
-        moved += 6 * spec.num_parameters
+    moved = tokens * (part.layers * per_layer + LOGIT_BYTES * spec.vocab * part.has_head) / tp
+    if plan.precision != "fp32":  # weights are read in fp32 and written in bf16 before a product can have them
+        moved += 6 * part.parameters
+    layer = spec.attention_parameters + spec.active_feed_forward_parameters
+    weights = part.layers * layer + spec.vocab * spec.hidden * part.has_head
     return Work(
-        product_flops=Flops(tokens * product / 3),
-        attention_flops=Flops(tokens * (spec.flops_per_token(seq_len) - product) / 3),
+        product_flops=Flops(2 * tokens * weights / tp),
+        attention_flops=Flops(2 * tokens * part.layers * spec.heads * spec.head_dim * seq_len / tp),
         moved_bytes=Bytes(int(moved)),
-        num_operators=spec.layers * OPERATORS_PER_LAYER[plan.compile],
+        num_operators=part.layers * OPERATORS_PER_LAYER[plan.compile],
+    )
+
+
+def recompute_work(spec: ModelSpec, plan: Plan, part: Part, work: Work) -> Work:
+    """Return the part of a forward that backward does again.
+
+    Selective recompute keeps what attention returned and every second product, and stops before the last: the query,
+    the value and one half of the gated feed-forward are computed again.
+    """
+    share = recomputed_layers(plan, part.layers) / max(1, part.layers)
+    products = attention = share
+    if plan.recompute == "selective":
+        experts = spec.block.experts
+        ffn = experts.top_k * experts.ffn + experts.shared_ffn if experts else spec.ffn
+        again = spec.hidden * ((spec.heads + spec.kv_heads) * spec.head_dim + ffn)
+        products *= again / (spec.attention_parameters + spec.active_feed_forward_parameters)
+        attention = 0.0
+    if part.has_head:  # the head is outside every layer
+        layers = part.layers * (spec.attention_parameters + spec.active_feed_forward_parameters)
+        products *= layers / (layers + spec.vocab * spec.hidden)
+    return Work(
+        product_flops=Flops(products * work.product_flops),
+        attention_flops=Flops(attention * work.attention_flops),
+        moved_bytes=Bytes(int(share * work.moved_bytes)),
+        num_operators=int(share * work.num_operators),
     )
 
 
@@ -64,8 +97,9 @@ def forward_seconds(work: Work, device: Device, *, precision: str, width: int) -
 
     A device that is fed slower than it computes waits for the host: then starting the operators is what takes time.
     """
-    rate = device.achievable_flops(precision)
+    rate = device.achievable_flops(RATE.get(precision, precision))
     product = work.product_flops / (rate * width / (width + HALF_WIDTH[device.kind]))
+    rate = device.achievable_flops(ATTENTION_RATE.get(precision, precision))
     attention = work.attention_flops / (rate * ATTENTION_SHARE[device.kind])
     moved = work.moved_bytes / (device.memory_bandwidth * STREAM_SHARE[device.kind])
     return Seconds(max(product + attention + moved, work.num_operators * OPERATOR_SECONDS[device.kind]))

@@ -1,12 +1,16 @@
 """How many bytes one rank holds: one term a function, and the moment at which they are most."""
 
 from trimaran.core import Bytes, Plan
+from trimaran.cost.pipeline import Part, distinct_parts
 from trimaran.models import ModelSpec
 
-WIDTH = {"fp32": 4, "bf16": 2}
+WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}  # fp8 products take and give bf16
 
-# Of an eager F.cross_entropy(logits.float()): fp32 logits, their log-softmax, and the gradient of both.
+STATE_BYTES = {"fp32": 8.0, "bf16": 4.0, "8bit": 2.03}  # a parameter: AdamW's two moments; 8bit has a scale a block
+# Of an eager F.cross_entropy(logits.float()): fp32 logits, their log-softmax, and the gradient of both. The first two
+# wait for backward.
 LOGIT_BYTES = 12
+WAITING_LOGIT_BYTES = 8
 # What the allocator takes from the device on top of what tensors hold: 0.01 to 0.16 on one H200; for FSDP about
 # 0.2 was published.
 ALLOCATOR_SHARE = {"none": 0.10, "optimizer": 0.10, "gradients": 0.10, "parameters": 0.20}
@@ -22,42 +26,69 @@ CONTEXT_BYTES = 3 * 2**28
 NCCL_BYTES = 2**29
 
 
-def weights(spec: ModelSpec, plan: Plan) -> Bytes:
+def owned_parameters(plan: Plan, part: Part) -> int:
+    """Return how many parameters this rank updates: its part, or its slice of it."""
+    if plan.sharding == "none":
+        return part.parameters
+    mesh = plan.mesh
+    return part.dense // mesh.shards + part.experts // max(1, mesh.expert_ranks // mesh.ep)
+
+
+def weights(plan: Plan, part: Part) -> Bytes:
     """Return the bytes of the weights that stay on the rank; they are fp32 in every plan."""
-    return Bytes(4 * spec.num_parameters // _shards(plan, "parameters"))
+    return Bytes(4 * owned_parameters(plan, part))
 
 
-def gradients(spec: ModelSpec, plan: Plan) -> Bytes:
+def gradients(plan: Plan, part: Part) -> Bytes:
     """Return the bytes of one step's gradients, in fp32.
 
-    They travel with the last micro-batch only, so gradients that will be sharded stay whole while they accumulate.
+    Sharded gradients are reduced with every micro-batch, so they are never whole. Those that travel with the last
+    micro-batch alone stay whole while they accumulate: the replicas', ZeRO-1's, and all of a pipeline's.
     """
-    shards = _shards(plan, "gradients", "parameters") if plan.grad_accum == 1 else 1
-    return Bytes(4 * spec.num_parameters // shards)
+    accumulates = plan.grad_accum > 1 and (plan.sharding == "optimizer" or plan.mesh.pp > 1)
+    whole = plan.sharding == "none" or accumulates
+    return Bytes(4 * (part.parameters if whole else owned_parameters(plan, part)))
 
 
-def optimizer_states(spec: ModelSpec, plan: Plan) -> Bytes:
-    """Return the bytes of AdamW's two moments, in fp32."""
-    return Bytes(8 * spec.num_parameters // _shards(plan, "optimizer", "gradients", "parameters"))
+def optimizer_states(plan: Plan, part: Part, *, state_bytes: float = STATE_BYTES["fp32"]) -> Bytes:
+    """Return the bytes of AdamW's two moments."""
+    return Bytes(int(state_bytes * owned_parameters(plan, part)))
 
 
-def gathered(spec: ModelSpec, plan: Plan) -> Bytes:
+def frees_weights(plan: Plan) -> bool:
+    """Return whether a block's gathered weights are freed after its forward, to be gathered again for its backward.
+
+    A pipeline keeps them: it runs its micro-batches without telling FSDP which backward is the last.
+    """
+    if plan.mesh.pp > 1 or plan.sharding == "none":
+        return False
+    return plan.sharding == "parameters" if plan.comm.reshard == "auto" else plan.comm.reshard != "never"
+
+
+def gathered(plan: Plan, part: Part) -> Bytes:
     """Return the bytes of the weights that a sharded rank has whole at the loss, in the plan's precision.
 
-    These are the root (embedding, head) and its gradient, and two layers: the one at work and the one fetched ahead.
+    Freed weights leave the root (embedding, head), the layer at work and those fetched ahead, and, where they stay
+    split over a few ranks, a slice of each layer. The root's gradient is there as well.
     """
-    if plan.sharding != "parameters":
+    if plan.sharding == "none":
         return Bytes(0)
-    root = spec.num_parameters - spec.layers * spec.layer_parameters
-    return Bytes(WIDTH[plan.precision] * (2 * root + 2 * spec.layer_parameters))
+    if frees_weights(plan):
+        whole = part.root + min(part.layers, 1 + plan.comm.prefetch) * part.layer
+        if isinstance(plan.comm.reshard, int):
+            whole += part.layers * part.layer // plan.comm.reshard
+    else:
+        whole = part.parameters
+    return Bytes(WIDTH[plan.precision] * (whole + part.root))
 
 
-def casts(spec: ModelSpec, plan: Plan) -> Bytes:
+def casts(spec: ModelSpec, plan: Plan, part: Part) -> Bytes:
     """Return the bytes of the bf16 copies of the weights that autocast keeps from forward to backward."""
-    if plan.precision == "fp32" or plan.sharding == "parameters":  # sharded weights are gathered in bf16 already
+    if plan.precision == "fp32" or plan.sharding != "none":  # sharded weights are gathered in bf16 already
         return Bytes(0)
-    layers = spec.layers * (spec.attention_parameters + spec.feed_forward_parameters)
-    return Bytes(WIDTH[plan.precision] * (layers + spec.vocab * spec.hidden))
+    layers = part.flying * _kept_layers(plan, part) * (part.layer - 2 * spec.hidden)
+    head = spec.vocab * spec.hidden // plan.mesh.tp * part.has_head
+    return Bytes(int(WIDTH[plan.precision] * (layers + head)))
 
 
 def layer_activations(spec: ModelSpec, plan: Plan, *, kind: str) -> int:
@@ -65,59 +96,127 @@ def layer_activations(spec: ModelSpec, plan: Plan, *, kind: str) -> int:
 
     Both norms keep the fp32 stream (and on a CPU, where they are not fused, its normed form). The projections keep
     their input: once in fp32, once for each of the five as bf16 casts, about once for all when compiled. Flash
-    attention keeps query, key, value, output and a logarithm a head; fp32 kernels want the key heads repeated. SwiGLU
-    keeps gate, its silu, up and their product; compiled, silu is computed again.
+    attention keeps query, key, value, output and a logarithm a head; fp32 kernels want the key heads repeated, and so
+    do queries that meet the keys of a whole sequence. SwiGLU keeps gate, its silu, up and their product; compiled, silu
+    is computed again. Tensor parallelism splits all but the projections' input, which is gathered for them.
     """
-    width, hidden = WIDTH[plan.precision], spec.hidden
+    width, hidden, tp = WIDTH[plan.precision], spec.hidden, plan.mesh.tp
     heads, kv_heads = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     stream = 8 * hidden + (8 * hidden if kind == "cpu" else 0)
     if plan.precision == "fp32":
         inputs, key_value = 8 * hidden, 2 * heads
     else:
         inputs, key_value = (2 if plan.compile else 10) * hidden, 2 * kv_heads
+    if plan.mesh.cp > 1 and plan.comm.context == "gather":
+        key_value = 2 * heads * plan.mesh.cp
     attention = width * (2 * heads + key_value) + 4 * spec.heads
     attention += width * (heads + kv_heads) * spec.block.qk_norm
     feed_forward = width * (3 if plan.compile else 4) * spec.ffn
     if (experts := spec.block.experts) is not None:  # each token's row is copied to its experts and back
         routed = experts.top_k * (4 * experts.ffn + 2 * hidden)
         feed_forward = width * (routed + 4 * experts.shared_ffn)
-    return stream + inputs + attention + feed_forward
+    return inputs + (stream + attention + feed_forward) // tp
 
 
-def activations(spec: ModelSpec, plan: Plan, *, kind: str, seq_len: int) -> Bytes:
-    """Return the bytes kept for backward at the end of a micro-batch's forward, the final norm's included."""
-    tokens = plan.micro_batch * seq_len
-    return Bytes(tokens * (spec.layers * layer_activations(spec, plan, kind=kind) + 8 * spec.hidden))
+def kept_activations(spec: ModelSpec, plan: Plan, *, kind: str) -> int:
+    """Return the bytes that a layer which is computed again keeps, for each token: its input.
 
-
-def logits(spec: ModelSpec, plan: Plan, *, seq_len: int) -> Bytes:
-    """Return the bytes of a micro-batch's logits while the loss turns into a gradient."""
-    return Bytes(LOGIT_BYTES * plan.micro_batch * seq_len * spec.vocab)
-
-
-def peak_terms(spec: ModelSpec, plan: Plan, *, kind: str, seq_len: int) -> dict[str, Bytes]:
-    """Return the terms of the fullest moment of a step; their sum is the peak.
-
-    That is the loss of the last micro-batch, when all activations are alive, or, for large models and small batches,
-    the update, when all gradients are. On a CPU the peak is resident memory, so the process and the holes in its heap
-    count as well.
+    Selective recompute keeps also what attention returns, and every second product: the keys, the output of
+    attention's projection, and one half of the gated feed-forward.
     """
-    kept = {"weights": weights(spec, plan), "optimizer": optimizer_states(spec, plan)}
-    # Replicas reduce in buckets that stay between steps; elsewhere the first backward makes the gradients.
-    early = plan.grad_accum > 1 or (plan.mesh.dp_replicate > 1 and plan.sharding != "parameters")
-    passing = {
-        "activations": activations(spec, plan, kind=kind, seq_len=seq_len),
-        "logits": logits(spec, plan, seq_len=seq_len),
-    }
-    at_loss = kept | passing | {"casts": casts(spec, plan), "gathered": gathered(spec, plan)}
-    at_loss["gradients"] = gradients(spec, plan) if early else Bytes(0)
-    at_update = kept | {"gradients": gradients(spec, plan)}
-    peak = max(at_loss, at_update, key=lambda moment: sum(moment.values()))
-    if kind == "cpu":
-        peak |= {"heap": Bytes(int(HEAP_SHARE * sum(passing.values()))), "process": Bytes(PROCESS_BYTES)}
-    else:
-        peak |= {"workspace": Bytes(WORKSPACE_BYTES)}
+    kept = 4 * spec.hidden
+    if plan.recompute == "selective":
+        experts = spec.block.experts
+        ffn = experts.top_k * experts.ffn + experts.shared_ffn if experts else spec.ffn
+        products = spec.kv_heads * spec.head_dim + spec.hidden + ffn
+        kept += WIDTH[plan.precision] * (spec.heads * spec.head_dim + products) + 4 * spec.heads
+    return min(kept // plan.mesh.tp, layer_activations(spec, plan, kind=kind))
+
+
+def activations(spec: ModelSpec, plan: Plan, part: Part, *, kind: str, seq_len: int) -> Bytes:
+    """Return the bytes kept for backward when most micro-batches are in flight, the final norm's included.
+
+    Offloaded activations leave two layers' on the device: those at work and those on their way.
+    """
+    layers = part.flying * saved_by_layers(spec, plan, part, kind=kind)
+    if plan.offload == "activations" and kind == "cuda":
+        layers = min(layers, 2 * layer_activations(spec, plan, kind=kind))
+    final = 8 * spec.hidden // plan.mesh.tp * part.has_head
+    return Bytes(int(local_tokens(plan, seq_len) * (layers + final)))
+
+
+def saved_by_layers(spec: ModelSpec, plan: Plan, part: Part, *, kind: str) -> int:
+    """Return the bytes that all layers of a rank keep for one token of one micro-batch."""
+    again = recomputed_layers(plan, part.layers)
+    kept = (part.layers - again) * layer_activations(spec, plan, kind=kind)
+    return kept + again * kept_activations(spec, plan, kind=kind)
+
+
+def logits(spec: ModelSpec, plan: Plan, part: Part, *, seq_len: int) -> Bytes:
+    """Return the bytes of the logits while a loss turns into a gradient; GPipe has those of all micro-batches waiting.
+
+    Tensor parallelism splits the vocabulary.
+    """
+    if not part.has_head:
+        return Bytes(0)
+    waiting = plan.grad_accum - 1 if plan.mesh.pp > 1 and plan.pipeline.schedule == "gpipe" else 0
+    per_logit = LOGIT_BYTES + waiting * WAITING_LOGIT_BYTES
+    return Bytes(per_logit * local_tokens(plan, seq_len) * spec.vocab // plan.mesh.tp)
+
+
+def peak_terms(
+    spec: ModelSpec, plan: Plan, *, kind: str, seq_len: int, state_bytes: float = STATE_BYTES["fp32"]
+) -> dict[str, Bytes]:
+    """Return the terms of the fullest moment of a step on the fullest rank of the pipeline; their sum is the peak."""
+    moments = []
+    for part in distinct_parts(spec, plan, seq_len=seq_len):
+        kept = _kept_terms(plan, part, kind=kind, state_bytes=state_bytes)
+        moments += [kept | moment for moment in _moments(spec, plan, part, kind=kind, seq_len=seq_len)]
+    moments = [moment | _around(moment, kind) for moment in moments]
+    peak = max(moments, key=lambda moment: sum(moment.values()))
     return {term: num for term, num in peak.items() if num}
+
+
+def _kept_terms(plan: Plan, part: Part, *, kind: str, state_bytes: float) -> dict[str, Bytes]:
+    """Return what a rank holds all the time. On a CPU nothing is offloaded to anywhere."""
+    off = plan.offload if kind == "cuda" else "none"
+    states = optimizer_states(plan, part, state_bytes=state_bytes)
+    return {
+        "weights": weights(plan, part) if off != "parameters" else Bytes(0),
+        "optimizer": states if off not in ("optimizer", "parameters") else Bytes(0),
+    }
+
+
+def _moments(spec: ModelSpec, plan: Plan, part: Part, *, kind: str, seq_len: int) -> list[dict[str, Bytes]]:
+    """Return what comes and goes at the moments that may be a rank's fullest.
+
+    That is the loss of the last micro-batch, when all activations are alive, the first layer that backward computes
+    again, or, for large models and small batches, the update, when all gradients are.
+    """
+    summed = gradients(plan, part)
+    if plan.offload == "parameters" and kind == "cuda" and plan.mesh.pp == 1:
+        summed = Bytes(0)  # each slice goes to the host as soon as it is reduced
+    # Replicas reduce in buckets that stay between steps; elsewhere the first backward makes the gradients.
+    early = plan.grad_accum > 1 or (plan.mesh.data > 1 and plan.sharding == "none")
+    alive = activations(spec, plan, part, kind=kind, seq_len=seq_len)
+    working = {"activations": alive, "casts": casts(spec, plan, part), "gathered": gathered(plan, part)}
+    at_loss = {"logits": logits(spec, plan, part, seq_len=seq_len), "gradients": summed if early else Bytes(0)}
+    moments = [working | at_loss, {"gradients": summed}]
+    if recomputed_layers(plan, part.layers):
+        again = local_tokens(plan, seq_len) * layer_activations(spec, plan, kind=kind)
+        moments.append(working | {"activations": Bytes(alive + again), "gradients": summed})
+    return moments
+
+
+def _around(moment: dict[str, Bytes], kind: str) -> dict[str, Bytes]:
+    """Return what a device holds besides the tensors that a step is about.
+
+    On a CPU the peak is resident memory, so the process and the holes in its heap count as well.
+    """
+    if kind == "cuda":
+        return {"workspace": Bytes(WORKSPACE_BYTES)}
+    passing = moment.get("activations", 0) + moment.get("logits", 0)
+    return {"heap": Bytes(int(HEAP_SHARE * passing)), "process": Bytes(PROCESS_BYTES)}
 
 
 def reserved_bytes(peak: Bytes, plan: Plan, *, kind: str) -> Bytes:
@@ -132,5 +231,17 @@ def needed_bytes(reserved: Bytes, plan: Plan, *, kind: str) -> Bytes:
     return Bytes(reserved + CONTEXT_BYTES + (NCCL_BYTES if plan.mesh.world_size > 1 else 0))
 
 
-def _shards(plan: Plan, *stages: str) -> int:
-    return plan.mesh.dp_shard if plan.sharding in stages else 1
+def local_tokens(plan: Plan, seq_len: int) -> int:
+    """Return the tokens of a micro-batch that a rank works on: its part of every sequence."""
+    return plan.micro_batch * seq_len // plan.mesh.cp
+
+
+def recomputed_layers(plan: Plan, layers: int) -> int:
+    """Return how many of a rank's layers are computed again in backward; every k-th begins with the first."""
+    if plan.recompute == "none":
+        return 0
+    return -(-layers // plan.recompute) if isinstance(plan.recompute, int) else layers
+
+
+def _kept_layers(plan: Plan, part: Part) -> int:
+    return part.layers - recomputed_layers(plan, part.layers)

@@ -1,41 +1,56 @@
 """What a plan costs: the bytes of a rank at its fullest and the seconds of a step, term by term."""
 
 import math
+from typing import NamedTuple
 
 from trimaran.core import Bytes, Plan, Prediction, Seconds
 from trimaran.cost import memory
-from trimaran.cost.collective import all_gather_seconds, all_reduce_seconds, reduce_scatter_seconds, ring_of
-from trimaran.cost.compute import WEIGHTS_PER_LAYER, backward_work, forward_seconds, forward_work, update_seconds
+from trimaran.cost.compute import (
+    RATE,
+    UPDATE_BYTES,
+    WEIGHTS_PER_LAYER,
+    Work,
+    backward_work,
+    forward_seconds,
+    forward_work,
+    recompute_work,
+    update_seconds,
+)
+from trimaran.cost.pipeline import Part, distinct_parts
+from trimaran.cost.traffic import OVERLAP, exposed_seconds, micro_batch_seconds
 from trimaran.hardware import Cluster
 from trimaran.models import ModelSpec
 
-# The share of a backward behind which a collective can hide. Gloo's threads need the cores that compute.
-OVERLAP = {"cuda": 0.8, "cpu": 0.0}
 # What computing gets longer because all wait for the slowest, for each doubling of the nodes, or of the ranks that
 # share one machine's cores with all else that runs there.
 SLOWEST_SHARE = {"cuda": 0.02, "cpu": 0.15}
 # Half-width to expect: measured for one device, not yet for many.
 ERROR = {"one": 0.2, "many": 0.3}
+# What an optimizer on the host streams of its memory, all ranks of a node together: a guess.
+HOST_BANDWIDTH = 100e9
 
 
-def predict(spec: ModelSpec, cluster: Cluster, plan: Plan, *, seq_len: int) -> Prediction:
+def predict(
+    spec: ModelSpec, cluster: Cluster, plan: Plan, *, seq_len: int, state_bytes: float = memory.STATE_BYTES["fp32"]
+) -> Prediction:
     """Return what one optimizer step of `plan` needs on each rank of `cluster`. The plan must be legal.
 
     `peak_bytes` is what the tensors of one rank hold (on a CPU: resident memory), and the memory terms add up to it;
-    the time terms add up to `step_seconds`. Tokens a second and flops are of the whole cluster.
+    the time terms add up to `step_seconds`. Tokens a second and flops are of the whole cluster. `state_bytes` is what
+    the optimizer keeps for each parameter.
     """
-    device = cluster.device
-    bytes_by_term = memory.peak_terms(spec, plan, kind=device.kind, seq_len=seq_len)
+    device, precision = cluster.device, RATE.get(plan.precision, plan.precision)
+    bytes_by_term = memory.peak_terms(spec, plan, kind=device.kind, seq_len=seq_len, state_bytes=state_bytes)
     peak = Bytes(sum(bytes_by_term.values()))
     reserved = memory.reserved_bytes(peak, plan, kind=device.kind)
     needed = memory.needed_bytes(reserved, plan, kind=device.kind)
 
-    seconds_by_term = step_terms(spec, cluster, plan, seq_len=seq_len)
+    seconds_by_term = step_terms(spec, cluster, plan, seq_len=seq_len, state_bytes=state_bytes)
     seconds = Seconds(sum(seconds_by_term.values()))
 
     tokens = plan.global_batch * seq_len
     flops = spec.flops_per_token(seq_len) * tokens
-    peak_flops = device.peak(plan.precision)
+    peak_flops = device.peak(precision)
     return Prediction(
         fits=needed <= device.memory_bytes,
         peak_bytes=peak,
@@ -48,50 +63,88 @@ def predict(spec: ModelSpec, cluster: Cluster, plan: Plan, *, seq_len: int) -> P
         memory=bytes_by_term,
         time=seconds_by_term,
         error=ERROR["many" if cluster.world_size > 1 or device.kind == "cpu" else "one"],
-        source=f"{device.name} at {device.achievable_flops(plan.precision) / 1e12:.3g} TFLOP/s: {device.note}",
+        source=f"{device.name} at {device.achievable_flops(precision) / 1e12:.3g} TFLOP/s: {device.note}",
     )
 
 
-def step_terms(spec: ModelSpec, cluster: Cluster, plan: Plan, *, seq_len: int) -> dict[str, Seconds]:
-    """Return the seconds of a step by phase, as the trainer names them; `comm` is what computing does not hide."""
-    work = forward_work(spec, plan, seq_len=seq_len)
-    device, precision = cluster.device, plan.precision
-    forward = forward_seconds(work, device, precision=precision, width=spec.hidden)
-    backward = forward_seconds(backward_work(work), device, precision=precision, width=spec.hidden)
-    computing = plan.grad_accum * (forward + backward)
-    exposed = _exposed_seconds(spec, cluster, plan, forward=forward, backward=backward)
-    return {
-        "forward": Seconds(plan.grad_accum * forward),
-        "backward": Seconds(plan.grad_accum * backward),
-        "comm": Seconds(exposed + computing * _slowest_share(cluster)),
-        "optimizer": update_seconds(
-            memory.weights(spec, plan) // 4, device, num_weights=spec.layers * WEIGHTS_PER_LAYER
-        ),
-    }
+class Pace(NamedTuple):
+    """How long a rank computes for one micro-batch."""
+
+    part: Part
+    forward: Seconds
+    backward: Seconds
 
 
-def _exposed_seconds(spec: ModelSpec, cluster: Cluster, plan: Plan, *, forward: Seconds, backward: Seconds) -> Seconds:
-    """Return the communication of a step that no computing hides.
+def step_terms(
+    spec: ModelSpec, cluster: Cluster, plan: Plan, *, seq_len: int, state_bytes: float
+) -> dict[str, Seconds]:
+    """Return the seconds of a step by phase, as the trainer names them; `comm` is what computing does not hide.
 
-    Shards gather their weights for every forward and backward, layer by layer; gradients travel once, with the last
-    backward, across the shards and then across the replicas. The first gather and the last bucket hide behind nothing.
+    Of a pipeline these are the seconds of the busiest rank, for which all others wait. What it waits itself while the
+    pipeline fills and drains is `bubble`; what moves to the host and back, and nothing hides, is `offload`.
     """
-    shards = ring_of(cluster, num_ranks=plan.mesh.dp_shard, stride=1)
-    replicas = ring_of(cluster, num_ranks=plan.mesh.dp_replicate, stride=plan.mesh.dp_shard)
-    overlap = OVERLAP[cluster.device.kind]
-    gradient_bytes = 4 * spec.num_parameters
-    if plan.sharding != "parameters":
-        buckets = math.ceil(gradient_bytes / (plan.comm.bucket_mb * 2**20))
-        bucket = all_reduce_seconds(Bytes(gradient_bytes // buckets), replicas)
-        return Seconds(max(buckets * bucket - overlap * backward, bucket))
-    units = spec.layers + 1  # and the root: embedding, last norm and head
-    weight_bytes = memory.WIDTH[plan.precision] * spec.num_parameters
-    unit = all_gather_seconds(Bytes(weight_bytes // units), shards)
-    reduce = reduce_scatter_seconds(Bytes(gradient_bytes // units), shards)
-    reduce += all_reduce_seconds(Bytes(gradient_bytes // units // plan.mesh.dp_shard), replicas)
-    forwards = plan.grad_accum * max(units * unit - overlap * forward, unit)
-    backwards = (plan.grad_accum - 1) * max(units * unit - overlap * backward, 0)
-    return Seconds(forwards + backwards + max(units * (unit + reduce) - overlap * backward, reduce))
+    parts = distinct_parts(spec, plan, seq_len=seq_len)
+    paces = [_pace(spec, cluster, plan, part, seq_len=seq_len) for part in parts]
+    part, forward, backward = max(paces, key=lambda pace: pace.forward + pace.backward)
+    computing = plan.grad_accum * (forward + backward)
+    talking = plan.grad_accum * micro_batch_seconds(spec, cluster, plan, part, seq_len=seq_len)
+    exposed = exposed_seconds(cluster, plan, part, forward=forward, backward=backward)
+    moved = _offload_seconds(spec, cluster, plan, part, seq_len=seq_len, state_bytes=state_bytes)
+    hidden = 0.0 if plan.offload == "optimizer" else OVERLAP[cluster.device.kind] * computing
+    terms = {
+        "forward": plan.grad_accum * forward,
+        "backward": plan.grad_accum * backward,
+        "comm": talking + exposed + computing * _slowest_share(cluster),
+        "bubble": (computing + talking) * plan.bubble / (1 - plan.bubble),
+        "offload": max(moved - hidden, 0.0),
+        "optimizer": _update_seconds(cluster, plan, part),
+    }
+    always = ("forward", "backward", "comm", "optimizer")
+    return {term: Seconds(num) for term, num in terms.items() if num or term in always}
+
+
+def _pace(spec: ModelSpec, cluster: Cluster, plan: Plan, part: Part, *, seq_len: int) -> Pace:
+    work = forward_work(spec, plan, part, seq_len=seq_len)
+
+    def seconds(work: Work) -> Seconds:
+        return forward_seconds(work, cluster.device, precision=plan.precision, width=spec.hidden // plan.mesh.tp)
+
+    backward = seconds(backward_work(work))
+    if plan.recompute != "none":
+        backward = Seconds(backward + seconds(recompute_work(spec, plan, part, work)))
+    return Pace(part, seconds(work), backward)
+
+
+def _update_seconds(cluster: Cluster, plan: Plan, part: Part) -> Seconds:
+    """Return how long the update takes, on the host for parameters that live there."""
+    owned = memory.owned_parameters(plan, part)
+    if plan.offload == "parameters" and cluster.device.kind == "cuda":
+        return Seconds(UPDATE_BYTES * owned * cluster.devices_per_node / HOST_BANDWIDTH)
+    return update_seconds(owned, cluster.device, num_weights=part.layers * WEIGHTS_PER_LAYER)
+
+
+def _offload_seconds(
+    spec: ModelSpec, cluster: Cluster, plan: Plan, part: Part, *, seq_len: int, state_bytes: float
+) -> Seconds:
+    """Return how long a step's traffic between device and host takes; none on a CPU.
+
+    Both directions run at once: states come and go while the update runs, and weights come (for each gather) while
+    gradients go. Activations go in forward and come back in backward.
+    """
+    if cluster.device.kind == "cpu":
+        return Seconds(0.0)
+    owned, count = memory.owned_parameters(plan, part), plan.grad_accum
+    match plan.offload:
+        case "none":
+            moved = 0.0
+        case "optimizer":
+            moved = state_bytes * owned
+        case "parameters":
+            moved = 4.0 * owned * (2 * count if memory.frees_weights(plan) else 1)
+        case "activations":
+            per_token = memory.saved_by_layers(spec, plan, part, kind=cluster.device.kind)
+            moved = 2.0 * count * memory.local_tokens(plan, seq_len) * per_token
+    return Seconds(moved / cluster.device.pcie_bandwidth)
 
 
 def _slowest_share(cluster: Cluster) -> float:

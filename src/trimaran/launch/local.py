@@ -11,9 +11,12 @@ from dataclasses import dataclass
 
 import psutil
 
+from trimaran.core import Plan
 from trimaran.telemetry import RunDirectory
 
 PR_SET_PDEATHSIG = 1  # of Linux's prctl.h
+# The names that torch reads its allocator's settings from; the others are the first one's past.
+ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
 def local_command(run: RunDirectory, *, world_size: int) -> list[str]:
@@ -38,13 +41,21 @@ def local_command(run: RunDirectory, *, world_size: int) -> list[str]:
     ]
 
 
-def worker_environment(
-    outer: Mapping[str, str], *, world_size: int, on_cpu: bool, deterministic: bool
-) -> dict[str, str]:
+def allocator_settings(plan: Plan) -> dict[str, str]:
+    """Return the settings of the CUDA allocator that suit the plan; nothing for one that needs none.
+
+    Whoever gathers weights, has several micro-batches in flight or computes layers again asks for blocks of many sizes
+    at changing times. Segments that can grow leave no holes between them.
+    """
+    steady = plan.sharding == "none" and plan.mesh.pp == 1 and plan.recompute == "none" and plan.offload == "none"
+    return {} if steady else {ALLOCATOR_SETTINGS[0]: "expandable_segments:True"}
+
+
+def worker_environment(outer: Mapping[str, str], plan: Plan, *, on_cpu: bool, deterministic: bool) -> dict[str, str]:
     """Return the environment of the agent and its ranks; what a person set wins, but for GPUs the run does not want."""
     cores = len(os.sched_getaffinity(0))
     ours = {
-        "OMP_NUM_THREADS": str(max(1, cores // world_size)),
+        "OMP_NUM_THREADS": str(max(1, cores // plan.mesh.world_size)),
         "GLOO_SOCKET_IFNAME": "lo",
         # A restarted worker must not read the addresses of the attempt before it.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
@@ -52,6 +63,10 @@ def worker_environment(
     }
     if deterministic:
         ours["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    if on_cpu:
+        ours |= {"DS_ACCELERATOR": "cpu"} if plan.engine == "deepspeed" else {}
+    elif not any(name in outer for name in ALLOCATOR_SETTINGS):
+        ours |= allocator_settings(plan)
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}
     return ours | dict(outer) | hidden
 
@@ -98,7 +113,8 @@ def _end_with_parent() -> None:
 def start_local(run: RunDirectory, *, world_size: int, on_cpu: bool, deterministic: bool = False) -> LocalRun:
     """Start the ranks of `run` and return at once. Their output goes to `logs/` in the run directory.
 
-    They get a session of their own, so that Ctrl-C reaches us alone and we decide what it means.
+    Their environment is what the run's plan asks for. They get a session of their own, so that Ctrl-C reaches us alone
+    and we decide what it means.
     """
     command = local_command(run, world_size=world_size)
     with run.agent_log.open("ab") as log:
@@ -109,6 +125,6 @@ def start_local(run: RunDirectory, *, world_size: int, on_cpu: bool, determinist
             stderr=subprocess.STDOUT,
             start_new_session=True,
             preexec_fn=_end_with_parent,
-            env=worker_environment(os.environ, world_size=world_size, on_cpu=on_cpu, deterministic=deterministic),
+            env=worker_environment(os.environ, run.read_plan(), on_cpu=on_cpu, deterministic=deterministic),
         )
     return LocalRun(run, command, process)

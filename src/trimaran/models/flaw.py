@@ -46,6 +46,8 @@ def _expert_flaws(experts: Experts, hidden: int) -> Iterator[Flaw]:
         ("experts.ffn", experts.ffn, 1, MOST),
         ("experts.shared_ffn", experts.shared_ffn, 0, MOST),
         ("experts.balance", experts.balance, 0, 1e6),
+        ("experts.z_loss", experts.z_loss, 0, 1e6),
+        ("experts.capacity", experts.capacity, 0, 1e6),
     )
     if experts.shared_gate and not experts.shared_ffn:
         yield "experts.shared_gate", "there is no shared expert to gate"

@@ -32,6 +32,8 @@ HF_NAMES = {
     "experts.ffn": "moe_intermediate_size",
     "experts.shared_ffn": "shared_expert_intermediate_size",
     "experts.balance": "router_aux_loss_coef",
+    "experts.z_loss": "router_z_loss_coef",
+    "experts.capacity": "expert_capacity_factor",
 }
 
 # What our decoder does not do, by the values that switch it off.
@@ -139,6 +141,9 @@ def spec_to_hf(spec: ModelSpec) -> dict[str, Any]:
             "norm_topk_prob": experts.normalize_top_k,
             "router_aux_loss_coef": experts.balance,
         }
+        # transformers' mixtures know neither of the two and keep them as they are; both are for training alone.
+        extras = {"router_z_loss_coef": experts.z_loss, "expert_capacity_factor": experts.capacity}
+        config |= {name: value for name, value in extras.items() if value}
     if kind == "qwen2_moe":
         assert experts
         config |= {"shared_expert_intermediate_size": experts.shared_ffn, "qkv_bias": spec.block.qkv_bias}
@@ -214,6 +219,8 @@ def _experts(fields: _Fields, kind: str) -> Experts:
         shared_gate=shared,
         normalize_top_k=fields.boolean("norm_topk_prob", False),
         balance=fields.number("router_aux_loss_coef", 0.001),
+        z_loss=fields.number("router_z_loss_coef", 0.0),
+        capacity=fields.number("expert_capacity_factor", 0.0),
     )
 
 

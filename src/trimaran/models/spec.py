@@ -20,7 +20,9 @@ class Rope:
 class Experts:
     """The mixture in place of each layer's feed-forward block. `shared_ffn` 0 means no shared expert.
 
-    `balance` weighs the load-balancing loss, which is taken per sequence so that it never depends on the plan.
+    `balance` weighs the load-balancing loss, which is taken per sequence so that it never depends on the plan, and
+    `z_loss` the squared logsumexp of each token's router scores. `capacity` is how many times its even share of a
+    sequence's choices an expert takes in training: the earliest, and the others pass it by. 0 is no limit.
     """
 
     num_experts: int
@@ -30,6 +32,8 @@ class Experts:
     shared_gate: bool = False
     normalize_top_k: bool = True
     balance: float = 0.01
+    z_loss: float = 0.0
+    capacity: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

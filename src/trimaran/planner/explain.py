@@ -8,10 +8,10 @@ from trimaran.core import Plan
 MEANING = {
     "weights": "fp32 weights that stay on the rank",
     "gradients": "fp32 gradients",
-    "optimizer": "AdamW's two fp32 moments",
+    "optimizer": "AdamW's two moments",
     "activations": "what forward keeps for backward",
     "logits": "the logits, their log-softmax and its gradient",
-    "casts": "bf16 copies of the weights",
+    "casts": "16-bit copies of the weights",
     "gathered": "weights that are whole while they are at work",
     "heap": "holes in the process's heap",
     "process": "the interpreter, torch and its kernels",
@@ -19,8 +19,10 @@ MEANING = {
 }
 PHASE_MEANING = {
     "forward": "computing the loss",
-    "backward": "computing the gradients",
-    "comm": "moving gradients and weights where nothing hides it, and waiting for the slowest rank",
+    "backward": "computing the gradients, and again what was not kept",
+    "comm": "moving tensors between ranks where nothing hides it, and waiting for the slowest rank",
+    "bubble": "waiting while the pipeline fills and drains",
+    "offload": "moving tensors to the host and back where nothing hides it",
     "optimizer": "clipping, and moving the weights",
 }
 

@@ -1,66 +1,135 @@
 """Which plans can run: everything that would fail later, said before a process starts."""
 
-from operator import attrgetter
-from typing import Any
-
 from trimaran.core import Plan, Recipe, UserError
+from trimaran.core.deepspeed import check_deepspeed
+from trimaran.core.extras import FP8_MULTIPLE, FP8_SMALLEST
 from trimaran.hardware import Cluster
-from trimaran.models import ModelSpec
+from trimaran.models import ModelSpec, module_names, refuse_unmatched
+from trimaran.planner.axes import check_axes, fills
+from trimaran.planner.numbers import divisors, either
 
-# What version 0.1 can run, by field. A feature that arrives takes its row away.
-BUILT: dict[str, tuple[Any, ...]] = {
-    "mesh.tp": (1,),
-    "mesh.pp": (1,),
-    "mesh.cp": (1,),
-    "mesh.ep": (1,),
-    "sharding": ("none", "parameters"),
-    "pipeline.stages": ((),),
-    "precision": ("fp32", "bf16"),
-    "recompute": ("none",),
-    "offload": ("none",),
-    "comm.compression": ("none",),
-    "comm.local_steps": (1,),
-    "engine": ("torch",),
-}
+# torch computes these on a CPU, whatever the catalogue's rates are; every GPU in it has fp16.
+PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
+CPU_PRECISIONS, EVERY_GPU = PRECISIONS[:3], ("fp32", "fp16")
 
 
 def check_plan(plan: Plan, recipe: Recipe, spec: ModelSpec | None, cluster: Cluster) -> None:
     """Raise UserError for the first thing in `plan` that cannot run; return nothing when it can."""
-    check_built(plan)
     check_mesh(plan, cluster)
+    if plan.engine == "deepspeed":
+        check_deepspeed(plan, recipe.train)
     check_sharding(plan)
+    check_comm(plan, recipe.train.steps)
     check_batch(plan, recipe.train.global_batch)
     check_sequence(recipe.data.seq_len, spec)
-
-
-def check_built(plan: Plan) -> None:
-    """Raise unless this version can run every feature that the plan asks for."""
-    for field, built in BUILT.items():
-        if (value := attrgetter(field)(plan)) not in built:
-            works = " or ".join(str(each) for each in built)
-            raise UserError("P003", f"{field} {value} is not built yet in version 0.1", where=f"plan.{field}",
-                            fix=f"set plan.{field} to {works}, or leave it out")  # fmt: skip
+    check_precision(plan, spec, cluster)
+    if recipe.model.family == "decoder" and spec is not None:
+        refuse_unmatched(recipe.train.precision, module_names(spec))
+    check_memory(plan, spec)
+    check_compiled(plan, cluster)
+    check_axes(plan, recipe, spec)
 
 
 def check_mesh(plan: Plan, cluster: Cluster) -> None:
     """Raise unless the degrees multiply to the number of devices."""
-    world_size = cluster.world_size
-    if plan.mesh.world_size != world_size:
-        works = [f"{world_size // shard} x {shard}" for shard in divisors(world_size, most=world_size)]
-        raise UserError("P001", f"the mesh ({plan.mesh}) has {plan.mesh.world_size} ranks, {cluster} has {world_size}",
-                        where="plan.mesh", fix=f"use dp_replicate x dp_shard of {' or '.join(_few(works))}, "
-                        "or leave one of them out")  # fmt: skip
+    mesh, world_size = plan.mesh, cluster.world_size
+    if mesh.world_size == world_size:
+        return
+    inner = mesh.tp * mesh.pp * mesh.cp
+    if world_size % inner:
+        fix = f"let tp x pp x cp be {either(divisors(world_size, most=world_size))}, not {inner}"
+    else:
+        data = world_size // inner
+        works = [f"{data // shard} x {shard}" for shard in divisors(data, most=data)]
+        beside = f" beside tp x pp x cp of {inner}" if inner > 1 else ""
+        fix = f"use dp_replicate x dp_shard of {either(works)}{beside}, or leave one of them out"
+    raise UserError("P001", f"the mesh ({mesh}) has {mesh.world_size} ranks, {cluster} has {world_size}",
+                    where="plan.mesh", fix=fix)  # fmt: skip
 
 
 def check_sharding(plan: Plan) -> None:
-    """Raise when the mesh and the sharding contradict each other."""
-    shards = plan.mesh.dp_shard
-    if plan.sharding == "parameters" and shards == 1:
-        raise UserError("P004", "sharding parameters needs ranks to shard them over, and dp_shard is 1",
+    """Raise when the mesh and the sharding contradict each other.
+
+    Shards lie on the parts of a sequence as well, so `cp` above 1 is enough to have some. One rank has nothing to
+    share, but FSDP's and DeepSpeed's ways of keeping weights on the host begin with shards, if only with one.
+    """
+    shards, sharding, reshard = plan.mesh.shards, plan.sharding, plan.comm.reshard
+    if sharding != "none" and shards == 1 and plan.offload != "parameters" and plan.engine == "torch":
+        raise UserError("P004", f"sharding {sharding} needs ranks to shard over, and dp_shard and cp are 1",
                         where="plan.sharding", fix="set mesh.dp_shard above 1, or sharding to none")  # fmt: skip
-    if plan.sharding == "none" and shards > 1:
-        raise UserError("P004", f"dp_shard is {shards}, and sharding none leaves nothing to shard",
+    if sharding == "none" and plan.mesh.dp_shard > 1:
+        raise UserError("P004", f"dp_shard is {plan.mesh.dp_shard}, and sharding none leaves nothing to shard",
                         where="plan.mesh.dp_shard", fix="set sharding to parameters, or use dp_replicate")  # fmt: skip
+    if isinstance(reshard, int) and (sharding != "parameters" or shards % reshard):
+        works = [each for each in divisors(shards, most=shards) if each > 1] if sharding == "parameters" else []
+        fix = f"use {either(works)}, or auto" if works else "use auto, or set sharding to parameters"
+        raise UserError("P019", f"gathered weights cannot stay split over {reshard} ranks with sharding {sharding} "
+                        f"over {shards}", where="plan.comm.reshard", fix=fix)  # fmt: skip
+
+
+def check_comm(plan: Plan, steps: int) -> None:
+    """Raise unless gradients can travel compressed, or not in every step, as the plan asks."""
+    comm, mesh = plan.comm, plan.mesh
+    if comm.compression == "none" and comm.local_steps == 1:
+        return
+    field = "compression" if comm.compression != "none" else "local_steps"
+    plain = plan.sharding == "none" and plan.engine == "torch" and mesh.tp == mesh.pp == mesh.ep == 1
+    if not plain or (comm.local_steps > 1 and mesh.cp > 1):
+        raise UserError("P003", f"comm.{field} is for whole replicas, and this plan splits the model ({plan})",
+                        where=f"plan.comm.{field}", fix="use dp_replicate alone, with sharding none, or leave it "
+                        "out")  # fmt: skip
+    if comm.local_steps > 1 and plan.precision == "fp16":
+        raise UserError("P003", "in fp16 steps may be skipped, and replicas that train alone would skip different ones",
+                        where="plan.comm.local_steps", fix="use bf16 or fp32, or leave out local_steps")  # fmt: skip
+    if comm.local_steps > 1 and comm.compression != "none":
+        raise UserError("P003", "gradients that stay at home need no compression", where="plan.comm.compression",
+                        fix="leave out compression, or local_steps")  # fmt: skip
+    if steps % comm.local_steps:
+        raise UserError("P003", f"{steps} steps do not end when replicas meet, every {comm.local_steps} steps",
+                        where="plan.comm.local_steps", fix=f"set train.steps to {steps + -steps % comm.local_steps}, "
+                        f"or local_steps to {either(divisors(steps, most=64))}")  # fmt: skip
+
+
+def check_precision(plan: Plan, spec: ModelSpec | None, cluster: Cluster) -> None:
+    """Raise unless the device computes in the plan's precision, and the model has layers for fp8."""
+    device, precision = cluster.device, plan.precision
+    has = CPU_PRECISIONS if device.kind == "cpu" else dict.fromkeys((*EVERY_GPU, *device.peak_flops))
+    if precision not in has:
+        raise UserError("P014", f"{device.name} does not compute in {precision}", where="plan.precision",
+                        fix=f"use {either([each for each in PRECISIONS if each in has])}, or leave it out")  # fmt: skip
+    if precision != "fp8" or spec is None:
+        return
+    tp, head_dim, experts = plan.mesh.tp, spec.head_dim, spec.block.experts
+    widths = {"queries": spec.heads * head_dim, "keys": spec.kv_heads * head_dim}
+    if ffn := experts.shared_ffn if experts else spec.ffn:
+        widths["feed-forward"] = ffn
+    slices = {"hidden size": spec.hidden} | {name: width // tp for name, width in widths.items()}
+    for name, width in slices.items():
+        if width % FP8_MULTIPLE:
+            raise UserError("P015", f"fp8 wants multiples of {FP8_MULTIPLE}, and the {name} of {spec.name} is {width} "
+                            "on each rank", where="plan.precision", fix="use bf16, or less of tp")  # fmt: skip
+    if min(spec.hidden, max(widths.values())) < FP8_SMALLEST:
+        raise UserError("P015", f"fp8 is for layers of at least {FP8_SMALLEST} features, and {spec.name} has none",
+                        where="plan.precision", fix="use bf16")  # fmt: skip
+
+
+def check_memory(plan: Plan, spec: ModelSpec | None) -> None:
+    """Raise when recompute or offload ask for what is not there."""
+    if plan.offload == "parameters" and plan.sharding != "parameters":
+        raise UserError("P016", f"parameters are offloaded shard by shard, and sharding is {plan.sharding}",
+                        where="plan.offload", fix="set sharding to parameters, or offload to optimizer")  # fmt: skip
+    if spec is not None and isinstance(plan.recompute, int) and plan.recompute > spec.layers:
+        raise UserError("P017", f"there is no {plan.recompute}th layer to compute again: {spec.name} has {spec.layers}",
+                        where="plan.recompute", fix=f"use 1 to {spec.layers}, full, selective or none")  # fmt: skip
+
+
+def check_compiled(plan: Plan, cluster: Cluster) -> None:
+    """Raise where torch cannot compile what the plan asks for."""
+    again = plan.recompute == "full" or isinstance(plan.recompute, int)
+    if plan.compile and again and plan.mesh.tp > 1 and cluster.device.kind == "cpu":
+        raise UserError("P020", f"torch cannot compile blocks for a CPU that tp splits and recompute {plan.recompute} "
+                        "computes again", where="plan.compile",
+                        fix="set compile to false, or recompute to selective or none")  # fmt: skip
 
 
 def check_batch(plan: Plan, global_batch: int) -> None:
@@ -68,12 +137,13 @@ def check_batch(plan: Plan, global_batch: int) -> None:
     if plan.global_batch == global_batch:
         return
     dp, in_flight = plan.mesh.dp, plan.mesh.dp * plan.micro_batch
+    share = global_batch // dp
+    works = [size for size in divisors(share, most=64) if fills(plan, share // size)]
     fix = f"set train.global_batch to {plan.global_batch}"
     if global_batch % in_flight == 0:
         fix += f", or plan.grad_accum to {global_batch // in_flight}"
-    elif global_batch % dp == 0:
-        works = _few([str(each) for each in divisors(global_batch // dp, most=64)])
-        fix += f", or plan.micro_batch to {' or '.join(works)} and leave plan.grad_accum out"
+    elif global_batch % dp == 0 and works:
+        fix += f", or plan.micro_batch to {either(works)} and leave plan.grad_accum out"
     product = f"{dp} data ranks x micro_batch {plan.micro_batch} x grad_accum {plan.grad_accum}"
     raise UserError("P002", f"global_batch is {global_batch}, but {product} is {plan.global_batch}",
                     where="train.global_batch", fix=fix)  # fmt: skip
@@ -85,12 +155,3 @@ def check_sequence(seq_len: int, spec: ModelSpec | None) -> None:
         raise UserError("P005", f"seq_len is {seq_len:,}, and {spec.name} is made for at most {spec.max_seq_len:,}",
                         where="data.seq_len", fix=f"set data.seq_len to {spec.max_seq_len} or less, "
                         f"or model.shape.max_seq_len to {seq_len}")  # fmt: skip
-
-
-def divisors(num: int, *, most: int) -> list[int]:
-    """Return the divisors of `num` up to `most`, smallest first."""
-    return [each for each in range(1, min(num, most) + 1) if num % each == 0]
-
-
-def _few(words: list[str]) -> list[str]:
-    return words if len(words) <= 5 else [*words[:4], words[-1]]

@@ -1,0 +1,125 @@
+"""A Plan in DeepSpeed's words. Nobody writes DeepSpeed's JSON by hand: it has no owner but the Plan."""
+
+from operator import attrgetter
+from typing import Any
+
+from trimaran.core.errors import UserError
+from trimaran.core.plan import Plan
+from trimaran.core.recipe import TrainSection
+
+STAGES = {"none": 0, "optimizer": 1, "gradients": 2, "parameters": 3}
+WHOLE_ELEMENTS = 10_000  # vectors stay whole under ZeRO-3: to gather them takes longer than they save
+# The loss scale behaves as without DeepSpeed: halved at every overflow, doubled after so many good steps.
+LOSS_SCALE = {
+    "loss_scale": 0,  # a dynamic one
+    "initial_scale_power": 16,
+    "loss_scale_window": 2000,
+    "hysteresis": 1,
+    "min_loss_scale": 1,
+}
+# What DeepSpeed can honour of these fields; whatever is not listed here it leaves to us or does not touch.
+HONOURED: dict[str, tuple[object, ...]] = {
+    "mesh.tp": (1,),
+    "mesh.pp": (1,),
+    "mesh.cp": (1,),
+    "mesh.ep": (1,),
+    "precision": ("fp32", "bf16", "fp16"),
+    "offload": ("none", "optimizer", "parameters"),
+    "compile": (False,),
+    "comm.compression": ("none",),
+    "comm.local_steps": (1,),
+    "comm.reshard": ("auto", "always"),
+    "comm.prefetch": (1,),
+}
+
+
+def deepspeed_config(plan: Plan, train: TrainSection, *, pin_memory: bool = False) -> dict[str, Any]:
+    """Return the configuration that DeepSpeed runs this plan with. `pin_memory` is for offloading from a GPU.
+
+    The optimizer is torch's own AdamW, the same kernel as without DeepSpeed: nothing is compiled at the start. Its
+    groups come with the parameters. Whatever the precision, gradients are added up and travel in fp32.
+    """
+    check_deepspeed(plan, train)
+    constants = train.optimizer
+    return {
+        "train_batch_size": plan.global_batch,
+        "train_micro_batch_size_per_gpu": plan.micro_batch,
+        "gradient_accumulation_steps": plan.grad_accum,
+        "gradient_clipping": train.clip_norm,
+        "communication_data_type": "fp32",
+        "zero_optimization": _zero(plan, pin_memory),
+        "optimizer": {
+            "type": "AdamW",
+            "params": {
+                "lr": train.lr,
+                "betas": [constants.beta1, constants.beta2],
+                "eps": constants.eps,
+                "weight_decay": constants.weight_decay,
+                "torch_adam": True,
+                "fused": True,
+            },
+        },
+        **_precision(plan),
+    }
+
+
+def check_deepspeed(plan: Plan, train: TrainSection) -> None:
+    """Raise when plan or recipe ask for something that DeepSpeed does not do. Nothing is ever left out in silence."""
+    for field, works in HONOURED.items():
+        if (value := attrgetter(field)(plan)) not in works:
+            raise _refusal(f"{field} {value}", f"plan.{field}", f"set plan.{field} to {' or '.join(map(str, works))}")
+    _check_sharding(plan)
+    if train.optimizer.states != "fp32":
+        raise _refusal(f"moments in {train.optimizer.states}", "train.optimizer.states", "set it to fp32")
+    if "fp16" in train.precision.values():  # there would be no loss scale for them
+        raise _refusal("single modules in fp16", "train.precision", "set them to bf16")
+    if train.precision and plan.precision != "fp32":
+        raise _refusal(f"single modules in another precision than {plan.precision}", "train.precision",
+                       "leave it out, set plan.precision to fp32")  # fmt: skip
+
+
+def _check_sharding(plan: Plan) -> None:
+    whole, mesh = plan.sharding == "none", plan.mesh
+    if whole and plan.precision != "fp32":
+        raise _refusal(f"{plan.precision} without sharding", "plan.sharding", "set plan.sharding to optimizer")
+    if whole and mesh.dp_shard > 1:
+        raise _refusal("dp_shard above 1 without sharding", "plan.mesh.dp_shard", "use plan.mesh.dp_replicate")
+    if not whole and mesh.dp_replicate > 1:
+        raise _refusal("replicas of shards", "plan.mesh.dp_replicate", f"set plan.mesh to {{dp_shard: {mesh.dp}}}")
+    if whole and plan.offload == "optimizer":
+        raise _refusal("offload optimizer without sharding", "plan.offload", "set plan.sharding to optimizer")
+    if plan.offload == "parameters" and plan.sharding != "parameters":
+        raise _refusal(f"offload parameters with sharding {plan.sharding}", "plan.offload",
+                       "set plan.sharding to parameters, or plan.offload to optimizer")  # fmt: skip
+
+
+def _refusal(what: str, where: str, fix: str) -> UserError:
+    return UserError("P039", f"DeepSpeed does not do this: {what}", where=where, fix=f"{fix}, or plan.engine to torch")
+
+
+def _zero(plan: Plan, pin_memory: bool) -> dict[str, Any]:
+    elements = plan.comm.bucket_mb * 2**20 // 4
+    zero: dict[str, Any] = {
+        "stage": STAGES[plan.sharding],
+        "reduce_bucket_size": elements,
+        "allgather_bucket_size": elements,
+    }
+    if plan.sharding == "parameters":
+        zero |= {"stage3_param_persistence_threshold": WHOLE_ELEMENTS}
+    to_cpu = {"device": "cpu", "pin_memory": pin_memory}
+    if plan.offload in ("optimizer", "parameters"):
+        zero |= {"offload_optimizer": to_cpu}
+    if plan.offload == "parameters":
+        zero |= {"offload_param": to_cpu}
+    return zero
+
+
+def _precision(plan: Plan) -> dict[str, Any]:
+    accumulation = {"data_types": {"grad_accum_dtype": "fp32"}}
+    match plan.precision:
+        case "bf16":
+            return accumulation | {"bf16": {"enabled": True}}
+        case "fp16":
+            return accumulation | {"fp16": {"enabled": True, **LOSS_SCALE}}
+        case _:
+            return {}

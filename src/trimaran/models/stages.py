@@ -1,0 +1,71 @@
+"""Layers as the stages of a pipeline: who holds which, and where to cut so that no stage is dearer than it must be."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate, pairwise
+
+from trimaran.core import Plan
+from trimaran.models.spec import ModelSpec
+
+
+def stage_ranges(spec: ModelSpec, plan: Plan, *, seq_len: int) -> tuple[range, ...]:
+    """Return the layers of each stage, in order: as the plan lists them, or split by cost. Without a pipeline, one."""
+    counts = plan.pipeline.stages if plan.mesh.pp > 1 else (spec.layers,)
+    counts = counts or split_by_cost(spec, plan.num_stages, seq_len=seq_len)
+    assert sum(counts) == spec.layers, "a legal plan's stages hold every layer once"
+    return tuple(range(start, stop) for start, stop in pairwise(accumulate(counts, initial=0)))
+
+
+def stages_of_rank(plan: Plan, pp_rank: int, num_stages: int) -> tuple[int, ...]:
+    """Return the stages that a rank of the pipeline holds, first to last.
+
+    They go round the ranks, but for `zero-bubble`: there they go to the last rank and back, in the shape of a V.
+    """
+    if plan.pipeline.schedule == "zero-bubble" and num_stages > plan.mesh.pp:
+        return pp_rank, num_stages - 1 - pp_rank
+    return tuple(range(pp_rank, num_stages, plan.mesh.pp))
+
+
+@lru_cache(maxsize=1024)  # a search asks again for each plan
+def split_by_cost(spec: ModelSpec, num_stages: int, *, seq_len: int) -> tuple[int, ...]:
+    """Return how many layers each stage gets so that the dearest one costs least. There must be enough layers.
+
+    The cost of a layer is its arithmetic. The head's is added to the last layer; the embedding is a lookup, and free.
+    """
+    layer = spec.attention_parameters + spec.active_feed_forward_parameters + spec.heads * spec.head_dim * seq_len
+    return cheapest_split([layer] * (spec.layers - 1) + [layer + spec.vocab * spec.hidden], num_stages)
+
+
+def cheapest_split(costs: Sequence[int], num_stages: int) -> tuple[int, ...]:
+    """Return how many of `costs` each stage gets, in order and at least one, so that the dearest costs least.
+
+    Where several splits do, the stages are as equal as can be (least squares), and then the fewer are the later.
+    """
+    assert 1 <= num_stages <= len(costs), "every stage needs a layer"
+    until = list(accumulate(costs, initial=0))
+    limit = _least_limit(costs, num_stages)
+    # By how many layers are placed: the squares so far, and the split with its signs turned, so that less is better.
+    best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
+    for stage in range(1, num_stages + 1):
+        longer: dict[int, tuple[int, tuple[int, ...]]] = {}
+        for start, (squares, split) in best.items():
+            for stop in range(start + 1, len(costs) - (num_stages - stage) + 1):
+                cost = until[stop] - until[start]
+                if cost > limit:
+                    break
+                found = squares + cost * cost, (*split, start - stop)
+                longer[stop] = min(longer.get(stop, found), found)
+        best = longer
+    return tuple(-count for count in best[len(costs)][1])
+
+
+def _least_limit(costs: Sequence[int], num_stages: int) -> int:
+    """Return the cost of the dearest stage in the best split: the least for which filling up in order suffices."""
+    low, high = max(costs), sum(costs)
+    while low < high:
+        limit = (low + high) // 2
+        stages, room = 1, limit
+        for cost in costs:
+            stages, room = (stages, room - cost) if cost <= room else (stages + 1, limit - cost)
+        low, high = (low, limit) if stages <= num_stages else (limit + 1, high)
+    return low

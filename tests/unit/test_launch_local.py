@@ -1,0 +1,55 @@
+"""The environment of local ranks follows the plan; what a person set wins."""
+
+from typing import Any
+
+import pytest
+
+from trimaran.core import Plan
+from trimaran.launch import allocator_settings
+from trimaran.launch.local import worker_environment
+
+SHARDED = Plan.model_validate({"mesh": {"dp_shard": 2}, "sharding": "parameters"})
+
+
+def environment(plan: Plan, *, on_cpu: bool = False, **outer: str) -> dict[str, str]:
+    return worker_environment(outer, plan, on_cpu=on_cpu, deterministic=False)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"mesh": {"dp_shard": 2}, "sharding": "optimizer"},
+        {"mesh": {"pp": 2}},
+        {"recompute": "full"},
+        {"recompute": 2},
+        {"offload": "activations"},
+    ],
+)
+def test_plans_that_allocate_unsteadily_get_segments_that_grow(fields: dict[str, Any]) -> None:
+    settings = allocator_settings(Plan.model_validate(fields))
+    assert settings == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert settings.items() <= environment(Plan.model_validate(fields)).items()
+
+
+def test_plain_plans_and_cpus_get_none() -> None:
+    assert allocator_settings(Plan.model_validate({"mesh": {"dp_replicate": 8, "tp": 2}, "grad_accum": 4})) == {}
+    assert "PYTORCH_ALLOC_CONF" not in environment(SHARDED, on_cpu=True)
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_a_persons_own_setting_wins_under_either_name(name: str) -> None:
+    mine = environment(SHARDED, **{name: "max_split_size_mb:512"})
+    assert {key: value for key, value in mine.items() if "ALLOC_CONF" in key} == {name: "max_split_size_mb:512"}
+
+
+def test_deepspeed_is_told_that_it_runs_on_a_cpu() -> None:
+    plan = Plan(engine="deepspeed")
+    assert environment(plan, on_cpu=True)["DS_ACCELERATOR"] == "cpu"
+    assert environment(plan, on_cpu=True, DS_ACCELERATOR="mine")["DS_ACCELERATOR"] == "mine"
+    assert "DS_ACCELERATOR" not in environment(plan)
+    assert "DS_ACCELERATOR" not in environment(Plan(), on_cpu=True)
+
+
+def test_ranks_share_the_cores_and_a_cpu_run_sees_no_gpu() -> None:
+    many = environment(Plan.model_validate({"mesh": {"tp": 64, "pp": 2}}), on_cpu=True, CUDA_VISIBLE_DEVICES="0,1")
+    assert (many["OMP_NUM_THREADS"], many["CUDA_VISIBLE_DEVICES"]) == ("1", "")

@@ -28,7 +28,7 @@ def tokens(*shape: int) -> Tensor:
 
 
 def loss_of(module: Decoder, batch: Tensor) -> Tensor:
-    logits, balance = module(batch)
+    logits, balance = module(tokens=batch)
     return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), batch[:, 1:].flatten(), reduction="sum") + balance
 
 
@@ -55,14 +55,14 @@ def test_a_module_from_the_meta_device_computes_the_same_and_stays_tied(spec: Mo
     assert module.lm_head.weight is module.embed_tokens.weight
     initialise(module, seed=0, spec=spec)
     batch = tokens(2, 16)
-    assert torch.equal(module(batch)[0], decoder(spec)(batch)[0])
+    assert torch.equal(module(tokens=batch)[0], decoder(spec)(tokens=batch)[0])
 
 
 def test_the_future_does_not_change_the_past() -> None:
     module, batch = decoder(MIXED), tokens(1, 24)
     changed = batch.clone()
     changed[:, 16:] = (changed[:, 16:] + 1) % 320
-    before, after = module(batch)[0], module(changed)[0]
+    before, after = module(tokens=batch)[0], module(tokens=changed)[0]
     torch.testing.assert_close(before[:, :16], after[:, :16], atol=1e-6, rtol=0)
     assert not torch.allclose(before[:, 16:], after[:, 16:], atol=1e-3)
 
@@ -72,11 +72,11 @@ def test_a_packed_document_is_read_as_if_it_were_alone(spec: ModelSpec) -> None:
     module, batch = decoder(spec), tokens(2, 24)
     lengths = [(5, 19), (10, 6, 8)]
     documents = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths])
-    packed, _ = module(batch, documents)
+    packed, _ = module(tokens=batch, documents=documents)
     for row, parts in enumerate(lengths):
         for logits, alone in zip(packed[row].split(parts), batch[row].split(parts), strict=True):
-            torch.testing.assert_close(logits, module(alone[None])[0][0], atol=1e-5, rtol=1e-5)
-    assert not torch.allclose(packed, module(batch)[0], atol=1e-3)
+            torch.testing.assert_close(logits, module(tokens=alone[None])[0][0], atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(packed, module(tokens=batch)[0], atol=1e-3)
 
 
 @pytest.mark.parametrize("spec", [DENSE, QWEN_3, MIXED], ids=["dense", "qk-norm", "mixed"])
@@ -129,14 +129,14 @@ def test_the_mixture_is_its_formula() -> None:
 
 def test_the_balance_loss_does_not_depend_on_the_batching() -> None:
     module, batch = decoder(MIXED), tokens(4, 16)
-    _, together = module(batch)
-    apart = torch.stack([module(row[None])[1] for row in batch]).sum()
+    _, together = module(tokens=batch)
+    apart = torch.stack([module(tokens=row[None])[1] for row in batch]).sum()
     assert together.dtype == torch.float32
     assert together.shape == ()
     torch.testing.assert_close(together, apart, rtol=1e-6, atol=0)
     even = 0.01 * 2 * 4 * 16  # coefficient, layers, sequences, tokens: what perfect balance would cost
     assert even <= together < 2 * even
-    assert decoder(DENSE)(batch)[1] == 0
+    assert decoder(DENSE)(tokens=batch)[1] == 0
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_bf16_autocast_stays_close_to_fp32(spec: ModelSpec, recwarn: pytest.Warn
     module, batch = decoder(spec), tokens(2, 32)
     exact = loss_of(module, batch)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        logits, balance = module(batch)
+        logits, balance = module(tokens=batch)
         loss = loss_of(module, batch)
     assert (logits.dtype, balance.dtype) == (torch.bfloat16, torch.float32)
     torch.testing.assert_close(loss, exact, rtol=2e-3, atol=0)

@@ -85,7 +85,7 @@ def test_weights_that_transformers_saved_give_its_logits(theirs: tuple[PreTraine
     ours = Decoder(read_spec(folder))
     load_hf_weights(ours, folder)
     with torch.no_grad():
-        logits, _ = ours(TOKENS)
+        logits, _ = ours(tokens=TOKENS)
     assert logits_of(model).std() > 0.3
     torch.testing.assert_close(logits, logits_of(model), atol=1e-5, rtol=1e-5)
 
@@ -102,7 +102,7 @@ def test_weights_that_we_write_load_into_transformers(theirs: tuple[PreTrainedMo
     assert not report["unexpected_keys"]
     assert type(model) is type(theirs[0])
     with torch.no_grad():
-        logits, _ = ours(TOKENS)
+        logits, _ = ours(tokens=TOKENS)
     torch.testing.assert_close(logits, logits_of(model), atol=1e-5, rtol=1e-5)
 
 

@@ -109,7 +109,7 @@ def fill_shards(rank: int, folder: Path) -> None:
     for name, parameter in module.named_parameters():
         assert isinstance(parameter, DTensor)
         assert torch.equal(parameter.full_tensor(), wanted[name]), name
-    module(torch.zeros(1, 4, dtype=torch.long))[0].sum().backward()
+    module(tokens=torch.zeros(1, 4, dtype=torch.long))[0].sum().backward()
     assert all(parameter.grad is not None for parameter in module.parameters())
 
 

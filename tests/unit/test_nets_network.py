@@ -4,27 +4,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
+from tests.hf_models import CONFIGS, SMALL
 from trimaran.core import ModelSection, UserError
 from trimaran.models import PRESETS, spec_of
 from trimaran.nets import decoder_network, initialise
 from trimaran.nets import hf as hf_module
 from trimaran.nets.hf import HfNetwork, hf_network, load_hf_model
 
-SMALL = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-}
 LLAMA = LlamaConfig(**SMALL)
-GPT2 = GPT2Config(
-    vocab_size=96, n_embd=32, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
-)
 TOKENS = torch.randint(0, 96, (2, 24), generator=torch.Generator().manual_seed(1))
 
 
@@ -44,9 +33,9 @@ def test_a_decoder_network_has_its_layers_as_blocks() -> None:
     assert network.spec is spec
 
 
-@pytest.mark.parametrize("config", [LLAMA, Qwen3Config(**SMALL, head_dim=8), GPT2], ids=["llama", "qwen3", "gpt2"])
-def test_a_packed_document_is_read_by_an_hf_model_as_if_it_were_alone(config: PreTrainedConfig, tmp_path: Path) -> None:
-    network = from_config(config, tmp_path)
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "mistral", "gemma3"])
+def test_a_packed_document_is_read_by_an_hf_model_as_if_it_were_alone(name: str, tmp_path: Path) -> None:
+    network = from_config(CONFIGS[name], tmp_path)
     lengths = [(5, 19), (10, 6, 8)]
     documents = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths])
     with torch.no_grad():
@@ -59,7 +48,7 @@ def test_a_packed_document_is_read_by_an_hf_model_as_if_it_were_alone(config: Pr
 
 
 def test_an_hf_network_knows_its_blocks_and_its_spec_when_there_is_one(tmp_path: Path) -> None:
-    llama, gpt2 = from_config(LLAMA, tmp_path / "llama"), from_config(GPT2, tmp_path / "gpt2")
+    llama, gpt2 = from_config(LLAMA, tmp_path / "llama"), from_config(CONFIGS["gpt2"], tmp_path / "gpt2")
     assert [type(block).__name__ for block in llama.blocks] == ["LlamaDecoderLayer"] * 2
     assert [type(block).__name__ for block in gpt2.blocks] == ["GPT2Block"] * 2
     assert llama.spec is not None

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trimaran.models import ModelSpec, Rope
+from trimaran.nets.context import Context
 
 Rotation = tuple[Tensor, Tensor]
 
@@ -32,21 +33,16 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(width, spec.hidden, bias=False)
         self.q_norm = RMSNorm(spec.head_dim, eps=block.norm_eps) if block.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(spec.head_dim, eps=block.norm_eps) if block.qk_norm else nn.Identity()
+        self.context = Context()
 
     def forward(self, x: Tensor, rotation: Rotation, mask: Tensor | None) -> Tensor:
-        """Return what each position of `x` [B, T, hidden] gathers. Without a mask it sees all that went before."""
+        """Return what each position of `x` [B, T, hidden] gathers."""
         heads = (*x.shape[:-1], -1, self.head_dim)
         query = self.q_norm(self.q_proj(x).view(heads)).transpose(1, 2)
         key = self.k_norm(self.k_proj(x).view(heads)).transpose(1, 2)
         value = self.v_proj(x).view(heads).transpose(1, 2)
         query, key = (rotate(each, rotation).to(value.dtype) for each in (query, key))
-        # The flash kernels read grouped heads as they are. Those that take a mask or fp32 do not, and unless the
-        # heads are repeated for them the whole score matrix is written out.
-        repeats = query.shape[1] // key.shape[1]
-        if repeats > 1 and (mask is not None or value.dtype == torch.float32):
-            key, value = (each.repeat_interleave(repeats, dim=1) for each in (key, value))
-        grouped = key.shape[1] < query.shape[1]
-        out = F.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None, enable_gqa=grouped)
+        out = self.context.attend(query, key, value, mask)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
@@ -77,17 +73,3 @@ def _frequencies(rope: Rope, head_dim: int, device: torch.device) -> Tensor:
     turns = rope.original_max_seq_len * frequencies / (2 * math.pi)
     kept = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
     return frequencies * (kept + (1 - kept) / rope.factor)
-
-
-def document_positions(documents: Tensor) -> Tensor:
-    """Return the position of each token inside its document; `documents` [B, T] holds runs of equal ids."""
-    places = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
-    starts = torch.zeros_like(places)
-    starts[:, 1:] = places[:, 1:] * (documents[:, 1:] != documents[:, :-1])
-    return places - starts.cummax(dim=1).values
-
-
-def document_mask(documents: Tensor) -> Tensor:
-    """Return who may look at whom, [B, 1, T, T]: the earlier tokens of its own document. Ids must not come back."""
-    same = documents[:, :, None] == documents[:, None, :]
-    return same.tril().unsqueeze(1)

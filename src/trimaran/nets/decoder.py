@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from trimaran.models import ModelSpec
-from trimaran.nets.attention import Attention, RMSNorm, Rotation, document_mask, document_positions, rotation_at
+from trimaran.nets.attention import Attention, RMSNorm, Rotation, rotation_at
+from trimaran.nets.context import Context, document_positions
 from trimaran.nets.mixture import FeedForward, Mixture
 
 
@@ -33,33 +34,63 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Tokens in, logits out. A tied head is the embedding's own parameter and stays so when the module is moved."""
+    """Tokens in, logits out; or one stage of it, which holds only some of the layers.
 
-    def __init__(self, spec: ModelSpec) -> None:
+    A tied head is the embedding's own parameter and stays so when the module is moved. The last stage of a tied model
+    has an embedding of its own for that, under the same name.
+    """
+
+    def __init__(self, spec: ModelSpec, layers: range | None = None) -> None:
         super().__init__()
-        self.spec = spec
-        self.embed_tokens = nn.Embedding(spec.vocab, spec.hidden)
-        self.layers = nn.ModuleList(Layer(spec) for _ in range(spec.layers))
-        self.norm = RMSNorm(spec.hidden, eps=spec.block.norm_eps)
-        self.lm_head = nn.Linear(spec.hidden, spec.vocab, bias=False)
+        held = range(spec.layers) if layers is None else layers
+        self.spec, self.context = spec, Context()
+        self.is_first, self.is_last = held.start == 0, held.stop == spec.layers
+        needs_embedding = self.is_first or (self.is_last and spec.tied)
+        self.embed_tokens = nn.Embedding(spec.vocab, spec.hidden) if needs_embedding else None
+        self.layers = nn.ModuleList()
+        for number in range(spec.layers):  # what another stage holds is None here, so that names stay what they are
+            self.layers.add_module(str(number), Layer(spec) if number in held else None)
+        self.norm = RMSNorm(spec.hidden, eps=spec.block.norm_eps) if self.is_last else None
+        self.lm_head = nn.Linear(spec.hidden, spec.vocab, bias=False) if self.is_last else None
         self._tie()
 
-    def forward(self, tokens: Tensor, documents: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    @property
+    def blocks(self) -> tuple[Layer, ...]:
+        """The layers that are here."""
+        return tuple(layer for layer in self.layers if isinstance(layer, Layer))
+
+    def use_context(self, context: Context) -> None:
+        """Hold a part of each sequence from now on."""
+        self.context = context
+        for layer in self.blocks:
+            layer.self_attn.context = context
+            if isinstance(layer.mlp, Mixture):
+                layer.mlp.context = context
+
+    def forward(self, *stream: Tensor, tokens: Tensor, documents: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return logits [B, T, vocab] and the balance loss, an fp32 scalar summed over sequences and layers.
 
-        `documents` [B, T] numbers the documents that share a sequence; attention and positions stay inside each.
+        `tokens` and `documents` [B, T] are whole under every plan. `documents` numbers the documents that share a
+        sequence; attention and positions stay inside each. A stage that is not the last returns hidden states in place
+        of logits, and the next takes them as `stream`. The balance loss is always that of the layers that are here.
         """
         if documents is None:
             positions, mask = torch.arange(tokens.shape[1], device=tokens.device)[None], None
         else:
-            positions, mask = document_positions(documents), document_mask(documents)
-        rotation = rotation_at(positions, self.spec.block.rope, self.spec.head_dim)
-        x = self.embed_tokens(tokens)
-        balance = torch.zeros((), device=x.device)
-        for layer in self.layers:
+            positions, mask = document_positions(documents), self.context.mask(documents)
+        rotation = rotation_at(self.context.mine(positions), self.spec.block.rope, self.spec.head_dim)
+        x = stream[0] if stream else self._embed(tokens)
+        balance = torch.zeros((), device=tokens.device)
+        for layer in self.blocks:
             x, of_layer = layer(x, rotation, mask)
             balance = balance + of_layer
+        if self.norm is None or self.lm_head is None:
+            return x, balance
         return self.lm_head(self.norm(x)), balance
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        assert self.embed_tokens is not None, "a later stage is given its stream"
+        return self.embed_tokens(self.context.mine(tokens))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # Moving off the meta device makes new parameters, one for each name.
@@ -68,5 +99,5 @@ class Decoder(nn.Module):
         return self
 
     def _tie(self) -> None:
-        if self.spec.tied:
+        if self.spec.tied and self.lm_head is not None and self.embed_tokens is not None:
             self.lm_head.weight = self.embed_tokens.weight

@@ -12,8 +12,10 @@ from torch.distributed.tensor import DTensor
 
 from trimaran.core import UserError
 from trimaran.models import ModelSpec, weight_files
+from trimaran.nets.decoder import Decoder
 from trimaran.nets.shards import local_part, local_slices
 
+EMBEDDING = "embed_tokens.weight"
 HEAD = "lm_head.weight"
 STACKED = 3  # dimensions of a stack of experts; every other weight is a matrix or a vector
 
@@ -21,26 +23,30 @@ STACKED = 3  # dimensions of a stack of experts; every other weight is a matrix 
 def load_hf_weights(module: nn.Module, folder: Path) -> None:
     """Fill a Decoder in place from the safetensors in `folder`, in the parameters' own dtypes.
 
-    Each rank reads only the rows it holds. Names and shapes are checked before the first value is written.
+    Each rank reads only the rows it holds, and a stage only its layers. Names and shapes are checked before the first
+    value is written.
     """
+    assert isinstance(module, Decoder), "only our own decoder has these names"
     with ExitStack() as stack, torch.no_grad():
-        sources = _open_all(folder, stack)
+        sources = open_weights(folder, stack)
         parameters = dict(module.named_parameters())
-        _refuse_mismatch(parameters, sources, folder)
+        _refuse_mismatch(parameters, sources, folder, others=_shapes_of_all(module.spec))
         try:
             for name, parameter in parameters.items():
                 _copy(parameter, name, sources)
         except SafetensorError as error:
-            raise _broken(folder, error) from None
+            raise damaged(folder, error) from None
 
 
 def hf_tensors(module: nn.Module, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
     """Yield every weight of a Decoder whole, on the CPU, under its Hugging Face name; a tied head is left out.
 
-    Sharded weights are gathered one at a time, together: every rank must take every item.
+    So is the last stage's copy of a tied embedding: the first stage has the same. Sharded weights are gathered one at a
+    time, together: every rank must take every item.
     """
+    assert isinstance(module, Decoder), "only our own decoder has these names"
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        if spec.tied and name == HEAD:
+        if spec.tied and (name == HEAD or (name == EMBEDDING and not module.is_first)):
             continue
         value = whole(parameter)
         names = _disk_names(name, value.shape)
@@ -51,12 +57,13 @@ def hf_tensors(module: nn.Module, spec: ModelSpec) -> Iterator[tuple[str, Tensor
 
 
 def whole(parameter: Tensor) -> Tensor:
-    """Return the full value on the CPU. Collective for a sharded one."""
-    value = parameter.detach()
+    """Return the full value on the CPU. Collective for a sharded one; an engine may leave a way of its own there."""
+    gather = getattr(parameter, "gather_whole", None)
+    value = gather() if gather else parameter.detach()
     return (value.full_tensor() if isinstance(value, DTensor) else value).cpu().contiguous()
 
 
-def _open_all(folder: Path, stack: ExitStack) -> dict[str, Any]:
+def open_weights(folder: Path, stack: ExitStack) -> dict[str, Any]:
     """Return the open file that holds each tensor, by the tensor's name."""
     sources: dict[str, Any] = {}
     files = weight_files(folder)
@@ -67,17 +74,25 @@ def _open_all(folder: Path, stack: ExitStack) -> dict[str, Any]:
         try:
             file = stack.enter_context(safe_open(path, framework="pt"))
         except (SafetensorError, OSError) as error:
-            raise _broken(path, error) from None
+            raise damaged(path, error) from None
         sources |= dict.fromkeys(file.keys(), file)
     return sources
 
 
-def _refuse_mismatch(parameters: Mapping[str, Tensor], sources: Mapping[str, Any], folder: Path) -> None:
-    missing, misshapen, expected = [], [], set()
+def _shapes_of_all(spec: ModelSpec) -> dict[str, torch.Size]:
+    """Return the shape of every parameter of the whole model, by name."""
+    with torch.device("meta"):
+        return {name: parameter.shape for name, parameter in Decoder(spec).named_parameters()}
+
+
+def _refuse_mismatch(
+    parameters: Mapping[str, Tensor], sources: Mapping[str, Any], folder: Path, *, others: Mapping[str, torch.Size]
+) -> None:
+    missing, misshapen = [], []
+    expected = {each for name, shape in others.items() for each in _disk_names(name, shape)}
     for name, parameter in parameters.items():
         names = _disk_names(name, parameter.shape)
         shape = list(parameter.shape if parameter.ndim < STACKED else parameter.shape[1:])
-        expected |= set(names)
         for each in names:
             if each not in sources:
                 missing.append(each)
@@ -118,7 +133,7 @@ def _first_few(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + more
 
 
-def _broken(where: Path, error: Exception) -> UserError:
+def damaged(where: Path, error: Exception) -> UserError:
     return UserError(
         "M022", f"the weights cannot be read: {error}", where=str(where), fix="copy or download them again"
     )

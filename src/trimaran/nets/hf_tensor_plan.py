@@ -1,0 +1,111 @@
+"""How tensor parallelism splits a Hugging Face model: the plan that its config carries, in our styles."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from trimaran.core import UserError
+
+# Their style of a module, and ours. Both leave this rank's heads or columns between a colwise and a rowwise one.
+STYLES = {
+    "colwise": "colwise",
+    "rowwise": "rowwise",
+    "replicated_with_grad_allreduce": "heads",
+    "replicate": "replicated",
+}
+
+
+def hf_tensor_plan(module: Any, degree: int) -> dict[str, str]:
+    """Return the style of every module that has parameters, by pattern of its name.
+
+    Between blocks the stream is whole: their attention would take a part of the sequence for all of it. The vocabulary
+    is split when the degree divides it; a model's vocabulary is what it is, so else embedding and head stay whole.
+    """
+    theirs: Mapping[str, str] = getattr(module, "tp_plan", None) or getattr(module, "_tp_plan", None) or {}
+    ends = _ends(module, degree)
+    wanted = {pattern: style for pattern, style in theirs.items() if pattern not in ends}
+    if not wanted:  # a head alone is no plan
+        raise _unsplit(module, "carries no plan for tensor parallelism")
+    owners = {_pattern(name): part for name, part in module.named_modules() if _own(part)}
+    _refuse_strange(module, wanted)
+    named = {pattern: STYLES[wanted[pattern]] for pattern in owners if pattern in wanted}
+    plan = {pattern: ends.get(pattern) or named.get(pattern) or "" for pattern in owners}
+    for pattern in [pattern for pattern, style in plan.items() if not style]:
+        plan[pattern] = _unnamed(module, pattern, owners[pattern], named)
+    linear = {pattern: style for pattern, style in named.items() if isinstance(owners[pattern], nn.Linear)}
+    _refuse_degree(module, degree, {pattern: _width(owners[pattern], style) for pattern, style in linear.items()})
+    return plan
+
+
+def _refuse_strange(module: nn.Module, wanted: Mapping[str, str]) -> None:
+    """Raise when the plan has a style that we do not know, or one for a parameter inside a module."""
+    modules = {_pattern(name) for name, _ in module.named_modules()}
+    parameters = {_pattern(name) for name, _ in module.named_parameters()}
+    for pattern, style in wanted.items():
+        if pattern in parameters or (pattern in modules and style not in STYLES):
+            raise _unsplit(module, f"splits {pattern} in a way of its own ({style})")
+
+
+def _ends(module: Any, degree: int) -> dict[str, str]:
+    """Return the styles of the embedding and the head, which stay alike when they are tied."""
+    embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
+    names = {id(part): name for name, part in module.named_modules()}
+    tied = head is not None and head.weight is embedding.weight
+    split_embedding = isinstance(embedding, nn.Embedding) and embedding.num_embeddings % degree == 0
+    styles = {names[id(embedding)]: "embedding" if split_embedding else "replicated"}
+    if isinstance(head, nn.Linear):
+        split_head = split_embedding if tied else head.out_features % degree == 0
+        styles[names[id(head)]] = "colwise-logits" if split_head else "replicated"
+    return styles
+
+
+def _unnamed(module: nn.Module, pattern: str, part: nn.Module, named: Mapping[str, str]) -> str:
+    """Return the style of a module that the plan leaves out. Beside a colwise one it sees this rank's heads only."""
+    around = pattern.rpartition(".")[0]
+    beside = [style for each, style in named.items() if each.rpartition(".")[0] == around]
+    if not pattern or any(True for _ in part.children()):
+        raise _unsplit(module, f"does not say how the parameters of {pattern or 'the model itself'} are split")
+    if "colwise" not in beside:
+        return "replicated"
+    if all(each.shape == (_head_dim(module),) for each in _own(part)):
+        return "heads"
+    raise _unsplit(module, f"does not say how {pattern} is split")
+
+
+def _refuse_degree(module: Any, degree: int, widths: Mapping[str, int]) -> None:
+    """Raise unless the degree divides the heads and every width that is split."""
+    config = module.config.get_text_config()
+    counts = {field: getattr(config, field, None) for field in ("num_attention_heads", "num_key_value_heads")}
+    heads = {field: count for field, count in counts.items() if isinstance(count, int)}
+    bad = [f"{name} ({size})" for name, size in (heads | dict(widths)).items() if size % degree]
+    if bad:
+        sizes = (*heads.values(), *widths.values())
+        works = [str(each) for each in range(1, degree) if not any(size % each for size in sizes)]
+        raise UserError("M027", f"tp is {degree}, which does not divide {bad[0]}", where="plan.mesh.tp",
+                        fix=f"use a tp of {' or '.join(works)}")  # fmt: skip
+
+
+def _width(part: Any, style: str) -> int:
+    """Return the width of a linear layer that its style splits."""
+    return part.in_features if style == "rowwise" else part.out_features
+
+
+def _own(part: nn.Module) -> list[nn.Parameter]:
+    return list(part.parameters(recurse=False))
+
+
+def _head_dim(module: Any) -> int:
+    config = module.config.get_text_config()
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _pattern(name: str) -> str:
+    """Return the name with a star for each number between dots, as in their plans."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def _unsplit(module: nn.Module, why: str) -> UserError:
+    return UserError("M026", f"{type(module).__name__} {why}", where="plan.mesh.tp",
+                     fix="set tp to 1 and shard the parameters instead: plan.mesh.dp_shard")  # fmt: skip

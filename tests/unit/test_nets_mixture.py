@@ -1,0 +1,202 @@
+"""The router's losses, its capacity and its census, against sums written out token by token."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from trimaran.core import Mesh, ModelSection, UserError
+from trimaran.models import Experts, ModelSpec, spec_from_hf, spec_of, spec_to_hf
+from trimaran.models.presets import PRESETS
+from trimaran.nets import decoder_network, initialise
+from trimaran.nets.context import Context
+from trimaran.nets.mixture import Mixture
+from trimaran.nets.router import capacity_of, route
+from trimaran.parallel import RankMesh
+from trimaran.train.router import router_statistics
+
+EXPERTS = Experts(num_experts=6, top_k=2, ffn=16, shared_ffn=24, shared_gate=True)
+HIDDEN = 16
+
+
+def mixture(**fields: Any) -> Mixture:
+    torch.manual_seed(3)
+    module = Mixture(replace(EXPERTS, **fields), HIDDEN)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.4)
+    return module
+
+
+def stream(*shape: int) -> Tensor:
+    return torch.randn(*shape, HIDDEN, generator=torch.Generator().manual_seed(5))
+
+
+def slowly(module: Mixture, x: Tensor) -> tuple[Tensor, float, int]:
+    """Return the mixture's output, its loss and how many choices were dropped, one token after the other."""
+    spec, (gate, up, down) = module.spec, module.experts.parameters()
+    out, loss, dropped = torch.zeros_like(x), 0.0, 0
+    for row, sequence in enumerate(x):
+        limit = math.ceil(spec.capacity * len(sequence) * spec.top_k / spec.num_experts) if spec.capacity else math.inf
+        taken, asked, chances = [0] * spec.num_experts, [0] * spec.num_experts, []
+        for place, token in enumerate(sequence):
+            scores = module.gate.weight @ token
+            chances.append(scores.softmax(0))
+            loss += spec.z_loss * float(scores.exp().sum().log()) ** 2
+            best = chances[-1].argsort(descending=True)[: spec.top_k]
+            assert module.shared_expert is not None
+            assert module.shared_expert_gate is not None
+            out[row, place] = module.shared_expert(token) * module.shared_expert_gate(token).sigmoid()
+            for expert in best.tolist():
+                asked[expert] += 1
+                if taken[expert] >= limit:
+                    dropped += 1
+                    continue
+                taken[expert] += 1
+                inner = F.silu(gate[expert] @ token) * (up[expert] @ token)
+                out[row, place] += chances[-1][expert] / chances[-1][best].sum() * (down[expert] @ inner)
+        shares = torch.tensor(asked) / sum(asked)
+        loss += spec.balance * spec.num_experts * float(sum((shares * each).sum() for each in chances))
+    return out, loss, dropped
+
+
+@pytest.mark.parametrize("fields", [{}, {"z_loss": 0.03}, {"capacity": 0.5}, {"capacity": 1.2, "z_loss": 0.01}])
+def test_the_mixture_is_its_formula(fields: dict[str, float]) -> None:
+    module, x = mixture(**fields), stream(3, 14)
+    out, loss = module(x)
+    with torch.no_grad():
+        wanted, cost, dropped = slowly(module, x)
+    torch.testing.assert_close(out, wanted, atol=1e-5, rtol=1e-5)
+    assert loss.item() == pytest.approx(cost, rel=1e-5)
+    assert module.take_tally()[-2] == dropped
+    assert (dropped > 0) == ("capacity" in fields), "a capacity that drops nothing proves nothing"
+
+
+def test_the_losses_have_the_gradients_of_their_formulas() -> None:
+    x = stream(2, 9)
+    weight = torch.randn(6, HIDDEN, requires_grad=True)
+    spec = replace(EXPERTS, balance=0.0, z_loss=0.5)
+    (ours,) = torch.autograd.grad(route(x @ weight.T, spec, Context(), limited=True).loss, weight)
+    scores = x @ weight.T
+    (theirs,) = torch.autograd.grad(0.5 * scores.exp().sum(-1).log().square().sum(), weight)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_dropped_has_no_gradient_and_moves_nothing_else() -> None:
+    free, tight = mixture(shared_ffn=0, shared_gate=False), mixture(shared_ffn=0, shared_gate=False, capacity=1e-6)
+    x = stream(1, 12).requires_grad_()
+    out, _ = tight(x)
+    seen: set[int] = set()
+    empty = []  # the places whose experts have both been taken by earlier ones
+    for place, choices in enumerate(tight.gate(x).topk(2).indices[0].tolist()):
+        empty += [place] if seen >= set(choices) else []
+        seen |= set(choices)
+    assert empty
+    assert not out[0, empty].any()
+    torch.testing.assert_close(out[0, 0], free(x)[0][0, 0])
+    (gradient,) = torch.autograd.grad(out.square().sum(), x)
+    assert gradient.isfinite().all()
+    assert not gradient[0, empty].any()
+
+
+def test_every_sequence_has_a_capacity_of_its_own() -> None:
+    module, x = mixture(capacity=0.8), stream(4, 10)
+    together = module(x)[0]
+    apart = torch.cat([module(row[None])[0] for row in x])
+    torch.testing.assert_close(together, apart, rtol=1e-5, atol=1e-6)
+
+
+def test_the_capacity_is_what_was_written_and_holds_in_training_only() -> None:
+    assert capacity_of(replace(EXPERTS, capacity=1.1, num_experts=2, top_k=1), 20) == 11
+    assert capacity_of(replace(EXPERTS, capacity=1.11, num_experts=2, top_k=1), 20) == 12
+    assert capacity_of(replace(EXPERTS, capacity=0.001), 8) == 1
+    free, tight, x = mixture(), mixture(capacity=0.5), stream(2, 12)
+    assert not torch.allclose(free(x)[0], tight(x)[0])
+    assert torch.equal(free.eval()(x)[0], tight.eval()(x)[0])
+
+
+def test_a_census_counts_training_and_nothing_else() -> None:
+    module, x = mixture(capacity=0.5), stream(2, 8)
+    module(x)
+    first = module.take_tally()
+    assert first[:6].sum() == 2 * 8 * 2
+    assert first[-1] == pytest.approx(module.gate(x).logsumexp(-1).square().sum().item(), rel=1e-5)
+    with torch.no_grad():
+        module(x)
+    module.eval()(x)
+    assert not module.take_tally().any()
+    checkpoint(module.train(), x.requires_grad_(), use_reentrant=False)[0].sum().backward()
+    assert torch.equal(module.take_tally(), 2 * first)
+
+
+def small(**fields: Any) -> ModelSpec:
+    spec = PRESETS["tiny-moe"]
+    experts = Experts(num_experts=4, top_k=1, ffn=8, **fields)
+    block = replace(spec.block, experts=experts, qk_norm=True)
+    return replace(spec, layers=2, hidden=16, heads=2, kv_heads=2, head_dim=8, block=block)
+
+
+def test_statistics_are_what_a_hand_counts() -> None:
+    spec = small(capacity=0.5)
+    network = decoder_network(spec)
+    initialise(network.module, seed=1, spec=spec)
+    # The first layer sends 8 tokens to expert 2, which drops half of them; the second is even.
+    first, second = (layer.mlp for layer in network.blocks)
+    assert isinstance(first, Mixture)
+    assert isinstance(second, Mixture)
+    first.tally[:] = torch.tensor([0.0, 0, 8, 0, 4, 24])
+    second.tally[:] = torch.tensor([4.0, 4, 4, 4, 0, 16])
+    numbers = router_statistics((network,), alone())()["router"]
+    assert numbers == {
+        "imbalance": (4 + 1) / 2,
+        "idle": (3 / 4 + 0) / 2,
+        "dropped": (4 / 8 + 0) / 2,
+        "z": (24 / 8 + 16 / 16) / 2,
+        "entropy": (0 + 1) / 2,
+    }
+    network.forward(torch.arange(16).reshape(2, 8))
+    assert 0 < router_statistics((network,), alone())()["router"]["dropped"] < 1
+    assert not first.tally.any()
+
+
+def test_a_dense_network_has_no_statistics() -> None:
+    with torch.device("meta"):
+        network = decoder_network(PRESETS["tiny"])
+    assert router_statistics((network,), alone())() == {}
+
+
+def alone() -> RankMesh:
+    """A mesh of one rank, of which only the degrees are looked at."""
+    nothing: Any = None
+    return RankMesh(Mesh(), nothing, nothing, nothing, nothing)
+
+
+def test_the_tally_follows_the_weights_and_is_no_part_of_the_state() -> None:
+    with torch.device("meta"):
+        module = Mixture(EXPERTS, HIDDEN)
+    assert module.tally.is_meta
+    module.to_empty(device="cpu")
+    assert module.tally.tolist() == [0.0] * 8
+    assert not [name for name in module.state_dict() if "tally" in name]
+
+
+def test_config_json_keeps_what_transformers_does_not_know() -> None:
+    spec = replace(small(z_loss=0.001, capacity=1.25), name="qwen3_moe")
+    config = spec_to_hf(spec)
+    assert (config["router_z_loss_coef"], config["expert_capacity_factor"]) == (0.001, 1.25)
+    assert spec_from_hf(config, where="config.json") == spec
+    assert not {"router_z_loss_coef", "expert_capacity_factor"} & spec_to_hf(small()).keys()
+
+
+def test_a_recipe_sets_them_and_is_told_what_is_wrong() -> None:
+    section = ModelSection(preset="tiny-moe", shape={"experts": {"z_loss": 0.001, "capacity": 2}})
+    spec = spec_of(section)
+    assert spec is not None
+    assert spec.block.experts == replace(PRESETS["tiny-moe"].block.experts or EXPERTS, z_loss=0.001, capacity=2.0)
+    for field in ("z_loss", "capacity"):
+        with pytest.raises(UserError, match=rf"M009: experts\.{field}: -1\.0 is not between 0"):
+            spec_of(ModelSection(preset="tiny-moe", shape={"experts": {field: -1.0}}))

@@ -1,7 +1,18 @@
 """A Plan applied to an nn.Module: axes, memory and precision."""
 
 from trimaran.parallel.apply import apply_plan, gradient_sync
-from trimaran.parallel.memory.precision import autocast
-from trimaran.parallel.mesh import build_mesh
+from trimaran.parallel.mesh import RankMesh, build_mesh
+from trimaran.parallel.norm import gradient_norm
+from trimaran.parallel.precision import autocast, override_precision
+from trimaran.parallel.vocabulary import vocabulary_loss
 
-__all__ = ["apply_plan", "autocast", "build_mesh", "gradient_sync"]
+__all__ = [
+    "RankMesh",
+    "apply_plan",
+    "autocast",
+    "build_mesh",
+    "gradient_norm",
+    "gradient_sync",
+    "override_precision",
+    "vocabulary_loss",
+]

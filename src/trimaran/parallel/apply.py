@@ -3,25 +3,70 @@
 from collections.abc import Callable
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from trimaran.core import Plan
 from trimaran.nets import Network
+from trimaran.parallel.axes.cp import apply_cp
 from trimaran.parallel.axes.ddp import apply_ddp
+from trimaran.parallel.axes.ep import apply_ep
 from trimaran.parallel.axes.fsdp import apply_fsdp
+from trimaran.parallel.axes.tp import apply_tp
+from trimaran.parallel.comm.compress import apply_compression
+from trimaran.parallel.fp8 import apply_fp8
+from trimaran.parallel.memory.activations import apply_activation_offload
 from trimaran.parallel.memory.compile import apply_compile
+from trimaran.parallel.memory.recompute import apply_recompute
+from trimaran.parallel.mesh import RankMesh
 
-Apply = Callable[[Network, Plan, DeviceMesh], None]
+Apply = Callable[[Network, Plan, RankMesh], None]
 
-SHARDING: dict[str, Apply] = {"none": apply_ddp, "parameters": apply_fsdp}
+SHARDING: dict[str, Apply] = {
+    "none": apply_ddp,
+    "optimizer": apply_fsdp,
+    "gradients": apply_fsdp,
+    "parameters": apply_fsdp,
+}
 
 
-def apply_plan(network: Network, plan: Plan, mesh: DeviceMesh) -> None:
+def apply_plan(network: Network, plan: Plan, ranks: RankMesh) -> None:
     """Change the network's module in place so that it runs as the plan says."""
-    for apply in (apply_compile, SHARDING[plan.sharding]):
-        apply(network, plan, mesh)
+    for apply in ORDER:
+        apply(network, plan, ranks)
 
 
-def gradient_sync(module: nn.Module) -> Callable[[bool], None]:
-    """Return the switch that says whether the coming backward reduces gradients; on one rank it does nothing."""
-    return getattr(module, "set_requires_gradient_sync", lambda _: None)
+def apply_sharding(network: Network, plan: Plan, ranks: RankMesh) -> None:
+    """Spread states and gradients over the ranks that see different tokens."""
+    if plan.engine == "torch":  # DeepSpeed does it by itself, later
+        SHARDING[plan.sharding](network, plan, ranks)
+
+
+ORDER: tuple[Apply, ...] = (
+    apply_fp8,
+    apply_tp,
+    apply_ep,
+    apply_cp,
+    apply_recompute,
+    apply_activation_offload,
+    apply_compile,
+    apply_sharding,
+    apply_compression,
+)
+
+
+def gradient_sync(module: nn.Module, plan: Plan) -> Callable[[bool], None]:
+    """Return the switch that is told, before each backward, whether it is the step's last.
+
+    Whole gradients travel once, with the last. Sharded ones travel with each, so that no rank ever keeps them whole.
+    Weights that stay whole between forward and backward stay so to the end of the step.
+    """
+    if not hasattr(module, "set_requires_gradient_sync"):
+        return lambda _: None
+
+    def switch(last: bool) -> None:
+        if plan.sharding in ("none", "optimizer"):
+            module.set_requires_gradient_sync(last)  # pyrefly: ignore[not-callable]
+        if isinstance(module, FSDPModule) and plan.sharding in ("optimizer", "gradients"):
+            module.set_reshard_after_backward(last)
+
+    return switch

@@ -1,20 +1,35 @@
-"""Replicated parameters: every rank holds the whole model and gradients are averaged."""
+"""Replicated parameters: every rank holds its part of the model whole and gradients are averaged."""
 
-# The composable form keeps parameter names; it sits under an underscore, so it is imported here and nowhere else.
+# The composable forms keep parameter names; they sit under underscores, so they are imported here and nowhere else.
 from torch.distributed._composable.replicate import replicate
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_split
 
 from trimaran.core import Plan
 from trimaran.nets import Network
+from trimaran.parallel.axes.fsdp import divide_as_everywhere, experts_of
+from trimaran.parallel.comm.compress import bucket_mb
+from trimaran.parallel.mesh import RankMesh
 
 
-def apply_ddp(network: Network, plan: Plan, mesh: DeviceMesh) -> None:
-    """Reduce gradients over the ranks in buckets while backward goes on. Parameter names do not change."""
-    if mesh.size() == 1:
+def apply_ddp(network: Network, plan: Plan, ranks: RankMesh) -> None:
+    """Reduce gradients over the ranks in buckets while backward goes on. Parameter names do not change.
+
+    DDP knows neither DTensors nor pipeline stages; where there are any, FSDP2's form of replication takes its place.
+    """
+    if ranks.data.size() == 1 or plan.comm.local_steps > 1:  # replicas that train alone and meet later
         return
-    replicate(
-        network.module,
-        process_group=mesh["dp_replicate"].get_group(),
-        bucket_cap_mb=plan.comm.bucket_mb,
-        gradient_as_bucket_view=True,
-    )
+    mesh = ranks.degrees
+    if mesh.tp == mesh.pp == mesh.ep == 1:
+        replicate(
+            network.module,
+            process_group=ranks.data.get_group(),
+            bucket_cap_mb=bucket_mb(plan, ranks.axes.device_type),
+            gradient_as_bucket_view=True,
+        )
+        return
+    for block in network.blocks:
+        for experts in experts_of(block, ranks):
+            replicate_split(experts, mesh=ranks.experts["expert_shard"])
+            divide_as_everywhere(experts, ranks, scattered=False)
+        replicate_split(block, mesh=ranks.data)
+    replicate_split(network.module, mesh=ranks.data)

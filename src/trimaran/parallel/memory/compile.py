@@ -1,13 +1,16 @@
 """Compiled blocks."""
 
-from torch.distributed.device_mesh import DeviceMesh
-
 from trimaran.core import Plan
 from trimaran.nets import Network
+from trimaran.parallel.mesh import RankMesh
 
 
-def apply_compile(network: Network, plan: Plan, mesh: DeviceMesh) -> None:
-    """Compile each block by itself: alike blocks share one compilation, and parameter names do not change."""
+def apply_compile(network: Network, plan: Plan, ranks: RankMesh) -> None:
+    """Compile each block by itself: alike blocks share one compilation, and parameter names do not change.
+
+    Comes after recompute, whose choice of what to keep is then part of the graph, and before FSDP, whose hooks stay out
+    of it. Offload of activations is around the compiled block, whichever of the two comes first.
+    """
     if plan.compile:
         for block in network.blocks:
             block.compile()

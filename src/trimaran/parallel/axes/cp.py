@@ -1,0 +1,127 @@
+"""Context parallelism: each rank holds a part of every sequence, and attention sees all of it."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import _disable_current_modes
+
+from trimaran.core import Plan
+from trimaran.nets import Context, Network
+from trimaran.nets.context import attention, document_mask
+from trimaran.parallel.mesh import RankMesh
+
+try:
+    from torch.distributed._functional_collectives import all_gather_single_autograd as all_gather
+except ImportError:  # its name before torch 2.13
+    from torch.distributed._functional_collectives import all_gather_tensor_autograd as all_gather
+
+
+def apply_cp(network: Network, plan: Plan, ranks: RankMesh) -> None:
+    """Give each rank its positions of every sequence. Parameters stay what they are."""
+    if ranks.degrees.cp > 1:
+        network.use_context(CONTEXTS[plan.comm.context](ranks.group("cp")))
+
+
+class GatherContext(Context):
+    """Keys and values of the whole sequence are gathered; queries stay.
+
+    A sequence is cut into twice as many pieces as there are ranks, and a rank holds one from the front and its mirror
+    image from the back: late queries see many keys and early ones few, so all ranks have the same to compute.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self._rank, self._size = group, group.rank(), group.size()
+        self._pieces = (self._rank, 2 * self._size - 1 - self._rank)
+
+    def mine(self, whole: Tensor) -> Tensor:
+        pieces = whole.chunk(2 * self._size, dim=1)
+        return torch.cat([pieces[each] for each in self._pieces], dim=1)
+
+    def mask(self, documents: Tensor) -> Tensor:
+        places = torch.arange(documents.shape[1], device=documents.device)[None]
+        same = self.mine(documents)[:, :, None] == documents[:, None, :]
+        return (same & (places[:, None, :] <= self.mine(places)[:, :, None])).unsqueeze(1)
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None = None
+    ) -> Tensor:
+        key, value = (self._in_order(_gather(each, 2, self._group), dim=2) for each in (key, value))
+        if mask is not None:
+            return attention(query, key, value, mask, scale=scale)
+        repeats = query.shape[1] // key.shape[1]
+        key, value = (each.repeat_interleave(repeats, dim=1) for each in (key, value))
+        length = query.shape[2] // 2
+        outs = []
+        for piece, part in zip(self._pieces, query.split(length, dim=2), strict=True):
+            seen = (piece + 1) * length
+            bias = _lower_right(length, seen)  # the last query of the piece sees the last of the keys
+            outs.append(
+                scaled_dot_product_attention(part, key[:, :, :seen], value[:, :, :seen], attn_mask=bias, scale=scale)
+            )
+        return torch.cat(outs, dim=2)
+
+    def total(self, mine: Tensor) -> Tensor:
+        return _total(mine, self._group)
+
+    def whole(self, mine: Tensor) -> Tensor:
+        return self._in_order(_gather(mine, 1, self._group), dim=1)
+
+    def _in_order(self, gathered: Tensor, *, dim: int) -> Tensor:
+        """Return the pieces, which come front and back of each rank in turn, in the order of the sequence."""
+        pieces = gathered.chunk(2 * self._size, dim)
+        return torch.cat([*pieces[0::2], *reversed(pieces[1::2])], dim)
+
+
+def _lower_right(queries: int, keys: int) -> Tensor:
+    """Return the causal bias whose last query sees the last key."""
+    if torch.compiler.is_compiling():
+        return causal_lower_right(queries, keys)
+    with _disable_current_modes():  # torch cannot make this tensor while a mode, as of selective recompute, looks on
+        return causal_lower_right(queries, keys)
+
+
+class ExchangeContext(Context):
+    """Heads are exchanged for positions (Ulysses): during attention a rank has all positions of some heads."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self._rank, self._size = group, group.rank(), group.size()
+
+    def mine(self, whole: Tensor) -> Tensor:
+        return whole.chunk(self._size, dim=1)[self._rank]
+
+    def mask(self, documents: Tensor) -> Tensor:
+        return document_mask(documents)
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None = None
+    ) -> Tensor:
+        query, key, value = (self._exchange(each, split=1, join=2) for each in (query, key, value))
+        return self._exchange(attention(query, key, value, mask, scale=scale), split=2, join=1)
+
+    def total(self, mine: Tensor) -> Tensor:
+        return _total(mine, self._group)
+
+    def whole(self, mine: Tensor) -> Tensor:
+        return _gather(mine, 1, self._group)
+
+    def _exchange(self, x: Tensor, *, split: int, join: int) -> Tensor:
+        """Return `x` with dimension `split` cut over the ranks and `join` put together from them."""
+        cut = torch.stack(x.chunk(self._size, split)).contiguous()
+        even = [1] * self._size
+        return torch.cat(all_to_all_single_autograd(cut, even, even, self._group).unbind(0), join)
+
+
+CONTEXTS = {"gather": GatherContext, "exchange": ExchangeContext}
+
+
+def _gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    return all_gather(x.contiguous(), dim, group)
+
+
+def _total(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total = x.detach().clone()
+    dist.all_reduce(total, group=group)
+    return total

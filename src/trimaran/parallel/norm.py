@@ -1,0 +1,43 @@
+"""The norm of all gradients, however they are split."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+def gradient_norm(parameters: Sequence[nn.Parameter], *, pp: int = 1) -> Tensor:
+    """Return the norm over all gradients of the model, bit for bit the same on every rank.
+
+    Every rank adds the squares of what it holds, divided by how many ranks with the same stages of `pp` hold it too:
+    one sum over all ranks is right for any mixture of meshes. (DTensor would sum axis by axis, in an order of each
+    rank's own.) A rank without any gradient takes part with zero.
+    """
+    num_ranks = dist.get_world_size() // pp
+    by_copies: dict[int, list[Tensor]] = {}
+    for each in parameters:
+        if each.grad is not None:
+            gradient, shards = local_gradient(each)
+            by_copies.setdefault(num_ranks // shards, []).append(gradient)
+    squares = [torch.nn.utils.get_total_norm(held).square() / copies for copies, held in by_copies.items()]
+    total = torch.stack(squares).sum() if squares else torch.zeros((), device=parameters[0].device)
+    dist.all_reduce(total)
+    return total.sqrt()
+
+
+def local_gradient(parameter: nn.Parameter) -> tuple[Tensor, int]:
+    """Return the part of a parameter's gradient that is here, and how many parts there are.
+
+    Where each rank knows an addend (a norm that saw some of the positions), the addends are summed first.
+    """
+    gradient = parameter.grad
+    assert gradient is not None
+    if not isinstance(gradient, DTensor):
+        return gradient, 1
+    assert isinstance(parameter, DTensor)
+    if gradient.placements != parameter.placements:
+        gradient = parameter.grad = gradient.redistribute(placements=parameter.placements)
+    sizes = zip(gradient.placements, gradient.device_mesh.shape, strict=True)
+    return gradient.to_local(), torch.Size(size for placement, size in sizes if not placement.is_replicate()).numel()

@@ -1,0 +1,198 @@
+"""What each axis promises beyond parity, which tests/dist/test_matrix.py shows."""
+
+import os
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from tests.ranks import run_ranks
+from trimaran.core import Mesh, Plan
+from trimaran.models import PRESETS
+from trimaran.nets import Network, decoder_network, initialise
+from trimaran.nets.context import attention, document_mask
+from trimaran.parallel import apply_plan, build_mesh, gradient_norm, vocabulary_loss
+from trimaran.parallel.axes.cp import CONTEXTS, GatherContext
+from trimaran.train.place import join, place_of
+
+SPEC = replace(PRESETS["tiny"], layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=64)
+DOCUMENTS = torch.tensor([[0] * 3 + [1] * 9 + [2] * 4, [0] * 16])
+
+
+def network_under(plan: Plan) -> Network:
+    """Join the ranks and return this rank's part of a small decoder."""
+    if not dist.is_initialized():
+        join(place_of(os.environ))
+    with torch.device("meta"):
+        network = decoder_network(SPEC)
+    apply_plan(network, plan, build_mesh(plan.mesh, device_type="cpu"))
+    network.module.to_empty(device="cpu")
+    initialise(network.module, seed=5, spec=SPEC)
+    return network
+
+
+def loss_of_split_logits(logits: torch.Tensor, labels: torch.Tensor) -> tuple[float, np.ndarray, int]:
+    join(place_of(os.environ))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mine = logits.chunk(mesh.size(), -1)[mesh.get_local_rank()].clone().requires_grad_()
+    loss = vocabulary_loss(DTensor.from_local(mine, mesh, [Shard(2)]), labels, ignored=-100)
+    (loss * 0.25).backward()
+    assert mine.grad is not None
+    return loss.item(), mine.grad.numpy(), mine.shape[-1]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_the_loss_of_split_logits_is_that_of_whole_ones(num_ranks: int) -> None:
+    torch.manual_seed(0)
+    logits = (10 * torch.randn(2, 5, 16)).requires_grad_()
+    labels = torch.tensor([[3, -100, 15, 0, 7], [8, 9, -100, -100, 4]])
+    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+    (expected * 0.25).backward()
+    answers = run_ranks(num_ranks, loss_of_split_logits, logits.detach(), labels)
+    for loss, _, width in answers:
+        assert loss == pytest.approx(expected.item(), rel=1e-6)
+        assert width == 16 // num_ranks
+    gradient = torch.from_numpy(np.concatenate([each for _, each, _ in answers], -1))
+    torch.testing.assert_close(gradient, logits.grad)
+
+
+def logits_under_tp() -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    network = network_under(Plan(mesh=Mesh(tp=2)))
+    logits, _ = network.forward(torch.arange(32).view(2, 16))
+    assert isinstance(logits, DTensor)
+    held = sum(each.to_local().numel() for each in network.module.parameters() if isinstance(each, DTensor))
+    return tuple(logits.shape), tuple(logits.to_local().shape), held
+
+
+def test_no_rank_has_whole_logits_or_whole_matrices_under_tensor_parallelism() -> None:
+    for whole, mine, held in run_ranks(2, logits_under_tp):
+        assert whole == (2, 16, SPEC.vocab)
+        assert mine == (2, 16, SPEC.vocab // 2)
+        norms = (2 * SPEC.layers + 1) * SPEC.hidden
+        assert held == (SPEC.num_parameters - norms) // 2 + norms
+
+
+def attend_in_parts(kind: str, documents: torch.Tensor | None, tensors: list[torch.Tensor]) -> list[np.ndarray]:
+    join(place_of(os.environ))
+    context = CONTEXTS[kind](dist.group.WORLD)
+
+    def mine(x: torch.Tensor) -> torch.Tensor:  # contexts cut dimension 1, these have their positions in dimension 2
+        return context.mine(x.transpose(1, 2)).transpose(1, 2)
+
+    query, key, value, weight = tensors
+    parts = [mine(each).detach().requires_grad_() for each in (query, key, value)]
+    mask = None if documents is None else context.mask(documents)
+    out = context.attend(*parts, mask)
+    (out * mine(weight)).sum().backward()
+    # Whole again, in order, as every rank sees it.
+    shown = (out, *(each.grad for each in parts))
+    return [context.whole(each.transpose(1, 2)).transpose(1, 2).detach().numpy() for each in shown]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["causal", "documents"])
+@pytest.mark.parametrize("kind", CONTEXTS)
+def test_attention_over_parts_of_a_sequence_is_exact(kind: str, packed: bool) -> None:
+    torch.manual_seed(0)
+    query, weight = torch.randn(2, 4, 16, 8), torch.randn(2, 4, 16, 8)
+    key, value = torch.randn(2, 2, 16, 8), torch.randn(2, 2, 16, 8)
+    documents = DOCUMENTS if packed else None
+    inputs = [each.clone().requires_grad_() for each in (query, key, value)]
+    out = attention(*inputs, None if documents is None else document_mask(documents))
+    (out * weight).sum().backward()
+    expected = [out.detach(), *(each.grad for each in inputs)]
+    for answers in run_ranks(2, attend_in_parts, kind, documents, [query, key, value, weight]):
+        for ours, theirs in zip(answers, expected, strict=True):
+            torch.testing.assert_close(torch.from_numpy(ours), theirs, rtol=1e-5, atol=1e-6)
+
+
+def seen_keys() -> int:
+    join(place_of(os.environ))
+    return int(GatherContext(dist.group.WORLD).mask(torch.zeros(1, 64, dtype=torch.long)).sum())
+
+
+def test_every_rank_of_a_causal_sequence_sees_equally_many_keys() -> None:
+    counts = run_ranks(4, seen_keys)
+    assert counts == [64 * 65 // 2 // 4] * 4
+
+
+def norm_after_backward(plan: Plan) -> bytes:
+    network = network_under(plan)
+    logits, _ = network.forward(torch.arange(32).view(2, 16))
+    logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
+    logits.square().mean().backward()
+    return gradient_norm([*network.module.parameters()]).detach().numpy().tobytes()
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(mesh=Mesh(tp=2)),
+        Plan(mesh=Mesh(dp_shard=2, tp=2), sharding="parameters"),
+        Plan(mesh=Mesh(dp_replicate=2, dp_shard=2), sharding="gradients"),
+    ],
+    ids=lambda plan: str(plan.mesh),
+)
+def test_the_gradient_norm_is_bit_for_bit_the_same_on_all_ranks(plan: Plan) -> None:
+    assert len(set(run_ranks(plan.mesh.world_size, norm_after_backward, plan))) == 1
+
+
+def norm_of_a_few() -> float:
+    """Return the norm where only rank 0 has gradients, as when all that is trained lies in its stage."""
+    dist.init_process_group("gloo")
+    weight = nn.Parameter(torch.zeros(2))
+    if dist.get_rank() == 0:
+        weight.grad = torch.tensor([3.0, 4.0])
+    return gradient_norm([weight], pp=2).item()
+
+
+def test_a_rank_without_gradients_takes_part_in_the_norm() -> None:
+    assert run_ranks(2, norm_of_a_few) == [5.0, 5.0]
+
+
+def bytes_after_forward(sharding: str) -> tuple[int, int]:
+    """Return how many parameter values this rank has after a forward, and at rest."""
+    plan = Plan.model_validate({"mesh": {"dp_shard": 2}, "sharding": sharding})
+    network = network_under(plan)
+    at_rest = sum(each.to_local().numel() for each in network.module.parameters())
+    network.forward(torch.arange(32).view(2, 16))
+    here = [each.to_local() if isinstance(each, DTensor) else each for each in network.module.parameters()]
+    return sum(each.numel() for each in here), at_rest
+
+
+@pytest.mark.parametrize(("sharding", "stays_whole"), [("optimizer", True), ("gradients", True), ("parameters", False)])
+def test_only_sharded_parameters_free_their_blocks_after_a_forward(sharding: str, stays_whole: bool) -> None:
+    for after, at_rest in run_ranks(2, bytes_after_forward, sharding):
+        assert at_rest == SPEC.num_parameters // 2
+        assert (after == SPEC.num_parameters) == stays_whole
+        assert after >= at_rest
+
+
+def seeds(mesh: Mesh) -> tuple[int, int]:
+    join(place_of(os.environ))
+    ranks = build_mesh(mesh, device_type="cpu")
+    return ranks.rank("tp"), ranks.dropout_seed(7)
+
+
+def test_only_ranks_that_compute_the_same_drop_the_same() -> None:
+    answers = run_ranks(8, seeds, Mesh(pp=2, cp=2, tp=2))
+    by_slice = [[seed for tp, seed in answers if tp == number] for number in range(2)]
+    assert by_slice[0] == by_slice[1], "what tp ranks hold whole must be dropped alike"
+    assert len(set(by_slice[0])) == 4
+
+
+def names_of_ranks(mesh: Mesh) -> tuple[int, int, int, bool]:
+    join(place_of(os.environ))
+    ranks = build_mesh(mesh, device_type="cpu")
+    return ranks.rank("pp"), ranks.data_rank, ranks.rank("tp"), ranks.counts_samples
+
+
+def test_tensor_parallel_ranks_are_neighbours_and_stages_far_apart() -> None:
+    places = run_ranks(8, names_of_ranks, Mesh(pp=2, dp_shard=2, tp=2))
+    assert [place[:3] for place in places] == [(pp, dp, tp) for pp in (0, 1) for dp in (0, 1) for tp in (0, 1)]
+    assert [place[3] for place in places] == [True, False, True, False, False, False, False, False]

@@ -1,0 +1,188 @@
+"""BatchNorm in one's own loop: whose statistics it takes when a batch is cut into ranks and micro-batches."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import trimaran
+from tests.ranks import run_ranks
+from trimaran.core import UserError
+
+STEPS = 4
+BATCH = 8
+
+
+class Net(nn.Module):
+    """Convolutions and a classifier, with all three kinds of BatchNorm settings that people use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 6, 3)
+        self.norm = nn.BatchNorm2d(6)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Conv2d(6, 6, 3, padding=1), nn.BatchNorm2d(6)) for _ in range(2))
+        self.plain = nn.BatchNorm1d(6, affine=False, momentum=None)
+        self.untracked = nn.BatchNorm1d(6, track_running_stats=False)
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.norm(self.first(images)).relu()
+        for block in self.blocks:
+            x = x + block(x).relu()
+        return self.head(self.untracked(self.plain(x.mean((2, 3)))))
+
+
+def batch_of(step: int) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(step)
+    images = torch.randn(BATCH, 3, 8, 8, generator=draw) * torch.arange(1, BATCH + 1).view(-1, 1, 1, 1)
+    return images + 10, torch.randint(5, (BATCH,), generator=draw)  # rows differ, and lie far from zero
+
+
+def made() -> Net:
+    torch.manual_seed(1)
+    model = Net()
+    for each in model.modules():
+        if isinstance(each, nn.BatchNorm2d):
+            each.running_mean.fill_(3.0)
+            each.running_var.fill_(20.0)
+    return model
+
+
+def state_of(model: nn.Module) -> dict[str, np.ndarray]:
+    whole = {
+        name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in model.state_dict().items()
+    }
+    return {name: each.detach().numpy().copy() for name, each in whole.items()}
+
+
+def by_hand(frozen: bool) -> tuple[list[float], dict[str, np.ndarray]]:
+    """Return the losses and the final state of one process that sees the whole batch at once."""
+    model = made()
+    if frozen:
+        model.untracked = nn.Identity()
+        for each in (model.norm, model.plain, *(block[1] for block in model.blocks)):
+            each.eval()
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.05), []
+    for step in range(STEPS):
+        images, labels = batch_of(step)
+        loss = F.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, state_of(model)
+
+
+def by_boat(batch_norm: str, sharding: str, size: int) -> tuple[list[float], dict[str, np.ndarray]]:
+    """Return the same of this rank. With the right setting there is nothing to warn of."""
+    warnings.simplefilter("ignore" if batch_norm == "local" else "error")
+    dist.init_process_group("gloo")
+    model = made()
+    if batch_norm == "frozen":
+        model.untracked = nn.Identity()
+    names = list(model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    boat = trimaran.prepare(model, optimizer, sharding=sharding, batch_norm=batch_norm)
+    losses: list[float] = []
+    for step in range(STEPS):
+        model.train()
+        for images, labels in boat.micro_batches(batch_of(step), size=size):
+            boat.backward(F.cross_entropy(model(images), labels, reduction="sum"), num_tokens=len(labels))
+        losses.append(float(boat.step().loss))
+    assert list(model.state_dict()) == names
+    return losses, state_of(model)
+
+
+@pytest.mark.parametrize("sharding", ["none", "parameters"])
+def test_synchronised_statistics_on_two_ranks_are_those_of_the_whole_batch(sharding: str) -> None:
+    losses, state = by_hand(frozen=False)
+    for ours, our_state in run_ranks(2, by_boat, "sync", sharding, BATCH // 2):
+        assert ours == pytest.approx(losses, rel=1e-5)
+        assert our_state.keys() == state.keys()
+        for name, each in state.items():  # weights, and with them gradients; running statistics
+            assert our_state[name] == pytest.approx(each, rel=1e-4, abs=1e-5), name
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_frozen_statistics_make_accumulation_exact(world_size: int) -> None:
+    losses, state = by_hand(frozen=True)
+    for ours, our_state in run_ranks(world_size, by_boat, "frozen", "none", 2):
+        assert ours == pytest.approx(losses, rel=1e-5)
+        for name, each in state.items():
+            assert our_state[name] == pytest.approx(each, rel=1e-4, abs=1e-5), name
+        assert (our_state["norm.running_mean"] == 3.0).all()
+        assert not np.array_equal(our_state["norm.weight"], np.ones(6)), "scale and shift are still trained"
+
+
+def test_statistics_of_each_rank_alone_are_another_course() -> None:
+    losses, _ = by_hand(frozen=False)
+    for ours, _ in run_ranks(2, by_boat, "local", "none", BATCH // 2):
+        assert ours != pytest.approx(losses, rel=1e-3)
+
+
+def outputs_and_gradients(batch_norm: str) -> tuple[np.ndarray, np.ndarray]:
+    dist.init_process_group("gloo")
+    model = made()
+    boat = trimaran.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), batch_norm=batch_norm)
+    ((images, labels),) = boat.micro_batches(batch_of(0), size=BATCH // dist.get_world_size())
+    out = model(images)
+    boat.backward(F.cross_entropy(out, labels, reduction="sum"), num_tokens=len(labels))
+    return out.detach().numpy(), torch.cat([each.grad.flatten() for each in model.parameters()]).numpy()
+
+
+def test_outputs_and_gradients_are_those_of_one_process() -> None:
+    ((whole, gradient),) = run_ranks(1, outputs_and_gradients, "local")
+    parts = run_ranks(2, outputs_and_gradients, "sync")
+    assert np.concatenate([out for out, _ in parts]) == pytest.approx(whole, rel=1e-4, abs=1e-5)
+    for _, ours in parts:
+        assert np.linalg.norm(ours - gradient) <= 1e-5 * np.linalg.norm(gradient)
+
+
+def warned(batch_norm: str, size: int, evaluate: bool = False) -> list[str]:
+    dist.init_process_group("gloo")
+    model = made()
+    model.untracked = nn.Identity()
+    boat = trimaran.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), batch_norm=batch_norm)
+    model.train(not evaluate)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            list(boat.micro_batches(batch_of(0), size=size))
+    assert all(each.filename == __file__ for each in caught), "the warning points at the person's own line"
+    dist.barrier()  # nothing above waits for the other rank
+    return [str(each.message) for each in caught]
+
+
+def test_statistics_that_would_be_wrong_are_warned_of_once() -> None:
+    for on_two_ranks in run_ranks(2, warned, "local", BATCH // 2):
+        (message,) = on_two_ranks
+        assert "on 2 ranks" in message
+        assert "batch_norm='sync'" in message
+    for accumulating in (*run_ranks(1, warned, "local", 2), *run_ranks(2, warned, "sync", 2)):
+        (message,) = accumulating
+        assert "micro-batches" in message
+        assert "batch_norm='frozen'" in message
+    assert run_ranks(1, warned, "local", BATCH) == [[]]
+    assert run_ranks(2, warned, "sync", BATCH // 2) == [[], []]
+    assert run_ranks(2, warned, "frozen", 2) == [[], []]
+    assert run_ranks(2, warned, "local", 2, True) == [[], []]
+
+
+def mistakes() -> list[str]:
+    model, messages = made(), []
+    for batch_norm in ("synced", "frozen"):
+        with pytest.raises(UserError) as caught:
+            trimaran.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), batch_norm=batch_norm)
+        messages.append(f"{caught.value.code} {caught.value.what}")
+    return messages
+
+
+def test_what_cannot_be_is_a_mistake() -> None:
+    ((word, layer),) = run_ranks(1, mistakes)
+    assert word.startswith("P042")
+    assert layer.startswith("P043")
+    assert "untracked" in layer

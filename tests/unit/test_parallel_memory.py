@@ -1,0 +1,308 @@
+"""Recompute and offload change where activations are, and no bit of what comes out."""
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from trimaran.core import Plan
+from trimaran.models import PRESETS, ModelSpec
+from trimaran.nets import Network, decoder_network, initialise
+from trimaran.nets.hf import hf_network
+from trimaran.parallel.memory.activations import Copies, Offload, offload_blocks
+from trimaran.parallel.memory.recompute import apply_recompute
+
+MODES = ("selective", "full", 2)
+DENSE = replace(PRESETS["tiny"], layers=4, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=64)
+MIXED = replace(PRESETS["tiny-moe"], layers=2)
+TOKENS = torch.randint(0, 320, (4, 32), generator=torch.Generator().manual_seed(7))
+HF = LlamaConfig(vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+
+
+def decoder(spec: ModelSpec) -> Network:
+    network = decoder_network(spec)
+    initialise(network.module, seed=0, spec=spec)
+    return network
+
+
+def llama() -> Network:
+    torch.manual_seed(0)
+    return hf_network(LlamaForCausalLM(HF), None)
+
+
+class Sieve(nn.Module):
+    """A block whose dropout must fall alike both times, called with keywords."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor, *, share: float) -> Tensor:
+        return x + F.dropout(self.inner(x), share).sin()
+
+
+class Sieves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(320, 32), nn.ModuleList([Sieve(), Sieve()])
+
+    def forward(self, tokens: Tensor, documents: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x, share=0.5)
+        return x @ self.embed.weight.T, torch.zeros(())
+
+
+def sieves() -> Network:
+    torch.manual_seed(0)
+    module = Sieves()
+    return Network(module, tuple(module.layers), None)
+
+
+NETWORKS: dict[str, Callable[[], Network]] = {
+    "dense": lambda: decoder(DENSE),
+    "mixed": lambda: decoder(MIXED),
+    "hf": llama,
+    "dropout": sieves,
+}
+
+
+def loss_of(network: Network, tokens: Tensor) -> Tensor:
+    logits, balance = network.forward(tokens)
+    return F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten()) + balance
+
+
+def gradients(network: Network, *, precision: torch.dtype = torch.float32) -> list[Tensor]:
+    """Return the gradients of two micro-batches that are in flight together; the last is the loss."""
+    torch.manual_seed(1)
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == torch.bfloat16):
+        losses = [loss_of(network, tokens) for tokens in TOKENS.chunk(2)]
+    for loss in losses:
+        loss.backward()
+    found = [each.grad for each in network.module.parameters()]
+    assert all(each is not None for each in found)
+    return [*(each for each in found if each is not None), torch.stack(losses)]
+
+
+def assert_same_bits(ours: list[Tensor], theirs: list[Tensor]) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one, other)
+
+
+class Operators(TorchDispatchMode):
+    """Counts every operator that is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_recompute_changes_no_bit_and_no_name(name: str, mode: Any, precision: torch.dtype) -> None:
+    plain, network = NETWORKS[name](), NETWORKS[name]()
+    apply_recompute(network, Plan(recompute=mode), None)
+    assert [each for each, _ in network.module.named_parameters()] == [
+        each for each, _ in plain.module.named_parameters()
+    ]
+    assert_same_bits(gradients(network, precision=precision), gradients(plain, precision=precision))
+
+
+# Of a block's seven products backward recomputes six: nobody needs the last one's output.
+@pytest.mark.parametrize(
+    ("mode", "products", "attentions"),
+    [("none", 0, 0), ("selective", 4 * 3, 0), ("full", 4 * 6, 4), (2, 2 * 6, 2), (3, 2 * 6, 2), (1, 4 * 6, 4)],
+)
+def test_each_mode_computes_again_what_it_says(mode: Any, products: int, attentions: int) -> None:
+    network = decoder(DENSE)
+    apply_recompute(network, Plan(recompute=mode), None)
+    with Operators() as seen:
+        loss_of(network, TOKENS).backward()
+    assert seen.calls["mm"] == 3 * (4 * 7 + 1) + products
+    assert seen.calls["_scaled_dot_product_flash_attention_for_cpu"] == 4 + attentions
+
+
+def kept_and_peak(mode: Any) -> tuple[int, int]:
+    """Return the bytes alive between forward and backward, and at most."""
+    network, tracker = decoder(DENSE), MemTracker()
+    apply_recompute(network, Plan(recompute=mode), None)
+    tracker.track_external(network.module)
+    cpu = torch.device("cpu")
+    with tracker:
+        loss = loss_of(network, TOKENS)
+        kept = tracker.get_tracker_snapshot()[cpu]["Total"]
+        loss.backward()
+    return kept, tracker.get_tracker_snapshot("peak")[cpu]["Total"]
+
+
+def test_the_more_is_recomputed_the_less_is_kept() -> None:
+    kept, peak = zip(*(kept_and_peak(mode) for mode in ("full", "selective", 2, "none")), strict=True)
+    assert list(kept) == sorted(kept)
+    assert len(set(kept)) == len(kept)
+    assert kept[0] < 0.5 * kept[-1]
+    assert peak[0] < peak[2] < peak[-1]
+    assert peak[1] < peak[-1]
+
+
+def test_a_copy_of_a_recomputed_network_has_weights_of_its_own() -> None:
+    network, plain = decoder(DENSE), decoder(DENSE)
+    apply_recompute(network, Plan(recompute="full"), None)
+    twin = copy.deepcopy(network)
+    with torch.no_grad():
+        for parameter in network.module.parameters():
+            parameter.zero_()
+    assert_same_bits(gradients(twin), gradients(plain))
+
+
+class Graphs:
+    """A compiler that runs its graphs as they are, and remembers how many products each has."""
+
+    def __init__(self) -> None:
+        self.products: list[int] = []
+        self.backend = aot_autograd(fw_compiler=self._compile, partition_fn=min_cut_rematerialization_partition)
+
+    def _compile(self, graph: Any, _: Any) -> Any:
+        self.products.append(sum("mm.default" in str(node.target) for node in graph.graph.nodes))
+        return make_boxed_func(graph.forward)
+
+
+@pytest.mark.parametrize(("mode", "again"), [("none", 0), ("selective", 3), ("full", 6)])
+def test_a_compiled_block_keeps_what_the_mode_says(mode: Any, again: int) -> None:
+    torch.compiler.reset()
+    network, plain, graphs = decoder(DENSE), decoder(DENSE), Graphs()
+    apply_recompute(network, Plan(recompute=mode), None)
+    for block in network.blocks:
+        block.compile(backend=graphs.backend)
+    assert_same_bits(gradients(network), gradients(plain))
+    assert graphs.products == [7, 14 + again], "alike blocks share one graph forward and one backward"
+
+
+class Record(Copies):
+    """Writes down which bytes went where, and which storages are away."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, int]] = []
+
+    def to_host(self, source: Tensor) -> tuple[Tensor, Any]:
+        self.log.append(("away", source.data_ptr()))
+        return super().to_host(source)
+
+    def to_device(self, host: Tensor) -> tuple[Tensor, Any]:
+        self.log.append(("back", host.data_ptr()))
+        return super().to_device(host)
+
+    def count(self, what: str) -> int:
+        return sum(each == what for each, _ in self.log)
+
+
+def offloaded(network: Network, *, least_bytes: int = 1024) -> Record:
+    record = Record()
+    offload_blocks(network, Offload(record, device="cpu", least_bytes=least_bytes))
+    return record
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("mode", ["none", *MODES])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_offload_changes_no_bit_and_no_name(name: str, mode: Any, precision: torch.dtype) -> None:
+    plain, network = NETWORKS[name](), NETWORKS[name]()
+    apply_recompute(network, Plan(recompute=mode), None)
+    record = offloaded(network)
+    assert [each for each, _ in network.module.named_parameters()] == [
+        each for each, _ in plain.module.named_parameters()
+    ]
+    assert_same_bits(gradients(network, precision=precision), gradients(plain, precision=precision))
+    assert record.count("away") > record.count("back") > 0
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_a_compiled_block_is_offloaded_as_a_whole(mode: Any) -> None:
+    torch.compiler.reset()
+    network, plain, graphs = decoder(DENSE), decoder(DENSE), Graphs()
+    apply_recompute(network, Plan(recompute=mode), None)
+    record = offloaded(network)
+    for block in network.blocks:
+        block.compile(backend=graphs.backend)
+    assert_same_bits(gradients(network), gradients(plain))
+    assert len(graphs.products) == 2
+    assert record.count("back") > 0
+
+
+def test_full_recompute_leaves_only_the_inputs_of_blocks_to_offload() -> None:
+    network = decoder(DENSE)
+    apply_recompute(network, Plan(recompute="full"), None)
+    record = offloaded(network)
+    loss_of(network, TOKENS[:2]).backward()
+    assert record.count("away") == 4
+    assert record.count("back") == 3, "backward begins with the last block, which is still there"
+
+
+def test_what_all_blocks_share_goes_once_and_weights_not_at_all() -> None:
+    num_away = []
+    for layers in (2, 3):
+        network = decoder(replace(DENSE, layers=layers))
+        weights = {each.untyped_storage().data_ptr() for each in network.module.parameters()}
+        record = offloaded(network, least_bytes=0)
+        loss_of(network, TOKENS[:2]).backward()
+        assert not weights & {pointer for what, pointer in record.log if what == "away"}
+        num_away.append(record.count("away"))
+    two, three = num_away
+    assert two - 2 * (three - two) == 2, "the cosines and sines of the rotation"
+
+
+def test_a_block_comes_back_while_the_one_after_it_is_in_backward() -> None:
+    network = decoder(DENSE)
+    record = offloaded(network)
+    for number, block in enumerate(network.blocks):
+        block.register_forward_hook(lambda *_, number=number: record.log.append(("forward", number)))
+        block.register_full_backward_hook(lambda *_, number=number: record.log.append(("backward", number)))
+    loss_of(network, TOKENS[:2]).backward()
+
+    def number_of(what: str, start: tuple[str, int], end: tuple[str, int]) -> int:
+        return sum(each == what for each, _ in record.log[record.log.index(start) : record.log.index(end)])
+
+    of_block_2 = number_of("away", ("forward", 1), ("forward", 2))
+    rotation = 2
+    assert number_of("back", ("forward", 3), ("backward", 3)) == of_block_2 + rotation
+    assert number_of("back", ("backward", 1), ("backward", 0)) == 0, "block 0 is there before its turn"
+
+
+def test_only_the_last_block_is_on_the_device_after_forward() -> None:
+    network = decoder(DENSE)
+    offload = Offload(Copies(), device="cpu", least_bytes=1024)
+    offload_blocks(network, offload)
+    loss = loss_of(network, TOKENS)
+    calls, call = [], offload.latest
+    while call is not None:
+        calls.append(call)
+        call = call.previous
+    assert len(calls) == 4
+    assert all(each() is not None for call in calls for each in call.parcels)
+    here = [any(each().here is not None for each in call.parcels) for call in calls]
+    assert here == [True, False, False, False]
+    del loss
+    assert all(each() is None for call in calls for each in call.parcels), "they live as long as the graph"
+
+
+def test_what_needs_no_gradient_goes_nowhere() -> None:
+    network = decoder(DENSE)
+    record = offloaded(network)
+    with torch.no_grad():
+        loss_of(network, TOKENS)
+    assert not record.log

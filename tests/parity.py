@@ -2,19 +2,23 @@
 
 import json
 import os
+import signal
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
 from tests.ranks import run_ranks
-from trimaran.core import Mesh, Plan, Recipe
+from trimaran.core import AXES, Mesh, Plan, Recipe
 from trimaran.telemetry import RunDirectory, create_run
 from trimaran.train.place import place_of
 from trimaran.train.worker import run_worker
 
 TOLERANCE = 1e-5
+CRASH = f"exit code {-signal.SIGSEGV}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,17 +30,31 @@ class Trajectory:
     weights: dict[str, torch.Tensor]
 
 
-def plan_for(recipe: Recipe, *, grad_accum: int, **degrees: int) -> Plan:
-    """Return a plan with these mesh degrees and accumulation that keeps the recipe's global batch."""
-    mesh = Mesh(**degrees)
+def plan_for(recipe: Recipe, *, grad_accum: int, **fields: Any) -> Plan:
+    """Return a plan with these mesh degrees, accumulation and other fields that keeps the recipe's global batch."""
+    mesh = Mesh(**{axis: fields.pop(axis) for axis in AXES if axis in fields})
     micro_batch, rest = divmod(recipe.train.global_batch, mesh.dp * grad_accum)
     assert rest == 0, "a parity plan must divide the global batch"
-    sharding = "parameters" if mesh.dp_shard > 1 else "none"
-    return Plan(mesh=mesh, sharding=sharding, micro_batch=micro_batch, grad_accum=grad_accum)
+    tree = {"mesh": mesh, "sharding": "parameters" if mesh.dp_shard > 1 else "none"} | fields
+    return Plan.model_validate(tree | {"micro_batch": micro_batch, "grad_accum": grad_accum})
 
 
 def sail_to(recipe: Recipe, plan: Plan, folder: Path) -> RunDirectory:
-    """Train `recipe` under `plan` in forked ranks and return the run directory, which is new in `folder`."""
+    """Train `recipe` under `plan` in forked ranks and return the run directory, which is new in `folder`.
+
+    A rank with tp was seen to crash inside torch 2.13 once in several hundred runs, where DTensor wraps what gloo's
+    thread works on (docs/log.md). Such a run is made again, once, and said so.
+    """
+    try:
+        return _sail_once(recipe, plan, folder)
+    except AssertionError as error:
+        if plan.mesh.tp == 1 or CRASH not in str(error):
+            raise
+        warnings.warn(f"a rank crashed inside torch; once more: {plan}", stacklevel=2)
+        return _sail_once(recipe, plan, folder)
+
+
+def _sail_once(recipe: Recipe, plan: Plan, folder: Path) -> RunDirectory:
     run = create_run(folder / str(len(list(folder.iterdir()))), recipe, plan)
     codes = run_ranks(plan.mesh.world_size, _worker, run.path, folder.parent / "cache")
     assert codes == [0] * plan.mesh.world_size, run.events(0).read_text()
@@ -45,9 +63,13 @@ def sail_to(recipe: Recipe, plan: Plan, folder: Path) -> RunDirectory:
 
 def sail(recipe: Recipe, plan: Plan, folder: Path) -> Trajectory:
     """Train `recipe` under `plan` in forked ranks and return its trajectory."""
-    run = sail_to(recipe, plan, folder)
+    return trajectory_of(sail_to(recipe, plan, folder))
+
+
+def trajectory_of(run: RunDirectory) -> Trajectory:
+    """Return the trajectory of a run that went to its end."""
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(1, recipe.train.steps + 1))
+    assert [line["step"] for line in lines] == list(range(1, run.read_recipe().train.steps + 1))
     weights = load_file(run.model / "model.safetensors")
     return Trajectory([line["loss"] for line in lines], [line["grad_norm"] for line in lines], weights)
 
@@ -62,6 +84,15 @@ def assert_same_course(course: Trajectory, reference: Trajectory, tolerance: flo
     for name, theirs in reference.weights.items():
         difference = (course.weights[name] - theirs).norm() / theirs.norm().clamp(min=1e-12)
         assert difference <= tolerance, f"{name} is off by {difference:.2e}"
+
+
+def differences(course: Trajectory, reference: Trajectory) -> tuple[float, float, float]:
+    """Return the largest relative difference of loss, of gradient norm, and of a final weight tensor in norm."""
+    assert course.weights.keys() == reference.weights.keys()
+    pairs = zip(course.losses, reference.losses, strict=True), zip(course.norms, reference.norms, strict=True)
+    loss, norm = (max(abs(ours - theirs) / abs(theirs) for ours, theirs in each) for each in pairs)
+    weights = [(course.weights[name] - each).norm() / each.norm() for name, each in reference.weights.items()]
+    return loss, norm, float(max(weights))
 
 
 def _worker(path: Path, cache: Path) -> int:

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
@@ -32,14 +33,14 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
         pipes.append(ours)
         processes.append(process)
     try:
-        return _collect(pipes, timeout)
+        return _collect(pipes, processes, timeout)
     finally:
         for process in processes:
             process.kill()
             process.join()
 
 
-def _collect(pipes: list[Connection], timeout: float) -> list[Any]:
+def _collect(pipes: list[Connection], processes: list[Any], timeout: float) -> list[Any]:
     answers: dict[int, Any] = {}
     while left := [pipe for rank, pipe in enumerate(pipes) if rank not in answers]:
         ready = wait(left, timeout)
@@ -49,7 +50,8 @@ def _collect(pipes: list[Connection], timeout: float) -> list[Any]:
             try:
                 answers[rank], error = pipe.recv()
             except EOFError:
-                error = "died without a word"
+                processes[rank].join(1.0)
+                error = f"died without a word, exit code {processes[rank].exitcode}"
             assert error is None, f"rank {rank}: {error}"
     return [answers[rank] for rank in range(len(pipes))]
 
@@ -72,6 +74,9 @@ def _rank(
     except BaseException:
         pipe.send((None, traceback.format_exc()))
     finally:
+        parent = os.getppid()
+        while os.getppid() == parent:  # until it ends us: others may still need the store, which rank 0 holds
+            time.sleep(0.02)
         os._exit(0)  # pytest's own exit handlers belong to the parent
 
 

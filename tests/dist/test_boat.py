@@ -68,13 +68,38 @@ def by_boat(sharding: str, size: int) -> tuple[list[float], list[float], bool]:
 
 
 @pytest.mark.parametrize("size", [1, 4])
-@pytest.mark.parametrize("sharding", ["none", "parameters"])
+@pytest.mark.parametrize("sharding", ["none", "optimizer", "gradients", "parameters"])
 def test_two_ranks_follow_the_hand_written_loop(sharding: str, size: int) -> None:
     losses, norms = by_hand()
     for ours, our_norms, same_names in run_ranks(2, by_boat, sharding, size):
         assert ours == pytest.approx(losses, rel=1e-5)
         assert our_norms == pytest.approx(norms, rel=1e-5)
         assert same_names
+
+
+def half_frozen(sharding: str) -> list[float]:
+    """Return loss and gradient norm of a few steps in which the embedding and one layer stay as they are."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model, numbers = Net(), []
+    model.embed.requires_grad_(False)
+    model.layers[1].requires_grad_(False)
+    boat = trimaran.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), sharding=sharding)
+    for step in range(3):
+        for micro in boat.micro_batches(batch_of(step), size=2):
+            logits, targets = model(micro["tokens"]).flatten(0, 1), micro["targets"].flatten()
+            loss = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+            boat.backward(loss, num_tokens=int((targets >= 0).sum()))
+        result = boat.step()
+        numbers += [float(result.loss), float(result.grad_norm)]
+    return numbers
+
+
+@pytest.mark.parametrize("sharding", ["none", "optimizer", "gradients", "parameters"])
+def test_what_is_frozen_stays_out_of_the_norm_on_any_number_of_ranks(sharding: str) -> None:
+    (alone,) = run_ranks(1, half_frozen, "none")
+    for numbers in run_ranks(2, half_frozen, sharding):
+        assert numbers == pytest.approx(alone, rel=1e-5)
 
 
 def mistakes() -> list[str]:

@@ -15,7 +15,8 @@ from tests.ranks import run_ranks
 from trimaran.core import ModelSection, Plan, Recipe
 from trimaran.data import TokenShards, prepare, split
 from trimaran.data.loader import Loader, Share
-from trimaran.train.build import build_network, load_trained
+from trimaran.parallel import build_mesh
+from trimaran.train.build import build_networks, load_trained
 from trimaran.train.place import join, place_of
 
 PLANS = {
@@ -126,7 +127,7 @@ def test_the_ranks_really_count_different_tokens(harbour: Path) -> None:
 def names_under(recipe: Recipe, plan: Plan) -> list[tuple[str, tuple[int, ...]]]:
     place = place_of(os.environ)
     join(place)
-    network = build_network(recipe, plan, place)
+    (network,) = build_networks(recipe, plan, place, build_mesh(plan.mesh, device_type="cpu"))
     return [(name, tuple(each.shape)) for name, each in network.module.named_parameters()]
 
 

@@ -74,14 +74,23 @@ def test_bf16_follows_fp32_within_its_precision(folder: Path, degrees: dict[str,
     assert course.losses != fp32.losses
 
 
-def test_evaluation_and_samples_do_not_disturb_the_course(folder: Path) -> None:
-    plain = recipe_with()
-    busy = recipe_with(train={"evaluate": {"every": 2, "batches": 2}, "sample": {"tokens": 5}})
-    assert_same_course(
-        sail(busy, plan_for(busy, grad_accum=1, dp_shard=2), folder),
-        sail(plain, plan_for(plain, grad_accum=1, dp_shard=2), folder),
-        tolerance=0,
-    )
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"dp_shard": 2},
+        {"dp_shard": 2, "sharding": "optimizer"},
+        {"dp_shard": 2, "pp": 2},
+        {"pp": 2, "pipeline": {"schedule": "zero-bubble", "stages": (1, 1, 1, 1)}},
+        {"cp": 2, "sharding": "parameters", "offload": "parameters"},
+    ],
+    ids=str,
+)
+def test_evaluation_and_samples_do_not_disturb_the_course(folder: Path, fields: dict[str, object]) -> None:
+    shape = {"model": {"shape": SHAPE | {"layers": 4}}}
+    plain = recipe_with(**shape)
+    busy = recipe_with(train={"evaluate": {"every": 2, "batches": 2}, "sample": {"tokens": 5}}, **shape)
+    plan = plan_for(plain, grad_accum=2, **fields)
+    assert_same_course(sail(busy, plan, folder), sail(plain, plan, folder), tolerance=0)
 
 
 @pytest.mark.parametrize(("precision", "prompt"), [("fp32", "def f"), ("bf16", "")])

@@ -3,10 +3,12 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -14,9 +16,11 @@ from torch import Tensor
 from trimaran.core import UserError
 from trimaran.models import read_json
 from trimaran.nets import Network
+from trimaran.parallel.axes.pp import StageMap
 
 MAX_FILE_BYTES = 4 << 30
 MAX_CONFIG_BYTES = 10_000_000
+LABEL_BYTES = 4096
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 COMPANIONS = (
     "generation_config.json",
@@ -32,15 +36,21 @@ COMPANIONS = (
 
 
 def save_network(
-    network: Network, folder: Path, *, rank: int, origin: Path | None, beside: Callable[[Path], None]
+    networks: Sequence[Network],
+    folder: Path,
+    *,
+    rank: int,
+    stages: StageMap,
+    origin: Path | None,
+    beside: Callable[[Path], None],
 ) -> None:
     """Write the network to `folder` as safetensors with its config.json. Every rank calls it, rank 0 writes.
 
-    One parameter is gathered at a time, so rank 0 holds at most one file's worth. `beside` adds what else belongs into
-    the folder, which appears whole or not at all. What the model in `origin`, which this one was trained from, knows of
-    its tokens comes along.
+    `networks` are the stages of it that this rank holds, `stages` says who holds the others. One parameter is gathered
+    at a time, so rank 0 holds at most one file's worth. `beside` adds what else belongs into the folder, which appears
+    whole or not at all. What the model in `origin`, which this one was trained from, knows of its tokens comes along.
     """
-    tensors = network.disk_tensors()
+    tensors = _all_tensors(networks, stages, rank)
     if rank != 0:
         for _ in tensors:
             pass
@@ -49,7 +59,7 @@ def save_network(
     shutil.rmtree(draft, ignore_errors=True)
     try:
         draft.mkdir(parents=True)
-        config = network.disk_config() | (_token_ids(origin) if origin else {})
+        config = networks[0].disk_config() | (_token_ids(origin) if origin else {})
         _write_text(draft / "config.json", json.dumps(config, indent=2) + "\n")
         _write_weights(tensors, draft)
         beside(draft)
@@ -63,6 +73,48 @@ def save_network(
                         fix="make room and train again, or choose another disk: --run-dir DIR") from None  # fmt: skip
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def _all_tensors(networks: Sequence[Network], stages: StageMap, rank: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of every stage, in order, on rank 0, and on the others what they hold. All must take all."""
+    held = dict(zip(stages.here, networks, strict=True))
+    # Many ranks may hold a stage; those in rank 0's own pipeline send theirs to it.
+    speaks = dist.get_global_rank(stages.group, 0) == 0 and rank != 0
+    for stage, owner in enumerate(stages.owners):
+        if stage in held:
+            for name, tensor in held[stage].disk_tensors():
+                if speaks:
+                    _send(tensor, {"name": name, "shape": list(tensor.shape), "dtype": str(tensor.dtype)})
+                yield name, tensor
+            if speaks:
+                dist.send(_label({}), dst=0)
+        elif rank == 0:
+            yield from _received(dist.get_global_rank(stages.group, owner))
+
+
+def _send(tensor: Tensor, label: dict[str, Any]) -> None:
+    dist.send(_label(label), dst=0)
+    dist.send(tensor, dst=0)
+
+
+def _received(source: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that `source` sends, up to an empty label."""
+    while True:
+        letter = torch.empty(LABEL_BYTES, dtype=torch.uint8)
+        dist.recv(letter, src=source)
+        label = json.loads(letter.numpy().tobytes().rstrip(b"\0"))
+        if not label:
+            return
+        tensor = torch.empty(label["shape"], dtype=getattr(torch, label["dtype"].removeprefix("torch.")))
+        dist.recv(tensor, src=source)
+        yield label["name"], tensor
+
+
+def _label(label: dict[str, Any]) -> Tensor:
+    """Return the label as bytes of a fixed length. It travels as JSON: torch's object collectives would pickle it."""
+    letter, text = torch.zeros(LABEL_BYTES, dtype=torch.uint8), json.dumps(label).encode()
+    letter[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    return letter
 
 
 def _token_ids(origin: Path) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Trimaran for one's own loop: plain PyTorch becomes distributed and token-exact in about five changed lines."""
 
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +11,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from trimaran.core import Mesh, Plan, UserError
+from trimaran.core import Plan, UserError
 from trimaran.nets import Network
-from trimaran.parallel import apply_plan, build_mesh, gradient_sync
-from trimaran.train.loss import gradient_norm
+from trimaran.parallel import apply_plan, build_mesh, gradient_norm, gradient_sync
+from trimaran.parallel.apply import SHARDING
+from trimaran.parallel.batch_norm import BATCH_NORM, apply_batch_norm, batch_norm_warning
 from trimaran.train.place import TIMEOUT
 
 
@@ -32,7 +34,8 @@ class Boat:
     def __init__(self, model: nn.Module, optimizer: Optimizer, plan: Plan, device: torch.device) -> None:
         self.model, self.optimizer, self.plan, self.device = model, optimizer, plan, device
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self._set_sync = gradient_sync(model)
+        self._set_sync = gradient_sync(model, plan)
+        self._warned = False
         self._sums = torch.zeros(2, dtype=torch.float64, device=device)
 
     @property
@@ -52,24 +55,32 @@ class Boat:
             raise UserError("P040", f"a global batch of {rows} rows does not split into micro-batches of {size} on "
                             f"{self.world_size} rank(s)", where="micro_batches(batch, size=...)",
                             fix=f"use a global batch that is a multiple of {stride}, or a smaller size")  # fmt: skip
+        self._warn(rows // stride)
         for start in range(self.rank * size, rows, stride):
             self._set_sync(start + stride >= rows)
             yield tree_map(lambda each: each[start : start + size].to(self.device, non_blocking=True), batch)  # noqa: B023
 
+    def _warn(self, num_micro_batches: int) -> None:
+        """Say once what BatchNorm makes of steps like this one."""
+        warning = batch_norm_warning(self.model, num_ranks=self.world_size, num_micro_batches=num_micro_batches)
+        if warning is not None and not self._warned:
+            self._warned = True
+            warnings.warn(warning, stacklevel=3)
+
     def backward(self, loss: Tensor, *, num_tokens: int | Tensor) -> None:
         """Add the gradient of `loss`, which is summed over its `num_tokens` valid tokens and divided by nothing."""
         (loss * self.world_size).backward()  # the reduction averages over the ranks; this makes it a sum again
-        self._sums += torch.stack([loss.detach().double(), torch.as_tensor(num_tokens, device=self.device).double()])
+        self._sums[0].add_(loss.detach())
+        self._sums[1].add_(num_tokens)  # a plain number goes along with the kernel: the host does not wait
 
     def step(self, *, clip_norm: float = 0.0) -> StepResult:
         """Divide once by the valid tokens of all ranks, clip by the global norm, update, clear the gradients."""
         dist.all_reduce(self._sums)
         total, tokens = self._sums[0], self._sums[1].clamp(min=1)
-        parameters = [
-            each for group in self.optimizer.param_groups for each in group["params"] if each.grad is not None
-        ]
+        parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
         for each in parameters:
-            each.grad.div_(tokens)
+            if each.grad is not None:
+                each.grad.div_(tokens)
         norm = gradient_norm(parameters)
         if clip_norm:
             torch.nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm)
@@ -80,26 +91,32 @@ class Boat:
         return result
 
 
-def prepare(model: nn.Module, optimizer: Optimizer, *, sharding: str = "none") -> Boat:
+def prepare(model: nn.Module, optimizer: Optimizer, *, sharding: str = "none", batch_norm: str = "local") -> Boat:
     """Join the ranks that torchrun started (or stay alone), split `model` over them in place, and return the boat.
 
-    `sharding` is `none` (every rank holds the model: DDP) or `parameters` (each holds a slice: FSDP2). All ranks start
-    from rank 0's weights. Parameter names do not change, and `optimizer` follows its parameters.
+    `sharding` is `none` (every rank holds all: DDP), or what each rank holds only a slice of: `optimizer` states
+    (ZeRO-1), `gradients` as well (ZeRO-2), or the `parameters` too (ZeRO-3), all by FSDP2. `batch_norm` says whose
+    statistics BatchNorm takes: its rank's (`local`), those of all ranks (`sync`), or the running ones, which then stay
+    as they are (`frozen`). All ranks start from rank 0's weights. Parameter names do not change, and `optimizer`
+    follows its parameters.
     """
-    if sharding not in ("none", "parameters"):
+    if sharding not in SHARDING:
         raise UserError("P041", f"sharding={sharding!r} is not a way to split a model", where="prepare(sharding=...)",
-                        fix="use 'none' (DDP) or 'parameters' (FSDP2)")  # fmt: skip
+                        fix="use 'none' (DDP), or 'optimizer', 'gradients' or 'parameters' (ZeRO 1, 2, 3)")  # fmt: skip
+    if batch_norm not in BATCH_NORM:
+        raise UserError("P042", f"batch_norm={batch_norm!r} is not a way to normalise", where="prepare(batch_norm=...)",
+                        fix="use 'local', 'sync' or 'frozen'")  # fmt: skip
     device = _join()
     world_size = dist.get_world_size()
-    split = {"dp_shard": world_size} if sharding == "parameters" else {"dp_replicate": world_size}
-    plan = Plan(mesh=Mesh(**split), sharding=sharding)
+    split = {"dp_replicate": world_size} if sharding == "none" else {"dp_shard": world_size}
+    plan = Plan.model_validate({"mesh": split, "sharding": sharding})
     model.to(device)
     for tensor in model.state_dict().values():
         dist.broadcast(tensor, src=0)
+    ranks = build_mesh(plan.mesh, device_type=device.type)
+    apply_batch_norm(model, batch_norm, ranks.data.get_group(), device)
     names = {id(each): name for name, each in model.named_parameters()}
-    apply_plan(
-        Network(module=model, blocks=_blocks(model), spec=None), plan, build_mesh(plan.mesh, device_type=device.type)
-    )
+    apply_plan(Network(module=model, blocks=_blocks(model), spec=None), plan, ranks)
     _follow(optimizer, names, dict(model.named_parameters()))
     return Boat(model, optimizer, plan, device)
 

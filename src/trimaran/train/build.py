@@ -1,46 +1,61 @@
 """Networks: built for training as a plan says, or read back to be used."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from trimaran.core import ModelSection, Plan, Recipe, UserError
-from trimaran.models import model_folder, spec_of, weight_files
+from trimaran.models import model_folder, module_names, refuse_unmatched, spec_of, weight_files
+from trimaran.models.stages import stage_ranges, stages_of_rank
 from trimaran.nets import Network, decoder_network, initialise, load_hf_weights
-from trimaran.parallel import apply_plan, build_mesh
+from trimaran.parallel import RankMesh, apply_plan, override_precision
 from trimaran.train.place import Place
 
 
-def build_network(recipe: Recipe, plan: Plan, place: Place) -> Network:
-    """Return the recipe's network, split as the plan says, with the weights that every plan starts from.
+def build_networks(recipe: Recipe, plan: Plan, place: Place, ranks: RankMesh) -> tuple[Network, ...]:
+    """Return the stages of the recipe's network that are this rank's, split as the plan says; without a pipeline, one.
 
-    The decoder is built without memory, split, and filled in shard by shard: no rank ever holds more than its part.
-    A Hugging Face model is read whole by every rank before it is split.
+    They have the weights that every plan starts from. A network is built without memory, split, and filled in shard by
+    shard: no rank ever holds more than its part.
     """
-    mesh = build_mesh(plan.mesh, device_type=place.device.type)
     if recipe.model.family == "hf":
-        network = _hf_network(recipe.model, recipe.model.path, recipe.train.seed)
+        network, fill = _hf_draft(recipe.model, recipe.train.seed)
         _refuse_long(network, recipe.data.seq_len)
-        apply_plan(network, plan, mesh)
-        network.module.to(place.device)
-        return network
+        refuse_unmatched(recipe.train.precision, [name for name, _ in network.module.named_modules() if name])
+        override_precision(network, recipe.train.precision, place.device)
+        apply_plan(network, plan, ranks)
+        fill(network.module, _first_device(plan, place))
+        return (network,)
     spec = spec_of(recipe.model)
     assert spec is not None, "only a foreign Hugging Face architecture has no spec"
+    refuse_unmatched(recipe.train.precision, module_names(spec))
+    ranges = stage_ranges(spec, plan, seq_len=recipe.data.seq_len)
     with torch.device("meta"):
-        network = decoder_network(spec)
-    apply_plan(network, plan, mesh)
-    network.module.to_empty(device=place.device)
-    if recipe.model.path and weight_files(model_folder(recipe.model.path)):
-        load_hf_weights(network.module, model_folder(recipe.model.path))
-    else:
-        initialise(network.module, seed=recipe.train.seed, spec=spec)
-    return network
+        here = stages_of_rank(plan, ranks.rank("pp"), len(ranges))
+        networks = tuple(decoder_network(spec, ranges[stage]) for stage in here)
+    for network in networks:
+        override_precision(network, recipe.train.precision, place.device)
+        apply_plan(network, plan, ranks)
+        network.module.to_empty(device=_first_device(plan, place))
+        if recipe.model.path and weight_files(model_folder(recipe.model.path)):
+            load_hf_weights(network.module, model_folder(recipe.model.path))
+        else:
+            initialise(network.module, seed=recipe.train.seed, spec=spec)
+    return networks
+
+
+def _first_device(plan: Plan, place: Place) -> torch.device:
+    """Return where the weights are filled in: where they stay, and for DeepSpeed, which takes them whole, the host."""
+    on_host = plan.engine == "deepspeed" or plan.offload == "parameters"
+    return torch.device("cpu") if on_host else place.device
 
 
 def load_trained(section: ModelSection, folder: Path) -> Network:
     """Return the network whose weights a run left in `folder`, whole, on this machine's first device."""
     if section.family == "hf":
-        network = _hf_network(section, str(folder), 0)
+        network = _hf_whole(section, folder)
     else:
         trained = ModelSection(family="decoder", path=str(folder))
         spec = spec_of(trained)
@@ -58,9 +73,19 @@ def _refuse_long(network: Network, seq_len: int) -> None:
                         where="data.seq_len", fix=f"set data.seq_len to {network.longest} or less")  # fmt: skip
 
 
-def _hf_network(section: ModelSection, path: str | None, seed: int) -> Network:
-    from trimaran.nets.hf import hf_network, load_hf_model  # noqa: PLC0415  transformers takes seconds to import
+def _hf_draft(section: ModelSection, seed: int) -> tuple[Network, Callable[[nn.Module, torch.device], None]]:
+    """Return a Hugging Face model to be split, and what fills it afterwards."""
+    from trimaran.nets.hf import hf_network  # noqa: PLC0415  transformers takes seconds to import
+    from trimaran.nets.hf_build import open_hf_model  # noqa: PLC0415
 
-    assert path is not None, "a section without a path has no spec to plan with"
-    module = load_hf_model(Path(path), trust_remote_code=section.trust_remote_code, seed=seed)
+    assert section.path is not None, "a section without a path has no spec to plan with"
+    path = Path(section.path)
+    module, fill = open_hf_model(path, trust_remote_code=section.trust_remote_code, seed=seed)
+    return hf_network(module, spec_of(section)), fill
+
+
+def _hf_whole(section: ModelSection, folder: Path) -> Network:
+    from trimaran.nets.hf import hf_network, load_hf_model  # noqa: PLC0415
+
+    module = load_hf_model(folder, trust_remote_code=section.trust_remote_code, seed=0)
     return hf_network(module, spec_of(section))

@@ -1,12 +1,36 @@
 """Where the time of a step goes, without stopping the device to look."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
 
 Reading = Callable[[], dict[str, float]]
+
+
+class Stopwatch:
+    """Time inside a lap, by phase, where the phases take turns too often to be laps. Read it as late as the clock."""
+
+    def __init__(self, mark: Callable[[], object], between: Callable[..., float]) -> None:
+        self._mark, self._between = mark, between
+        self._spans: list[tuple[str, object, object]] = []
+
+    @contextmanager
+    def run(self, phase: str) -> Iterator[None]:
+        start = self._mark()
+        yield
+        self._spans.append((phase, start, self._mark()))
+
+    def phases(self) -> dict[str, float]:
+        phases: dict[str, float] = {}
+        for phase, start, end in self._spans:
+            phases[phase] = phases.get(phase, 0.0) + self._between(start, end)
+        return phases
+
+
+Mark = tuple[str, object, Stopwatch | None]  # the end of a lap: its phase, when, and what was seen inside of it
 
 
 class Clock:
@@ -25,18 +49,33 @@ class Clock:
 
     def restart(self) -> None:
         """Forget the time since the last lap: it belongs to no step."""
-        self._marks: list[tuple[str, object]] = [("", self._mark())]
+        self._marks: list[Mark] = [("", self._mark(), None)]
 
     def lap(self, phase: str) -> None:
-        self._marks.append((phase, self._mark()))
+        self._marks.append((phase, self._mark(), None))
+
+    def stopwatch(self) -> Stopwatch:
+        """Return a watch for the lap that runs now; end the lap with `split`."""
+        return Stopwatch(self._mark, self._between)
+
+    def split(self, watch: Stopwatch, *, rest: str) -> Callable[[], float]:
+        """End the running lap: each phase gets what the watch saw of it, and `rest` the rest, whose seconds return."""
+        start, end = self._marks[-1][1], self._mark()
+        self._marks.append((rest, end, watch))
+        return lambda: self._between(start, end) - sum(watch.phases().values())
 
     def read(self) -> Reading:
-        marks, self._marks = self._marks, [("", self._marks[-1][1])]
+        marks = self._marks
+        self._marks = [("", marks[-1][1], None)]
 
         def seconds() -> dict[str, float]:
             phases: dict[str, float] = {}
-            for (_, start), (phase, end) in pairwise(marks):
-                phases[phase] = phases.get(phase, 0.0) + self._between(start, end)
+            for (_, start, _), (phase, end, watch) in pairwise(marks):
+                left = self._between(start, end)
+                for seen, part in (watch.phases() if watch else {}).items():
+                    phases[seen] = phases.get(seen, 0.0) + part
+                    left -= part
+                phases[phase] = phases.get(phase, 0.0) + left
             return phases
 
         return seconds

@@ -4,13 +4,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from trimaran.core import Plan, Recipe
+from trimaran.core import Recipe
 from trimaran.data.loader import Loader, Share
 from trimaran.data.sequences import Sequences
 from trimaran.telemetry import Journal
-from trimaran.train.stepper import PlainStepper
+from trimaran.train.stepper import Stepper
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,13 +17,12 @@ class Evaluator:
     """Measures the mean loss over a fixed set of held-out sequences."""
 
     recipe: Recipe
-    plan: Plan
     sequences: Sequences
     share: Share
-    stepper: PlainStepper
-    module: nn.Module
+    stepper: Stepper
     journal: Journal
     device: torch.device
+    counts_samples: bool
 
     @torch.no_grad()
     def run(self, *, step: int) -> float | None:
@@ -32,16 +30,15 @@ class Evaluator:
         batches = self.recipe.train.evaluate.batches
         if not batches or not len(self.sequences):
             return None
-        self.module.eval()
+        self.stepper.set_training(False)
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         with Loader(self.sequences, seed=self.recipe.train.seed, share=self.share, steps=batches) as loader:
             for host_batch in loader:
                 batch = host_batch.to(self.device)
-                for index in range(self.plan.grad_accum):
-                    sums[0] += self.stepper.losses(batch, index)[0]
-                sums[1] += batch.num_valid
+                sums[0] += self.stepper.evaluate(batch)
+                sums[1] += batch.num_valid * self.counts_samples
         dist.all_reduce(sums)
-        self.module.train()
+        self.stepper.set_training(True)
         total, tokens = sums.tolist()
         loss = total / max(1, tokens)
         self.journal.event("evaluation", step=step, loss=loss, tokens=round(tokens))

@@ -1,17 +1,27 @@
 """Text from a trained network."""
 
 import json
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from trimaran.data.tokenizer import Tokenizer, open_tokenizer
-from trimaran.nets import Network
 from trimaran.telemetry import RunDirectory
 from trimaran.train.build import load_trained
 
 TOKENIZER = "trimaran-tokenizer.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Voice:
+    """What speaks: the scores of the next token after at most `longest` ids, which live on `device`."""
+
+    scores: Callable[[Tensor], Tensor]
+    longest: int
+    device: torch.device
 
 
 def generate_from_run(run: RunDirectory, prompt: str, *, tokens: int, temperature: float, seed: int) -> str:
@@ -19,14 +29,17 @@ def generate_from_run(run: RunDirectory, prompt: str, *, tokens: int, temperatur
     recipe = run.read_recipe()
     tokenizer = open_tokenizer(json.loads((run.model / TOKENIZER).read_text(encoding="utf-8")), run.model)
     network = load_trained(recipe.model, run.model)
-    return write(network, tokenizer, prompt, tokens=tokens, temperature=temperature, seed=seed)
+    device = next(network.module.parameters()).device
+    voice = Voice(lambda ids: network.forward(ids[None])[0][0, -1].float().cpu(), network.longest, device)
+    network.module.eval()
+    return write(voice, tokenizer, prompt, tokens=tokens, temperature=temperature, seed=seed)
 
 
-def write(network: Network, tokenizer: Tokenizer, prompt: str, *, tokens: int, temperature: float, seed: int) -> str:
-    """Return `prompt` continued by the network; an empty one continues the end of a document, which starts the next."""
+def write(voice: Voice, tokenizer: Tokenizer, prompt: str, *, tokens: int, temperature: float, seed: int) -> str:
+    """Return `prompt` continued; an empty one continues the end of a document, which starts the next."""
     start = tokenizer.encode(prompt).tolist() or [tokenizer.end_id]
-    ids = torch.tensor(start, device=next(network.module.parameters()).device)
-    return tokenizer.decode(generate(network, ids, tokens=tokens, temperature=temperature, seed=seed).tolist())
+    ids = torch.tensor(start, device=voice.device)
+    return tokenizer.decode(generate(voice, ids, tokens=tokens, temperature=temperature, seed=seed).tolist())
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
@@ -37,23 +50,19 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 @torch.no_grad()
 @torch.compiler.set_stance("force_eager")  # every token makes the sequence longer: a new shape, a new compilation
-def generate(network: Network, prompt: Tensor, *, tokens: int, temperature: float, seed: int) -> Tensor:
+def generate(voice: Voice, prompt: Tensor, *, tokens: int, temperature: float, seed: int) -> Tensor:
     """Return the ids of `prompt` ([length]) continued by `tokens` more; temperature 0 takes the likeliest.
 
     The draw comes from a generator of its own on the CPU, so every rank of a sharded network draws the same token.
     The window slides when the text outgrows the network's longest sequence.
     """
     draw = torch.Generator().manual_seed(seed)
-    was_training = network.module.training
-    network.module.eval()
     ids = prompt
     for _ in range(tokens):
-        logits, _ = network.forward(ids[None, -network.longest :])
-        scores = logits[0, -1].float().cpu()
+        scores = voice.scores(ids[-voice.longest :])
         if temperature:
             token = torch.multinomial(torch.softmax(scores / temperature, dim=-1), 1, generator=draw)
         else:
             token = scores.argmax(keepdim=True)
         ids = torch.cat([ids, token.to(ids.device)])
-    network.module.train(was_training)
     return ids

@@ -7,16 +7,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from trimaran.core import PHASES, Plan, Recipe, StepMetrics
 from trimaran.data.loader import Loader
 from trimaran.telemetry import Journal
 from trimaran.train.clock import Clock, Reading
 from trimaran.train.evaluate import Evaluator
-from trimaran.train.loss import gradient_norm
 from trimaran.train.schedule import learning_rate
-from trimaran.train.stepper import PlainStepper
+from trimaran.train.stepper import Details, Stepper
 from trimaran.train.stop import StopWish
 
 log = logging.getLogger(__name__)
@@ -30,6 +28,7 @@ class Pending:
     lr: float
     numbers: Tensor
     reading: Reading
+    details: Details
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,8 +39,7 @@ class Trainer:
     plan: Plan
     device: torch.device
     loader: Loader
-    stepper: PlainStepper
-    optimizer: Optimizer
+    stepper: Stepper
     evaluator: Evaluator
     journal: Journal
     clock: Clock
@@ -56,13 +54,16 @@ class Trainer:
             batch = host_batch.to(self.device)
             self.clock.lap("data")
             numbers = self.stepper.step(batch, stop=bool(self.stop))
-            lr, norm = self.update(batch.step)
+            lr = learning_rate(batch.step, self.recipe.train)
+            norm = self.stepper.update(lr)
             numbers = torch.cat([numbers, norm.reshape(1)]).to("cpu", non_blocking=True)
             self.clock.lap("optimizer")
-            previous, pending = pending, Pending(step=batch.step + 1, lr=lr, numbers=numbers, reading=self.clock.read())
             done = batch.step + 1
-            # The step before is read only now, so that the device never waits for the host.
-            if previous is not None and self.report(previous):
+            now = Pending(step=done, lr=lr, numbers=numbers, reading=self.clock.read(), details=self.stepper.details())
+            previous, pending = pending, now
+            # The step before is read only now, so that the device never waits for the host. Replicas that train alone
+            # stop where they meet: only then are the weights those of all of them.
+            if previous is not None and self.report(previous) and done % self.plan.comm.local_steps == 0:
                 break
             if every and done % every == 0 and done < self.recipe.train.steps:
                 self.evaluator.run(step=done)
@@ -70,21 +71,6 @@ class Trainer:
         if pending is not None:
             self.report(pending)
         return done
-
-    def update(self, step: int) -> tuple[float, Tensor]:
-        """Clip by the global norm, move the weights, clear the gradients; return (learning rate, norm before)."""
-        train = self.recipe.train
-        parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
-        norm = gradient_norm(parameters)
-        self.clock.lap("comm")
-        if train.clip_norm:
-            torch.nn.utils.clip_grads_with_norm_(parameters, train.clip_norm, norm)
-        lr = learning_rate(step, train)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return lr, norm
 
     def report(self, pending: Pending) -> bool:
         """Write the step's metrics; return whether any rank wished to stop then."""
@@ -101,11 +87,11 @@ class Trainer:
             tokens=round(tokens),
             samples=self.plan.global_batch,
             step_seconds=seconds,
-            tokens_per_second=tokens / seconds,
             mfu=prediction.flops_per_step / (seconds * peak) if prediction and peak else 0.0,
             peak_bytes=peak_bytes(self.device),
             phases=phases,
             time=time.time(),
+            details=pending.details(),
         )
         self.journal.step(metrics)
         log.info("step %d  loss %.4f  %.0f tokens/s", metrics.step, loss, metrics.tokens_per_second)

@@ -18,7 +18,7 @@ from trimaran.core import EXIT_DONE, EXIT_USER, Plan, Recipe, UserError
 from trimaran.models import model_folder
 from trimaran.telemetry import Journal, RunDirectory, create_run
 from trimaran.train.assemble import Crew, build_crew
-from trimaran.train.generate import save_tokenizer, write
+from trimaran.train.generate import Voice, save_tokenizer, write
 from trimaran.train.place import Place, join
 
 
@@ -86,9 +86,10 @@ def _work(run: RunDirectory, place: Place, journal: Journal, cache: Path) -> Non
 def _save(crew: Crew, run: RunDirectory, journal: Journal, place: Place, step: int) -> None:
     saving, origin = time.monotonic(), crew.trainer.recipe.model.path
     save_network(
-        crew.network,
+        crew.networks,
         run.model,
         rank=place.rank,
+        stages=crew.stages,
         origin=model_folder(origin) if origin else None,
         beside=partial(save_tokenizer, crew.shards.tokenizer),
     )
@@ -100,8 +101,10 @@ def _write_sample(crew: Crew, journal: Journal, place: Place, step: int) -> None
     ask = crew.trainer.recipe.train.sample
     if not ask.tokens:
         return
+    stepper = crew.trainer.stepper
+    stepper.set_training(False)
     text = write(
-        crew.network,
+        Voice(stepper.scores, crew.networks[0].longest, place.device),
         crew.shards.tokenizer,
         ask.prompt,
         tokens=ask.tokens,

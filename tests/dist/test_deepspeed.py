@@ -1,0 +1,248 @@
+"""DeepSpeed trains the same trajectory as one plain process, and what it cannot start is told."""
+
+import importlib
+import importlib.abc
+import json
+import math
+import os
+import sys
+from functools import lru_cache
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.parity import Trajectory, assert_same_course, sail, sail_to
+from tests.ranks import run_ranks
+from trimaran.core import Mesh, ModelSection, Plan, Recipe, UserError
+from trimaran.data.loader import StepBatch
+from trimaran.parallel import build_mesh
+from trimaran.telemetry import RunDirectory, create_run
+from trimaran.train.assemble import build_stepper
+from trimaran.train.build import build_networks
+from trimaran.train.clock import Clock
+from trimaran.train.deepspeed import load_deepspeed
+from trimaran.train.place import join, place_of
+from trimaran.train.worker import run_worker
+
+# Wide enough that ZeRO-3 splits some matrices (from 10,000 elements) and leaves the others whole.
+SHAPE = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn": 192}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def deepspeed() -> None:
+    """Import the package once for all ranks that are forked from here, with what it would import in each of them."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    pytest.importorskip("deepspeed", reason="needs the extra: pip install trimaran[deepspeed]")
+    for late in ("stage3", "muon.muon_optimizer"):
+        importlib.import_module(f"deepspeed.runtime.zero.{late}")
+
+
+@pytest.fixture(scope="module")
+def harbour(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with documents of very uneven length, so that every rank and micro-batch counts different tokens."""
+    folder = tmp_path_factory.mktemp("deepspeed")
+    with (folder / "uneven.jsonl").open("w") as file:
+        for number in range(900):
+            file.write(json.dumps({"text": f"{number} " * (1 + number * number % 23)}) + "\n")
+    (folder / "runs").mkdir()
+    return folder
+
+
+def recipe_for(harbour: Path, preset: str = "tiny", **train: object) -> Recipe:
+    data = {"source": "jsonl", "path": str(harbour / "uneven.jsonl"), "seq_len": 32, "isolate_documents": True}
+    settings = {"steps": 10, "global_batch": 12, "lr": 3e-3, "seed": 3, "schedule": {"warmup_steps": 2}}
+    settings |= {"evaluate": {"batches": 0}, "sample": {"tokens": 0}}
+    return Recipe.model_validate({"model": {"preset": preset, "shape": SHAPE}, "data": data, "train": settings | train})
+
+
+def plan_for(sharding: str, *, world: int = 2, offload: str = "none", precision: str = "fp32") -> Plan:
+    mesh = Mesh(dp_replicate=world) if sharding == "none" else Mesh(dp_shard=world)
+    return Plan.model_validate(
+        {
+            "mesh": mesh,
+            "sharding": sharding,
+            "offload": offload,
+            "precision": precision,
+            "micro_batch": 6 // world,
+            "grad_accum": 2,
+            "engine": "deepspeed",
+        }
+    )
+
+
+@lru_cache
+def reference(harbour: Path, preset: str = "tiny") -> Trajectory:
+    return sail(recipe_for(harbour, preset), Plan(micro_batch=12), harbour / "runs")
+
+
+def told(run: RunDirectory, kind: str) -> dict[str, Any]:
+    events = [json.loads(line) for line in run.events(0).read_text().splitlines()]
+    return next(event["data"] for event in events if event["kind"] == kind)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "offload", "recompute"),
+    [
+        ("none", "none", "none"),
+        ("optimizer", "none", "none"),
+        ("gradients", "none", "none"),
+        ("parameters", "none", "none"),
+        ("parameters", "none", "full"),
+        ("gradients", "optimizer", "none"),
+        ("parameters", "parameters", "none"),
+    ],
+)
+def test_every_stage_trains_the_same_trajectory(harbour: Path, sharding: str, offload: str, recompute: str) -> None:
+    plan = plan_for(sharding, offload=offload).model_copy(update={"recompute": recompute})
+    course = sail(recipe_for(harbour), plan, harbour / "runs")
+    assert_same_course(course, reference(harbour))
+    assert course.losses[-1] < 0.9 * course.losses[0], "a trajectory that goes nowhere proves nothing"
+
+
+def test_experts_train_the_same_trajectory_with_parameters_sharded(harbour: Path) -> None:
+    course = sail(recipe_for(harbour, "tiny-moe"), plan_for("parameters"), harbour / "runs")
+    assert_same_course(course, reference(harbour, "tiny-moe"))
+
+
+def test_the_metrics_say_the_same(harbour: Path) -> None:
+    recipe = recipe_for(harbour, "tiny-moe", steps=2)
+    runs = [sail_to(recipe, plan, harbour / "runs") for plan in (Plan(micro_batch=12), plan_for("optimizer"))]
+    plain, sharded = (json.loads(run.metrics.read_text().splitlines()[-1]) for run in runs)
+    assert sharded.keys() == plain.keys()
+    for name in ("step", "loss", "grad_norm", "lr", "tokens", "samples", "router"):
+        assert sharded[name] == pytest.approx(plain[name], rel=1e-5), name
+    assert all(sharded["phases"][phase] > 0 for phase in ("data", "forward", "backward", "comm", "optimizer"))
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 1e-2), ("fp16", 2e-3)])
+def test_half_precision_stays_close(harbour: Path, precision: str, tolerance: float) -> None:
+    run = sail_to(recipe_for(harbour), plan_for("gradients", precision=precision), harbour / "runs")
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    assert [line["loss"] for line in lines] == pytest.approx(reference(harbour).losses, rel=tolerance)
+    assert [line.get("loss_scale") for line in lines] == [65536.0 if precision == "fp16" else None] * 10
+
+
+def test_every_precision_starts_from_the_same_weights(harbour: Path) -> None:
+    """Steps this short move no weight. Three ranks, so that parts have to be filled up."""
+    recipe = recipe_for(harbour, steps=1, lr=1e-14)
+    first = sail(recipe, Plan(micro_batch=12), harbour / "runs").weights
+    for sharding in ("gradients", "parameters"):
+        weights = sail(recipe, plan_for(sharding, world=3, precision="bf16"), harbour / "runs").weights
+        assert weights.keys() == first.keys()
+        assert all(torch.equal(weights[name], first[name]) for name in first)
+
+
+def test_the_network_evaluates_and_writes_as_without_deepspeed(harbour: Path) -> None:
+    recipe = recipe_for(harbour, steps=3, evaluate={"batches": 2}, sample={"tokens": 8, "temperature": 0})
+    plain, sharded = (
+        sail_to(recipe, plan, harbour / "runs") for plan in (Plan(micro_batch=12), plan_for("parameters"))
+    )
+    assert told(sharded, "evaluation")["loss"] == pytest.approx(told(plain, "evaluation")["loss"], rel=1e-5)
+    assert told(sharded, "sample")["text"] == told(plain, "sample")["text"]
+
+
+def test_a_hugging_face_model_trains_the_same_trajectory(harbour: Path, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    sizes = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    LlamaForCausalLM(LlamaConfig(**sizes, **heads)).save_pretrained(tmp_path)
+    recipe = recipe_for(harbour).model_copy(update={"model": ModelSection(family="hf", path=str(tmp_path))})
+    course = sail(recipe, plan_for("parameters"), harbour / "runs")
+    assert_same_course(course, sail(recipe, Plan(micro_batch=12), harbour / "runs"))
+    assert course.weights.keys() == load_file(tmp_path / "model.safetensors").keys()
+
+
+def held(recipe: Recipe, plan: Plan) -> tuple[list[str], int]:
+    """Return the parameters' names and how many elements of the large ones this rank holds between two steps."""
+    place = place_of(os.environ)
+    join(place)
+    ranks = build_mesh(plan.mesh, device_type="cpu")
+    networks = build_networks(recipe, plan, place, ranks)
+    build_stepper(networks, recipe.train, plan, ranks, Clock(place.device))
+    parameters = dict(networks[0].module.named_parameters())
+    split = [each for each in parameters.values() if getattr(each, "ds_numel", 0) > 10_000]
+    return list(parameters), sum(each.numel() + each.ds_tensor.numel() for each in split)
+
+
+def test_parameters_keep_their_names_and_each_rank_holds_half(harbour: Path) -> None:
+    recipe = recipe_for(harbour)
+    whole = {name: each.numel() for name, each in reference(harbour).weights.items()}
+    large = sum(size for size in whole.values() if size > 10_000)
+    for names, elements in run_ranks(2, held, recipe, plan_for("parameters")):
+        assert {name if name.startswith("lm_head") else f"model.{name}" for name in names} == whole.keys()
+        assert elements == large // 2
+
+
+def step_with_logits_times(recipe: Recipe, plan: Plan, factor: float) -> tuple[float, bool]:
+    """Return the norm of a step whose logits are multiplied by `factor`, and whether it moved the weights."""
+    place = place_of(os.environ)
+    join(place)
+    ranks = build_mesh(plan.mesh, device_type="cpu")
+    networks = build_networks(recipe, plan, place, ranks)
+    stepper = build_stepper(networks, recipe.train, plan, ranks, Clock(place.device))
+    networks[0].module.register_forward_hook(lambda module, given, out: (out[0] * factor, out[1]))
+    before = [tensor for _, tensor in networks[0].disk_tensors()]
+    tokens = torch.arange(2 * 6 * 32).view(2, 6, 32) % 100
+    stepper.step(StepBatch(0, tokens, tokens, None, tokens.numel(), ()), stop=False)
+    norm = stepper.update(1e-3).item()
+    after = [tensor for _, tensor in networks[0].disk_tensors()]
+    return norm, not all(map(torch.equal, before, after))
+
+
+@pytest.mark.parametrize(
+    ("sharding", "precision"), [("optimizer", "bf16"), ("gradients", "fp32"), ("parameters", "bf16")]
+)
+def test_a_step_that_is_not_finite_moves_nothing(harbour: Path, sharding: str, precision: str) -> None:
+    plan = plan_for(sharding, world=1, precision=precision)
+    for factor in (1.0, math.nan):
+        ((norm, moved),) = run_ranks(1, step_with_logits_times, recipe_for(harbour), plan, factor)
+        assert moved == math.isfinite(norm) == math.isfinite(factor)
+
+
+class Blocker(importlib.abc.MetaPathFinder):
+    """An environment without DeepSpeed."""
+
+    def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
+        if name.partition(".")[0] == "deepspeed":
+            raise ModuleNotFoundError("No module named 'deepspeed'", name=name)
+        return None
+
+
+def forget_deepspeed() -> None:
+    for name in [each for each in sys.modules if each.partition(".")[0] == "deepspeed"]:
+        del sys.modules[name]
+
+
+def work_without_deepspeed(path: Path, cache: Path) -> int:
+    forget_deepspeed()
+    sys.meta_path.insert(0, Blocker())
+    return run_worker(RunDirectory(path), place_of(os.environ), cache=cache)
+
+
+def test_a_missing_package_is_told_with_the_way_to_install_it(harbour: Path, tmp_path: Path) -> None:
+    run = create_run(tmp_path / "run", recipe_for(harbour), plan_for("optimizer", world=1))
+    assert run_ranks(1, work_without_deepspeed, run.path, harbour / "cache") == [2]
+    error = told(run, "error")
+    assert (error["code"], error["where"]) == ("P037", "plan.engine")
+    assert "pip install 'trimaran[deepspeed]'" in error["fix"]
+
+
+def code_for(accelerator: str) -> str:
+    forget_deepspeed()
+    os.environ["DS_ACCELERATOR"] = accelerator
+    with pytest.raises(UserError) as caught:
+        load_deepspeed("cpu")
+    return str(caught.value)
+
+
+def test_another_device_than_the_runs_is_refused() -> None:
+    with pytest.raises(UserError, match="P038: DeepSpeed has chosen to compute on cpu, and this run computes on cuda"):
+        load_deepspeed("cuda")
+    (told,) = run_ranks(1, code_for, "abacus")
+    assert told.startswith("P038")
+    assert "DS_ACCELERATOR=cpu" in told

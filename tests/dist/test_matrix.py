@@ -1,0 +1,78 @@
+"""The parity matrix: every axis alone, and products of axes, train what one process trains (law 2).
+
+The whole matrix is `make matrix`; here run all cases on up to four ranks, and the product of three axes on eight.
+"""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.matrix import Case, cases, recipe_for, reference, run, write_documents
+from tests.parity import assert_same_course
+from tests.ranks import run_ranks
+from trimaran.core import Mesh, Plan, Recipe
+from trimaran.hardware import parse_cluster
+from trimaran.models import spec_of
+from trimaran.nets import Decoder, initialise
+from trimaran.nets.hf_weights import whole
+from trimaran.parallel import build_mesh
+from trimaran.planner import check_plan
+from trimaran.train.build import build_networks
+from trimaran.train.place import join, place_of
+
+EVERY = cases()
+THREE_AXES = Mesh(dp_shard=2, tp=2, pp=2)
+CHOSEN = [case for case in EVERY if case.plan.mesh.world_size <= 4 or case.plan.mesh == THREE_AXES]
+
+
+@pytest.fixture(scope="module")
+def harbour(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("matrix")
+    write_documents(folder / "uneven.jsonl")
+    (folder / "runs").mkdir()
+    return folder
+
+
+@pytest.mark.parametrize("case", CHOSEN, ids=str)
+def test_every_product_of_axes_trains_what_one_process_trains(harbour: Path, case: Case) -> None:
+    expected = reference(case.model, harbour)
+    assert_same_course(run(case, harbour), expected)
+    assert expected.losses[-1] < 0.9 * expected.losses[0], "a trajectory that goes nowhere proves nothing"
+
+
+@pytest.mark.parametrize("case", EVERY, ids=str)
+def test_the_planner_calls_every_case_of_the_matrix_legal(harbour: Path, case: Case) -> None:
+    recipe = recipe_for(case.model, harbour / "uneven.jsonl")
+    check_plan(case.plan, recipe, spec_of(recipe.model), parse_cluster(f"{case.plan.mesh.world_size}xcpu"))
+
+
+def state_under(recipe: Recipe, plan: Plan) -> tuple[list[str], dict[str, np.ndarray]]:
+    """Return the names of this rank's parameters, and its state dict with every value whole."""
+    place = place_of(os.environ)
+    join(place)
+    networks = build_networks(recipe, plan, place, build_mesh(plan.mesh, device_type="cpu"))
+    names = [name for network in networks for name, _ in network.module.named_parameters()]
+    state = {name: whole(each).numpy() for network in networks for name, each in network.module.state_dict().items()}
+    dist.barrier()  # nobody leaves while another still gathers
+    return names, state
+
+
+@pytest.mark.parametrize(
+    "case", {case.plan.mesh: case for case in CHOSEN}.values(), ids=lambda case: str(case.plan.mesh)
+)
+def test_a_state_dict_taken_under_any_plan_loads_into_one_process(harbour: Path, case: Case) -> None:
+    recipe = recipe_for(case.model, harbour / "uneven.jsonl")
+    spec = spec_of(recipe.model)
+    assert spec is not None
+    plain, first = Decoder(spec), Decoder(spec)
+    initialise(first, seed=recipe.train.seed, spec=spec)
+    answers = run_ranks(case.plan.mesh.world_size, state_under, recipe, case.plan)
+    assert {name for names, _ in answers for name in names} == dict(plain.named_parameters()).keys()
+    state = {name: torch.from_numpy(value) for _, values in answers for name, value in values.items()}
+    plain.load_state_dict(state, strict=True)
+    for name, each in first.named_parameters():
+        assert torch.equal(plain.get_parameter(name), each), f"{name} does not start as it does in one process"

@@ -2,12 +2,13 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check format bench schema clean help
+.PHONY: demo test check format matrix bench schema clean help
 
 help:
 	@echo "make demo    environment, then plan and train the default recipe on this machine"
 	@echo "make test    environment, then the whole test suite"
 	@echo "make check   format, lint, types and the layer map, in seconds"
+	@echo "make matrix  every axis and product of axes against one process; writes docs/parity.md (10 minutes)"
 	@echo "make bench   the benchmarks that run on a CPU"
 
 demo: .venv/demo
@@ -25,6 +26,9 @@ check: .venv/dev
 format: .venv/dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+matrix: .venv/dev
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.matrix --write docs/parity.md
 
 bench: .venv/dev
 	$(BIN)/python benchmarks/overhead.py

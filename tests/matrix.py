@@ -1,0 +1,180 @@
+"""Every axis and every product of axes against one process: generated, run with the real worker, printed as a table.
+
+`python -m tests.matrix` runs all cases, `--write FILE` keeps the table; `tests/dist/test_matrix.py` runs those that fit
+into a test suite.
+"""
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import combinations, count, cycle, product
+from pathlib import Path
+from typing import Any
+
+from tests.parity import Trajectory, differences, sail
+from trimaran.core import AXES, Mesh, Plan, Recipe
+
+DEGREE = 2
+LARGEST_WORLD = 8
+GLOBAL_BATCH = 16
+STEPS = 10
+SHAPE = {"layers": 4, "hidden": 32, "heads": 8, "kv_heads": 4, "head_dim": 8, "ffn": 64}
+
+SHARDINGS = ("parameters", "gradients", "optimizer")
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble")
+CONTEXTS = ("gather", "exchange")
+RECOMPUTES = ("none", "full", "selective", 2)
+MODELS = ("dense-tied", "dense-untied", "mixture-tied", "mixture-untied")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One plan and the model that it trains."""
+
+    plan: Plan
+    model: str
+
+    def __str__(self) -> str:
+        mesh, plan = self.plan.mesh, self.plan
+        words = [str(mesh).replace(" x ", "-").replace(" ", "")]
+        words += [plan.sharding] if mesh.dp_shard > 1 else []
+        words += [plan.pipeline.schedule] if mesh.pp > 1 else []
+        words += [plan.comm.context] if mesh.cp > 1 else []
+        words += [f"accumulate-{plan.grad_accum}"] if plan.grad_accum > 1 else []
+        words += [f"recompute-{plan.recompute}"] if plan.recompute != "none" else []
+        return "-".join([*words, self.model])
+
+
+def cases() -> list[Case]:
+    """Return every axis alone with each of its settings, then every product of axes at degree 2 on up to 8 ranks.
+
+    In the products the settings take turns, so that each of them meets many products.
+    """
+    alone = [axes for axes in axis_sets() if world_size(axes) == DEGREE]
+    together = [axes for axes in axis_sets() if DEGREE < world_size(axes) <= LARGEST_WORLD]
+    turns = {name: cycle(values) for name, values in SETTINGS.items()}
+    models = (MODELS[(turn + turn // len(MODELS)) % len(MODELS)] for turn in count())  # out of step with the others
+    found = [case for axes in alone for case in _every_setting(axes, models)]
+    for axes in together:
+        taken = {name: next(turns[name]) for name in settings_of(axes)}
+        found.append(_case(axes, next(models), recompute=next(turns["recompute"]), **taken))
+    return found
+
+
+SETTINGS: dict[str, tuple[Any, ...]] = {
+    "sharding": SHARDINGS,
+    "schedule": SCHEDULES,
+    "context": CONTEXTS,
+    "recompute": RECOMPUTES,
+    "grad_accum": (1, 2),
+}
+
+
+def axis_sets() -> list[tuple[str, ...]]:
+    """Return the sets of axes that make a legal product; experts need ranks that see different tokens."""
+    sets = [axes for size in range(1, len(AXES) + 1) for axes in combinations(AXES, size)]
+    return [axes for axes in sets if "ep" not in axes or {"dp_replicate", "dp_shard", "cp"} & set(axes)]
+
+
+def world_size(axes: tuple[str, ...]) -> int:
+    return DEGREE ** len(set(axes) - {"ep"})
+
+
+def settings_of(axes: tuple[str, ...]) -> list[str]:
+    """Return the settings that mean something for a product of these axes."""
+    wanted = {"sharding": "dp_shard" in axes, "schedule": "pp" in axes, "context": "cp" in axes}
+    return [name for name, counts in wanted.items() if counts] + ([] if "pp" in axes else ["grad_accum"])
+
+
+def _every_setting(axes: tuple[str, ...], models: Iterator[str]) -> Iterator[Case]:
+    names = [name for name in settings_of(axes) if name != "grad_accum"]
+    for values in product(*(SETTINGS[name] for name in names)):
+        yield _case(axes, next(models), grad_accum=2, **dict(zip(names, values, strict=True)))
+
+
+def _case(axes: tuple[str, ...], model: str, **settings: Any) -> Case:
+    mesh = Mesh.model_validate(dict.fromkeys(axes, DEGREE))
+    schedule = settings.get("schedule", "1f1b")
+    grad_accum = 4 if mesh.pp > 1 else settings.get("grad_accum", 1)  # a pipeline of four stages wants four
+    plan = Plan.model_validate(
+        {
+            "mesh": mesh,
+            "sharding": settings.get("sharding", "none"),
+            "pipeline": {"schedule": schedule},
+            # A backward that is cut in two would compute everything twice again: the planner refuses it.
+            "recompute": "none" if schedule == "zero-bubble" else settings.get("recompute", "none"),
+            "comm": {"context": settings.get("context", "gather")},
+            "grad_accum": grad_accum,
+            "micro_batch": GLOBAL_BATCH // (mesh.dp * grad_accum),
+        }
+    )
+    return Case(plan, model.replace("dense", "mixture") if "ep" in axes else model)
+
+
+def recipe_for(model: str, data: Path) -> Recipe:
+    kind, head = model.split("-")
+    return Recipe.model_validate(
+        {
+            "model": {
+                "preset": "tiny-moe" if kind == "mixture" else "tiny",
+                "shape": SHAPE | {"tied": head == "tied"},
+            },
+            "data": {"source": "jsonl", "path": str(data), "seq_len": 32, "isolate_documents": True},
+            "train": {
+                "steps": STEPS,
+                "global_batch": GLOBAL_BATCH,
+                "lr": 3e-3,
+                "seed": 3,
+                "evaluate": {"batches": 0},
+                "sample": {"tokens": 0},
+            },
+        }
+    )
+
+
+def write_documents(path: Path) -> None:
+    """Write documents of very uneven length, so that every rank counts different valid tokens."""
+    with path.open("w") as file:
+        for number in range(900):
+            file.write(json.dumps({"text": f"{number} " * (1 + number * number % 23)}) + "\n")
+
+
+@lru_cache
+def reference(model: str, harbour: Path) -> Trajectory:
+    """Return what one process does."""
+    return sail(recipe_for(model, harbour / "uneven.jsonl"), Plan(micro_batch=GLOBAL_BATCH), harbour / "runs")
+
+
+def run(case: Case, harbour: Path) -> Trajectory:
+    return sail(recipe_for(case.model, harbour / "uneven.jsonl"), case.plan, harbour / "runs")
+
+
+def main(arguments: list[str]) -> None:
+    rows = ["| plan | model | ranks | loss | gradient norm | weights |", "|---|---|---|---|---|---|"]
+    print(*rows, sep="\n", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        harbour = Path(folder)
+        (harbour / "runs").mkdir()
+        write_documents(harbour / "uneven.jsonl")
+        for case in cases():
+            began = time.monotonic()
+            loss, norm, weights = differences(run(case, harbour), reference(case.model, harbour))
+            name = str(case).removesuffix(f"-{case.model}")
+            rows.append(
+                f"| {name} | {case.model} | {case.plan.mesh.world_size} | {loss:.1e} | {norm:.1e} | {weights:.1e} |"
+            )
+            print(rows[-1], f"{time.monotonic() - began:.1f} s", flush=True)
+    if "--write" in arguments:
+        path = Path(arguments[arguments.index("--write") + 1])
+        before, _, _ = path.read_text().partition(rows[0])
+        path.write_text(before + "\n".join(rows) + "\n")
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main(sys.argv[1:])

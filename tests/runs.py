@@ -31,7 +31,6 @@ def step_metrics(step: int, *, loss: float, seconds: float = 0.5) -> StepMetrics
         tokens=1024,
         samples=4,
         step_seconds=seconds,
-        tokens_per_second=1024 / seconds,
         mfu=0.2,
         peak_bytes=110 << 20,
         phases={"data": 0.0, "forward": seconds / 4, "backward": seconds / 2, "optimizer": seconds / 4},

@@ -5,6 +5,7 @@ import math
 import platform
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -153,3 +154,16 @@ def test_a_damaged_journal_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="A008") as caught:
         RunState(run).refresh()
     assert caught.value.where == str(run.metrics)
+
+
+def test_what_only_some_plans_report_is_told_in_words(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run")
+    start_ranks(run)
+    details = {"bubble": {"measured": 0.31, "theoretical": 0.2}, "loss_scale": 65536.0}
+    with Journal(run, 0) as journal:
+        journal.step(replace(step_metrics(1, loss=2.0), details=details))
+    state = RunState(run)
+    state.refresh()
+    assert dict(state.details) == {"bubble": "31% of the pipeline's time, 20% in theory", "loss_scale": "65536"}
+    assert state.as_dict()["details"] == details
+    assert state.steps[0].tokens_per_second == 2048.0

@@ -7,7 +7,7 @@ from rich.text import Text
 
 from trimaran.app.cli.chart import GREEN, RED, SKY
 from trimaran.app.cli.request import Request
-from trimaran.core import Prediction, show_bytes, show_count, show_seconds
+from trimaran.core import Plan, Prediction, show_bytes, show_count, show_seconds
 from trimaran.planner import explain
 
 BAR_CELLS = 28
@@ -23,6 +23,8 @@ def show_plan(request: Request, console: Console) -> None:
     if request.spec:
         facts.add_row("model", f"{request.spec.name}, {show_count(request.spec.num_parameters)} parameters")
     facts.add_row("plan", str(request.plan))
+    if request.plan.mesh.pp > 1:
+        facts.add_row("stages", _stages(request.plan))
     if prediction := request.plan.prediction:
         _add_cost(facts, prediction)
     console.print(facts)
@@ -39,6 +41,11 @@ def show_plan(request: Request, console: Console) -> None:
         if rows:
             console.print(Text(f"\n{title}", style="dim"))
             console.print(table)
+
+
+def _stages(plan: Plan) -> str:
+    cut = f"{', '.join(map(str, plan.pipeline.stages))} layers" if plan.pipeline.stages else f"{plan.num_stages}"
+    return f"{cut}, waiting {plan.bubble:.0%} of the time in theory"
 
 
 def _add_cost(facts: Table, prediction: Prediction) -> None:

@@ -14,6 +14,7 @@ from trimaran.app.cli.state import RunState
 from trimaran.app.cli.stop_button import StopButton
 from trimaran.app.cli.summary import explain_failure, summarise
 from trimaran.core import Bytes
+from trimaran.core.extras import refuse_missing_extras
 from trimaran.data import TokenShards, cache_folder, prepare
 from trimaran.launch import start_local
 from trimaran.models import model_folder, spec_to_hf, weight_files
@@ -61,7 +62,8 @@ def conclude(state: RunState, console: Console, code: int, *, as_json: bool) -> 
 
 
 def _refuse_late_surprises(request: Request, path: Path) -> None:
-    """Raise now what a rank would find out minutes from here: no weights to start from, no way to keep the result."""
+    """Raise now what a rank would find out minutes from here: a package, weights or room that are not there."""
+    refuse_missing_extras(request.plan)
     if folder := request.recipe.model.path:
         weight_files(model_folder(folder))
     if request.spec and request.recipe.train.save:

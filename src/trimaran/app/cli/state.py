@@ -3,7 +3,7 @@
 import math
 import platform
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +19,12 @@ Status = Literal["starting", "training", "done", "stopped", "failed", "vanished"
 RECENT_STEPS = 20
 MEASURED_STEPS = 1000
 
-_STEP_FIELDS = {field.name for field in fields(StepMetrics)}
+DETAILS: dict[str, Callable[[Any], str]] = {
+    "bubble": lambda told: f"{told['measured']:.0%} of the pipeline's time, {told['theoretical']:.0%} in theory",
+    "router": lambda told: f"busiest expert {told['imbalance']:.2f} x the mean, {told['dropped']:.1%} dropped",
+    "loss_scale": lambda told: f"{told:g}",
+}
+_STEP_FIELDS = {field.name for field in fields(StepMetrics)} - {"details"}
 _EVENT_FIELDS = {field.name for field in fields(Event)}
 
 
@@ -132,6 +137,12 @@ class RunState:
         )
 
     @property
+    def details(self) -> list[tuple[str, str]]:
+        """What only some plans have, of the last step: names and words."""
+        told = self.steps[-1].details if self.steps else {}
+        return [(name, show(told[name])) for name, show in DETAILS.items() if name in told]
+
+    @property
     def remaining_seconds(self) -> float | None:
         """Seconds to the last step at the pace of the recent ones."""
         recent = self.steps[1:][-RECENT_STEPS:]
@@ -162,6 +173,7 @@ class RunState:
             "plan": self.plan.model_dump(mode="json"),
             "prediction": self.plan.prediction.model_dump(mode="json") if self.plan.prediction else None,
             "measured": measured.as_dict() if measured else None,
+            "details": self.steps[-1].details if self.steps else {},
             "samples": [event.data for event in self.of_kind("sample")],
             "error": failure.data | {"rank": failure.rank} if failure else None,
         }
@@ -173,6 +185,7 @@ def finite(values: Iterable[float]) -> float | None:
 
 
 def _step(line: dict[str, Any]) -> StepMetrics:
-    """Return a line of `metrics.jsonl`: null is a number that is not finite; fields of later versions are skipped."""
+    """Return a line of `metrics.jsonl`: null is a number that is not finite; what only some plans have are details."""
     values: dict[str, Any] = {key: math.nan if line[key] is None else line[key] for key in _STEP_FIELDS & line.keys()}
-    return StepMetrics(**values)
+    details = {key: value for key, value in line.items() if key in DETAILS}
+    return StepMetrics(**values, details=details)

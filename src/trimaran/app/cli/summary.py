@@ -34,6 +34,8 @@ def summarise(state: RunState, console: Console) -> None:
         console.print(words, soft_wrap=True)
         pace = f"{show_count(measured.tokens_per_second)} tokens/s, {show_seconds(measured.step_seconds)} a step"
         print_plain(console, f"      {pace}, {show_bytes(measured.peak_bytes)} a rank")
+        for name, words in state.details:
+            print_plain(console, f"      {name.replace('_', ' ')}: {words}")
     print_plain(console, f"run   {state.run.path}")
     for label, command in zip(("next", "", ""), next_commands(state), strict=True):
         console.print(Text.assemble(f"{label:6}", (command, "bold")), soft_wrap=True)

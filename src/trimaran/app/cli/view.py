@@ -144,7 +144,8 @@ def _numbers(state: RunState) -> RenderableType:
         grid.add_column(style="dim" if column % 2 == 0 else "", justify="left" if column % 2 == 0 else "right")
     grid.add_row(*(word for pair in pairs for word in pair[:2]))
     grid.add_row(*(word for pair in pairs for word in pair[2:]))
-    return grid
+    details = [Text.assemble((f"{name.replace('_', ' ')}  ", "dim"), words) for name, words in state.details]
+    return Group(grid, *details)
 
 
 def _phases(state: RunState, width: int) -> list[RenderableType]:

@@ -59,7 +59,7 @@ class HandWritten:
         tokens = torch.stack([torch.from_numpy(row.tokens) for row in rows]).to(self.device)
         labels = torch.stack([torch.from_numpy(row.labels) for row in rows]).to(self.device)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.plan.precision == "bf16"):
-            logits, _ = self.model(tokens)
+            logits, _ = self.model(tokens=tokens)
         loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)

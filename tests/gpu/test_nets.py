@@ -26,7 +26,7 @@ def decoder(spec: ModelSpec, device: str = "cuda") -> Decoder:
 
 
 def loss_of(module: Decoder, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
-    logits, balance = module(tokens, documents)
+    logits, balance = module(tokens=tokens, documents=documents)
     return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="sum") + balance
 
 

@@ -17,7 +17,7 @@ RECIPE = Recipe.model_validate({"train": {"steps": 20, "global_batch": 8, "sampl
 
 
 def losses(plan: Plan, folder: Path) -> list[float]:
-    run = create_run(folder / plan.precision / str(plan.compile) / plan.sharding, RECIPE, plan)
+    run = create_run(folder / f"run-{len(list(folder.iterdir()))}", RECIPE, plan)
     # A process of its own: one that is forked from a process that has touched the GPU cannot use it.
     environment = os.environ | {"RANK": "0", "WORLD_SIZE": "1", "TRIMARAN_CACHE": str(folder / "cache")}
     done = subprocess.run([sys.executable, "-m", "trimaran.train", run.path], env=environment, timeout=300)
@@ -52,3 +52,20 @@ def test_bf16_follows_fp32_within_its_precision(folder: Path, fp32: list[float],
 def test_a_sharded_network_follows_on_a_mesh_of_one(folder: Path, fp32: list[float]) -> None:
     course = losses(Plan(micro_batch=8, sharding="parameters"), folder)
     assert course == pytest.approx(fp32, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"offload": "optimizer"},
+        {"offload": "parameters", "sharding": "parameters"},
+        {"offload": "activations"},
+        {"offload": "activations", "recompute": "full"},
+        {"recompute": "selective"},
+        {"recompute": 2, "compile": True},
+    ],
+    ids=lambda fields: "-".join(map(str, fields.values())),
+)
+def test_saving_memory_changes_nothing(folder: Path, fp32: list[float], fields: dict[str, object]) -> None:
+    plan = Plan.model_validate({"micro_batch": 4, "grad_accum": 2, **fields})
+    assert losses(plan, folder) == pytest.approx(fp32, rel=1e-5)

@@ -1,0 +1,65 @@
+"""Hugging Face models on a GPU: filled in place, and attending through our context."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from tests.hf_models import CONFIGS, SMALL, save_model
+from trimaran.nets import Context
+from trimaran.nets.hf import HfNetwork, hf_network
+from trimaran.nets.hf_build import open_hf_model
+
+pytestmark = pytest.mark.gpu
+
+TOKENS = torch.randint(0, 96, (2, 24), generator=torch.Generator().manual_seed(1))
+DOCUMENTS = torch.arange(2).repeat_interleave(12).expand(2, 24)
+
+
+def opened(folder: Path, device: str = "cuda") -> HfNetwork:
+    module, fill = open_hf_model(folder, trust_remote_code=False, seed=3)
+    fill(module, torch.device(device))
+    return hf_network(module, None)
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "gemma3", "gpt2", "qwen3-moe"])
+def test_a_model_filled_on_a_gpu_is_the_one_that_transformers_loads(name: str, tmp_path: Path) -> None:
+    network = opened(save_model(name, tmp_path))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="sdpa").cuda()
+    assert {each.device.type for each in (*network.module.parameters(), *network.module.buffers())} == {"cuda"}
+    with torch.no_grad():
+        ours, expected = network.forward(TOKENS.cuda())[0], theirs(TOKENS.cuda()).logits
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_random_weights_do_not_depend_on_the_device(tmp_path: Path) -> None:
+    CONFIGS["llama"].save_pretrained(tmp_path)
+    here, there = (opened(tmp_path, device).module.state_dict() for device in ("cpu", "cuda"))
+    assert all(torch.equal(here[name], there[name].cpu()) for name in here)
+
+
+@pytest.mark.parametrize("saved", [False, True], ids=["random", "saved"])
+def test_filling_takes_no_more_of_the_gpu_than_the_weights(saved: bool, tmp_path: Path) -> None:
+    shape = {"num_hidden_layers": 8, "hidden_size": 1024, "num_attention_heads": 8, "intermediate_size": 4096}
+    config = LlamaConfig(**SMALL | shape)
+    (AutoModelForCausalLM.from_config(config) if saved else config).save_pretrained(tmp_path)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    network = opened(tmp_path)
+    num_bytes = sum(each.numel() * 4 for each in network.module.parameters())
+    # A slice of one matrix is on its way at a time.
+    assert num_bytes <= torch.cuda.max_memory_allocated() - before <= 1.1 * num_bytes
+
+
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["causal", "documents"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
+def test_our_attention_is_theirs_on_a_gpu(name: str, documents: torch.Tensor | None, tmp_path: Path) -> None:
+    network = opened(save_model(name, tmp_path))
+    documents = None if documents is None else documents.cuda()
+    with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
+        before = network.forward(TOKENS.cuda(), documents)[0]
+        network.use_context(Context())
+        after = network.forward(TOKENS.cuda(), documents)[0]
+    torch.testing.assert_close(after.float(), before.float(), atol=2e-2, rtol=2e-2)

@@ -1,0 +1,119 @@
+"""Mixtures on a GPU: capacity, exchange and statistics. One rank is enough to send rows to."""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trimaran.core import Mesh
+from trimaran.models import PRESETS, Experts
+from trimaran.nets import decoder_network, initialise
+from trimaran.nets.mixture import Mixture
+from trimaran.parallel import RankMesh
+from trimaran.parallel.axes.ep import Exchange
+from trimaran.train.router import router_statistics
+
+pytestmark = pytest.mark.gpu
+
+SPEC = Experts(num_experts=8, top_k=2, ffn=64, capacity=0.7, z_loss=0.01)
+HIDDEN = 64
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[Any]:
+    assert not dist.is_initialized()
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def mixture() -> Mixture:
+    torch.manual_seed(3)
+    module = Mixture(SPEC, HIDDEN)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return module
+
+
+def stream(length: int = 32) -> Tensor:
+    return torch.randn(4, length, HIDDEN, generator=torch.Generator().manual_seed(5))
+
+
+def gradients(module: Mixture, x: Tensor) -> list[Tensor]:
+    x = x.clone().requires_grad_()
+    out, loss = module(x)
+    (out.float().square().sum() + loss).backward()
+    return [each.grad.cpu() for each in (x, *module.parameters()) if each.grad is not None]
+
+
+def assert_close(ours: list[Tensor], theirs: list[Tensor], tolerance: float) -> None:
+    assert len(ours) == len(theirs) == 5
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one - other).norm() <= tolerance * other.norm()
+
+
+def test_a_gpu_drops_what_a_cpu_drops() -> None:
+    here, x = mixture(), stream()
+    there = copy.deepcopy(here).cuda()
+    assert_close(gradients(there, x.cuda()), gradients(here, x), 1e-4)
+    ours, theirs = there.take_tally().cpu(), here.take_tally()
+    assert torch.equal(ours[:-1], theirs[:-1])
+    assert ours[-2] > 0
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_that_were_sent_come_back_the_same(group: Any, precision: torch.dtype) -> None:
+    home = mixture().cuda()
+    away, x = copy.deepcopy(home), stream().cuda()
+    away.dispatch = Exchange(group)
+    with torch.autocast("cuda", dtype=torch.bfloat16, enabled=precision == torch.bfloat16):
+        assert_close(gradients(away, x), gradients(home, x), 1e-5 if precision == torch.float32 else 1e-2)
+
+
+def test_a_rank_to_which_nobody_comes_has_gradients_of_zeros(group: Any) -> None:
+    junk = torch.full((2**26,), torch.nan, device="cuda")  # a gradient that nobody wrote shows
+    del junk
+    module = mixture().cuda()
+    rows = torch.empty(0, HIDDEN, device="cuda", requires_grad=True)
+    out = Exchange(group)(module.experts, rows, torch.zeros(8, dtype=torch.int32, device="cuda"))
+    assert out.shape == (0, HIDDEN)
+    out.sum().backward()
+    for parameter in module.experts.parameters():
+        assert parameter.grad is not None
+        assert not parameter.grad.any()
+
+
+def test_routing_never_waits_for_the_device() -> None:
+    module, x = mixture().cuda(), stream().cuda()
+    module(x)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            out, loss = module(x)
+        (out.float().sum() + loss).backward()
+        module.take_tally()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_statistics_are_read_later_and_are_there_then() -> None:
+    spec = replace(PRESETS["tiny-moe"], layers=2)
+    network = decoder_network(spec)
+    initialise(network.module, seed=0, spec=spec)
+    network.module.cuda()
+    network.forward(torch.arange(64, device="cuda").reshape(2, 32))
+    nothing: Any = None
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        read = router_statistics((network,), RankMesh(Mesh(), nothing, nothing, nothing, nothing))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    numbers = read()["router"]
+    assert 0.5 < numbers["entropy"] <= 1
+    assert 1 <= numbers["imbalance"] <= 4
+    assert numbers["dropped"] == 0

@@ -1,0 +1,85 @@
+"""A pipeline whose stages are all on one GPU, so that the stream needs no link: what torch's schedules do there."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from trimaran.core import Mesh, Pipeline, Plan, TrainSection
+from trimaran.data.loader import StepBatch
+from trimaran.models import PRESETS, ModelSpec
+from trimaran.nets import decoder_network, initialise
+from trimaran.parallel import RankMesh, build_mesh
+from trimaran.parallel.axes.pp import StageMap
+from trimaran.train import pipeline
+from trimaran.train.assemble import build_stepper
+from trimaran.train.clock import Clock
+from trimaran.train.place import join, place_of
+from trimaran.train.stepper import Stepper
+
+pytestmark = pytest.mark.gpu
+
+SPECS = {
+    "dense": replace(PRESETS["tiny"], layers=4, tied=True),
+    "mixed": replace(PRESETS["tiny-moe"], layers=4),
+}
+ACCUMULATION = 4
+SEQ_LEN = 64
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankMesh]:
+    join(place_of({}))
+    yield build_mesh(Mesh(), device_type=place_of({}).device.type)
+    dist.destroy_process_group()
+
+
+def batch(device: torch.device) -> StepBatch:
+    tokens = torch.randint(0, 320, (ACCUMULATION, 2, SEQ_LEN), generator=torch.Generator().manual_seed(7))
+    labels = tokens.roll(-1, dims=-1)
+    labels[0, 0, :20] = -100
+    documents = torch.arange(SEQ_LEN).div(24, rounding_mode="floor").int().expand_as(tokens)
+    count = int((labels != -100).sum())
+    return StepBatch(0, tokens, labels, documents, count, tuple(range(2 * ACCUMULATION))).to(device)
+
+
+def stepper(spec: ModelSpec, plan: Plan, layers: list[range], ranks: RankMesh) -> tuple[Stepper, Clock]:
+    device = place_of({}).device
+    with torch.device("meta"):
+        networks = tuple(decoder_network(spec, each) for each in layers)
+    for network in networks:
+        network.module.to_empty(device=device)
+        initialise(network.module, seed=0, spec=spec)
+    clock = Clock(device)
+    return build_stepper(networks, TrainSection(), plan, ranks, clock), clock
+
+
+@pytest.mark.parametrize("kind", SPECS)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero-bubble"])
+def test_a_schedule_on_one_gpu_trains_as_the_plain_network(
+    schedule: str, kind: str, ranks: RankMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, device = SPECS[kind], place_of({}).device
+    fields = {"micro_batch": 2, "grad_accum": ACCUMULATION}
+    plain, _ = stepper(spec, Plan.model_validate(fields), [range(4)], ranks)
+    cuts = [range(4)] if schedule in ("gpipe", "1f1b") else [range(3), range(3, 4)]
+    stages = StageMap(tuple(range(len(cuts))), (0,) * len(cuts), ranks.group("pp"))
+    monkeypatch.setattr(pipeline, "map_stages", lambda plan, ranks: stages)
+    split = {"mesh": Mesh(pp=2), "pipeline": Pipeline.model_validate({"schedule": schedule})}
+    piped, clock = stepper(spec, Plan.model_validate(fields | split), cuts, ranks)
+    for _ in range(3):
+        clock.restart()
+        ours, theirs = (each.step(batch(device), stop=False) for each in (piped, plain))
+        assert ours.tolist() == pytest.approx(theirs.tolist(), rel=1e-4)
+        norms = [each.update(1e-3).item() for each in (piped, plain)]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-3)
+        details, phases = piped.details()(), clock.read()()
+        assert 0 < details["bubble"]["measured"] < 1
+        assert phases["forward"] > 0
+        assert phases["backward"] > 0
+    held_out = [each.evaluate(batch(device)).item() for each in (piped, plain)]
+    assert held_out[0] == pytest.approx(held_out[1], rel=1e-4)
+    ids = batch(device).tokens[0, 0, :9]
+    assert torch.allclose(piped.scores(ids), plain.scores(ids), atol=1e-3)

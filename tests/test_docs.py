@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.matrix import cases
+from tests.parity import TOLERANCE
 from trimaran.app.cli.main import VERBS, main
+from trimaran.app.cli.state import DETAILS
 from trimaran.core import PHASES, Plan, Recipe, StepMetrics, UserError, parse_recipe
 
 ROOT = Path(__file__).parents[1]
@@ -111,5 +114,13 @@ def test_the_recipe_guide_has_every_field_with_its_default() -> None:
 
 def test_the_training_guide_explains_every_number() -> None:
     guide = (ROOT / "docs" / "guides" / "training.md").read_text()
-    for name in [*(field.name for field in fields(StepMetrics)), *PHASES]:
+    known = {field.name for field in fields(StepMetrics)} - {"details"} | {"tokens_per_second", *DETAILS}
+    for name in [*known, *PHASES]:
         assert f"\n| `{name}` |" in guide
+
+
+def test_the_parity_page_shows_every_case_of_the_matrix() -> None:
+    page = (ROOT / "docs" / "parity.md").read_text()
+    shown = re.findall(r"^\| ([\w-]+) \| ([a-z]+-[a-z]+) \| \d+ \| (.*) \|$", page, re.MULTILINE)
+    assert [f"{plan}-{model}" for plan, model, _ in shown] == [str(case) for case in cases()]
+    assert all(float(number) <= TOLERANCE for _, _, numbers in shown for number in numbers.split(" | "))

@@ -47,7 +47,7 @@ class Boat:
         """Yield this rank's micro-batches of `size` rows out of the global `batch`, on the device.
 
         `batch` is a tensor, or a tuple, list or dict of tensors, whose first dimension is the global batch, the same on
-        every rank. Gradients travel with the last micro-batch only.
+        every rank. Gradients that are not sharded travel with the last micro-batch only.
         """
         rows = len(tree_leaves(batch)[0])
         stride = size * self.world_size

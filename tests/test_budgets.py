@@ -10,6 +10,8 @@ FILES = sorted(SRC.rglob("*.py"))
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50
 MAX_CONFIG_FIELDS = 12
+# The two nouns that every room speaks in: flat because people and programs read them (docs/decisions/0009).
+FLAT = {"Plan": 13, "Prediction": 15}
 MAX_LOOP_LINES = 60
 
 
@@ -23,7 +25,7 @@ def test_files_functions_and_classes_stay_small(path: Path) -> None:
             assert length <= MAX_FUNCTION_LINES, f"{node.name} has {length} lines"
         if isinstance(node, ast.ClassDef):
             fields = [each for each in node.body if isinstance(each, ast.AnnAssign)]
-            assert len(fields) <= MAX_CONFIG_FIELDS, f"{node.name} has {len(fields)} fields"
+            assert len(fields) <= FLAT.get(node.name, MAX_CONFIG_FIELDS), f"{node.name} has {len(fields)} fields"
 
 
 def test_the_training_loop_fits_on_a_screen() -> None:

@@ -7,10 +7,28 @@ from typing import Any
 
 import pytest
 
-from trimaran.core import ModelSection, UserError
-from trimaran.models import PRESETS, Experts, ModelSpec, spec_of, spec_to_hf
+from trimaran.core import DataSection, ModelSection, UserError
+from trimaran.models import (
+    PRESETS,
+    Experts,
+    ModelSpec,
+    outline_for,
+    outline_if_told,
+    outline_named,
+    outline_of,
+    refuse_freezing,
+    spec_of,
+    spec_to_hf,
+)
 
 TINY = PRESETS["tiny"]
+GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64, "n_positions": 16}
+VIT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "image_size": 28}
+LLAVA = {
+    "model_type": "llava",
+    "vision_config": {"model_type": "clip_vision_model", "patch_size": 7, **VIT},
+    "text_config": spec_to_hf(TINY),
+}
 
 
 def shaped(**shape: Any) -> ModelSpec | None:
@@ -140,6 +158,61 @@ def test_a_wrong_shape_is_named(shape: dict[str, Any], code: str, words: str) ->
         shaped(**shape)
     assert caught.value.code == code
     assert words in caught.value.what
+
+
+def test_an_outline_is_of_our_decoder_or_of_whatever_the_folder_holds(folder: Path) -> None:
+    reshaped = ModelSection(path=str(folder), shape={"layers": 2})
+    assert outline_for(reshaped) == outline_of(replace(TINY, name=folder.name, layers=2))
+    (folder / "config.json").write_text(json.dumps(GPT2))
+    outline = outline_for(ModelSection(path=str(folder), family="hf"))
+    assert (outline.name, outline.layers, outline.main.tied) == (folder.name, 2, True)
+
+
+def test_a_config_that_does_not_tell_is_refused_or_passed_over(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({"model_type": "mamba", "hidden_size": 32, "vocab_size": 64}))
+    section = ModelSection(path=str(folder), family="hf")
+    with pytest.raises(UserError, match=r"M011.*layers \(num_hidden_layers \|.*heads \("):
+        outline_for(section)
+    assert outline_if_told(section) is None
+    (folder / "config.json").write_text("{")
+    with pytest.raises(UserError, match="M005"):
+        outline_if_told(section)
+
+
+def test_a_name_is_a_preset_a_folder_or_a_file(folder: Path) -> None:
+    assert outline_named("qwen3-8b") == outline_of(PRESETS["qwen3-8b"])
+    wanted = replace(outline_of(TINY), name=folder.name)
+    assert outline_named(str(folder)) == outline_named(str(folder / "config.json")) == wanted
+    (folder / "config.json").rename(folder / "mine.json")
+    assert outline_named(str(folder / "mine.json")).name == "mine"
+    with pytest.raises(UserError, match=r"M001.*did you mean 'qwen3-8b'"):
+        outline_named("qwen-3-8b")
+    with pytest.raises(UserError, match="M004"):
+        outline_named("models/absent")
+
+
+def test_towers_are_frozen_by_name(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps(LLAVA))
+    section = ModelSection(path=str(folder), family="hf", freeze=("vision", "projector"))
+    outline = outline_for(section)
+    assert [tower.frozen for tower in outline.towers] == [True, True, False]
+    assert outline.trained_parameters == TINY.num_parameters
+    with pytest.raises(UserError, match=r"M012.*did you mean 'vision'"):
+        outline_for(section.model_copy(update={"freeze": ("vison",)}))
+    with pytest.raises(UserError, match=r"M012.*nothing is left to train"):
+        outline_for(ModelSection(freeze=("language",)))
+    with pytest.raises(UserError, match="M014"):
+        refuse_freezing(section)
+    refuse_freezing(ModelSection())
+
+
+def test_the_pictures_of_a_sample_are_the_datas_and_have_to_fit_into_its_sequence(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps(LLAVA))
+    section = ModelSection(path=str(folder), family="hf")
+    vision, projector, _ = outline_for(section, DataSection(images_per_sample=3)).towers
+    assert (vision.positions, projector.positions) == (3 * 17, 3 * 16)
+    with pytest.raises(UserError, match=r"M013.*are 48 tokens, and its sequence has 32"):
+        outline_for(section, DataSection(images_per_sample=3, seq_len=32))
 
 
 def test_the_room_needs_no_torch() -> None:

@@ -10,7 +10,7 @@ import pytest
 from torch.distributed.pipelining import schedules
 
 from trimaran.core import Plan
-from trimaran.models import PRESETS, split_by_cost, stage_ranges, stages_of_rank
+from trimaran.models import PRESETS, Layer, Outline, Tower, split_by_cost, split_outline, stage_ranges, stages_of_rank
 from trimaran.models.stages import cheapest_split
 
 TINY = PRESETS["tiny"]
@@ -33,6 +33,16 @@ def try_all(costs: Sequence[int], num_stages: int) -> tuple[int, ...]:
         sums = [sum(costs[start:stop]) for start, stop in bounds]
         ranked.append((max(sums), sum(each**2 for each in sums), [start - stop for start, stop in bounds]))
     return tuple(-count for count in min(ranked)[2])
+
+
+def test_a_frozen_tower_behind_a_trained_one_has_a_backward_to_its_input() -> None:
+    layer = Layer(hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=256)
+    first, second = (Tower(name=name, runs=((layer, 4),), hidden=64) for name in ("first", "second"))
+    outline = Outline(name="both", towers=(first, replace(second, frozen=True)))
+    assert [outline.passes(tower) for tower in outline.towers] == [3, 2]
+    outline = Outline(name="both", towers=(replace(first, frozen=True), second))
+    assert [outline.passes(tower) for tower in outline.towers] == [1, 3]
+    assert split_outline(outline, 2, seq_len=64) == (5, 3)
 
 
 def test_no_other_split_is_better() -> None:
@@ -60,7 +70,7 @@ def test_stages_by_hand_may_be_uneven() -> None:
 
 def test_without_a_pipeline_there_is_one_stage() -> None:
     assert (Plan().num_stages, stage_ranges(TINY, Plan(), seq_len=64)) == (1, (range(4),))
-    assert stages_of_rank(Plan(), 0, 1) == (0,)
+    assert stages_of_rank("1f1b", 1, 0, 1) == (0,)
 
 
 @pytest.mark.parametrize(
@@ -75,13 +85,13 @@ def test_without_a_pipeline_there_is_one_stage() -> None:
 def test_every_stage_has_one_rank(schedule: str, num_stages: int, held: list[tuple[int, ...]]) -> None:
     plan = pipeline(schedule, pp=4)
     assert plan.num_stages == num_stages
-    assert [stages_of_rank(plan, rank, num_stages) for rank in range(4)] == held
+    assert [stages_of_rank(plan.pipeline.schedule, plan.mesh.pp, rank, num_stages) for rank in range(4)] == held
 
 
 def test_interleaved_stages_by_hand_may_be_more_than_two_a_rank() -> None:
     plan = pipeline("interleaved", pp=2, stages=(1, 1, 1, 1, 1, 1))
     assert plan.num_stages == 6
-    assert stages_of_rank(plan, 1, 6) == (1, 3, 5)
+    assert stages_of_rank(plan.pipeline.schedule, plan.mesh.pp, 1, 6) == (1, 3, 5)
 
 
 def torch_order(kind: Any, *, pp: int, count: int, rounds: int) -> list[list[Action]]:

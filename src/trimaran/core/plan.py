@@ -9,6 +9,8 @@ from trimaran.core.prediction import Prediction
 
 Degree = Annotated[int, Field(ge=1, le=65536)]
 Axis = Literal["dp_replicate", "dp_shard", "tp", "pp", "cp", "ep"]
+Sharding = Literal["none", "optimizer", "gradients", "parameters"]
+Recompute = Literal["none", "selective", "full"] | Annotated[int, Field(ge=1)]
 AXES: tuple[Axis, ...] = ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep")
 
 
@@ -81,6 +83,15 @@ class Comm(BaseModel):
     context: Literal["gather", "exchange"] = "gather"
 
 
+class TowerPlan(BaseModel):
+    """What one tower of a model does differently from the rest; None follows the plan."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    sharding: Sharding | None = None
+    recompute: Recompute | None = None
+
+
 class Plan(BaseModel):
     """One way to run a recipe on a cluster. Batch, accumulation and degrees are set here and nowhere else.
 
@@ -90,16 +101,17 @@ class Plan(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     mesh: Mesh = Mesh()
-    sharding: Literal["none", "optimizer", "gradients", "parameters"] = "none"
+    sharding: Sharding = "none"
     pipeline: Pipeline = Pipeline()
     micro_batch: Annotated[int, Field(ge=1)] = 1
     grad_accum: Annotated[int, Field(ge=1)] = 1
     precision: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
-    recompute: Literal["none", "selective", "full"] | Annotated[int, Field(ge=1)] = "none"
+    recompute: Recompute = "none"
     offload: Literal["none", "optimizer", "parameters", "activations"] = "none"
     compile: bool = False
     comm: Comm = Comm()
     engine: Literal["torch", "deepspeed"] = "torch"
+    towers: Annotated[dict[str, TowerPlan], Field(description="what single towers of a VLM do differently")] = {}
     prediction: Annotated[Prediction | None, Field(exclude=True)] = None
 
     @property

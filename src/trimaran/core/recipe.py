@@ -24,6 +24,7 @@ class ModelSection(BaseModel):
     preset: Annotated[str | None, Field(description="a shape by name, such as tiny or llama-3.2-1b")] = None
     path: Annotated[str | None, Field(description="a local Hugging Face model folder: its shape and weights")] = None
     shape: Annotated[dict[str, Any], Field(description="fields of the shape to change, such as {layers: 2}")] = {}
+    freeze: Annotated[tuple[str, ...], Field(description="towers that are not trained, such as [vision]")] = ()
     trust_remote_code: Annotated[bool, Field(description="run Python that comes with the hf model")] = False
 
 
@@ -39,6 +40,10 @@ class DataSection(BaseModel):
         "text"
     )
     seq_len: Annotated[int, Field(ge=2, le=2**24)] = 256
+    images_per_sample: Annotated[int | None, Field(ge=1, le=4096, description="for models that see; without it, 1")] = (
+        None
+    )
+    image_size: Annotated[int | None, Field(ge=1, le=65536, description="pixels a side; the model's without it")] = None
     isolate_documents: Annotated[bool, Field(description="attention never crosses a document boundary")] = False
     holdout: Annotated[Fraction, Field(description="share of the sequences kept for evaluation")] = 0.01
     workers: Annotated[int, Field(ge=0, le=256, description="loader processes per rank; 0 is a thread")] = 0

@@ -1,29 +1,46 @@
 """What the network is, on paper: its shape from a preset, a Hugging Face config.json or the recipe. No torch here."""
 
 from trimaran.models.from_hf import spec_from_hf, spec_to_hf
+from trimaran.models.hf_vision import Images
 from trimaran.models.json_file import read_json
 from trimaran.models.module_names import matches_module, module_names, refuse_unmatched
+from trimaran.models.outline import Latent, Layer, Opaque, Outline, Step, Tower, outline_of
+from trimaran.models.outline_hf import outline_from_hf
 from trimaran.models.presets import PRESETS
-from trimaran.models.resolve import model_folder, spec_of
+from trimaran.models.resolve import model_folder, outline_for, outline_if_told, outline_named, refuse_freezing, spec_of
 from trimaran.models.spec import Block, Experts, ModelSpec, Rope
-from trimaran.models.stages import split_by_cost, stage_ranges, stages_of_rank
+from trimaran.models.stages import split_by_cost, split_outline, stage_ranges, stages_of_rank
 from trimaran.models.weight_files import weight_files
 
 __all__ = [
     "PRESETS",
     "Block",
     "Experts",
+    "Images",
+    "Latent",
+    "Layer",
     "ModelSpec",
+    "Opaque",
+    "Outline",
     "Rope",
+    "Step",
+    "Tower",
     "matches_module",
     "model_folder",
     "module_names",
+    "outline_for",
+    "outline_from_hf",
+    "outline_if_told",
+    "outline_named",
+    "outline_of",
     "read_json",
+    "refuse_freezing",
     "refuse_unmatched",
     "spec_from_hf",
     "spec_of",
     "spec_to_hf",
     "split_by_cost",
+    "split_outline",
     "stage_ranges",
     "stages_of_rank",
     "weight_files",

@@ -1,10 +1,10 @@
 """Hugging Face's config.json in, ModelSpec out, and back."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from trimaran.core import UserError
+from trimaran.models.config_fields import Fields, bad_field, show
 from trimaran.models.flaw import first_flaw
 from trimaran.models.spec import Block, Experts, ModelSpec, Rope
 
@@ -53,20 +53,20 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 def unsupported(config: Mapping[str, Any]) -> str | None:
     """Return what in `config` our decoder cannot be, or None when it can be all of it."""
     if (kind := config.get("model_type")) not in list(ARCHITECTURES):
-        return f"model_type is {_show(kind)}; the decoder knows {', '.join(ARCHITECTURES)}"
+        return f"model_type is {show(kind)}; the decoder knows {', '.join(ARCHITECTURES)}"
     for key, plain in _PLAIN.items():
         if config.get(key) not in plain:
-            return f"{key} is {_show(config[key])}"
+            return f"{key} is {show(config[key])}"
     layer_types = config.get("layer_types") or []
     if not isinstance(layer_types, list) or any(each != "full_attention" for each in layer_types):
-        return f"layer_types is {_show(layer_types)}"
+        return f"layer_types is {show(layer_types)}"
     rope = _rope_tree(config)
     if not isinstance(rope, Mapping) or any(isinstance(each, Mapping) for each in rope.values()):
-        return f"rotary positions are {_show(rope)}"
+        return f"rotary positions are {show(rope)}"
     if rope.get("partial_rotary_factor") not in _PLAIN["partial_rotary_factor"]:
-        return f"partial_rotary_factor is {_show(rope['partial_rotary_factor'])}"
+        return f"partial_rotary_factor is {show(rope['partial_rotary_factor'])}"
     if (kind := _rope_type(rope)) not in ("default", "llama3"):
-        return f"rope_type is {_show(kind)}"
+        return f"rope_type is {show(kind)}"
     return None
 
 
@@ -78,13 +78,13 @@ def spec_from_hf(config: Mapping[str, Any], *, where: str) -> ModelSpec:
     if reason := unsupported(config):
         raise UserError("M006", f"the decoder cannot be this model: {reason}", where=where,
                         fix="train it as it is with model.family=hf")  # fmt: skip
-    fields = _Fields(config, where)
+    fields = Fields(config, where)
     kind = config["model_type"]
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    max_seq_len = fields.integer("max_position_embeddings", 2048 if kind == "llama" else 32768)
+    max_seq_len = fields.integer("max_position_embeddings", default=2048 if kind == "llama" else 32768)
     block = Block(
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
-        qkv_bias=kind == "qwen2" or (kind == "qwen2_moe" and fields.boolean("qkv_bias", True)),
+        norm_eps=fields.number("rms_norm_eps", default=1e-6),
+        qkv_bias=kind == "qwen2" or (kind == "qwen2_moe" and fields.boolean("qkv_bias", default=True)),
         qk_norm=kind in ("qwen3", "qwen3_moe"),
         rope=_rope(config, max_seq_len, where),
         experts=_experts(fields, kind) if kind.endswith("_moe") else None,
@@ -94,16 +94,16 @@ def spec_from_hf(config: Mapping[str, Any], *, where: str) -> ModelSpec:
         layers=fields.integer("num_hidden_layers"),
         hidden=hidden,
         heads=heads,
-        kv_heads=fields.integer("num_key_value_heads", heads),
-        head_dim=fields.integer("head_dim", 0) or _head_dim(hidden, heads, where),
-        ffn=fields.integer("intermediate_size", 0 if block.experts else None),
+        kv_heads=fields.integer("num_key_value_heads", default=heads),
+        head_dim=fields.integer("head_dim", default=0) or _head_dim(hidden, heads, where),
+        ffn=fields.integer("intermediate_size", default=0 if block.experts else None),
         vocab=fields.integer("vocab_size"),
         max_seq_len=max_seq_len,
-        tied=fields.boolean("tie_word_embeddings", False),
+        tied=fields.boolean("tie_word_embeddings", default=False),
         block=block,
     )
     if flaw := first_flaw(spec):
-        raise _bad_field(HF_NAMES.get(flaw[0], flaw[0]), flaw[1], where)
+        raise bad_field(HF_NAMES.get(flaw[0], flaw[0]), flaw[1], where)
     return spec
 
 
@@ -175,39 +175,7 @@ def _model_type(spec: ModelSpec) -> str:
                     fix="choose the features of Llama, Qwen2, Qwen3, Qwen2-MoE or Qwen3-MoE")  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class _Fields:
-    """The fields of one configuration, read by type. A null counts as missing; so it does for transformers."""
-
-    config: Mapping[str, Any]
-    where: str
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        value = self._value(key, default)
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise _bad_field(key, f"{_show(value)} is not a whole number", self.where)
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self._value(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 1e300:
-            raise _bad_field(key, f"{_show(value)} is not a number", self.where)
-        return float(value)
-
-    def boolean(self, key: str, default: bool) -> bool:
-        value = self._value(key, default)
-        if not isinstance(value, bool):
-            raise _bad_field(key, f"{_show(value)} is neither true nor false", self.where)
-        return value
-
-    def _value(self, key: str, default: Any) -> Any:
-        value = self.config.get(key)
-        if value is None and default is None:
-            raise _bad_field(key, "it is missing", self.where)
-        return default if value is None else value
-
-
-def _experts(fields: _Fields, kind: str) -> Experts:
+def _experts(fields: Fields, kind: str) -> Experts:
     # transformers 5 writes Qwen3-MoE's count under the name that its kernels use.
     count = "num_local_experts" if "num_local_experts" in fields.config else "num_experts"
     shared = kind == "qwen2_moe"
@@ -217,25 +185,25 @@ def _experts(fields: _Fields, kind: str) -> Experts:
         ffn=fields.integer("moe_intermediate_size"),
         shared_ffn=fields.integer("shared_expert_intermediate_size") if shared else 0,
         shared_gate=shared,
-        normalize_top_k=fields.boolean("norm_topk_prob", False),
-        balance=fields.number("router_aux_loss_coef", 0.001),
-        z_loss=fields.number("router_z_loss_coef", 0.0),
-        capacity=fields.number("expert_capacity_factor", 0.0),
+        normalize_top_k=fields.boolean("norm_topk_prob", default=False),
+        balance=fields.number("router_aux_loss_coef", default=0.001),
+        z_loss=fields.number("router_z_loss_coef", default=0.0),
+        capacity=fields.number("expert_capacity_factor", default=0.0),
     )
 
 
 def _rope(config: Mapping[str, Any], max_seq_len: int, where: str) -> Rope:
     tree = _rope_tree(config)
-    theta = _Fields({**config, **tree}, where).number("rope_theta", 10_000.0)
+    theta = Fields({**config, **tree}, where).number("rope_theta", default=10_000.0)
     if _rope_type(tree) == "default":
         return Rope(theta=theta)
-    fields = _Fields(tree, f"{where} (rotary positions)")
+    fields = Fields(tree, f"{where} (rotary positions)")
     return Rope(
         theta=theta,
         factor=fields.number("factor"),
         low_freq_factor=fields.number("low_freq_factor"),
         high_freq_factor=fields.number("high_freq_factor"),
-        original_max_seq_len=fields.integer("original_max_position_embeddings", max_seq_len),
+        original_max_seq_len=fields.integer("original_max_position_embeddings", default=max_seq_len),
     )
 
 
@@ -250,14 +218,5 @@ def _rope_type(tree: Mapping[str, Any]) -> Any:
 
 def _head_dim(hidden: int, heads: int, where: str) -> int:
     if heads < 1 or hidden % heads:
-        raise _bad_field("num_attention_heads", f"{heads} heads do not divide hidden_size {hidden}", where)
+        raise bad_field("num_attention_heads", f"{heads} heads do not divide hidden_size {hidden}", where)
     return hidden // heads
-
-
-def _bad_field(key: str, what: str, where: str) -> UserError:
-    return UserError("M007", f"{key}: {what}", where=where, fix=f"give {key} the value that the weights were made with")
-
-
-def _show(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -6,6 +6,7 @@ _LLAMA_2 = Block()
 _LLAMA_3 = Block(rope=Rope(theta=500_000.0))
 _LLAMA_31 = Block(rope=Rope(theta=500_000.0, factor=8.0))
 _LLAMA_32 = Block(rope=Rope(theta=500_000.0, factor=32.0))
+_MISTRAL = Block(rope=Rope(theta=1_000_000.0))  # since its version 0.2, which has no window
 _QWEN_25 = Block(norm_eps=1e-6, qkv_bias=True, rope=Rope(theta=1_000_000.0))
 _QWEN_25_LARGE = Block(norm_eps=1e-5, qkv_bias=True, rope=Rope(theta=1_000_000.0))
 _QWEN_3 = Block(norm_eps=1e-6, qk_norm=True, rope=Rope(theta=1_000_000.0))
@@ -34,6 +35,8 @@ _TABLE = (
     ("llama-3.1-405b", 126, 16384, 128, 8, 128, 53248, 128256, 131072, False, _LLAMA_31),
     ("llama-3.2-1b", 16, 2048, 32, 8, 64, 8192, 128256, 131072, True, _LLAMA_32),
     ("llama-3.2-3b", 28, 3072, 24, 8, 128, 8192, 128256, 131072, True, _LLAMA_32),
+    ("tinyllama-1.1b", 22, 2048, 32, 4, 64, 5632, 32000, 2048, False, _LLAMA_2),
+    ("mistral-7b", 32, 4096, 32, 8, 128, 14336, 32768, 32768, False, _MISTRAL),
     ("qwen2.5-0.5b", 24, 896, 14, 2, 64, 4864, 151936, 32768, True, _QWEN_25),
     ("qwen2.5-1.5b", 28, 1536, 12, 2, 128, 8960, 151936, 131072, True, _QWEN_25),
     ("qwen2.5-3b", 36, 2048, 16, 2, 128, 11008, 151936, 32768, True, _QWEN_25),

@@ -1,14 +1,17 @@
-"""The recipe's model section in, ModelSpec out."""
+"""The recipe's model section in, ModelSpec and Outline out."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from trimaran.core import ModelSection, UserError, nearest
+from trimaran.core import DataSection, ModelSection, UserError, nearest
 from trimaran.models.flaw import first_flaw
 from trimaran.models.from_hf import spec_from_hf, unsupported
+from trimaran.models.hf_vision import Images
 from trimaran.models.json_file import read_json
+from trimaran.models.outline import Outline, outline_of
+from trimaran.models.outline_hf import outline_from_hf
 from trimaran.models.presets import PRESETS
 from trimaran.models.spec import Block, ModelSpec
 
@@ -27,6 +30,79 @@ def spec_of(section: ModelSection) -> ModelSpec | None:
         return None
     spec = spec_from_hf(config, where=str(folder / "config.json"))
     return _reshaped(replace(spec, name=folder.resolve().name), section.shape)
+
+
+def outline_for(section: ModelSection, data: DataSection | None = None) -> Outline:
+    """Return the outline of the network that `section` asks for, with the pictures that `data` has for each sample."""
+    images = _images(data)
+    if spec := spec_of(section):
+        outline = outline_of(spec)
+    else:
+        assert section.path is not None, "only a folder can hold a network that is not our decoder"
+        outline = _outline_in(model_folder(section.path) / "config.json", images)
+    if data is not None:
+        _refuse_crowding(outline, data)
+    return _frozen(outline, section.freeze)
+
+
+def outline_if_told(section: ModelSection, data: DataSection | None = None) -> Outline | None:
+    """Return the outline, or None where config.json does not tell it: such a model can be trained and not predicted."""
+    try:
+        return outline_for(section, data)
+    except UserError as error:
+        if error.code != "M011":
+            raise
+        return None
+
+
+def outline_named(text: str) -> Outline:
+    """Return the outline of what a person calls `text`: a preset, a Hugging Face folder, or a config.json."""
+    path = Path(text).expanduser()
+    if text in PRESETS:
+        return outline_of(PRESETS[text])
+    if path.suffix == ".json" and path.is_file():
+        return _outline_in(path, Images())
+    if path.exists() or len(path.parts) > 1 or path.suffix == ".json":
+        return _outline_in(model_folder(text) / "config.json", Images())
+    return outline_of(_preset(text))
+
+
+def refuse_freezing(section: ModelSection) -> None:
+    """Raise when parts of the network are to stay as they are: that can be planned, and not trained yet."""
+    if section.freeze:
+        raise UserError("M014", f"training does not freeze {', '.join(section.freeze)} yet; planning does",
+                        where="model.freeze", fix="remove model.freeze, or use `trimaran plan`")  # fmt: skip
+
+
+def _outline_in(file: Path, images: Images) -> Outline:
+    config = read_json(file, limit_bytes=MAX_CONFIG_BYTES)
+    name = file.resolve().parent.name if file.name == "config.json" else file.stem
+    return outline_from_hf(config, where=str(file), name=name, images=images)
+
+
+def _images(data: DataSection | None) -> Images:
+    return Images() if data is None else Images(count=data.images_per_sample or 1, size=data.image_size)
+
+
+def _refuse_crowding(outline: Outline, data: DataSection) -> None:
+    """Raise when the pictures of a sample alone are longer than the sequence that a person asked for."""
+    tokens = sum(tower.positions for tower in outline.towers if tower.name == "projector")
+    if tokens > data.seq_len and "seq_len" in data.model_fields_set:
+        raise UserError("M013", f"the pictures of a sample are {tokens} tokens, and its sequence has {data.seq_len}",
+                        where="data.seq_len",
+                        fix="raise data.seq_len, or lower data.images_per_sample or data.image_size")  # fmt: skip
+
+
+def _frozen(outline: Outline, names: tuple[str, ...]) -> Outline:
+    towers = [tower.name for tower in outline.towers]
+    for name in names:
+        if name not in towers:
+            raise UserError("M012", f"the network has no tower '{name}'{nearest(name, towers)}", where="model.freeze",
+                            fix=f"its towers are {', '.join(towers)}")  # fmt: skip
+    if set(names) == set(towers):
+        raise UserError("M012", "every tower is frozen, and nothing is left to train", where="model.freeze",
+                        fix=f"leave out one of {', '.join(towers)}")  # fmt: skip
+    return replace(outline, towers=tuple(replace(tower, frozen=tower.name in names) for tower in outline.towers))
 
 
 def model_folder(path: str) -> Path:

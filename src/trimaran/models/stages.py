@@ -5,6 +5,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from trimaran.core import Plan
+from trimaran.models.outline import Outline, outline_of
 from trimaran.models.spec import ModelSpec
 
 
@@ -16,24 +17,39 @@ def stage_ranges(spec: ModelSpec, plan: Plan, *, seq_len: int) -> tuple[range, .
     return tuple(range(start, stop) for start, stop in pairwise(accumulate(counts, initial=0)))
 
 
-def stages_of_rank(plan: Plan, pp_rank: int, num_stages: int) -> tuple[int, ...]:
+def stages_of_rank(schedule: str, pp: int, pp_rank: int, num_stages: int) -> tuple[int, ...]:
     """Return the stages that a rank of the pipeline holds, first to last.
 
     They go round the ranks, but for `zero-bubble`: there they go to the last rank and back, in the shape of a V.
     """
-    if plan.pipeline.schedule == "zero-bubble" and num_stages > plan.mesh.pp:
+    if schedule == "zero-bubble" and num_stages > pp:
         return pp_rank, num_stages - 1 - pp_rank
-    return tuple(range(pp_rank, num_stages, plan.mesh.pp))
+    return tuple(range(pp_rank, num_stages, pp))
+
+
+def split_by_cost(spec: ModelSpec, num_stages: int, *, seq_len: int) -> tuple[int, ...]:
+    """Return how many layers of our decoder each stage gets so that the dearest one costs least."""
+    return split_outline(outline_of(spec), num_stages, seq_len=seq_len)
 
 
 @lru_cache(maxsize=1024)  # a search asks again for each plan
-def split_by_cost(spec: ModelSpec, num_stages: int, *, seq_len: int) -> tuple[int, ...]:
-    """Return how many layers each stage gets so that the dearest one costs least. There must be enough layers.
+def split_outline(outline: Outline, num_stages: int, *, seq_len: int) -> tuple[int, ...]:
+    """Return how many blocks each stage gets so that the dearest one costs least.
 
-    The cost of a layer is its arithmetic. The head's is added to the last layer; the embedding is a lookup, and free.
+    The cost of a block is its arithmetic, the backward's included, where it has one. The head's is added to the last
+    block; an embedding is a lookup, and free. More stages than blocks, which some systems allow, leave the last ones
+    empty.
     """
-    layer = spec.attention_parameters + spec.active_feed_forward_parameters + spec.heads * spec.head_dim * seq_len
-    return cheapest_split([layer] * (spec.layers - 1) + [layer + spec.vocab * spec.hidden], num_stages)
+    if num_stages > outline.layers:
+        return (1,) * outline.layers + (0,) * (num_stages - outline.layers)
+    costs: list[int] = []
+    passes = {tower.name: outline.passes(tower) for tower in outline.towers}
+    for tower, block in outline.steps():
+        positions, length = tower.places(seq_len)
+        costs.append(int(block.flops(positions, length)) * passes[tower.name])
+    main = outline.main
+    costs[-1] += 2 * passes[main.name] * main.places(seq_len)[0] * main.head_parameters
+    return cheapest_split(costs, num_stages)
 
 
 def cheapest_split(costs: Sequence[int], num_stages: int) -> tuple[int, ...]:

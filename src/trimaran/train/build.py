@@ -33,7 +33,7 @@ def build_networks(recipe: Recipe, plan: Plan, place: Place, ranks: RankMesh) ->
     refuse_unmatched(recipe.train.precision, module_names(spec))
     ranges = stage_ranges(spec, plan, seq_len=recipe.data.seq_len)
     with torch.device("meta"):
-        here = stages_of_rank(plan, ranks.rank("pp"), len(ranges))
+        here = stages_of_rank(plan.pipeline.schedule, plan.mesh.pp, ranks.rank("pp"), len(ranges))
         networks = tuple(decoder_network(spec, ranges[stage]) for stage in here)
     for network in networks:
         override_precision(network, recipe.train.precision, place.device)

@@ -47,7 +47,10 @@ class StageMap:
 
 def map_stages(plan: Plan, ranks: RankMesh) -> StageMap:
     """Return who holds which stage; without a pipeline there is one."""
-    held = [stages_of_rank(plan, pp_rank, plan.num_stages) for pp_rank in range(plan.mesh.pp)]
+    held = [
+        stages_of_rank(plan.pipeline.schedule, plan.mesh.pp, pp_rank, plan.num_stages)
+        for pp_rank in range(plan.mesh.pp)
+    ]
     owners = {stage: pp_rank for pp_rank, stages in enumerate(held) for stage in stages}
     here = held[ranks.rank("pp")]
     return StageMap(here, tuple(owners[stage] for stage in range(plan.num_stages)), ranks.group("pp"))

@@ -1,0 +1,247 @@
+"""A live nn.Module in, Outline out: a copy without memory runs once, and is watched."""
+
+import copy
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations, groupby
+from math import ceil
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils.flop_counter import flop_registry
+
+from trimaran.core import Bytes, Flops, UserError
+from trimaran.models.outline import Opaque, Outline, Tower
+from trimaran.models.outline_hf import outline_from_hf
+
+LISTS = (nn.ModuleList, nn.Sequential)
+ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+
+
+def outline_from_module(module: nn.Module, *inputs: Any, **named: Any) -> Outline:
+    """Return the outline of `module` as it runs on `inputs` and `named`.
+
+    The first dimension of the first tensor counts samples. A transformers model whose configuration tells all of it
+    gets that outline. Of any other, a copy runs once on tensors that have a shape and no memory: nothing is computed,
+    and neither the module nor its tensors are touched. It runs in the mode, training or not, and in the precision that
+    the module is in. Every entry of a repeated list of modules is one block, and so is what stands beside such lists;
+    what happens between two blocks belongs to the first. Attention counts as the CPU's flash kernel does it.
+    """
+    module = getattr(module, "_orig_mod", module)  # what torch.compile wraps
+    return _told_by_config(module) or _watched(module, inputs, named)
+
+
+def _told_by_config(module: nn.Module) -> Outline | None:
+    """Return what a transformers model's own configuration says, if that is all of the module."""
+    config = getattr(module, "config", None)
+    if not hasattr(config, "to_dict"):
+        return None
+    name = type(module).__name__
+    told = json.loads(json.dumps(config.to_dict(), default=str)) | {"architectures": [name]}
+    try:
+        outline = outline_from_hf(told, where=name, name=name)
+    except UserError:
+        return None  # then it is watched, as any module is
+    if outline.num_parameters != _count(module.parameters()):
+        return None
+    trained = _count(each for each in module.parameters() if each.requires_grad)
+    for number in range(len(outline.towers)):
+        for frozen in combinations(outline.towers, number):
+            if outline.num_parameters - sum(tower.parameters for tower in frozen) == trained:
+                towers = (replace(tower, frozen=tower in frozen) for tower in outline.towers)
+                return replace(outline, towers=tuple(towers))
+    return None
+
+
+@dataclass(slots=True)
+class _Record:
+    """What one block has cost so far, for all samples."""
+
+    name: str = ""
+    path: str = ""
+    parameters: int = 0
+    frozen: bool = False
+    flops: float = 0.0
+    saved_bytes: int = 0
+    moved_bytes: int = 0
+    output_bytes: int = 0
+    num_kernels: int = 0
+
+
+@dataclass(slots=True)
+class _Log:
+    """The blocks in the order in which they were entered; what happens goes to the last of them."""
+
+    records: list[_Record] = field(default_factory=lambda: [_Record()])
+    counted: set[int] = field(default_factory=set)
+    kept: dict[int, Any] = field(default_factory=dict)
+
+    def enter(self, path: str, block: nn.Module) -> None:
+        if self.records[0].name == "":
+            record = self.records[0]  # what came before the first block belongs to it
+        else:
+            self.records.append(record := _Record())
+        new = [each for each in block.parameters() if id(each) not in self.counted]
+        self.counted.update(map(id, new))
+        record.name, record.path, record.parameters = type(block).__name__, path, _count(new)
+        own = list(block.parameters())
+        record.frozen = not any(each.requires_grad for each in own) and bool(own)
+
+    def leave(self, output: Any) -> None:
+        self.records[-1].output_bytes = sum(_seen_bytes(each) for each in _tensors(output))
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Count what backward will need, each piece of memory once; weights are there anyway."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.kept:
+            self.kept[storage._cdata] = tensor
+            self.records[-1].saved_bytes += storage.nbytes()
+        return tensor
+
+
+class _Watch(TorchDispatchMode):
+    """Adds every operation's arithmetic and traffic to the block that is running."""
+
+    def __init__(self, log: _Log) -> None:
+        super().__init__()
+        self.log = log
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        record = self.log.records[-1]
+        record.flops += _flops(func, args, kwargs, out)
+        if moved := _moved_bytes(func, (args, kwargs), out):
+            record.moved_bytes += moved
+            record.num_kernels += 1
+        return out
+
+
+def _watched(module: nn.Module, inputs: Sequence[Any], named: Mapping[str, Any]) -> Outline:
+    tensors = _tensors((inputs, named))
+    if not tensors or not tensors[0].shape or not tensors[0].shape[0]:
+        raise UserError("M031", "there is no example to run: the first tensor must have samples in its first dimension",
+                        where="inputs", fix="call outline_from_module(module, *example_inputs)")  # fmt: skip
+    log, mode = _Log(), FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        memo = {id(each): _hollow(each) for each in [*module.parameters(), *module.buffers()]}
+        inputs, named = tree_map_only(Tensor, _hollow, (inputs, named))
+    try:
+        ghost = copy.deepcopy(module, memo)
+        for path, block in _blocks("", ghost):
+            block.register_forward_pre_hook(lambda each, _, path=path: log.enter(path, each))
+            block.register_forward_hook(lambda _, __, output: log.leave(output))
+        log.kept = {each.untyped_storage()._cdata: each for each in [*ghost.parameters(), *ghost.buffers()]}
+        with torch.enable_grad(), mode, _Watch(log), saved_tensors_hooks(log.keep, lambda each: each):
+            ghost(*inputs, **named)
+    except Exception as error:
+        name, first = type(module).__name__, str(error).strip().split("\n")[0][:200]
+        raise UserError("M030", f"{name} does not run without numbers: {type(error).__name__}: {first}", where=name,
+                        fix="let its forward run on these inputs without looking at values") from error  # fmt: skip
+    return _outline(ghost, log, num_samples=tensors[0].shape[0])
+
+
+def _hollow(tensor: Tensor) -> Tensor:
+    """Return a tensor that has the shape of `tensor` and no memory; call it in the mode of fake tensors."""
+    hollow = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(hollow, requires_grad=tensor.requires_grad)
+    return hollow.requires_grad_(tensor.requires_grad)
+
+
+def _blocks(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that are one block each: entries of the outermost repeated lists, and what is beside them."""
+    children = [
+        (f"{path}.{name}".strip("."), child) for name, child in module.named_children() if _count(child.parameters())
+    ]
+    if not any(isinstance(each, LISTS) and len(each) > 1 for each in module.modules()):
+        yield path, module
+        return
+    kinds = Counter(type(child) for _, child in children) if isinstance(module, LISTS) else Counter()
+    for name, child in children:
+        if kinds[type(child)] > 1 and not isinstance(child, LISTS):
+            yield name, child
+        else:
+            yield from _blocks(name, child)
+
+
+def _outline(ghost: nn.Module, log: _Log, *, num_samples: int) -> Outline:
+    """Return the watched blocks as towers: a new one begins where training stops or starts again."""
+    name, towers = type(ghost).__name__, []
+    for frozen, group in groupby(log.records, lambda record: record.frozen):
+        records = list(group)
+        blocks = [_opaque(record, num_samples) for record in records]
+        common = {record.path.split(".")[0] for record in records}
+        label = common.pop() if len(common) == 1 and len(records) > 1 else "network"
+        taken = sum(tower.name.split("-")[0] == label for tower in towers)
+        tower = Tower(
+            name=f"{label}-{taken + 1}" if taken else label,
+            runs=tuple((block, len(list(run))) for block, run in groupby(blocks)),
+            hidden=1,
+            positions=1,
+            frozen=frozen,
+        )
+        towers.append(tower)
+    left = _count(ghost.parameters()) - sum(tower.parameters for tower in towers)
+    towers[-1] = replace(towers[-1], extras=left)
+    return Outline(name=name, towers=tuple(towers))
+
+
+def _opaque(record: _Record, num_samples: int) -> Opaque:
+    """Return the block for one sample."""
+    return Opaque(
+        name=record.name,
+        parameters=record.parameters,
+        sample_flops=Flops(record.flops / num_samples),
+        saved_bytes=Bytes(ceil(record.saved_bytes / num_samples)),
+        moved_bytes=Bytes(ceil(record.moved_bytes / num_samples)),
+        output_bytes=Bytes(ceil(record.output_bytes / num_samples)),
+        num_kernels=record.num_kernels,
+    )
+
+
+def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> float:
+    """Return the arithmetic of one operation, counted by torch; a causal mask halves attention's."""
+    packet = getattr(func, "_overloadpacket", func)
+    attention = packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    known: Callable[..., int] | None = flop_registry.get(
+        torch.ops.aten._scaled_dot_product_flash_attention if attention else packet
+    )
+    if known is None:
+        return 0.0
+    if attention:
+        causal = kwargs.get("is_causal", args[4] if len(args) > 4 else False)
+        return known(*args[:3], out_val=out) / (2 if causal else 1)
+    return float(known(*args, **kwargs, out_val=out))
+
+
+def _moved_bytes(func: Any, given: Any, out: Any) -> int:
+    """Return the bytes that an operation reads and writes; one that only looks at memory differently moves none."""
+    results = _tensors(out)
+    if not results or func._schema.name.split("::")[-1] in ALLOCATIONS:
+        return 0
+    operands = _tensors(given)
+    inside = {each.untyped_storage()._cdata for each in operands}
+    if not func._schema.is_mutable and all(each.untyped_storage()._cdata in inside for each in results):
+        return 0
+    return sum(_seen_bytes(each) for each in [*operands, *results])
+
+
+def _seen_bytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor; one that repeats itself has less memory than elements."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [each for each in tree_flatten(tree)[0] if isinstance(each, Tensor)]
+
+
+def _count(parameters: Iterable[Tensor]) -> int:
+    return sum(each.numel() for each in {id(each): each for each in parameters}.values())

@@ -1,0 +1,309 @@
+"""A decoder of any family that Hugging Face knows, as a tower: read from the language part of a config.json."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any
+
+from trimaran.models.config_fields import Fields, bad_field, show, unknown_network
+from trimaran.models.flaw import MOST_LAYERS
+from trimaran.models.outline import Latent, Layer, Tower
+from trimaran.models.spec import Experts
+
+HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "n_kv_heads")
+FFN = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "d_ff")
+VOCAB = ("vocab_size", "n_vocab")
+CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length", "n_ctx")
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k")
+NEEDED = {"width": HIDDEN, "layers": LAYERS, "heads": HEADS, "vocabulary": VOCAB}
+
+Switch = bool | str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Habit:
+    """What a family of decoders does alike in every size.
+
+    A bias is there, or is not, or is there when the field of that name is true. `norms` are in each layer, and
+    `shifted` ones add a bias. `learned` is by how many rows a table of positions is longer than the longest sequence;
+    None is no table. `usual` is what the family's class assumes for fields that a config.json leaves out.
+    """
+
+    gated: bool = True
+    norms: int = 2
+    shifted: bool = False
+    head_norms: bool = False
+    qkv_bias: Switch = "attention_bias"
+    out_bias: Switch = "attention_bias"
+    ffn_bias: Switch = "mlp_bias"
+    head_bias: bool = False
+    stem_norm: bool = False
+    learned: int | None = None
+    tied: bool = False
+    usual: Mapping[str, Any] = field(default_factory=dict)
+
+
+_LLAMA_7B = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 11008}
+_MISTRAL_7B = {**_LLAMA_7B, "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 32000}
+_QWEN = {**_LLAMA_7B, "intermediate_size": 22016, "vocab_size": 151936, "use_sliding_window": False}
+_QWEN_2_MOE = {"decoder_sparse_step": 1, "use_sliding_window": False, "moe_intermediate_size": 1408}
+_QWEN_2_VL = {
+    "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
+    "intermediate_size": 29568, "vocab_size": 152064, "use_sliding_window": False,
+}  # fmt: skip
+_GEMMA = {
+    "hidden_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "intermediate_size": 24576,
+    "head_dim": 256, "vocab_size": 256000,
+}  # fmt: skip
+_GEMMA_2 = {
+    "hidden_size": 2304, "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "intermediate_size": 9216, "head_dim": 256, "vocab_size": 256000, "sliding_window": 4096,
+    "sliding_window_pattern": 2,
+}  # fmt: skip
+_PLAIN = Habit(gated=False, shifted=True, qkv_bias=True, out_bias=True, ffn_bias=True)  # GPT-2's block
+_QWEN_2 = Habit(qkv_bias=True, out_bias=False, usual=_QWEN)
+_QWEN_3 = Habit(head_norms=True, usual={**_QWEN, "head_dim": 128, "num_key_value_heads": 32})
+_QWEN_3_MOE = Habit(head_norms=True, usual={"use_sliding_window": False})
+
+HABITS: dict[str, Habit] = {
+    "llama": Habit(usual={**_LLAMA_7B, "vocab_size": 32000}),
+    "internlm2": Habit(qkv_bias="bias", out_bias="bias", ffn_bias=False),
+    "mistral": Habit(usual={**_MISTRAL_7B, "sliding_window": 4096}),
+    "mixtral": Habit(usual={**_MISTRAL_7B, "num_local_experts": 8, "num_experts_per_tok": 2}),
+    "qwen2": _QWEN_2,
+    "qwen2_vl_text": replace(_QWEN_2, usual=_QWEN_2_VL),
+    "qwen2_5_vl_text": replace(_QWEN_2, usual=_QWEN_2_VL),
+    "qwen2_moe": Habit(qkv_bias="qkv_bias", out_bias=False, usual={**_QWEN_2_MOE, "qkv_bias": True}),
+    "qwen3": _QWEN_3,
+    "qwen3_vl_text": _QWEN_3,
+    "qwen3_moe": _QWEN_3_MOE,
+    "qwen3_vl_moe_text": _QWEN_3_MOE,
+    "gemma": Habit(tied=True, usual=_GEMMA),
+    "gemma2": Habit(norms=4, tied=True, usual=_GEMMA_2),
+    "gemma3_text": Habit(
+        norms=4, head_norms=True, tied=True, usual={**_GEMMA_2, "vocab_size": 262208, "sliding_window_pattern": 6}
+    ),
+    "phi3": Habit(ffn_bias=False, qkv_bias=False, out_bias=False),
+    "phi": replace(_PLAIN, norms=1, head_bias=True),
+    "deepseek_v2": Habit(usual={"moe_layer_freq": 1}),
+    "deepseek_v3": Habit(usual={"moe_layer_freq": 1}),
+    "olmo2": Habit(),
+    "gpt_oss": Habit(usual={"attention_bias": True, "sliding_window": 128, "sliding_window_pattern": 2}),
+    "gpt2": replace(_PLAIN, learned=0, tied=True, usual={"n_positions": 1024}),
+    "gpt_neox": replace(_PLAIN, qkv_bias="attention_bias", out_bias="attention_bias", usual={"attention_bias": True}),
+    "gptj": replace(_PLAIN, norms=1, qkv_bias=False, out_bias=False, head_bias=True),
+    "opt": replace(
+        _PLAIN, qkv_bias="enable_bias", out_bias="enable_bias", ffn_bias="enable_bias", learned=2, tied=True,
+        usual={"enable_bias": True, "max_position_embeddings": 2048},
+    ),
+    "falcon": replace(_PLAIN, qkv_bias="bias", out_bias="bias", ffn_bias="bias", tied=True),
+    "bloom": replace(_PLAIN, stem_norm=True, tied=True),
+    "mpt": Habit(gated=False, qkv_bias=False, out_bias=False, ffn_bias=False, tied=True),
+    "starcoder2": replace(
+        _PLAIN, qkv_bias="use_bias", out_bias="use_bias", ffn_bias="use_bias", tied=True, usual={"use_bias": True}
+    ),
+    "cohere2": Habit(norms=1, tied=True, usual={"sliding_window": 4096, "sliding_window_pattern": 4}),
+}  # fmt: skip
+
+# Sizes belong to one model and not to its family: only a part of a larger config may leave them out.
+_SIZES = {*HIDDEN, *LAYERS, *HEADS, *FFN, *VOCAB}
+
+
+def language_tower(fields: Fields, *, tied: bool | None = None, nested: bool = False) -> Tower:
+    """Return the decoder that `fields` describe. `tied` overrules what they say about the head.
+
+    A family that is not in the table is taken for one of Llama's kind, or of GPT-2's where its norms are.
+    """
+    kind = fields.word("model_type", default="")
+    habit = HABITS.get(kind) or _guess(fields)
+    usual = {name: value for name, value in habit.usual.items() if nested or name not in _SIZES}
+    fields, habit = _ODD_FIELDS.get(kind, _as_they_are)(fields.assuming(usual), habit)
+    _refuse_strangers(fields, habit, kind)
+    layers = fields.size(*LAYERS, most=MOST_LAYERS)
+    layer = _layer(fields, habit)
+    experts = _experts(fields, layer.ffn)
+    windows, sparse = _windows(fields, layers), _sparse(fields, layers) if experts else [False] * layers
+    extra = _ODD_EXTRAS.get(kind, lambda _: 0)
+    blocks = []
+    for window, mixed in zip(windows, sparse, strict=True):
+        block = replace(layer, window=window, experts=experts if mixed else None)
+        blocks.append(replace(block, extras=_extras(block, habit, fields) + extra(block)))
+    vocab, norm = fields.size(*VOCAB), layer.hidden * (1 + habit.shifted)
+    table = 0 if habit.learned is None else layer.hidden * (fields.size(*CONTEXT) + habit.learned)
+    if tied is None:
+        tied = fields.boolean("tie_word_embeddings", default=habit.tied)
+    return Tower(
+        name="language",
+        runs=tuple((block, len(list(run))) for block, run in groupby(blocks)),
+        hidden=layer.hidden,
+        vocab=vocab,
+        outputs=vocab,
+        tied=tied,
+        extras=norm * (1 + habit.stem_norm) + table + vocab * habit.head_bias,
+    )
+
+
+def longest(fields: Fields) -> int:
+    """Return the longest sequence that the configuration allows; 0 when it names none."""
+    kind = fields.word("model_type", default="")
+    usual = HABITS[kind].usual if kind in HABITS else {}
+    return fields.assuming(usual).size(*CONTEXT, default=0, least=0)
+
+
+def _refuse_strangers(fields: Fields, habit: Habit, kind: str) -> None:
+    """Raise for what no tower of layers can be, and for sizes that nothing tells: all of them at once."""
+    if fields.boolean("is_encoder_decoder", default=False):
+        raise unknown_network(f"{kind or 'the model'} is an encoder and a decoder", fields.where)
+    needed = NEEDED if not habit.gated else NEEDED | {"feed-forward": FFN}
+    if missing := fields.missing(needed):
+        raise unknown_network(f"it lacks {', '.join(missing)}", fields.where)
+    types = fields.config.get("layer_types") or []
+    known = ("full_attention", "sliding_attention", "chunked_attention")
+    for each in types if isinstance(types, list) else [types]:
+        if each not in known:
+            raise unknown_network(f"a layer of the type {show(each)} has no outline yet", fields.where)
+
+
+def _layer(fields: Fields, habit: Habit) -> Layer:
+    """Return a layer of the network before its window, its experts and its small parameters are known."""
+    hidden, heads = fields.size(*HIDDEN), fields.size(*HEADS)
+    latent = None
+    if fields.has("kv_lora_rank"):
+        latent = Latent(
+            query_rank=fields.size("q_lora_rank", default=0, least=0),
+            kv_rank=fields.size("kv_lora_rank"),
+            rope_dim=fields.size("qk_rope_head_dim"),
+            value_dim=fields.size("v_head_dim"),
+        )
+        kv_heads, head_dim = heads, fields.size("qk_nope_head_dim") + latent.rope_dim
+    else:
+        kv_heads = fields.size(*KV_HEADS, default=heads)
+        head_dim = fields.size("head_dim", default=0, least=0) or _head_dim(hidden, heads, fields.where)
+    if heads % kv_heads:
+        raise bad_field("num_key_value_heads", f"{kv_heads} key-value heads do not divide {heads} heads", fields.where)
+    ffn = fields.size(*FFN, default=None if habit.gated else 4 * hidden)
+    return Layer(
+        hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=head_dim, ffn=ffn, gated=habit.gated, latent=latent,
+        qk_norm=habit.head_norms,
+    )  # fmt: skip
+
+
+def _head_dim(hidden: int, heads: int, where: str) -> int:
+    if hidden % heads:
+        raise bad_field("num_attention_heads", f"{heads} heads do not divide hidden_size {hidden}", where)
+    return hidden // heads
+
+
+def _extras(layer: Layer, habit: Habit, fields: Fields) -> int:
+    """Return the parameters of a layer that are in no product."""
+
+    def on(switch: Switch) -> bool:
+        return fields.boolean(switch, default=False) if isinstance(switch, str) else switch
+
+    extras = habit.norms * layer.hidden * (1 + habit.shifted) + 2 * layer.head_dim * habit.head_norms
+    if latent := layer.latent:
+        extras += latent.query_rank + latent.kv_rank
+        extras += (latent.query_rank + latent.kv_rank + latent.rope_dim) * on(habit.qkv_bias)
+    else:
+        extras += (layer.heads + 2 * layer.kv_heads) * layer.head_dim * on(habit.qkv_bias)
+    extras += layer.hidden * on(habit.out_bias)
+    if layer.experts is None:
+        extras += (layer.ffn * (layer.matrices - 1) + layer.hidden) * on(habit.ffn_bias)
+    return extras
+
+
+def _experts(fields: Fields, ffn: int) -> Experts | None:
+    count = fields.size(*EXPERTS, default=0, least=0)
+    if count < 2:
+        return None
+    width = fields.size("moe_intermediate_size", "expert_intermediate_size", default=ffn)
+    gated = fields.size("shared_expert_intermediate_size", default=0, least=0)
+    return Experts(
+        num_experts=count,
+        top_k=fields.size(*TOP_K, most=count),
+        ffn=width,
+        shared_ffn=gated or width * fields.size("n_shared_experts", "num_shared_experts", default=0, least=0),
+        shared_gate=gated > 0,
+    )
+
+
+def _sparse(fields: Fields, layers: int) -> list[bool]:
+    """Return which layers have experts, in the words of any family."""
+    types = fields.config.get("mlp_layer_types")
+    if isinstance(types, list) and len(types) == layers:
+        return [each == "sparse" for each in types]
+    first, every = fields.size("first_k_dense_replace", default=0, least=0), fields.size("moe_layer_freq", default=1)
+    step, dense = fields.size("decoder_sparse_step", default=1), fields.numbers("mlp_only_layers")
+    return [
+        number >= first and number % every == 0 and (number + 1) % step == 0 and number not in dense
+        for number in range(layers)
+    ]
+
+
+def _windows(fields: Fields, layers: int) -> list[int]:
+    """Return how far attention looks back in each layer; 0 is all the way."""
+    window = fields.size("sliding_window", "attention_chunk_size", default=0, least=0)
+    nulled = fields.config.get("sliding_window", window) is None  # which is not the same as left out
+    if not window or nulled or not fields.boolean("use_sliding_window", default=True):
+        return [0] * layers
+    types = fields.config.get("layer_types")
+    if isinstance(types, list) and len(types) == layers:
+        return [0 if each == "full_attention" else window for each in types]
+    # Every so manieth layer sees everything (Gemma), or those up to a given one do (Qwen).
+    pattern, first = fields.size("sliding_window_pattern", default=MOST_LAYERS + 1), 0
+    if fields.has("max_window_layers"):
+        first = fields.size("max_window_layers", least=0)
+    return [window if number >= first and (number + 1) % pattern else 0 for number in range(layers)]
+
+
+def _guess(fields: Fields) -> Habit:
+    """Return the habit of a family that is not in the table, by what its fields give away."""
+    shifted = fields.has("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon") and not fields.has("rms_norm_eps")
+    activation = fields.word("hidden_act", "activation_function", "hidden_activation", default="silu")
+    bias = next((name for name in ("attention_bias", "use_bias", "bias") if fields.has(name)), False)
+    ffn_bias = "mlp_bias" if fields.has("mlp_bias") else bias
+    return Habit(
+        gated=not shifted or activation in ("silu", "swish", "swiglu"), shifted=shifted, qkv_bias=bias, out_bias=bias,
+        ffn_bias=ffn_bias,
+    )  # fmt: skip
+
+
+def _as_they_are(fields: Fields, habit: Habit) -> tuple[Fields, Habit]:
+    return fields, habit
+
+
+def _falcon(fields: Fields, habit: Habit) -> tuple[Fields, Habit]:
+    """Falcon's three generations differ in key-value heads and norms, and name the former even where they have one."""
+    new, heads = fields.boolean("new_decoder_architecture", default=False), fields.integer(*HEADS, default=1)
+    one = fields.boolean("multi_query", default=True)
+    kv_heads = fields.integer("num_kv_heads", default=heads) if new else 1 if one else heads
+    parallel = fields.boolean("parallel_attn", default=True)
+    norms = fields.integer("num_ln_in_parallel_attn", default=1 + new) if parallel else 2
+    return replace(fields, config={**fields.config, "num_key_value_heads": kv_heads}), replace(habit, norms=norms)
+
+
+def _opt(fields: Fields, habit: Habit) -> tuple[Fields, Habit]:
+    width = fields.integer(*HIDDEN, default=0)
+    if fields.integer("word_embed_proj_dim", default=width) != width:
+        raise unknown_network("its embedding is narrower than its layers (word_embed_proj_dim)", fields.where)
+    return fields, habit
+
+
+_ODD_FIELDS: dict[str, Callable[[Fields, Habit], tuple[Fields, Habit]]] = {"falcon": _falcon, "opt": _opt}
+
+
+def _wide_norms(layer: Layer) -> int:
+    return (layer.heads + layer.kv_heads) * layer.head_dim
+
+
+def _sinks_and_biases(layer: Layer) -> int:
+    """GPT-OSS has a sink for each head, and biases in the router and in every expert."""
+    experts = layer.experts
+    return layer.heads + (experts.num_experts * (1 + 2 * experts.ffn + layer.hidden) if experts else 0)
+
+
+_ODD_EXTRAS: dict[str, Callable[[Layer], int]] = {"olmo2": _wide_norms, "gpt_oss": _sinks_and_biases}

@@ -1,0 +1,211 @@
+"""Any Hugging Face config.json in, Outline out: decoders, vision transformers, and what joins the two."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trimaran.models.config_fields import Fields, bad_field, unknown_network
+from trimaran.models.hf_language import language_tower, longest
+from trimaran.models.hf_vision import (
+    DYNAMIC_SIZE,
+    SIGHTS,
+    Images,
+    View,
+    head_parameters,
+    patches_of,
+    sighted,
+    vision_tower,
+)
+from trimaran.models.outline import Layer, Outline, Tower
+
+ONE_IMAGE = Images()
+MOST_TILES = 12  # InternVL's processor, where its configuration names no number
+
+
+def outline_from_hf(config: Mapping[str, Any], *, where: str, name: str, images: Images = ONE_IMAGE) -> Outline:
+    """Return the outline of the network that `config` describes. `where` is what the person calls the configuration.
+
+    A family that is not known is read by the names that most of them use, as one of Llama's kind.
+    """
+    fields = Fields(config, where)
+    kind = fields.word("model_type", default="")
+    if kind in SIGHTS and not fields.has("vision_config"):
+        return Outline(name=name, towers=(_vision_alone(fields, images),))
+    text, nested = _text_of(fields, kind), fields.has("text_config", "llm_config")
+    if not fields.has("vision_config"):
+        tower = language_tower(text, nested=nested)
+        return Outline(name=name, towers=(tower,), max_seq_len=longest(text))
+    if kind in ("clip", "siglip", "siglip2"):
+        raise unknown_network(f"{kind} is two encoders side by side; its vision_config by itself is a network", where)
+    eye = EYES.get(kind, Eye(sight=None, view=_one_piece, join=_two_products))
+    vision, sight = sighted(fields.below("vision_config"), eye.sight)
+    view = eye.view(vision, fields, images, sight.tokens)
+    language = language_tower(text, tied=_tied(fields, text, kind), nested=nested)
+    runs, tokens, extras = eye.join(fields, vision, language.hidden, view)
+    projector = Tower(
+        name="projector", runs=runs, hidden=language.hidden, extras=extras, positions=view.pieces * tokens
+    )
+    return Outline(
+        name=name, towers=(vision_tower(vision, sight, view), projector, language), max_seq_len=longest(text)
+    )
+
+
+Runs = tuple[tuple[Layer, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eye:
+    """How a family of vision-language models sees: which vision, cut how, and joined to the language how.
+
+    `join` returns the blocks of the projector, its tokens for each piece of the view, and parameters beside the blocks.
+    """
+
+    sight: str | None
+    view: Callable[[Fields, Fields, Images, int], View]
+    join: Callable[[Fields, Fields, int, View], tuple[Runs, int, int]]
+
+
+def _vision_alone(fields: Fields, images: Images) -> Tower:
+    fields, sight = sighted(fields)
+    dynamic = DYNAMIC_SIZE if images.size is None and not fields.has("image_size") else images.size
+    tower = vision_tower(fields, sight, View(images.count, patches_of(fields, dynamic), sight.tokens))
+    return replace(tower, extras=tower.extras + head_parameters(fields, tower.hidden))
+
+
+def _text_of(fields: Fields, kind: str) -> Fields:
+    """Return the fields of the language: a mapping of their own, or all of them, as Qwen2-VL once had it."""
+    own = f"{kind}_text" if kind.startswith(("qwen", "gemma3")) else {"paligemma": "gemma"}.get(kind, "llama")
+    if fields.has("text_config", "llm_config"):
+        text = fields.below("text_config", "llm_config")
+        return text if text.has("model_type") else replace(text, config={**text.config, "model_type": own})
+    if fields.has("vision_config"):
+        return replace(fields, config={**fields.config, "model_type": own})
+    return fields
+
+
+def _tied(fields: Fields, text: Fields, kind: str) -> bool | None:
+    """Return whether the head is the embedding, None when neither part says so: then its family's habit holds."""
+    name = "tie_word_embeddings"
+    above, below = (each.boolean(name, default=False) for each in (fields, text))
+    if fields.has(name):
+        # Before transformers 5, these said it about their language and not about themselves.
+        return above or (below and kind in ("llava", "qwen2_vl", "qwen2_5_vl"))
+    if text.has(name):
+        return below
+    return True if kind in ("internvl", "gemma3", "paligemma", "mistral3") else None
+
+
+def _one_piece(vision: Fields, _: Fields, images: Images, tokens: int) -> View:
+    """Every picture is brought to the size that the tower was made for."""
+    return View(images.count, patches_of(vision, None), tokens)
+
+
+def _grid_of_pieces(vision: Fields, model: Fields, images: Images, tokens: int) -> View:
+    """LLaVA-NeXT: a small whole, and the picture in the grid that wastes least of it."""
+    base = max(vision.sides("image_size"))
+    side = images.size or base
+    pinpoints = model.config.get("image_grid_pinpoints") or [[base, 2 * base], [2 * base, base], [2 * base, 2 * base]]
+    try:
+        grids = [(int(tall), int(wide)) for tall, wide in pinpoints]
+        best = max(grids, key=lambda grid: (min(*grid, side), -grid[0] * grid[1]))
+        tiles = 1 + best[0] * best[1] // (base * base)
+    except (TypeError, ValueError):
+        raise bad_field("image_grid_pinpoints", "it is not a list of heights and widths", model.where) from None
+    return View(images.count * tiles, patches_of(vision, None), tokens)
+
+
+def _square_tiles(vision: Fields, model: Fields, images: Images, tokens: int) -> View:
+    """InternVL: as many tiles as cover half of the picture's pixels or more, and a small whole beside several."""
+    base = max(model.sides("force_image_size") if model.has("force_image_size") else vision.sides("image_size"))
+    most, side = model.size("max_dynamic_patch", default=MOST_TILES), images.size or base
+    across = max((k for k in range(1, math.isqrt(most) + 1) if 2 * side * side > k * k * base * base), default=1)
+    tiles = across * across + (across > 1)
+    return View(images.count * tiles, patches_of(vision, base), tokens)
+
+
+def _any_size(vision: Fields, model: Fields, images: Images, tokens: int) -> View:
+    """Qwen-VL and Pixtral take a picture as it is."""
+    merge = vision.size("spatial_merge_size", default=model.size("spatial_merge_size", default=2))
+    return View(images.count, patches_of(vision, images.size or DYNAMIC_SIZE, multiple=merge), tokens)
+
+
+def _products(weights: int, width: int, extras: int) -> Layer:
+    """Return a feed-forward of so many weights on a stream of `width`; what two equal products leave over is extra."""
+    ffn = weights // (2 * width)
+    return Layer(
+        hidden=width, heads=0, kv_heads=0, head_dim=0, ffn=ffn, gated=False, causal=False,
+        extras=extras + weights - 2 * width * ffn,
+    )  # fmt: skip
+
+
+def _two_products(model: Fields, vision: Fields, width: int, view: View) -> tuple[Runs, int, int]:
+    layers = vision_width(vision) * max(1, len(model.numbers("vision_feature_layer")))
+    bias = 2 * width * model.boolean("multimodal_projector_bias", default=True)
+    whole = model.word("vision_feature_select_strategy", default="default") == "full"
+    return ((_products(width * (layers + width), width, bias), 1),), view.segment if whole else view.patches, 0
+
+
+def _two_products_and_newline(model: Fields, vision: Fields, width: int, view: View) -> tuple[Runs, int, int]:
+    runs, tokens, _ = _two_products(model, vision, width, view)
+    return runs, tokens, width
+
+
+def _shuffled(model: Fields, vision: Fields, width: int, view: View) -> tuple[Runs, int, int]:
+    """InternVL: neighbouring patches side by side, a norm, two products."""
+    ratio = model.number("downsample_ratio", default=0.5)
+    if not 0 < ratio <= 1:
+        raise bad_field("downsample_ratio", f"{ratio} is not between 0 and 1", model.where)
+    wide = vision_width(vision) * round(1 / ratio) ** 2
+    return ((_products(width * (wide + width), width, 2 * wide + 2 * width), 1),), int(view.patches * ratio**2), 0
+
+
+def _one_product(model: Fields, vision: Fields, width: int, view: View) -> tuple[Runs, int, int]:
+    """Gemma 3 pools and norms before its product; PaliGemma's has a bias and a width of its own."""
+    wide = vision_width(vision)
+    if model.word("model_type", default="") == "gemma3":
+        return ((_products(wide * width, width, wide), 1),), model.size("mm_tokens_per_image", default=256), 0
+    width = model.size("projection_dim", default=width)
+    return ((_products(wide * width, width, width), 1),), view.patches, 0
+
+
+def _merged_and_two_products(model: Fields, vision: Fields, width: int, view: View) -> tuple[Runs, int, int]:
+    """Mistral 3: a norm, neighbouring patches merged, two products."""
+    wide, merge = vision_width(vision), model.size("spatial_merge_size", default=2) ** 2
+    bias = 2 * width * model.boolean("multimodal_projector_bias", default=False)
+    weights = wide * wide * merge + width * (wide + width)
+    return ((_products(weights, width, wide + bias), 1),), view.patches // merge, 0
+
+
+def _merger(model: Fields, vision: Fields, width: int, view: View) -> tuple[Runs, int, int]:
+    """Qwen-VL: neighbouring patches side by side, two products; Qwen3-VL has one more for each layer that it taps."""
+    wide, merge = vision_width(vision), vision.size("spatial_merge_size", default=2) ** 2
+    merged = wide * merge
+    shifted = 1 if model.word("model_type", default="") == "qwen2_5_vl" else 2
+    weights, bias = merged * (merged + width), merged + width
+    taps = len(vision.numbers("deepstack_visual_indexes"))
+    runs = (
+        (_products(weights, merged, bias + shifted * wide), 1),
+        (_products(weights, merged, bias + 2 * merged), taps),
+    )
+    return tuple(run for run in runs if run[1]), view.patches // merge, 0
+
+
+def vision_width(vision: Fields) -> int:
+    return vision.size("embed_dim", "hidden_size")
+
+
+EYES: dict[str, Eye] = {
+    "llava": Eye(sight=None, view=_one_piece, join=_two_products),
+    "llava_next": Eye(sight=None, view=_grid_of_pieces, join=_two_products_and_newline),
+    "llava_onevision": Eye(sight=None, view=_grid_of_pieces, join=_two_products_and_newline),
+    "internvl": Eye(sight="internvl_vision", view=_square_tiles, join=_shuffled),
+    "internvl_chat": Eye(sight="intern_vit_6b", view=_square_tiles, join=_shuffled),
+    "gemma3": Eye(sight="siglip_vision_model", view=_one_piece, join=_one_product),
+    "paligemma": Eye(sight="siglip_vision_model", view=_one_piece, join=_one_product),
+    "mistral3": Eye(sight="pixtral", view=_any_size, join=_merged_and_two_products),
+    **{
+        kind: Eye(sight=kind, view=_any_size, join=_merger)
+        for kind in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+    },
+}

@@ -1,5 +1,6 @@
 """This machine, asked through a driver tool that is a small script of ours."""
 
+import json
 import os
 from pathlib import Path
 
@@ -55,10 +56,20 @@ def test_hidden_gpus_leave_the_cpu(driver) -> None:
         ("NVIDIA H100 80GB HBM3", 81559, "H100"),
         ("NVIDIA H100 PCIe", 81559, "H100-PCIe"),
         ("NVIDIA A100-SXM4-40GB", 40960, "A100-40GB"),
-        ("NVIDIA A100-PCIE-80GB", 81920, "A100-80GB"),
+        ("NVIDIA A100-PCIE-80GB", 81920, "A100-PCIe-80GB"),
+        ("NVIDIA A100 80GB PCIe", 81920, "A100-PCIe-80GB"),
         ("Tesla V100-SXM2-16GB", 16384, "V100-16GB"),
         ("NVIDIA GeForce RTX 4090", 24564, "RTX4090"),
         ("NVIDIA L40S", 46068, "L40S"),
+        ("NVIDIA L4", 23034, "L4"),
+        ("Tesla T4", 15360, "T4"),
+        ("NVIDIA A10G", 23028, "A10G"),
+        ("NVIDIA RTX A6000", 49140, "RTX-A6000"),
+        ("NVIDIA RTX 6000 Ada Generation", 49140, "RTX-6000-Ada"),
+        ("NVIDIA H100 NVL", 95830, "H100-NVL"),
+        ("NVIDIA H20", 97871, "H20"),
+        ("NVIDIA GH200 480GB", 97871, "GH200"),
+        ("AMD Instinct MI300X OAM", 196592, "MI300X"),
         ("NVIDIA B200", 183359, "B200"),
         ("NVIDIA GB200", 189471, "GB200"),
     ],
@@ -69,8 +80,39 @@ def test_marketing_names_find_their_device(name: str, mebibytes: int, found: str
     assert device.memory_bytes == pytest.approx(DEVICES[found].memory_bytes, rel=0.015)
 
 
-def test_a_pcie_card_has_no_nvlink() -> None:
-    assert gpu_device([("NVIDIA A100-PCIE-80GB", 81920)]).link_bandwidth == DEVICES["A100-80GB"].pcie_bandwidth
+@pytest.mark.parametrize("name", ["NVIDIA A100-PCIE-80GB", "Tesla V100-PCIE-16GB"])
+def test_a_pcie_card_has_no_nvlink(name: str) -> None:
+    device = gpu_device([(name, 16384)])
+    assert device.link_bandwidth == device.pcie_bandwidth
+
+
+def test_the_topology_of_the_driver_becomes_links(driver) -> None:
+    names = "\\n".join(["NVIDIA RTX A6000, 49140"] * 4)
+    rows = "\\n".join(["GPU0 X NV4 SYS SYS", "GPU1 NV4 X SYS SYS", "GPU2 SYS SYS X NV4", "GPU3 SYS SYS NV4 X"])
+    driver(f"case \"$1\" in topo) printf '{rows}\\n';; *) printf '{names}\\n';; esac")
+    assert [(link.name, link.devices) for link in detect().levels] == [("NVLink", 2), ("sockets", 4)]
+    assert detect().host_bytes > GIB
+
+
+def test_only_the_visible_gpus_are_wired(driver) -> None:
+    names = "\\n".join(["NVIDIA RTX A6000, 49140"] * 2)
+    rows = "\\n".join(["GPU0 X NV4 SYS SYS", "GPU1 NV4 X SYS SYS", "GPU2 SYS SYS X NV4", "GPU3 SYS SYS NV4 X"])
+    driver(f"case \"$1\" in topo) printf '{rows}\\n';; *) printf '{names}\\n';; esac")
+    for visible, way in (("0,1", "NVLink"), ("0,2", "sockets"), ("GPU-aa,GPU-bb", "PCIe")):
+        assert [link.name for link in detect(visible_devices=visible).levels] == [way]
+
+
+def test_amd_gpus_are_asked_for_when_there_are_no_others(driver, tmp_path: Path) -> None:
+    driver("exit 9")
+    cards = {f"card{place}": {"Card Series": "AMD Instinct MI300X OAM", "VRAM Total Memory (B)": "206141652992"}
+             for place in range(2)}  # fmt: skip
+    tool = tmp_path / "rocm-smi"
+    tool.write_text(f"#!/bin/sh\necho '{json.dumps(cards)}'\n")
+    tool.chmod(0o755)
+    assert str(detect()) == "2xMI300X"
+    assert detect(visible_devices="1").world_size == 1
+    tool.write_text("#!/bin/sh\necho '[1, 2]'\n")
+    assert detect().device.kind == "cpu"
 
 
 def test_an_unknown_gpu_is_said_to_be_a_guess() -> None:

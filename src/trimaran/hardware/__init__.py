@@ -1,8 +1,23 @@
 """What the machines are: the catalogue of devices, clusters, and this machine. Imports no torch."""
 
+from trimaran.hardware.calibration import Calibration, apply_calibration, calibration_folder, read_calibration
 from trimaran.hardware.catalogue import DEVICES, Device, find_device
-from trimaran.hardware.cluster import Cluster
-from trimaran.hardware.detect import detect
+from trimaran.hardware.cluster import Cluster, Link
+from trimaran.hardware.detect import detect, machine_name, num_cores
 from trimaran.hardware.parse import parse_cluster
 
-__all__ = ["DEVICES", "Cluster", "Device", "detect", "find_device", "parse_cluster"]
+__all__ = [
+    "DEVICES",
+    "Calibration",
+    "Cluster",
+    "Device",
+    "Link",
+    "apply_calibration",
+    "calibration_folder",
+    "detect",
+    "find_device",
+    "machine_name",
+    "num_cores",
+    "parse_cluster",
+    "read_calibration",
+]

@@ -1,22 +1,80 @@
-"""What a cluster is: equal nodes of equal devices."""
+"""What a cluster is: equal nodes of equal devices, and the links between them."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
+from trimaran.core import Bytes, Seconds
 from trimaran.hardware.catalogue import Device
+
+HOST_BYTES = Bytes(2**40)  # of a node, where nobody said otherwise: what a server with 8 GPUs usually has
+HOST_BANDWIDTH = 200e9  # of a node, likewise: `bench calibrate` found 205e9 on the host of an H200
+
+# Seconds a hop by kind of way: near what NCCL's own model has for large messages (hwLat of graph/tuning.cc: 4 us over
+# NVLink, 6 us over PCIe, 14 us over the network), and gloo's measured 0.3 ms.
+LATENCY = {"NVLink": 5e-6, "Infinity Fabric": 5e-6, "PCIe": 6e-6, "sockets": 8e-6, "network": 15e-6, "loopback": 3e-4}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A way between devices: how many neighbours it joins, and bytes a second of one device, one way.
+
+    `reached` are measured bus bandwidths by collective (all_reduce, all_gather, all_to_all, send), where there are any.
+    """
+
+    name: str
+    devices: int
+    bandwidth: float
+    latency: Seconds
+    reached: Mapping[str, float] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """The machines of a run. Bandwidths are those of its `device`; ranks are numbered node by node."""
+    """The machines of a run. Ranks are numbered node by node.
+
+    `links` go from the innermost to the outermost, each joining more devices than the one before. Those of a node are
+    enough, and without any they follow from the device. `host_bytes` and `host_bandwidth` are of a node's own memory.
+    """
 
     device: Device
     num_nodes: int = 1
     devices_per_node: int = 1
+    links: tuple[Link, ...] = ()
+    host_bytes: Bytes = HOST_BYTES
+    host_bandwidth: float = HOST_BANDWIDTH
 
     @property
     def world_size(self) -> int:
         return self.num_nodes * self.devices_per_node
 
+    @property
+    def levels(self) -> tuple[Link, ...]:
+        """The links, or those that follow from the device; the last joins all devices."""
+        if not self.links:
+            return default_links(self.device, self.num_nodes, self.devices_per_node)
+        if self.links[-1].devices == self.world_size:
+            return self.links
+        near = tuple(link for link in self.links if link.devices < self.devices_per_node)
+        around = self.links[min(len(near), len(self.links) - 1)]
+        node = (*near, replace(around, devices=self.devices_per_node))
+        return node if self.num_nodes == 1 else (*node, network_link(self.device, self.world_size))
+
     def __str__(self) -> str:
         nodes = f"{self.num_nodes}x" if self.num_nodes > 1 else ""
         return f"{nodes}{self.devices_per_node}x{self.device.name}"
+
+
+def default_links(device: Device, num_nodes: int, devices_per_node: int) -> tuple[Link, ...]:
+    """Return the link inside a node, and the network between nodes where there are several."""
+    name = "NVLink" if device.link_bandwidth > 100e9 else "PCIe"  # no PCIe is that fast yet
+    name = "Infinity Fabric" if device.name.startswith("MI") else "loopback" if device.kind == "cpu" else name
+    latency = Seconds(LATENCY[name])
+    near = Link(name=name, devices=devices_per_node, bandwidth=device.link_bandwidth, latency=latency)
+    return (near,) if num_nodes == 1 else (near, network_link(device, num_nodes * devices_per_node))
+
+
+def network_link(device: Device, num_devices: int) -> Link:
+    """Return the way between nodes."""
+    name = "Ethernet" if device.kind == "cpu" or device.network_bandwidth < 5e9 else "InfiniBand"
+    latency = Seconds(LATENCY["loopback" if device.kind == "cpu" else "network"])
+    return Link(name=name, devices=num_devices, bandwidth=device.network_bandwidth, latency=latency)

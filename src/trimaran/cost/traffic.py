@@ -1,25 +1,21 @@
-"""How long ranks talk: inside a micro-batch, and about gradients and weights, which computing may hide."""
+"""How long weights and gradients travel between data ranks, and how much of it computing does not hide."""
 
-import math
 from typing import NamedTuple
 
-from trimaran.core import Bytes, Plan, Seconds
-from trimaran.cost.collective import (
-    Ring,
-    all_gather_seconds,
-    all_reduce_seconds,
-    all_to_all_seconds,
-    reduce_scatter_seconds,
-    ring_of,
-    send_seconds,
-)
-from trimaran.cost.memory import WIDTH, frees_weights, local_tokens, recomputed_layers
-from trimaran.cost.pipeline import Part
-from trimaran.hardware import Cluster
-from trimaran.models import ModelSpec
+from trimaran.core import Plan
+from trimaran.cost.collective import RING_SHARE, Ring, all_gather_seconds, all_reduce_seconds, ring_of
+from trimaran.cost.job import frees_weights
+from trimaran.cost.pace import Pace, Unit
+from trimaran.cost.roofline import Rates
+from trimaran.cost.time_habits import TimeHabits
+from trimaran.hardware import Link
 
-# The share of computing behind which a collective can hide. Gloo's threads need the cores that compute.
-OVERLAP = {"cuda": 0.8, "cpu": 0.0}
+# What a collective on NVLink takes from the products beside it, of its own time: processors, memory, power. Set on
+# llm-foundry's A100. A network's moves less at a time, and takes less.
+STOLEN_SHARE = 0.43
+# What of a gradient's bytes travels: of a square weight of 4096, PowerSGD's two factors of rank 4; of a hundred values
+# the largest, with a place of 8 bytes.
+COMPRESSED = {"none": 1.0, "fp16": 0.5, "bf16": 0.5, "powersgd": 0.002, "topk": 0.03}
 
 
 class Rings(NamedTuple):
@@ -29,94 +25,110 @@ class Rings(NamedTuple):
     replicas: Ring
 
 
-def micro_batch_seconds(spec: ModelSpec, cluster: Cluster, plan: Plan, part: Part, *, seq_len: int) -> Seconds:
-    """Return the communication inside one micro-batch's forward and backward; both wait for it.
+class Way(NamedTuple):
+    """How weights and gradients travel: on which rings, in how many bytes each, behind which share of computing."""
 
-    Backward has the mirror image of forward's, and forward's once more for the layers that it computes again.
-    """
-    forward = part.layers * layer_seconds(spec, cluster, plan, seq_len=seq_len)
-    again = forward * recomputed_layers(plan, part.layers) / max(1, part.layers)
-    pipe = ring_of(cluster, num_ranks=plan.mesh.pp, stride=plan.mesh.world_size // plan.mesh.pp)
-    stream = Bytes(WIDTH[plan.precision] * local_tokens(plan, seq_len) * spec.hidden // plan.mesh.tp)
-    hops = 2 * plan.num_stages // plan.mesh.pp * send_seconds(stream, pipe) * (1 - OVERLAP[cluster.device.kind])
-    return Seconds(2 * forward + again + hops)
+    dense: Rings
+    experts: Rings
+    weight_bytes: float
+    gradient_bytes: float
+    hidden_share: float
+    near_bandwidth: float
 
 
-def layer_seconds(spec: ModelSpec, cluster: Cluster, plan: Plan, *, seq_len: int) -> Seconds:
-    """Return the communication of one layer's forward.
-
-    Tensor parallelism gathers the sequence and scatters the sum, once for attention and once for the feed-forward.
-    Context parallelism gathers keys and values, or exchanges heads for positions and back. Expert parallelism sends
-    each token to its experts and back.
-    """
-    mesh, width, tokens = plan.mesh, WIDTH[plan.precision], local_tokens(plan, seq_len)
-    slices = ring_of(cluster, num_ranks=mesh.tp, stride=1)
-    stream = Bytes(width * tokens * spec.hidden)
-    seconds = 2 * (all_gather_seconds(stream, slices) + reduce_scatter_seconds(stream, slices))
-    pieces = ring_of(cluster, num_ranks=mesh.cp, stride=mesh.tp)
-    if plan.comm.context == "gather":
-        key_value = 2 * width * tokens * mesh.cp * spec.kv_heads * spec.head_dim // mesh.tp
-        seconds += all_gather_seconds(Bytes(key_value), pieces)
+def way_of(levels: tuple[Link, ...], plan: Plan, rates: Rates, habits: TimeHabits) -> Way:
+    """Return how a plan's data ranks meet. Gloo's threads need the cores that compute, so they hide nothing."""
+    mesh, comm, is_sharded = plan.mesh, plan.comm, plan.sharding != "none"
+    if is_sharded:
+        shards = max(1, mesh.expert_ranks // mesh.ep)
+        dense, spread = (mesh.shards, mesh.dp_replicate), (shards, max(1, mesh.data // (shards * mesh.ep)))
     else:
-        moved = 2 * width * tokens * (spec.heads + spec.kv_heads) * spec.head_dim // mesh.tp
-        seconds += all_to_all_seconds(Bytes(moved), pieces)
-    if (experts := spec.block.experts) is not None:
-        homes = ring_of(cluster, num_ranks=mesh.ep, stride=mesh.tp)
-        seconds += 2 * all_to_all_seconds(Bytes(experts.top_k * stream), homes)
-    return Seconds(seconds)
+        dense, spread = (1, mesh.data), (1, max(1, mesh.data // mesh.ep))
+    return Way(
+        _rings(levels, mesh.tp, *dense),
+        _rings(levels, mesh.tp * mesh.ep, *spread),
+        rates.width,
+        habits.passing.gradient * _summed_share(plan) / comm.local_steps,
+        0.0 if rates.generation == "cpu" else habits.hides[is_sharded],
+        RING_SHARE * levels[0].bandwidth,
+    )
 
 
-def exposed_seconds(cluster: Cluster, plan: Plan, part: Part, *, forward: Seconds, backward: Seconds) -> Seconds:
-    """Return the communication of a step's weights and gradients that no computing hides.
+def _summed_share(plan: Plan) -> float:
+    """Return the bytes of a sum that takes as long, of a whole gradient's.
 
-    Replicas reduce once, with the last backward. Shards gather their weights layer by layer: for every forward and
-    backward where they are freed in between, once a step where they are kept. Sharded gradients travel with every
-    backward, whole ones with the last. The first gather and the last bucket hide behind nothing.
+    Each rank's top-k are others, so they are gathered: as many times as there are ranks, where a sum goes round twice.
     """
-    overlap, count = OVERLAP[cluster.device.kind], plan.grad_accum
-    if plan.sharding == "none":
-        bucket_bytes, pairs = plan.comm.bucket_mb * 2**20, _pairs(cluster, plan, part)
-        buckets = max(1, math.ceil(4 * part.parameters / bucket_bytes))
-        bucket = sum(all_reduce_seconds(Bytes(4 * num // buckets), rings.replicas) for num, rings in pairs)
-        return Seconds(max(buckets * bucket - overlap * backward, bucket))
-    units = part.layers + 1  # and the root: embedding, last norm and head
-    gather, reduce = _unit_seconds(cluster, plan, part, units=units)
-    freed = frees_weights(plan)
-    gathers = count if freed else 1
-    again = gather if freed else 0.0
-    reductions = 1 if plan.sharding == "optimizer" or plan.mesh.pp > 1 else count
-    forwards = gathers * max(units * gather - overlap * forward, gather)
-    reducing = reductions * max(units * (again + reduce) - overlap * backward, reduce)
-    others = (count - reductions) * max(units * again - overlap * backward, 0)
-    return Seconds(forwards + reducing + others)
+    compression = plan.comm.compression
+    return COMPRESSED[compression] * (plan.mesh.data / 2 if compression == "topk" else 1.0)
 
 
-def _unit_seconds(cluster: Cluster, plan: Plan, part: Part, *, units: int) -> tuple[float, float]:
+def exposed_traffic(way: Way, plan: Plan, pace: Pace) -> dict[str, float]:
+    """Return the seconds of a step in which weights and gradients travel and nothing is computed, by what and where.
+
+    Replicas reduce once, with the last backward. Shards gather their weights block by block: for every forward and
+    backward where they are freed in between, once a step where they are kept. Sharded gradients travel with every
+    backward, whole ones and a pipeline's with the last. The first gather hides behind nothing, nor
+    does the last reduction.
+    """
+    if plan.mesh.data == 1:
+        return {}
+    gathers = reductions = hidden = 0.0
+    for unit in pace.units:
+        forth, back = _trips(way, plan, unit)
+        for times, seconds, window in (forth, *back):
+            hidden += times * min(seconds, window)
+        gathers += forth.times * max(0.0, forth.seconds - forth.window)
+        reductions += sum(trip.times * max(0.0, trip.seconds - trip.window) for trip in back)
+    if way.hidden_share:
+        first = pace.units[0]
+        gather, reduce = _unit_seconds(way, first, first.sharding or plan.sharding)
+        gathers, reductions = gathers + gather, reductions + min(reduce, way.hidden_share * first.backward)
+    replicas, shards = way.dense.replicas, way.dense.shards
+    where = replicas if replicas.num_ranks > 1 else shards
+    pull = min(1.0, where.gather_bandwidth / way.near_bandwidth)
+    exposed = {
+        f"all-gather of weights on {shards.link}": gathers,
+        f"gradients on {where.link}": reductions,
+        "computing slowed by collectives": STOLEN_SHARE * pull * hidden,
+    }
+    return {key: seconds for key, seconds in exposed.items() if seconds}
+
+
+class Trip(NamedTuple):
+    """Something that travels `times` a step while at most `window` seconds of computing run beside it."""
+
+    times: int
+    seconds: float
+    window: float
+
+
+def _trips(way: Way, plan: Plan, unit: Unit) -> tuple[Trip, tuple[Trip, Trip]]:
+    """Return how the weights of a unit come for forward, and what travels with the last backward and the others."""
+    sharding, count = unit.sharding or plan.sharding, plan.grad_accum
+    gather, reduce = _unit_seconds(way, unit, sharding)
+    is_freed = frees_weights(plan, sharding)
+    again = gather if is_freed else 0.0
+    others = again + reduce if sharding in ("gradients", "parameters") and plan.mesh.pp == 1 else again
+    forward, backward = way.hidden_share * unit.forward, way.hidden_share * unit.backward
+    forth = Trip((count if is_freed else 1) * unit.count, gather, forward)
+    return forth, (Trip(unit.count, again + reduce, backward), Trip((count - 1) * unit.count, others, backward))
+
+
+def _unit_seconds(way: Way, unit: Unit, sharding: str) -> tuple[float, float]:
     """Return how long it takes to gather the weights of one unit, and to reduce its gradients."""
     gather = reduce = 0.0
-    for num, rings in _pairs(cluster, plan, part):
-        gather += all_gather_seconds(Bytes(WIDTH[plan.precision] * num // units), rings.shards)
-        reduce += reduce_scatter_seconds(Bytes(4 * num // units), rings.shards)
-        reduce += all_reduce_seconds(Bytes(4 * num // units // rings.shards.num_ranks), rings.replicas)
+    for num, (shards, replicas) in ((unit.dense, way.dense), (unit.experts, way.experts)):
+        if not num:
+            continue
+        if sharding != "none":
+            gather += all_gather_seconds(way.weight_bytes * num, shards)
+        if unit.is_trained:
+            rounds = 2 if sharding == "none" else 1  # whole gradients go back to those that share other towers
+            reduce += rounds * all_gather_seconds(way.gradient_bytes * num, shards)
+            reduce += all_reduce_seconds(way.gradient_bytes * num / shards.num_ranks, replicas)
     return gather, reduce
 
 
-def _pairs(cluster: Cluster, plan: Plan, part: Part) -> list[tuple[int, Rings]]:
-    """Return the numbers of dense and of expert parameters on a rank, each with the rings that they travel on."""
-    mesh = plan.mesh
-    if plan.sharding == "none":
-        dense, spread = (1, mesh.data), (1, mesh.data // mesh.ep)
-    else:
-        shards = mesh.expert_ranks // mesh.ep
-        dense, spread = (mesh.shards, mesh.dp_replicate), (shards, mesh.data // (shards * mesh.ep))
-    pairs = [(part.dense, _rings(cluster, *dense, stride=mesh.tp))]
-    if part.experts:
-        pairs.append((part.experts, _rings(cluster, *spread, stride=mesh.tp * mesh.ep)))
-    return pairs
-
-
-def _rings(cluster: Cluster, shards: int, replicas: int, *, stride: int) -> Rings:
-    return Rings(
-        ring_of(cluster, num_ranks=shards, stride=stride),
-        ring_of(cluster, num_ranks=replicas, stride=stride * shards),
-    )
+def _rings(levels: tuple[Link, ...], stride: int, shards: int, replicas: int) -> Rings:
+    return Rings(ring_of(levels, shards, stride), ring_of(levels, replicas, stride * shards))

@@ -1,0 +1,35 @@
+"""A Plan in the words of the tools that people already use. Nothing is written to disk here."""
+
+from collections.abc import Callable, Mapping
+
+from trimaran.core import Plan, UserError, nearest
+from trimaran.planner.emit.accelerate import emit_accelerate
+from trimaran.planner.emit.deepspeed import emit_deepspeed
+from trimaran.planner.emit.emission import Emission
+from trimaran.planner.emit.hf_trainer import emit_hf_trainer
+from trimaran.planner.emit.megatron import emit_megatron
+from trimaran.planner.emit.torchtitan import emit_torchtitan
+from trimaran.planner.question import Question
+
+EMITTERS: Mapping[str, Callable[[Plan, Question], Emission]] = {
+    "accelerate": emit_accelerate,
+    "deepspeed": emit_deepspeed,
+    "hf-trainer": emit_hf_trainer,
+    "torchtitan": emit_torchtitan,
+    "megatron": emit_megatron,
+}
+
+
+def emit(tool: str, plan: Plan, question: Question) -> Emission:
+    """Return the tool's configuration and launch command for `plan`, a legal plan of the question.
+
+    Degrees, batch, sharding, precision, recompute, offload and schedule are what the plan says, or it is refused. What
+    only changes the speed, such as compiled blocks where the tool has none, is told in a note.
+    """
+    if tool not in EMITTERS:
+        raise UserError("P060", f"there is no emitter for '{tool}'{nearest(tool, EMITTERS)}", where="--emit",
+                        fix=f"use {', '.join(EMITTERS)}")  # fmt: skip
+    return EMITTERS[tool](plan, question)
+
+
+__all__ = ["EMITTERS", "Emission", "emit"]

@@ -1,0 +1,189 @@
+"""Hugging Face accelerate's YAML: DDP, FSDP2, DeepSpeed. The names are those of accelerate 1.15."""
+
+from typing import Any
+
+import yaml
+
+from trimaran.core import Plan
+from trimaran.hardware import Cluster
+from trimaran.planner.emit.deepspeed import client_config, refuse_for_deepspeed
+from trimaran.planner.emit.emission import (
+    PORT,
+    Emission,
+    Takes,
+    as_json,
+    headline,
+    refusal,
+    refuse_cpu,
+    refuse_settings,
+    refuse_unless,
+)
+from trimaran.planner.question import Question
+
+TOOL = "accelerate"
+FILE, DEEPSPEED_FILE = "accelerate.yaml", "ds_config.json"
+MIXED_PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8"}
+TAKES = {
+    "mesh.pp": Takes((1,), "it has no pipeline for training"),
+    "mesh.ep": Takes((1,), "experts are spread by the model's own code"),
+    "recompute": Takes(("none", "full"), "it computes all blocks again, or none"),
+    "comm.reshard": Takes(("auto", "always", "never"), "FSDP2's reshard_after_forward is yes or no there"),
+    "sharding": Takes(("none", "gradients", "parameters"), "FSDP2 shards gradients whenever it shards"),
+}
+
+
+def emit_accelerate(plan: Plan, question: Question) -> Emission:
+    """Return the YAML for `accelerate launch`. The script, its optimizer and its data are the user's."""
+    cluster, train = question.cluster, question.recipe.train
+    refuse_cpu(TOOL, cluster)
+    refuse_settings(TOOL, train)
+    files: dict[str, str] = {}
+    if plan.engine == "deepspeed":
+        refuse_for_deepspeed(TOOL, plan, train)
+        settings: dict[str, Any] = {"distributed_type": "DEEPSPEED", "deepspeed_config": deepspeed_section(plan)}
+        files[DEEPSPEED_FILE] = as_json(client_config(plan, question))
+    else:
+        refuse_for_torch(TOOL, plan)
+        _refuse_slices(plan)
+        settings = torch_settings(plan)
+    settings = {"compute_environment": "LOCAL_MACHINE", **settings, **machines(cluster)}
+    files = {FILE: headline(TOOL, plan, question) + yaml.safe_dump(settings, sort_keys=False), **files}
+    return Emission(files=files, command=launch(plan, cluster), notes=tuple(notes(plan)))
+
+
+def refuse_for_torch(tool: str, plan: Plan) -> None:
+    """Raise for what neither accelerate nor the Trainer, which stands on it, can do without DeepSpeed."""
+    shards, mesh = plan.mesh.shards, plan.mesh
+    refuse_unless(tool, plan, TAKES)
+    if plan.sharding == "none" and mesh.cp > 1:
+        raise refusal(tool, "whole replicas of the parts of a sequence", "with cp it shards over them", fix="set "
+                      "plan.sharding to parameters", where="plan.sharding")  # fmt: skip
+    if plan.sharding != "none" and shards == 1:
+        raise refusal(tool, "shards on a single rank", "FSDP2 wants ranks to shard over", where="plan.sharding",
+                      fix="set plan.mesh.dp_shard above 1, or plan.engine to deepspeed")  # fmt: skip
+    if mesh.cp > 1 and plan.comm.context == "exchange":
+        raise refusal(tool, "cp that exchanges heads", "torch's context parallelism gathers keys",
+                      where="plan.comm.context", fix="set it to gather")  # fmt: skip
+    if plan.offload == "optimizer" or (plan.offload == "activations" and tool != TOOL):
+        raise refusal(tool, f"offload {plan.offload}", "FSDP2 offloads parameters, with all that belongs to them",
+                      where="plan.offload", fix="set it to parameters, or plan.engine to deepspeed")  # fmt: skip
+    if plan.offload == "activations" and (plan.sharding == "none" or plan.recompute != "full"):
+        raise refusal(tool, "offload activations here", "it offloads the inputs of blocks that FSDP2 shards and "
+                      "computes again", where="plan.offload", fix="set plan.recompute to full and plan.sharding to "
+                      "parameters")  # fmt: skip
+
+
+def _refuse_slices(plan: Plan) -> None:
+    if plan.mesh.tp > 1 and plan.mesh.dp > 1 and plan.sharding == "none":
+        raise refusal(TOOL, "tp beside whole replicas", "its parallelism_config has no such pair",
+                      where="plan.sharding", fix="set it to parameters, or plan.mesh.tp to 1")  # fmt: skip
+
+
+def torch_settings(plan: Plan) -> dict[str, Any]:
+    """Return the part of the YAML that says how ranks work together, without DeepSpeed."""
+    kind = "FSDP" if plan.sharding != "none" else "MULTI_GPU" if plan.mesh.world_size > 1 else "NO"
+    settings: dict[str, Any] = {"distributed_type": kind, "mixed_precision": MIXED_PRECISION[plan.precision]}
+    if plan.precision == "fp8":  # one scale for each tensor, found anew in every step: torchao's default
+        settings["fp8_config"] = {"backend": "AO"}
+    if kind == "FSDP":
+        settings["fsdp_config"] = {
+            "fsdp_version": 2,
+            "fsdp_reshard_after_forward": reshards(plan),
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_offload_params": plan.offload == "parameters",
+            "fsdp_activation_checkpointing": plan.recompute == "full",
+            "fsdp_activation_checkpointing_offload": plan.offload == "activations",
+            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+            "fsdp_cpu_ram_efficient_loading": False,
+        }
+    if sizes := parallelism(plan):
+        settings["parallelism_config"] = {f"parallelism_config_{name}": size for name, size in sizes.items()}
+    if plan.compile:
+        settings["dynamo_config"] = {"dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": True}
+    return settings
+
+
+def parallelism(plan: Plan) -> dict[str, Any]:
+    """Return the fields of accelerate's ParallelismConfig; nothing where all ranks do the same."""
+    mesh = plan.mesh
+    if mesh.tp == mesh.cp == 1 and (plan.sharding == "none" or mesh.dp_replicate == 1):
+        return {}
+    sizes: dict[str, Any] = {
+        "dp_replicate_size": mesh.dp_replicate,
+        "dp_shard_size": mesh.dp_shard,
+        "tp_size": mesh.tp,
+        "cp_size": mesh.cp,
+    }
+    return sizes
+
+
+def reshards(plan: Plan) -> bool:
+    """Return whether a block's gathered weights are freed after its forward."""
+    return {"auto": plan.sharding == "parameters", "always": True, "never": False}[str(plan.comm.reshard)]
+
+
+def deepspeed_section(plan: Plan) -> dict[str, Any]:
+    """Return what accelerate wants to know besides DeepSpeed's own file, which says the rest."""
+    return {
+        "deepspeed_config_file": DEEPSPEED_FILE,
+        "deepspeed_multinode_launcher": "standard",
+        "zero3_init_flag": plan.sharding == "parameters",
+    }
+
+
+def machines(cluster: Cluster) -> dict[str, Any]:
+    return {
+        "num_machines": cluster.num_nodes,
+        "num_processes": cluster.world_size,
+        "machine_rank": 0,
+        "main_training_function": "main",
+        "rdzv_backend": "static",
+        "use_cpu": False,
+    }
+
+
+def launch(plan: Plan, cluster: Cluster) -> str:
+    """Return the command. An Accelerator reads the accumulation from its environment; DeepSpeed's file has it."""
+    words = [f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS={plan.grad_accum}"] if plan.engine == "torch" else []
+    words += ["accelerate", "launch", "--config_file", FILE]
+    if cluster.num_nodes > 1:
+        words += ["--machine_rank", '"$NODE_RANK"', "--main_process_ip", '"$MASTER_ADDR"']
+        words += ["--main_process_port", str(PORT)]
+    words += ["train.py", "--per_device_train_batch_size", str(plan.micro_batch)]
+    if checkpoints_itself(plan):
+        words.append("--gradient_checkpointing")
+    return " ".join(words)
+
+
+def checkpoints_itself(plan: Plan) -> bool:
+    """Return whether blocks are computed again by the model: where FSDP2 does not wrap them."""
+    return plan.recompute == "full" and (plan.sharding == "none" or plan.engine == "deepspeed")
+
+
+def notes(plan: Plan) -> list[str]:
+    """Return what the configuration leaves to the script, and where accelerate has habits of its own."""
+    said = ["train.py is your script; it gives --per_device_train_batch_size to its loader, and has the optimizer, "
+            "the learning rate, the clipping and the data"]  # fmt: skip
+    if checkpoints_itself(plan):
+        said.append("--gradient_checkpointing asks your script for model.gradient_checkpointing_enable()")
+    if plan.engine == "deepspeed":
+        return said
+    if plan.mesh.tp > 1:
+        said.append("your script loads the model with distributed_config=DistributedConfig("
+                    f"tp_size={plan.mesh.tp}): slices are made there")  # fmt: skip
+    if plan.sharding != "none" and plan.grad_accum > 1:
+        said.append("gradients stay whole between micro-batches unless your script passes "
+                    "GradientAccumulationPlugin(sync_each_batch=True)")  # fmt: skip
+    return said + fsdp_notes(plan)
+
+
+def fsdp_notes(plan: Plan) -> list[str]:
+    """Return the habits that accelerate has wherever it shards."""
+    if plan.sharding == "none":
+        return []
+    said = ["blocks are those that the model names in _no_split_modules"]
+    if plan.precision in ("bf16", "fp16"):
+        said.append(f"gradients are summed over ranks in {plan.precision}, not in fp32")
+    if plan.comm.prefetch > 1:
+        said.append("weights are gathered one block ahead")
+    return said

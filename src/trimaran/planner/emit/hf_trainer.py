@@ -1,0 +1,185 @@
+"""The arguments of the Hugging Face Trainer, and a short script that trains with them. Written for transformers 5."""
+
+import shlex
+from typing import Any
+
+from trimaran.core import Plan, Recipe, TrainSection
+from trimaran.planner.emit.accelerate import fsdp_notes, parallelism, refuse_for_torch, reshards
+from trimaran.planner.emit.deepspeed import refuse_for_deepspeed, whole_config
+from trimaran.planner.emit.emission import (
+    Emission,
+    Takes,
+    as_json,
+    refuse_settings,
+    refuse_unless,
+    torchrun,
+    whole_path,
+)
+from trimaran.planner.question import Question
+
+TOOL = "hf-trainer"
+FILE, SCRIPT, DEEPSPEED_FILE = "training_args.json", "train.py", "ds_config.json"
+TAKES = {
+    "mesh.tp": Takes((1,), "slices are made when the model is loaded, and not by its arguments"),
+    "precision": Takes(("fp32", "bf16", "fp16"), "its arguments have no fp8"),
+}
+ON_CPU = {  # asked for these, accelerate would do without, in silence
+    "sharding": Takes(("none",), "on a CPU it has replicas alone"),
+    "precision": Takes(("fp32", "bf16"), "on a CPU it has no other"),
+    "engine": Takes(("torch",), "DeepSpeed is started on GPUs here"),
+}
+TEXT = '''"""Trains `MODEL` on the text in `DATA` with the arguments in {file}."""
+
+import json
+import os
+import sys
+from itertools import chain
+
+from accelerate import ParallelismConfig
+from datasets import load_dataset
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DataCollatorForLanguageModeling,
+    Trainer,
+    TrainingArguments,
+)
+
+SEQ_LEN = {seq_len}
+
+
+def arguments(path: str) -> TrainingArguments:
+    with open(path) as file:
+        fields = json.load(file)
+    if sizes := fields.pop("parallelism_config", None):
+        fields["parallelism_config"] = ParallelismConfig(**sizes)
+    return TrainingArguments(**fields)
+
+
+def chunks(tokenizer):
+    def cut(rows):
+        tokens = list(chain.from_iterable(tokenizer(rows["text"])["input_ids"]))
+        starts = range(0, len(tokens) - SEQ_LEN + 1, SEQ_LEN)
+        return {{"input_ids": [tokens[start : start + SEQ_LEN] for start in starts]}}
+
+    text = load_dataset("text", data_files=os.environ["DATA"], split="train")
+    return text.map(cut, batched=True, remove_columns=text.column_names)
+
+
+def main() -> None:
+    args = arguments(sys.argv[1])  # before the model: with ZeRO-3 it is built in shards
+    name = os.environ["MODEL"]
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="sdpa", dtype="float32")
+    collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    Trainer(model, args, data_collator=collate, train_dataset=chunks(tokenizer)).train()
+
+
+if __name__ == "__main__":
+    main()
+'''
+
+
+def emit_hf_trainer(plan: Plan, question: Question) -> Emission:
+    """Return the Trainer's arguments as JSON, a script that reads them, and the command for torchrun."""
+    recipe, cluster = question.recipe, question.cluster
+    files = {FILE: "", SCRIPT: TEXT.format(file=FILE, seq_len=recipe.data.seq_len)}
+    fields = common(plan, recipe)
+    on_cpu = cluster.device.kind == "cpu"
+    refuse_unless(TOOL, plan, TAKES | (ON_CPU if on_cpu else {}))
+    if plan.engine == "deepspeed":
+        refuse_settings(TOOL, recipe.train)
+        refuse_for_deepspeed(TOOL, plan, recipe.train)
+        files[DEEPSPEED_FILE] = as_json(whole_config(plan, question))
+        fields |= {"deepspeed": DEEPSPEED_FILE, "optim": "adamw_torch_fused"}
+    else:
+        refuse_settings(TOOL, recipe.train, states=("fp32", "8bit"))
+        refuse_for_torch(TOOL, plan)
+        fields |= sharded(plan) | {"optim": optimizer(recipe.train)}
+    if on_cpu:
+        fields |= {"use_cpu": True}
+    if plan.recompute == "full" and "fsdp" not in fields:
+        fields |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+    files[FILE] = as_json(fields)
+    model = shlex.quote(str(whole_path(recipe.model.path))) if recipe.model.path else "..."
+    command = f"MODEL={model} DATA=... {torchrun(cluster, SCRIPT, FILE)}"
+    return Emission(files=files, command=command, notes=tuple(notes(plan)))
+
+
+def notes(plan: Plan) -> list[str]:
+    """Return what is left to the user, and where the Trainer has habits of its own."""
+    said = ["MODEL is a local folder or a name on the Hub, DATA a text file"]
+    if plan.engine == "torch":
+        said += fsdp_notes(plan)
+    if plan.compile:
+        how = "as a whole, not block by block" if plan.engine == "torch" else "by nobody: DeepSpeed runs it as it is"
+        said.append(f"the model is compiled {how}")
+    return said
+
+
+def common(plan: Plan, recipe: Recipe) -> dict[str, Any]:
+    """Return the arguments that every plan has. The loss is divided by the tokens of the whole batch."""
+    train, constants = recipe.train, recipe.train.optimizer
+    return {
+        "output_dir": recipe.name,
+        "per_device_train_batch_size": plan.micro_batch,
+        "gradient_accumulation_steps": plan.grad_accum,
+        "average_tokens_across_devices": True,
+        "max_steps": train.steps,
+        "learning_rate": train.lr,
+        **schedule(train),
+        "weight_decay": constants.weight_decay,
+        "adam_beta1": constants.beta1,
+        "adam_beta2": constants.beta2,
+        "adam_epsilon": constants.eps,
+        "max_grad_norm": train.clip_norm,
+        "seed": train.seed % 2**32,  # numpy takes no more
+        "full_determinism": train.deterministic,
+        "bf16": plan.precision == "bf16",
+        "fp16": plan.precision == "fp16",
+        "torch_compile": plan.compile and plan.engine == "torch",
+        "dataloader_drop_last": True,
+        "dataloader_num_workers": recipe.data.workers,
+    }
+
+
+def schedule(train: TrainSection) -> dict[str, Any]:
+    """Return the learning rate's way down in the Trainer's names."""
+    wish, kind, extra = train.schedule, "constant_with_warmup", {}
+    if wish.kind == "cosine":
+        kind, extra = "cosine_with_min_lr", {"min_lr_rate": wish.floor}
+    elif wish.kind == "linear":
+        kind, extra = "polynomial", {"lr_end": train.lr * wish.floor, "power": 1.0}
+    elif wish.kind == "wsd":
+        slope = wish.decay_steps or max(1, train.steps // 5)
+        kind, extra = "warmup_stable_decay", {"num_decay_steps": slope, "decay_type": "linear",
+                                              "min_lr_ratio": wish.floor}  # fmt: skip
+    return {"lr_scheduler_type": kind, "lr_scheduler_kwargs": extra, "warmup_steps": wish.warmup_steps}
+
+
+def optimizer(train: TrainSection) -> str:
+    """Return the Trainer's name for AdamW with these moments; the one of 8 bits is torchao's."""
+    return {"fp32": "adamw_torch_fused", "8bit": "adamw_torch_8bit"}[train.optimizer.states]
+
+
+def sharded(plan: Plan) -> dict[str, Any]:
+    """Return the arguments of FSDP2, or of DDP."""
+    if plan.sharding == "none":
+        return {"ddp_bucket_cap_mb": plan.comm.bucket_mb}
+    fields: dict[str, Any] = {
+        "fsdp": True,
+        "fsdp_config": {
+            "version": 2,
+            "reshard_after_forward": reshards(plan),
+            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "cpu_offload": plan.offload == "parameters",
+            "activation_checkpointing": plan.recompute == "full",
+            "state_dict_type": "SHARDED_STATE_DICT",
+        },
+        # Otherwise gradients would stay whole until the last micro-batch.
+        "accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}},
+    }
+    if sizes := parallelism(plan):
+        fields["parallelism_config"] = sizes
+    return fields

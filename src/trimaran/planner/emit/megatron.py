@@ -1,0 +1,183 @@
+"""A shell script for Megatron-LM's `pretrain_gpt.py`.
+
+The names are those of `megatron/training/arguments.py` at commit 000c4ac24f61159c138b0975def722c65245983c.
+"""
+
+from collections.abc import Iterator
+
+from trimaran.core import Plan, TrainSection
+from trimaran.models import ModelSpec, stage_ranges
+from trimaran.planner.emit.emission import (
+    Emission,
+    Takes,
+    headline,
+    refusal,
+    refuse_cpu,
+    refuse_settings,
+    refuse_unless,
+    torchrun,
+    unknown_model,
+)
+from trimaran.planner.emit.megatron_model import network, refuse_network
+from trimaran.planner.question import Question
+
+TOOL = "megatron"
+FILE = "pretrain.sh"
+TAKES = {
+    "engine": Takes(("torch",), "it has no DeepSpeed"),
+    "sharding": Takes(("none", "optimizer"), "its distributed optimizer shards the states alone"),
+    "offload": Takes(("none", "optimizer"), "it offloads the optimizer alone"),
+}
+SCHEDULES = ("1f1b", "interleaved")
+DECAYS = {"cosine": "cosine", "linear": "linear", "wsd": "WSD", "constant": "constant"}
+
+
+def emit_megatron(plan: Plan, question: Question) -> Emission:
+    """Return the script that starts `pretrain_gpt.py` on every rank of a node."""
+    spec, cluster, train = question.spec, question.cluster, question.recipe.train
+    sharded = plan.sharding == "optimizer"
+    refuse_cpu(TOOL, cluster)
+    refuse_settings(TOOL, train, states=("fp32", "bf16") if sharded else ("fp32",))
+    if spec is None:
+        raise unknown_model(TOOL, question.outline.name if question.outline else "this model",
+                            "pretrain_gpt.py is written here for decoders like Llama and Qwen")  # fmt: skip
+    refuse_network(TOOL, spec)
+    refuse_plan(plan, question)
+    seq_len = question.recipe.data.seq_len
+    lines = [*network(spec, plan, seq_len), *ranks(plan), *stages(plan, spec, seq_len), *batch(plan, train)]
+    lines += [*arithmetic(plan), *again(plan, spec, seq_len), *optimizer(plan, train), *rate(train)]
+    lines += ['--tokenizer-type HuggingFaceTokenizer --tokenizer-model "$TOKENIZER"', '--data-path "$DATA"',
+              '--save "$CHECKPOINTS" --load "$CHECKPOINTS" --save-interval 500']  # fmt: skip
+    start = torchrun(cluster, '"$MEGATRON/pretrain_gpt.py"')
+    text = f"#!/bin/bash\n{headline(TOOL, plan, question)}set -eu\n"
+    if plan.mesh.tp * plan.mesh.cp > 1:
+        text += "export CUDA_DEVICE_MAX_CONNECTIONS=1\n"  # Megatron insists, before Blackwell
+    text += " \\\n  ".join([start, *lines]) + "\n"
+    said = tuple(notes(plan))
+    return Emission(
+        files={FILE: text}, command=f"MEGATRON=... TOKENIZER=... DATA=... CHECKPOINTS=... bash {FILE}", notes=said
+    )
+
+
+def refuse_plan(plan: Plan, question: Question) -> None:
+    """Raise for what Megatron cannot do, whatever the network."""
+    refuse_unless(TOOL, plan, TAKES)
+    mesh, seq_len = plan.mesh, question.recipe.data.seq_len
+    if mesh.pp > 1 and plan.pipeline.schedule not in SCHEDULES:
+        raise refusal(TOOL, f"schedule {plan.pipeline.schedule}", "it has 1F1B, plain and interleaved",
+                      where="plan.pipeline.schedule", fix="set it to 1f1b or interleaved")  # fmt: skip
+    if seq_len % (2 * mesh.cp if mesh.cp > 1 else 1):
+        raise refusal(TOOL, f"cp {mesh.cp} of {seq_len} positions", "each part has a piece from either end",
+                      where="data.seq_len", fix=f"set it to a multiple of {2 * mesh.cp}")  # fmt: skip
+    if plan.offload == "optimizer" and plan.sharding != "optimizer":
+        raise refusal(TOOL, "offload optimizer without shards", "its distributed optimizer is what goes to the host",
+                      where="plan.sharding", fix="set it to optimizer")  # fmt: skip
+    if mesh.ep > 1 and plan.precision == "fp16":
+        raise refusal(TOOL, "ep in fp16", "its experts are spread in bf16 or fp32", where="plan.precision",
+                      fix="set it to bf16")  # fmt: skip
+    if plan.sharding == "optimizer" and mesh.shards % mesh.ep:
+        raise refusal(TOOL, f"ep {mesh.ep} over replicas of shards", "each replica holds all experts",
+                      where="plan.mesh.ep", fix="use dp_shard in place of dp_replicate")  # fmt: skip
+
+
+def ranks(plan: Plan) -> Iterator[str]:
+    """Yield the degrees, and how gradients travel: while backward goes on."""
+    mesh = plan.mesh
+    yield f"--tensor-model-parallel-size {mesh.tp}" + (" --sequence-parallel" if mesh.tp > 1 else "")
+    yield f"--pipeline-model-parallel-size {mesh.pp}"
+    if mesh.cp > 1:
+        how = {"gather": "allgather", "exchange": "a2a"}[plan.comm.context]
+        yield f"--context-parallel-size {mesh.cp} --cp-comm-type {how}"
+    if mesh.ep > 1:
+        yield f"--expert-model-parallel-size {mesh.ep} --expert-tensor-parallel-size {mesh.tp}"
+    if mesh.data > 1:
+        yield "--overlap-grad-reduce"
+    if plan.sharding == "optimizer":
+        yield "--use-distributed-optimizer --overlap-param-gather"
+        if mesh.dp_replicate > 1:
+            yield f"--num-distributed-optimizer-instances {mesh.dp_replicate}"
+
+
+def stages(plan: Plan, spec: ModelSpec, seq_len: int) -> Iterator[str]:
+    """Yield how layers become stages: E is the embedding, t a layer, L the loss."""
+    if plan.mesh.pp == 1:
+        return
+    counts = [len(each) for each in stage_ranges(spec, plan, seq_len=seq_len)]
+    interleaved = plan.pipeline.schedule == "interleaved"
+    if len(set(counts)) > 1:
+        parts = [f"t*{count}" for count in counts]
+        yield f"--pipeline-model-parallel-layout '{'|'.join(['E,' + parts[0], *parts[1:-1], parts[-1] + ',L'])}'"
+    elif interleaved:
+        yield f"--num-layers-per-virtual-pipeline-stage {counts[0]}"
+    rounds = max(1, plan.grad_accum // plan.mesh.pp)
+    if interleaved and plan.grad_accum // rounds != plan.mesh.pp:
+        yield f"--microbatch-group-size-per-virtual-pipeline-stage {plan.grad_accum // rounds}"
+
+
+def batch(plan: Plan, train: TrainSection) -> Iterator[str]:
+    """Yield the batch. The loss is divided by the tokens of the whole of it."""
+    yield f"--micro-batch-size {plan.micro_batch} --global-batch-size {plan.global_batch} --calculate-per-token-loss"
+    yield f"--train-iters {train.steps} --seed {train.seed % 2**31}"
+
+
+def arithmetic(plan: Plan) -> Iterator[str]:
+    """Yield the precision. The loss scale begins and moves as ours does; in fp8 each tensor has one scale."""
+    match plan.precision:
+        case "bf16":
+            yield "--bf16"
+        case "fp16":
+            yield "--fp16 --initial-loss-scale 65536 --loss-scale-window 2000 --hysteresis 1"
+            yield "--accumulate-allreduce-grads-in-fp32"
+        case "fp8":
+            yield "--bf16 --fp8-format hybrid --fp8-recipe tensorwise"
+
+
+def again(plan: Plan, spec: ModelSpec, seq_len: int) -> Iterator[str]:
+    """Yield what is computed again. Every k-th layer becomes as many at the start of each stage."""
+    match plan.recompute:
+        case "full":
+            yield "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+        case "selective":
+            yield "--recompute-granularity selective --recompute-modules core_attn"
+        case int() as stride:
+            counts = {-(-len(each) // stride) for each in stage_ranges(spec, plan, seq_len=seq_len)}
+            if len(counts) > 1:
+                raise refusal(TOOL, f"recompute {stride} with these stages", "it computes equally many layers of each "
+                              "again", where="plan.recompute", fix="set it to full or none")  # fmt: skip
+            yield f"--recompute-granularity full --recompute-method block --recompute-num-layers {counts.pop()}"
+
+
+def optimizer(plan: Plan, train: TrainSection) -> Iterator[str]:
+    """Yield AdamW's constants and where its states are."""
+    constants = train.optimizer
+    yield f"--optimizer adam --adam-beta1 {constants.beta1} --adam-beta2 {constants.beta2} --adam-eps {constants.eps}"
+    yield f"--weight-decay {constants.weight_decay} --clip-grad {train.clip_norm}"
+    if plan.offload == "optimizer" or constants.states == "bf16":
+        yield "--use-precision-aware-optimizer"
+    if plan.offload == "optimizer":
+        yield "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d"
+    if constants.states == "bf16":
+        yield "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+
+
+def rate(train: TrainSection) -> Iterator[str]:
+    """Yield the learning rate's way up and down."""
+    wish = train.schedule
+    yield f"--lr {train.lr} --min-lr {train.lr * wish.floor} --lr-warmup-iters {wish.warmup_steps}"
+    yield f"--lr-decay-style {DECAYS[wish.kind]} --lr-decay-iters {train.steps}"
+    if wish.kind == "wsd":
+        slope = wish.decay_steps or max(1, train.steps // 5)
+        yield f"--lr-wsd-decay-style linear --lr-wsd-decay-iters {slope}"
+
+
+def notes(plan: Plan) -> Iterator[str]:
+    """Yield what Megatron decides itself."""
+    yield "MEGATRON is a clone of Megatron-LM, DATA the prefix of what its tools/preprocess_data.py made"
+    if plan.recompute == "selective":
+        yield "selective means that attention's core is computed again, and no other operator"
+    if isinstance(plan.recompute, int):
+        yield f"of each stage the first layers are computed again, as many as every {plan.recompute}-th"
+    if plan.compile:
+        yield "blocks are not compiled: Megatron has fused kernels of its own"
+    if plan.mesh.data > 1:
+        yield "the size of gradient buckets follows from the number of data ranks"

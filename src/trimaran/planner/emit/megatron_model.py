@@ -1,0 +1,67 @@
+"""The shape of a decoder in Megatron-LM's arguments."""
+
+from collections.abc import Iterator
+
+from trimaran.core import Plan
+from trimaran.models import ModelSpec, Rope
+from trimaran.planner.emit.emission import unknown_model
+
+STRETCHED = Rope()  # the constants of Llama 3.1's stretching that Megatron has built in
+
+
+def refuse_network(tool: str, spec: ModelSpec) -> None:
+    """Raise for what a decoder of ours may have and Megatron's cannot."""
+    rope, experts = spec.block.rope, spec.block.experts
+    constants = (rope.low_freq_factor, rope.high_freq_factor, rope.original_max_seq_len)
+    built_in = (STRETCHED.low_freq_factor, STRETCHED.high_freq_factor, STRETCHED.original_max_seq_len)
+    if rope.factor != 1 and constants != built_in:
+        raise unknown_model(tool, spec.name, "it stretches positions with Llama 3.1's constants alone")
+    if rope.theta != int(rope.theta):
+        raise unknown_model(tool, spec.name, "its rotary base is a whole number")
+    if experts and experts.shared_gate:
+        raise unknown_model(tool, spec.name, "its shared expert has no gate")
+    if experts and experts.capacity:
+        raise unknown_model(tool, spec.name, "its experts have their limit by micro-batch, not by sequence")
+
+
+def network(spec: ModelSpec, plan: Plan, seq_len: int) -> Iterator[str]:
+    """Yield the arguments of the shape. The vocabulary is not padded: tp divides it already."""
+    block = spec.block
+    yield f"--num-layers {spec.layers} --hidden-size {spec.hidden} --ffn-hidden-size {spec.ffn}"
+    yield f"--num-attention-heads {spec.heads} --kv-channels {spec.head_dim}"
+    if spec.kv_heads != spec.heads:
+        yield f"--group-query-attention --num-query-groups {spec.kv_heads}"
+    yield f"--seq-length {seq_len} --max-position-embeddings {spec.max_seq_len}"
+    yield from positions(block.rope)
+    yield f"--normalization RMSNorm --norm-epsilon {block.norm_eps} --swiglu --disable-bias-linear"
+    for flag, wanted in (
+        ("--add-qkv-bias", block.qkv_bias),
+        ("--qk-layernorm", block.qk_norm),
+        ("--untie-embeddings-and-output-weights", not spec.tied),
+    ):
+        if wanted:
+            yield flag
+    yield f"--padded-vocab-size {spec.vocab} --attention-dropout 0 --hidden-dropout 0"
+    yield from mixture(spec, plan)
+
+
+def positions(rope: Rope) -> Iterator[str]:
+    yield f"--position-embedding-type rope --rotary-base {int(rope.theta)}"
+    if rope.factor != 1:
+        yield f"--use-rope-scaling --rope-scaling-factor {rope.factor}"
+
+
+def mixture(spec: ModelSpec, plan: Plan) -> Iterator[str]:
+    """Yield the experts. Without renormalised weights the softmax comes before the choice."""
+    if (experts := spec.block.experts) is None:
+        return
+    yield f"--num-experts {experts.num_experts} --moe-router-topk {experts.top_k} --moe-ffn-hidden-size {experts.ffn}"
+    if experts.shared_ffn:
+        yield f"--moe-shared-expert-intermediate-size {experts.shared_ffn}"
+    if not experts.normalize_top_k:
+        yield "--moe-router-pre-softmax"
+    yield f"--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff {experts.balance}"
+    if experts.z_loss:
+        yield f"--moe-z-loss-coeff {experts.z_loss}"
+    grouped = plan.precision in ("bf16", "fp8")  # the only ones that its grouped products have
+    yield "--moe-token-dispatcher-type alltoall" + (" --moe-grouped-gemm" if grouped else "")

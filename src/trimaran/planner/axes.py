@@ -107,7 +107,7 @@ def check_stages(plan: Plan, spec: ModelSpec) -> None:
     if pp == 1:
         raise UserError("P011", f"there are {len(stages)} stages, and pp is 1", where="plan.pipeline.stages",
                         fix=f"set mesh.pp to {len(stages)}, or leave the stages out")  # fmt: skip
-    if stages and not _takes(schedule, len(stages) / pp):
+    if stages and not takes_stages(schedule, len(stages) / pp):
         takes = f"{pp}" if schedule not in SEVERAL_STAGES else f"{2 * pp}"
         takes += f", {3 * pp} or more in steps of {pp}" if schedule == "interleaved" else ""
         raise UserError("P011", f"{schedule} on pp {pp} does not take {len(stages)} stages",
@@ -156,16 +156,22 @@ def check_cut_backward(plan: Plan) -> None:
 
 
 def fills(plan: Plan, num_micro_batches: int) -> bool:
-    """Return whether the pipeline's schedule takes so many micro-batches.
+    """Return whether the pipeline's schedule takes so many micro-batches."""
+    return takes_micro_batches(plan.pipeline.schedule, plan.mesh.pp, num_micro_batches)
+
+
+def takes_micro_batches(schedule: str, pp: int, num_micro_batches: int) -> bool:
+    """Return whether a schedule on so many ranks takes so many micro-batches.
 
     Fewer than there are ranks would leave some idle throughout, and 1F1B does not start with them. Interleaved goes in
     rounds of at least `pp`, all alike.
     """
-    rounds = max(1, num_micro_batches // plan.mesh.pp) if plan.pipeline.schedule == "interleaved" else 1
-    return num_micro_batches >= plan.mesh.pp and num_micro_batches % rounds == 0
+    rounds = max(1, num_micro_batches // pp) if schedule == "interleaved" else 1
+    return num_micro_batches >= pp and num_micro_batches % rounds == 0
 
 
-def _takes(schedule: str, stages_a_rank: float) -> bool:
+def takes_stages(schedule: str, stages_a_rank: float) -> bool:
+    """Return whether a rank of the schedule holds so many stages."""
     if schedule == "interleaved":
         return stages_a_rank >= 2 and stages_a_rank.is_integer()
     return stages_a_rank == (2 if schedule == "zero-bubble" else 1)

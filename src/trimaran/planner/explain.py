@@ -6,9 +6,12 @@ from dataclasses import dataclass
 from trimaran.core import Plan
 
 MEANING = {
-    "weights": "fp32 weights that stay on the rank",
-    "gradients": "fp32 gradients",
+    "weights": "weights that stay on the rank",
+    "gradients": "gradients as they add up",
     "optimizer": "AdamW's two moments",
+    "masters": "fp32 copies of 16-bit weights",
+    "update": "copies of gradients that an update needs in passing",
+    "holes": "what the allocator holds beside its tensors",
     "activations": "what forward keeps for backward",
     "logits": "the logits, their log-softmax and its gradient",
     "casts": "16-bit copies of the weights",
@@ -24,6 +27,7 @@ PHASE_MEANING = {
     "bubble": "waiting while the pipeline fills and drains",
     "offload": "moving tensors to the host and back where nothing hides it",
     "optimizer": "clipping, and moving the weights",
+    "allocator": "freeing memory and asking for it again, on a device that is all but full",
 }
 
 
@@ -56,5 +60,7 @@ def _rows(terms: Mapping[str, float], meaning: Mapping[str, str]) -> tuple[Row, 
     total = sum(terms.values())
     ranked = sorted(terms.items(), key=lambda item: -item[1])
     return tuple(
-        Row(term=term, value=value, share=value / total, meaning=meaning[term]) for term, value in ranked if value
+        Row(term=term, value=value, share=value / total, meaning=meaning.get(term, ""))
+        for term, value in ranked
+        if value
     )

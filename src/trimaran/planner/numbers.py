@@ -1,11 +1,13 @@
 """Degrees that work, and how they are told."""
 
+import math
 from collections.abc import Iterable
 
 
 def divisors(num: int, *, most: int) -> list[int]:
     """Return the divisors of `num` up to `most`, smallest first."""
-    return [each for each in range(1, min(num, most) + 1) if num % each == 0]
+    small = [each for each in range(1, min(math.isqrt(num), most) + 1) if num % each == 0]
+    return small + [num // each for each in reversed(small) if each * each < num and num // each <= most]
 
 
 def degrees(num: int, *, world_size: int) -> str:

@@ -1,0 +1,243 @@
+"""Lines of `predict`: what is tolerated, what is an error, and that nothing stops the rest."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from trimaran.core import UserError
+from trimaran.planner.bulk import MAX_LINE_BYTES, answer_line, predict_line
+
+MODEL = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 128256, "seq_len": 4096}
+CLUSTER = {"gpu": "H100", "gpus": 16, "gpus_per_node": 8}
+PLAN: dict[str, Any] = {"mesh": {"tp": 2}, "sharding": "parameters", "micro_batch": 1, "global_batch": 64}
+CONTRACT = {
+    "id", "fits", "peak_bytes", "reserved_bytes", "step_seconds", "tokens_per_second_per_gpu", "mfu", "memory", "time",
+}  # fmt: skip
+
+
+def line(*, model: Any = (), cluster: Any = (), plan: Any = (), **rest: Any) -> dict[str, Any]:
+    """Return a good line with changes to its sections."""
+    return {
+        "id": 7,
+        "model": MODEL | dict(model),
+        "cluster": CLUSTER | dict(cluster),
+        "plan": PLAN | dict(plan),
+        **rest,
+    }
+
+
+def said(text: str | bytes, number: int = 1) -> dict[str, Any]:
+    answer = answer_line(text.encode() if isinstance(text, str) else text, number)
+    return json.loads(json.dumps(answer, allow_nan=False))
+
+
+def mistake(told: dict[str, Any]) -> dict[str, str]:
+    answer = said(json.dumps(told))
+    assert answer.keys() == {"id", "error"}
+    assert answer["id"] == 7
+    assert answer["error"].keys() == {"code", "what", "where", "fix"}
+    return answer["error"]
+
+
+def test_the_answer_has_the_fields_of_the_contract_and_its_terms_add_up() -> None:
+    answer = said(json.dumps(line()))
+    assert answer.keys() >= CONTRACT
+    assert answer["id"] == 7
+    assert answer["fits"] is True
+    assert sum(answer["memory"].values()) == pytest.approx(answer["peak_bytes"])
+    assert sum(answer["time"].values()) == pytest.approx(answer["step_seconds"])
+    tokens = 64 * 4096 / answer["step_seconds"] / 16
+    assert answer["tokens_per_second_per_gpu"] == pytest.approx(tokens)
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        line(plan={"mesh": {"tp": 2.0, "dp_shard": 8, "pp": None}, "micro_batch": 1.0, "recompute": None}),
+        line(plan={"mesh": {"tp": 2, "dp": 8}}),
+        line(plan={"mesh": {"tp": 2, "dp_replicate": 8}}),  # ZeRO shards over all data ranks, whatever they are called
+        line(plan={"mesh": {"tp": 2, "dp_shard": 8}, "sharding": None}),
+        line(plan={"grad_accum": 8, "global_batch": None}),
+        line(plan={"grad_accum": 8, "micro_batch": None}),
+        line(plan={"precision": "bf16"}, model={"experts": 0, "top_k": 0, "head_dim": 128, "name": "llama"}),
+        line(stack=None, measured={"anything": [1, 2]}),
+    ],
+)
+def test_a_line_may_be_written_in_several_ways(same: dict[str, Any]) -> None:
+    assert predict_line(same) == predict_line(line())
+
+
+def test_without_shards_the_data_ranks_are_replicas() -> None:
+    plain = predict_line(line(plan={"sharding": "none", "mesh": {"tp": 2, "dp_shard": 8}}))
+    assert plain == predict_line(line(plan={"sharding": "none", "mesh": {"tp": 2, "dp_replicate": 8}}))
+    assert plain["peak_bytes"] > predict_line(line())["peak_bytes"]
+
+
+def test_nodes_are_as_large_as_the_gpus_fill() -> None:
+    assert predict_line(line(cluster={"gpus": 12}, plan={"mesh": {"tp": 2}, "global_batch": 48}))["fits"]
+    assert predict_line(line(cluster={"gpus": 4}))["step_seconds"] > 0
+
+
+@pytest.mark.parametrize(
+    ("told", "where", "words"),
+    [
+        (line(model={"heads": 33, "kv_heads": None}), "model.heads", "33 heads do not divide hidden 4096"),
+        (line(model={"kv_heads": 5}), "model.kv_heads", "5 kv_heads do not divide 32 heads"),
+        (line(model={"layers": -3}), "model.layers", "greater than or equal to 1"),
+        (line(model={"layers": "32"}), "model.layers", "valid integer"),
+        (line(model={"layers": True}), "model.layers", "valid integer"),
+        (line(model={"hidden": 10**400}), "model.hidden", "less than or equal"),
+        (line(model={"vocab": 3.5}), "model.vocab", "valid integer"),
+        (line(model={"ffn": None}), "model.ffn", "ffn is missing"),
+        (line(model={"hiden": 3}), "model.hiden", "did you mean 'hidden'?"),
+        (line(model={"experts": 4, "top_k": 8}), "model.top_k", "8 of 4 experts"),
+        (line(model={"top_k": 2}), "model.top_k", "the model has no experts"),
+        (line(plan={"mesh": {"dp": 8, "dp_shard": 16}}), "plan.mesh.dp", "dp 8 is all data ranks"),
+        (line(plan={"mesh": {"dp": 16, "dp_replicate": 2, "dp_shard": 4}}), "plan.mesh.dp", "its parts are 2 x 4"),
+        (line(plan={"recompte": "full"}), "plan.recompte", "did you mean 'recompute'?"),
+        (line(plan={"recompute": "some"}), "plan.recompute", "'some'"),
+        (line(plan={"mesh": {"dp_shards": 2}}), "plan.mesh.dp_shards", "did you mean 'dp_shard'?"),
+        (line(plan={"mesh": {"tp": 0}}), "plan.mesh.tp", "greater than or equal to 1"),
+        (line(plan={"mesh": [2]}), "plan.mesh", "object"),
+        (line(plan={"mesh": {"tp": 3}}), "plan.mesh", "15 ranks, the cluster 16 GPUs"),
+        (line(plan={"mesh": {"tp": 2, "dp": 16}}), "plan.mesh", "32 ranks, the cluster 16 GPUs"),
+        (line(plan={"global_batch": "64"}), "plan.global_batch", "'64'"),
+        (line(plan={"micro_batch": 10**30}), "plan.micro_batch", "not a number"),
+        (line(plan={"prediction": {}}), "plan.prediction", "has none"),
+        (line(cluster={"gpu": "H1000"}), "cluster", "there is no device 'H1000'"),
+        (line(cluster={"gpus": 0}), "cluster.gpus", "greater than or equal to 1"),
+        (line(stack="megatrom"), "stack", "did you mean 'megatron'?"),
+        (line(stack=3), "stack", "a name"),
+        ({"id": 7, "model": MODEL, "plan": PLAN}, "cluster", "no object 'cluster'"),
+        ({"id": 7, "model": "llama", "cluster": CLUSTER, "plan": PLAN}, "model", "no object 'model'"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_place(told: dict[str, Any], where: str, words: str) -> None:
+    error = mistake(told)
+    assert error["where"] == where
+    assert words in error["what"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "not JSON"),
+        ("[1]", "not an object"),
+        (" \n", "the line is blank"),
+        ('{"id": NaN}', "NaN is no number"),
+        ('{"id": ' + "1" * 5000 + "}", "not JSON"),
+        (b"\xff\xfe", "not JSON"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"id": 1, "model": ' + '{"a":' * 5000 + "1" + "}" * 5001, "nested too deeply"),
+        ('{"id": "' + "x" * MAX_LINE_BYTES + '"}', "longer than 1 MiB"),
+    ],
+)
+def test_what_is_no_question_is_an_error_object(text: str | bytes, words: str) -> None:
+    answer = said(text, number=3)
+    assert words in answer["error"]["what"]
+    assert answer["error"]["code"] == "P051"
+
+
+@pytest.mark.parametrize(
+    ("told", "why"),
+    [
+        (line(model={"layers": 4}, plan={"mesh": {"pp": 8}}), "8 stages are more than 4 layers"),
+        (line(plan={"mesh": {"pp": 2}, "pipeline": {"stages": [3, 4]}}), "2 stages that are listed do not cut 32"),
+        (
+            line(model={"heads": 12, "head_dim": 128, "kv_heads": 4}, plan={"mesh": {"tp": 8}}),
+            "tp 8 does not divide 12",
+        ),
+        (line(plan={"mesh": {"tp": 2, "ep": 4}}), "ep 4 does not divide 1"),
+        (line(plan={"global_batch": 60}), "make no global batch of 60"),
+        (line(plan={"global_batch": 64, "grad_accum": 3}), "make no global batch of 64"),
+        (line(plan={"micro_batch": 64, "global_batch": 4096}), "GiB over"),
+    ],
+)
+def test_a_plan_that_cannot_run_does_not_fit_and_says_why(told: dict[str, Any], why: str) -> None:
+    answer = said(json.dumps(told))
+    assert answer["fits"] is False
+    assert why in answer["why"]
+    assert answer["peak_bytes"] > 0
+    assert answer["step_seconds"] > 0
+
+
+def test_a_line_is_no_other_line_in_disguise() -> None:
+    """True equals 1 and hashes like it: what was read of one line must not be taken for the next."""
+    good = line(model={"layers": 1})
+    assert said(json.dumps(good))["fits"]
+    assert mistake(line(model={"layers": True}))["where"] == "model.layers"
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+sizes = st.integers(-2, 70000) | st.sampled_from([1, 2, 4, 8, 16, 64, 128, 4096, 0.0, 8.0, 1e300, None, True, "8"])
+meshes = st.dictionaries(st.sampled_from(["dp", "dp_replicate", "dp_shard", "tp", "pp", "cp", "ep"]), sizes, max_size=4)
+plans = st.fixed_dictionaries(
+    {},
+    optional={
+        "mesh": meshes | json_values,
+        "sharding": st.sampled_from(["none", "optimizer", "gradients", "parameters", "most", 3]),
+        "micro_batch": sizes,
+        "grad_accum": sizes,
+        "global_batch": sizes,
+        "recompute": st.sampled_from(["none", "selective", "full", 2, 0, [], "x"]),
+        "offload": st.sampled_from(["none", "optimizer", "parameters", "activations", "all"]),
+        "precision": st.sampled_from(["fp32", "bf16", "fp16", "fp8", "int8"]),
+        "pipeline": st.fixed_dictionaries(
+            {},
+            optional={
+                "schedule": st.sampled_from(["gpipe", "1f1b", "interleaved", "zero-bubble", "z"]),
+                "stages": st.lists(st.integers(-2, 40), max_size=8),
+            },
+        ),
+        "compile": st.booleans(),
+        "towers": json_values,
+    },
+)
+models = st.fixed_dictionaries(
+    dict.fromkeys(("layers", "hidden", "heads", "ffn", "vocab", "seq_len"), sizes),
+    optional=dict.fromkeys(("kv_heads", "head_dim", "experts", "top_k", "expert_ffn", "shared_ffn", "gated"), sizes),
+)
+clusters = st.fixed_dictionaries(
+    {
+        "gpu": st.sampled_from(["H100", "A100-40GB", "v100", "MI300X", "cpu", "x"]),
+        "gpus": st.integers(0, 70000) | sizes,
+    },
+    optional={"gpus_per_node": sizes},
+)
+stacks = st.sampled_from(["trimaran", "megatron", "nanotron", "torchtitan", "llm-foundry", "deepspeed", "hf", "x", 3])
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(
+    st.fixed_dictionaries(
+        {"model": models | st.just(MODEL), "cluster": clusters | st.just(CLUSTER), "plan": plans, "stack": stacks}
+    )
+)
+def test_any_question_is_answered_or_refused(told: dict[str, Any]) -> None:
+    answer = said(json.dumps({"id": 1} | told))
+    assert answer["id"] == 1
+    assert answer.keys() >= CONTRACT or answer["error"].keys() == {"code", "what", "where", "fix"}
+
+
+@settings(max_examples=200, deadline=None)
+@given(json_values | st.fixed_dictionaries({"model": json_values, "cluster": json_values, "plan": json_values}))
+def test_any_json_is_answered_or_refused(value: Any) -> None:
+    assert "error" in said(json.dumps(value))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.binary(max_size=64))
+def test_any_bytes_are_refused(text: bytes) -> None:
+    assert "error" in said(text)
+
+
+def test_predict_line_raises_what_a_caller_can_show() -> None:
+    with pytest.raises(UserError, match="P051"):
+        predict_line({})

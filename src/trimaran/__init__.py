@@ -1,21 +1,24 @@
 """Trimaran: self-driving distributed training for PyTorch.
 
-`trimaran.prepare(model, optimizer)` is the door for one's own loop; everything else is behind `trimaran --help`.
+`trimaran.prepare(model, optimizer)` is the door for one's own loop, `trimaran.plan(model, inputs)` says how to split
+any module; everything else is behind `trimaran --help`.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from trimaran.app.live_module import plan
     from trimaran.train.boat import Boat, prepare
 
 __version__ = "0.1.0"
-__all__ = ["Boat", "prepare"]
+__all__ = ["Boat", "plan", "prepare"]
+
+_WHERE = {"Boat": "trimaran.train.boat", "prepare": "trimaran.train.boat", "plan": "trimaran.app.live_module"}
 
 
 def __getattr__(name: str) -> Any:
     """Load the API on first use, so that the command line does not pay for torch."""
-    if name in __all__:
-        from trimaran.train import boat  # noqa: PLC0415
-
-        return getattr(boat, name)
+    if name in _WHERE:
+        return getattr(import_module(_WHERE[name]), name)
     raise AttributeError(f"module 'trimaran' has no attribute {name!r}")

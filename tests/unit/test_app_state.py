@@ -47,6 +47,10 @@ def test_a_finished_run_answers_in_the_terms_of_its_prediction(tmp_path: Path) -
     assert (answer["first_loss"], answer["final_loss"], answer["held_out_loss"]) == (5.0, 0.5, 0.625)
     assert answer["measured"] == {"step_seconds": 0.5, "peak_bytes": 110 << 20, "tokens_per_second": 2048.0, "mfu": 0.2}
     assert answer["measured"].keys() <= answer["prediction"].keys()
+    assert answer["differences"] == pytest.approx(
+        {"step_seconds": 0, "peak_bytes": 0.1, "tokens_per_second": 0, "mfu": 0}
+    )
+    assert answer["phases"] == {"forward": 0.125, "backward": 0.25, "optimizer": 0.125}
     assert answer["samples"] == [{"prompt": "def ", "text": "def first(self):\n    return 1"}]
 
 

@@ -128,6 +128,13 @@ def test_the_summary_shows_the_result_and_what_the_model_wrote(tmp_path: Path) -
     assert f"run   {run.path}" in text
 
 
+def test_the_summary_sets_what_was_predicted_beside_what_was_measured(tmp_path: Path) -> None:
+    console = console_of(width=200)
+    summarise(state_of(finished_run(tmp_path / "run")), console)
+    assert "500 ms a step, 110.0 MiB a rank\n" in printed(console)
+    assert "predicted 500 ms a step (+0% ✓), 100.0 MiB a rank (+10% ✓)\n" in printed(console)
+
+
 def test_the_next_commands_are_as_typed(tmp_path: Path) -> None:
     run = finished_run(tmp_path / "my run")
     commands = [shlex.split(command) for command in next_commands(state_of(run))]

@@ -13,10 +13,12 @@ from trimaran import __version__
 
 VERBS = {
     "train": "Train a model: plan, start the ranks, show the run live.",
-    "plan": "Show how the work would be split, and what it would cost.",
+    "plan": "Find the best way to split the work, and what it costs.",
+    "predict": "Score given plans in bulk: does it fit, how fast is it.",
     "watch": "Attach to a run, or look at a finished one.",
     "generate": "Let a trained model write.",
     "data": "Pack text into token shards, and look into them.",
+    "bench": "Measure how fast this machine is, for the planner.",
     "presets": "List the model shapes that have a name.",
     "schema": "Print the JSON Schema of a recipe, for editors.",
 }

@@ -4,29 +4,76 @@ import glob
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import typer
-from pydantic import BaseModel
 
-from trimaran.core import Recipe
-from trimaran.models import PRESETS
-from trimaran.telemetry import RunDirectory, open_run
+if TYPE_CHECKING:  # every verb's help reads this file, so what only completion needs is loaded by it
+    from pydantic import BaseModel
+
+    from trimaran.telemetry import RunDirectory
 
 RUNS = Path("runs")
 YAML = re.compile(r"\.ya?ml$")
+LINES = re.compile(r"\.jsonl$")
+MODEL = re.compile(r"\.ya?ml$|(^|/)config\.json$")
 
 
 def complete_recipe(incomplete: str) -> list[str]:
     """Return the YAML files and folders that `incomplete` may become."""
+    return _files(incomplete, YAML)
+
+
+def complete_lines(incomplete: str) -> list[str]:
+    """Return the JSONL files and folders that `incomplete` may become."""
+    return _files(incomplete, LINES)
+
+
+def complete_what(incomplete: str) -> list[str]:
+    """Return what can be planned: presets, recipes, and the config.json and folders of models."""
+    from trimaran.models import PRESETS
+
+    return [*_starting(PRESETS, incomplete), *_files(incomplete, MODEL)]
+
+
+def complete_cluster(incomplete: str) -> list[str]:
+    """Return the clusters that `incomplete` may become: a device of the catalogue behind the counts, or a file."""
+    from trimaran.hardware import DEVICES
+
+    counts, separator, name = incomplete.rpartition("x")
+    devices = [f"{counts}{separator}{device}" for device in DEVICES if device.casefold().startswith(name.casefold())]
+    return [*_starting(["auto"], incomplete), *devices, *_files(incomplete, YAML)]
+
+
+def complete_goal(incomplete: str) -> list[str]:
+    """Return the goals that `incomplete` may become."""
+    from trimaran.planner import GOALS
+
+    return _starting(GOALS, incomplete)
+
+
+def complete_tool(incomplete: str) -> list[str]:
+    """Return the tools that a plan can be written for."""
+    from trimaran.planner.emit import EMITTERS
+
+    return _starting(EMITTERS, incomplete)
+
+
+def _files(incomplete: str, kind: re.Pattern[str]) -> list[str]:
     names = sorted(glob.glob(glob.escape(incomplete) + "*"))
-    return [f"{name}/" if Path(name).is_dir() else name for name in names if Path(name).is_dir() or YAML.search(name)]
+    return [f"{name}/" if Path(name).is_dir() else name for name in names if Path(name).is_dir() or kind.search(name)]
+
+
+def _starting(words: Iterable[str], incomplete: str) -> list[str]:
+    return [word for word in words if word.startswith(incomplete)]
 
 
 def complete_setting(incomplete: str) -> list[str]:
     """Return the recipe fields that `incomplete` may become and, after the `=`, the values a field can take."""
+    from trimaran.core import Recipe
+
     path, separator, _ = incomplete.partition("=")
     known = dict(_fields(Recipe, ""))
     values = [f"{path}={choice}" for choice in known.get(path, ())]
@@ -42,8 +89,12 @@ def complete_run(incomplete: str) -> list[str]:
     return [str(path) for path in sorted(RUNS.glob("*/")) if str(path).startswith(incomplete)]
 
 
-def _fields(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _fields(model: "type[BaseModel]", prefix: str) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield every field that `--set` can name, with the words it can take where they are few."""
+    from pydantic import BaseModel
+
+    from trimaran.models import PRESETS
+
     for name, field in model.model_fields.items():
         if field.exclude:
             continue
@@ -73,8 +124,10 @@ def own_name() -> str:
     return str(started.relative_to(here) if started.is_relative_to(here) else started)
 
 
-def find_run(name: str) -> RunDirectory:
+def find_run(name: str) -> "RunDirectory":
     """Return the run that a person means: a path, or the name of a run under `runs/`."""
+    from trimaran.telemetry import open_run
+
     return open_run(Path(name) if Path(name).exists() or not (RUNS / name).is_dir() else RUNS / name)
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trimaran.core import Plan, Recipe, UserError, nearest, parse_recipe
-from trimaran.hardware import Cluster, detect, parse_cluster
-from trimaran.models import ModelSpec, spec_of
-from trimaran.planner import choose
+from trimaran.hardware import Cluster, calibration_folder, detect, parse_cluster
+from trimaran.models import ModelSpec, Outline, outline_for, outline_if_told, refuse_freezing, spec_of
+from trimaran.planner import Question, choose
 
 MAX_RECIPE_BYTES = 1 << 20
 
@@ -20,29 +20,42 @@ class Request:
 
     recipe: Recipe
     spec: ModelSpec | None
+    outline: Outline | None
     cluster: Cluster
     plan: Plan
 
 
 def resolve(file: str | None, settings: Sequence[str], *, cluster: Cluster | None = None) -> Request:
-    """Return the plan for the recipe in `file` (`-`: standard input, None: the defaults) with `settings` on top.
+    """Return the plan to train the recipe in `file` with, `settings` on top, see `ask`."""
+    asked = ask(file, settings, cluster=cluster, trains=True)
+    refuse_freezing(asked.recipe.model)
+    plan = choose(asked.recipe, asked.spec, asked.cluster, asked.outline)
+    return Request(recipe=asked.recipe, spec=asked.spec, outline=asked.outline, cluster=asked.cluster, plan=plan)
 
-    `cluster` is what `auto` means; without it, this machine.
+
+def ask(file: str | None, settings: Sequence[str], *, cluster: Cluster | None = None, trains: bool = False) -> Question:
+    """Return what the recipe in `file` (`-`: standard input, None: the defaults) asks for, with `settings` on top.
+
+    `cluster` is what `auto` means; without it, this machine. What `trains` need not be predicted: a Hugging Face model
+    whose config.json does not tell its sizes has no outline then.
     """
-    recipe = parse_recipe(_read(file), name=_name(file), overrides=settings)
+    recipe = _anchored(parse_recipe(_read(file), name=_name(file), overrides=settings), file)
     spec = spec_of(recipe.model)
+    outline = (outline_if_told if trains else outline_for)(recipe.model, recipe.data)
     if cluster is None or recipe.cluster != "auto":
-        cluster = parse_cluster(recipe.cluster, visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
-    return Request(recipe=recipe, spec=spec, cluster=cluster, plan=choose(recipe, spec, cluster))
+        visible, measured = os.environ.get("CUDA_VISIBLE_DEVICES"), calibration_folder(os.environ)
+        cluster = parse_cluster(recipe.cluster, visible_devices=visible, calibrations=measured)
+    return Question(recipe=recipe, spec=spec, outline=outline, cluster=cluster)
 
 
 def torchrun_cluster(environment: Mapping[str, str]) -> Cluster:
     """Return the cluster that an outside torchrun spans: this machine's kind of device, as many as it has ranks."""
     world_size = int(environment["WORLD_SIZE"])
     devices_per_node = int(environment.get("LOCAL_WORLD_SIZE", world_size))
-    here = detect(visible_devices=environment.get("CUDA_VISIBLE_DEVICES"))
+    measured = calibration_folder(environment)
+    here = detect(visible_devices=environment.get("CUDA_VISIBLE_DEVICES"), calibrations=measured)
     if here.device.kind == "cpu":
-        return parse_cluster(f"{world_size // devices_per_node}x{devices_per_node}xcpu")
+        return parse_cluster(f"{world_size // devices_per_node}x{devices_per_node}xcpu", calibrations=measured)
     return replace(here, num_nodes=world_size // devices_per_node, devices_per_node=devices_per_node)
 
 
@@ -62,6 +75,22 @@ def refuse_elsewhere(cluster: Cluster) -> None:
     if cluster.num_nodes > 1 or here.device.kind != cluster.device.kind or here.world_size < cluster.world_size:
         raise UserError("A007", f"the run needs {cluster}, and this machine is {here}", where="cluster",
                         fix="train with --set cluster=auto, or look at it with `trimaran plan`")  # fmt: skip
+
+
+def _anchored(recipe: Recipe, file: str | None) -> Recipe:
+    """Return the recipe with whole paths for what is not under this folder but under the recipe's own."""
+    if file is None or file == "-":
+        return recipe
+    folder = Path(file).parent.absolute()
+    changes: dict[str, object] = {"cluster": _found(recipe.cluster, folder)}
+    if recipe.model.path:
+        changes["model"] = recipe.model.model_copy(update={"path": _found(recipe.model.path, folder)})
+    return recipe.model_copy(update=changes)
+
+
+def _found(path: str, folder: Path) -> str:
+    here, there = Path(path).expanduser(), folder / path
+    return str(there) if not here.exists() and there.exists() else path
 
 
 def _name(file: str | None) -> str:

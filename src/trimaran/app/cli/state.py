@@ -137,6 +137,15 @@ class RunState:
         )
 
     @property
+    def differences(self) -> dict[str, float]:
+        """How far what was measured lies from what was predicted, as a share of that: 0.1 is a tenth more."""
+        predicted, measured = self.plan.prediction, self.measured
+        if predicted is None or measured is None:
+            return {}
+        pairs = {name: (value, getattr(predicted, name)) for name, value in measured.as_dict().items()}
+        return {name: after / before - 1 for name, (after, before) in pairs.items() if before > 0}
+
+    @property
     def details(self) -> list[tuple[str, str]]:
         """What only some plans have, of the last step: names and words."""
         told = self.steps[-1].details if self.steps else {}
@@ -173,6 +182,8 @@ class RunState:
             "plan": self.plan.model_dump(mode="json"),
             "prediction": self.plan.prediction.model_dump(mode="json") if self.plan.prediction else None,
             "measured": measured.as_dict() if measured else None,
+            "differences": self.differences,
+            "phases": self.phases,
             "details": self.steps[-1].details if self.steps else {},
             "samples": [event.data for event in self.of_kind("sample")],
             "error": failure.data | {"rank": failure.rank} if failure else None,

@@ -11,9 +11,11 @@ from trimaran.app.cli.live import print_plain
 from trimaran.app.cli.logs import printable, tail
 from trimaran.app.cli.options import own_name
 from trimaran.app.cli.state import RunState
+from trimaran.app.cli.view import difference
 from trimaran.core import UserError, show_bytes, show_count, show_seconds
 
 LAST_WORDS = 15
+COMPARED = (("step_seconds", show_seconds, "a step"), ("peak_bytes", show_bytes, "a rank"))
 PEER_IS_GONE = ("closed by peer", "reset by peer")  # what a rank says when another one has died
 
 
@@ -34,11 +36,24 @@ def summarise(state: RunState, console: Console) -> None:
         console.print(words, soft_wrap=True)
         pace = f"{show_count(measured.tokens_per_second)} tokens/s, {show_seconds(measured.step_seconds)} a step"
         print_plain(console, f"      {pace}, {show_bytes(measured.peak_bytes)} a rank")
+        _compare(state, console)
         for name, words in state.details:
             print_plain(console, f"      {name.replace('_', ' ')}: {words}")
     print_plain(console, f"run   {state.run.path}")
     for label, command in zip(("next", "", ""), next_commands(state), strict=True):
         console.print(Text.assemble(f"{label:6}", (command, "bold")), soft_wrap=True)
+
+
+def _compare(state: RunState, console: Console) -> None:
+    """Print what was predicted, and how far off that was: a tick where it is within its own error bar."""
+    if (predicted := state.plan.prediction) is None or (measured := state.measured) is None:
+        return
+    words = Text("      predicted ")
+    for (name, show, unit), link in zip(COMPARED, ("", ", "), strict=True):
+        before, after = getattr(predicted, name), getattr(measured, name)
+        words.append_text(Text.assemble(link, show(before), f" {unit} ("))
+        words.append_text(difference(after, before, error=predicted.error)).append(")")
+    console.print(words, soft_wrap=True)
 
 
 def next_commands(state: RunState) -> list[str]:

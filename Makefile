@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check format matrix bench schema clean help
+.PHONY: demo test check format matrix bench accuracy schema clean help
 
 help:
 	@echo "make demo    environment, then plan and train the default recipe on this machine"
@@ -10,6 +10,7 @@ help:
 	@echo "make check   format, lint, types and the layer map, in seconds"
 	@echo "make matrix  every axis and product of axes against one process; writes docs/parity.md (10 minutes)"
 	@echo "make bench   the benchmarks that run on a CPU"
+	@echo "make accuracy  the planner's errors beside other estimators'; WRITE=1 writes docs/accuracy.md"
 
 demo: .venv/demo
 	$(BIN)/trimaran train recipes/stdlib-tiny.yaml
@@ -32,6 +33,9 @@ matrix: .venv/dev
 
 bench: .venv/dev
 	$(BIN)/python benchmarks/overhead.py
+
+accuracy: .venv/dev
+	$(BIN)/python -W ignore -m benchmarks.accuracy $(if $(WRITE),--write)
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Trimaran needs Python 3.11 or newer: make demo PYTHON=python3.11")'

@@ -1,0 +1,31 @@
+"""`python -m benchmarks.accuracy [--write]`: the table of errors; exit code 1 when a promise is broken."""
+
+import sys
+from pathlib import Path
+
+from benchmarks.accuracy.ask import HELD_OUT, ask, own_cases
+from benchmarks.accuracy.measures import OWN, OWN_LATER, broken
+from benchmarks.accuracy.page import page, picture, table
+from benchmarks.accuracy.peers import ask_peer, present
+from benchmarks.accuracy.published import SOURCES
+from benchmarks.accuracy.refit import left_out
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def main() -> int:
+    ours = {name: ask(runs()) for name, runs in SOURCES.items()}
+    ours |= {OWN: list(own_cases()), OWN_LATER: list(own_cases(HELD_OUT))}
+    runs = {source: [case.run for case in cases] for source, cases in ours.items()}
+    peers = {name: {source: ask_peer(peer, runs[source]) for source in runs} for name, peer in present().items()}
+    print(table(ours, peers))
+    if "--write" in sys.argv:
+        (DOCS / "accuracy.md").write_text(page(ours, peers, list(left_out())))
+        (DOCS / "images" / "accuracy.svg").write_text(picture(ours))
+    wrong = broken(ours)
+    print("\n".join(wrong) or "every bound holds")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""What the planner says about the published runs and about those of our own trainer on one H200."""
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.accuracy.errors import Case
+from benchmarks.accuracy.published import Run
+
+from trimaran.core import ModelSection, Plan
+from trimaran.cost import STATE_BYTES, Job, predict
+from trimaran.hardware import parse_cluster
+from trimaran.models import outline_of, spec_of
+from trimaran.planner.bulk import predict_line
+
+H200 = Path(__file__).parents[1] / "h200.jsonl"
+HELD_OUT = Path(__file__).parents[1] / "h200_held_out.jsonl"
+# What the promise about our own trainer covers: decoders of 1B and 3B with AdamW in fp32, nothing offloaded.
+PROMISED = {"offload": "none", "states": "fp32", "precision": "bf16"}
+
+
+def ask(runs: Iterable[Run]) -> list[Case]:
+    """Return what `trimaran predict` answers to each run's line."""
+    return [_case(run, predict_line(run.line)) for run in runs]
+
+
+def _case(run: Run, answer: dict[str, Any]) -> Case:
+    return Case(
+        run=run,
+        peak_bytes=answer["peak_bytes"],
+        tokens_per_second_per_gpu=answer["tokens_per_second_per_gpu"],
+        fits=answer["fits"],
+    )
+
+
+def own_cases(file: Path = H200) -> Iterator[Case]:
+    """Yield what was measured with `benchmarks/planner.py`, and what is predicted for it."""
+    cluster = parse_cluster("1xH200")
+    for text in file.read_text().splitlines():
+        config = json.loads(text)
+        spec = spec_of(ModelSection(preset=config["preset"], shape=config["shape"]))
+        fields = ("micro_batch", "grad_accum", "precision", "recompute", "offload", "compile")
+        plan = Plan(**{field: config[field] for field in fields})
+        job = Job(outline=outline_of(spec), seq_len=config["seq_len"], state_bytes=STATE_BYTES[config["states"]])
+        found = predict(job, cluster, plan)
+        model = {
+            "layers": spec.layers, "hidden": spec.hidden, "heads": spec.heads, "kv_heads": spec.kv_heads,
+            "head_dim": spec.head_dim, "ffn": spec.ffn, "vocab": spec.vocab, "seq_len": config["seq_len"],
+            "gated": True, "tied": spec.tied,
+        }  # fmt: skip
+        if experts := spec.block.experts:
+            model |= {"experts": experts.num_experts, "top_k": experts.top_k, "expert_ffn": experts.ffn}
+        line = {"model": model, "cluster": {"gpu": "H200", "gpus": 1}, "plan": plan.model_dump(exclude_unset=True)}
+        run = Run(
+            line=line | {"stack": "trimaran"},
+            model=config["preset"],
+            gpus=1,
+            peak_gib=config["peak_bytes"] / 2**30,
+            tokens_per_second_per_gpu=config["tokens_per_second"],
+            step_seconds=config["step_seconds"],
+            failed=False,
+            row=config,
+        )
+        yield Case(
+            run=run,
+            peak_bytes=found.peak_bytes,
+            tokens_per_second_per_gpu=found.tokens_per_second,
+            fits=found.fits,
+        )
+
+
+def promised(case: Case) -> bool:
+    """Return whether the run is one of those that our own promise covers."""
+    row: dict[str, Any] = dict(case.run.row)
+    return case.run.model in ("llama-3.2-1b", "llama-3.2-3b") and PROMISED.items() <= row.items()
+
+
+def clean(case: Case) -> bool:
+    """Return whether nanotron's run is of the subset whose times are sound: no pipeline, tp in a node, up to 128."""
+    mesh = case.run.line["plan"]["mesh"]
+    return mesh["pp"] == 1 and mesh["tp"] <= 8 and case.run.gpus <= 128

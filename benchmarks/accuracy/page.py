@@ -1,0 +1,179 @@
+"""The table, as text and as the page docs/accuracy.md, with its picture."""
+
+from collections.abc import Callable, Mapping, Sequence
+from math import log
+
+from benchmarks.accuracy.ask import clean, promised
+from benchmarks.accuracy.errors import Case, by, choices, merge_repeats, summarise
+from benchmarks.accuracy.measures import FURTHER, MEASURES, OWN, OWN_LATER
+from benchmarks.accuracy.peers import PEERS
+
+Said = Mapping[str, Sequence[Case]]
+HEAD = """# How accurate the planner is
+
+Written by `make accuracy WRITE=1`; `make accuracy` prints the first table and fails when a bound is broken. Errors are
+relative to what was measured. Published runs: [benchmarks/published](../benchmarks/published/README.md). Our own:
+`benchmarks/planner.py` on one H200, in `benchmarks/h200.jsonl`.
+"""
+NOTES = """
+A dash: the estimator says nothing about that, or is not installed. llm-analysis is 0.2.2 of the package index, whose
+step time is operations over half of the peak and so the same for all plans of a group (its repository has since gone
+on); its check for the shape of a feed-forward is set aside, because it refuses gated models. The cookbook is no
+package: its formula is restated. accelerate and DeepSpeed are called; DeepSpeed has figures for ZeRO-2 and ZeRO-3 only.
+
+Plan choice: of each model and number of GPUs, the plan that was said to fit and be fastest; regret is what it loses to
+the best that was measured, everything if it failed. The table is sorted by measured speed, so equals are never taken in
+its order: a tie counts as the mean of its plans. Nine configurations are published twice, as run and as failed;
+repeats are one plan, which ran if any did. "Repeats apart" is the same figure without that.
+
+The constants of `cost/memory_habits.py` and `cost/time_habits.py` were set with these same sources in view, and those
+of our trainer with these same H200 runs: the errors here are of the fit. Those on what a fit never saw are next.
+"""
+LEFT_OUT = """
+## Left out of the fit
+
+Each model and each number of GPUs in turn: the constants that were fitted to published runs are fitted anew to all
+others, from values that are off by a half, and scored on it. Everything else in the model is counted or measured,
+but it was written with all of these runs in view: only these constants are really left out.
+"""
+NOT_REACHED = """
+## What is not reached
+
+**Regret over all groups** (the goal is 10 %). Up to 256 GPUs it is a few percent. The two groups of 512 GPUs alone
+add ten: there most runs were two to seven times slower than the same plans on 256 GPUs say, and which ones has no
+pattern in the plan. With tp 4 and a micro-batch of 1, the 8B model ran at 386 tokens/s as replicas and at 2,157
+with ZeRO-1; with a micro-batch of 2, at 3,101 as replicas and at 1,594 with ZeRO-1. No model that knows only the
+plan can rank these.
+
+**Memory at 32 to 128 GPUs** is off by 11 % on average where 10 % is reached over all: nanotron's runs fall into two
+kinds that differ by what tensor parallelism keeps, and no column tells them apart.
+
+**Step times of plans with ZeRO-3 over hundreds of nodes** (SC21) are said too short, and so are those on slower
+networks than the catalogue assumes (InternEvo): a cluster file with measured links is the cure.
+"""
+
+
+def table(ours: Said, peers: Mapping[str, Said]) -> str:
+    """Return the promises beside what every estimator reaches, as a Markdown table."""
+    rows = [["source", "figure", "bound", "Trimaran", *PEERS]]
+    for measure in MEASURES:
+        said = [peers[name].get(measure.source, []) if name in peers else [] for name in PEERS]
+        figures = [measure.show(measure.of(each)) for each in (ours[measure.source], *said)]
+        rows.append([measure.source, measure.name, measure.bound, *figures])
+    return _markdown(rows)
+
+
+def page(ours: Said, peers: Mapping[str, Said], left_out: Sequence[list[str]]) -> str:
+    """Return the whole page."""
+    nanotron = ours["nanotron"]
+    parts = [
+        HEAD,
+        table(ours, peers),
+        NOTES,
+        LEFT_OUT,
+        _markdown(left_out),
+        NOT_REACHED,
+        "## By model and by number of GPUs\n",
+        _groups(ours),
+    ]
+    parts += ["\n![said against measured](images/accuracy.svg)\n", "\n## Plan choice\n", _choices(nanotron)]
+    parts += ["\n## Further sources\n", _further(ours), "\n## Our trainer on one H200\n", _own(ours[OWN])]
+    parts += ["\nMeasured when every constant had been set:\n", _own(ours[OWN_LATER])]
+    return "\n".join(part.strip("\n") + "\n" for part in parts)
+
+
+def _groups(ours: Said) -> str:
+    rows = [["source", "group", "runs", "memory", "bias", "tokens/s", "bias"]]
+    for source, keep in (("nanotron", clean), ("llm-foundry", lambda _: True)):
+        keys: list[Callable[[Case], str | int]] = [lambda case: case.run.model, lambda case: case.run.gpus]
+        for key in keys:
+            for group, cases in by(ours[source], key).items():
+                memory = summarise(case.memory_error for case in cases)
+                speed = summarise(case.speed_error for case in cases if keep(case))
+                name = f"{group} GPUs" if isinstance(group, int) else str(group)
+                figures = [_percent(each) for found in (memory, speed) for each in _two(found)]
+                rows.append([source, name, str(len(cases)), *figures])
+    return _markdown(rows) + "\nMean errors; nanotron's tokens/s: its clean subset (no pipeline, up to 128 GPUs).\n"
+
+
+def _two(found: object) -> tuple[float | None, float | None]:
+    return (getattr(found, "mape", None), getattr(found, "bias", None))
+
+
+def _choices(cases: Sequence[Case]) -> str:
+    rows = [["group", "plans", "tied", "regret", "failed"]]
+    for each in choices(merge_repeats(cases)):
+        rows.append([each.group, str(each.plans), str(each.tied), _percent(each.regret), f"{each.failed:g}"])
+    return _markdown(rows)
+
+
+def _further(ours: Said) -> str:
+    rows = [["source", "runs", "memory", "bias", "tokens/s", "bias", "ran, but said not to fit"]]
+    for source in FURTHER:
+        cases = ours[source]
+        found = [summarise(getattr(case, error) for case in cases) for error in ("memory_error", "speed_error")]
+        flagged = sum(not case.fits for case in cases if not case.run.failed)
+        figures = [_percent(each) for one in found for each in _two(one)]
+        rows.append([source, str(len(cases)), *figures, str(flagged)])
+    return _markdown(rows) + (
+        "\nFor information: InternEvo, SC21 and BigScience are asked by the nearest stack's habits, the last two"
+        "\nran before flash attention, and BigScience's memory is nvidia-smi's. torchtune has no batch sizes and the"
+        "\nsmall golden values no vocabulary, so they cannot be asked about.\n"
+    )
+
+
+def _own(cases: Sequence[Case]) -> str:
+    rows = [["configuration", "promised", "peak GiB", "said", "error", "step s", "error"]]
+    for case in cases:
+        measured = case.run.peak_gib or 0.0
+        said = (case.peak_bytes or 0) / 2**30
+        rows.append([
+            case.run.row["name"], "yes" if promised(case) else "", f"{measured:.2f}", f"{said:.2f}",
+            _percent(case.memory_error), f"{case.run.step_seconds:.4f}", _percent(case.time_error),
+        ])  # fmt: skip
+    return _markdown(rows)
+
+
+def picture(ours: Said) -> str:
+    """Return two scatter plots as SVG: said against measured, memory and tokens a second, both logarithmic."""
+    memory = [
+        (case.run.peak_gib or 1.0, (case.peak_bytes or 1) / 2**30)
+        for case in ours["nanotron"]
+        if case.memory_error is not None
+    ]
+    speed = [
+        (case.run.tokens_per_second_per_gpu or 1.0, case.tokens_per_second_per_gpu or 1.0)
+        for source in ("nanotron", "llm-foundry")
+        for case in ours[source]
+        if case.speed_error is not None and (source != "nanotron" or clean(case))
+    ]
+    plots = [_plot(memory, 0, (1, 128), "GiB, nanotron"), _plot(speed, 320, (300, 1e6), "tokens/s a GPU")]
+    return (
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 640 320" font-family="sans-serif" font-size="11">'
+        '<rect width="640" height="320" fill="white"/>' + "".join(plots) + "</svg>\n"
+    )
+
+
+def _plot(points: Sequence[tuple[float, float]], left: int, span: tuple[float, float], title: str) -> str:
+    low, high = log(span[0]), log(span[1])
+
+    def place(value: float) -> float:
+        return 260 * min(1.0, max(0.0, (log(value) - low) / (high - low)))
+
+    dots = "".join(f"M{left + 40 + place(x):.0f} {280 - place(y):.0f}h0" for x, y in points)
+    return (
+        f'<path d="M{left + 40} 20v260h260" fill="none" stroke="#888"/>'
+        f'<path d="M{left + 40} 280l260 -260" stroke="#c33" stroke-width=".8"/>'
+        f'<path d="{dots}" stroke="#1565c0" stroke-width="2.5" stroke-linecap="round" stroke-opacity=".45"/>'
+        f'<text x="{left + 170}" y="300" text-anchor="middle">measured, {title}</text>'
+        f'<text x="{left + 46}" y="14">said</text>'
+    )
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:+.1f} %"
+
+
+def _markdown(rows: Sequence[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]) + "\n"

@@ -1,0 +1,132 @@
+"""Errors on what a fit never saw: `python -m benchmarks.accuracy.refit`.
+
+Each group (a model, a number of GPUs) is left out in turn; the constants that were fitted to published runs are fitted
+anew to the rest, from values that are off by a half, and scored on the group. Everything else in the model is counted
+or measured, but it was written with all of these runs in view: only these constants are really left out.
+"""
+
+import json
+import math
+import random
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from benchmarks.accuracy.ask import clean
+from benchmarks.accuracy.errors import Case, by, summarise
+from benchmarks.accuracy.published import SOURCES, Run
+
+from trimaran.cost import STACKS, Stack, predict
+from trimaran.planner.line import cluster_of, job_of, plan_of, tidy
+
+SAMPLE, ROUNDS, WIDTH = 160, 3, 2.5
+SHARES = ("hides", "holes")  # of a whole: never more than 1
+Part = Literal["memory", "time"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """Constants of one stack's habits that were fitted: a field, and which of its values where it has several."""
+
+    source: str
+    stack: str
+    part: Part
+    constants: tuple[tuple[str, int | None], ...]
+    keep: Callable[[Case], bool] = lambda _: True
+
+
+FITS = (
+    Fit(source="nanotron", stack="nanotron", part="memory",
+        constants=(("holes", 0), ("holes", 1), ("regathers", 0))),
+    Fit(source="nanotron", stack="nanotron", part="time", keep=clean,
+        constants=(("host", 0), ("host", 2), ("hides", 0))),
+    Fit(source="llm-foundry", stack="llm-foundry", part="time", constants=(("eager", 0), ("host", 0))),
+)  # fmt: skip
+
+
+def value_of(stack: Stack, part: Part, constant: tuple[str, int | None]) -> float:
+    field, index = constant
+    value: Any = getattr(getattr(stack, part), field)
+    return value if index is None else value[index]
+
+
+def with_value(stack: Stack, part: Part, constant: tuple[str, int | None], value: float) -> Stack:
+    """Return the stack with one constant changed."""
+    field, index = constant
+    habits: Any = getattr(stack, part)
+    if index is not None:
+        values = getattr(habits, field)
+        fresh = (*values[:index], value, *values[index + 1 :])
+        changed: Any = values._make(fresh) if hasattr(values, "_make") else fresh
+    else:
+        changed = value
+    return replace(stack, **{part: replace(habits, **{field: changed})})
+
+
+def ask_with(runs: Sequence[Run], stack: Stack) -> list[Case]:
+    """Return what is said about each run by the habits of `stack`. Plans that nothing could run are left out."""
+    cases = []
+    for run in runs:
+        model, cluster, plan = (json.dumps(tidy(run.line[key]), sort_keys=True) for key in ("model", "cluster", "plan"))
+        machines = cluster_of(cluster)
+        job = replace(job_of(model, run.line["stack"]), stack=stack)
+        read, _ = plan_of(plan, machines.world_size)
+        if read.num_stages > job.outline.layers:
+            continue
+        found = predict(job, machines, read)
+        speed = found.tokens_per_second / machines.world_size
+        cases.append(Case(run=run, peak_bytes=found.peak_bytes, tokens_per_second_per_gpu=speed, fits=found.fits))
+    return cases
+
+
+def errors_of(cases: Sequence[Case], part: Part) -> list[float]:
+    told = [case.memory_error if part == "memory" else case.speed_error for case in cases]
+    return [each for each in told if each is not None]
+
+
+def refit(runs: Sequence[Run], fit: Fit) -> Stack:
+    """Return the stack with its constants fitted to `runs`: least mean logarithmic error, one after another."""
+    sample = random.Random(0).sample(list(runs), min(SAMPLE, len(runs)))
+    stack = STACKS[fit.stack]
+    for constant in fit.constants:
+        stack = with_value(stack, fit.part, constant, 1.5 * value_of(stack, fit.part, constant))
+
+    def loss(candidate: Stack) -> float:
+        return statistics.fmean(abs(math.log1p(each)) for each in errors_of(ask_with(sample, candidate), fit.part))
+
+    for turn in range(ROUNDS):
+        for constant in fit.constants:
+            here, step = value_of(stack, fit.part, constant), WIDTH ** (0.5**turn)
+            most = 1.0 if constant[0] in SHARES else math.inf
+            tries = [min(most, here * step ** (power / 3)) for power in range(-3, 4)]
+            stack = min((with_value(stack, fit.part, constant, each) for each in tries), key=loss)
+    return stack
+
+
+def left_out() -> Iterator[list[str]]:
+    """Yield the rows of the table: errors on each group as committed, and with constants fitted without it."""
+    yield ["source", "error of", "left out", "runs", "as committed", "fitted to the rest", "constants"]
+    for fit in FITS:
+        runs = [run for run in SOURCES[fit.source]() if not run.failed]
+        kept = [case for case in ask_with(runs, STACKS[fit.stack]) if fit.keep(case)]
+        keys: list[Callable[[Case], str | int]] = [lambda case: case.run.model, lambda case: case.run.gpus]
+        for key in keys:
+            for group, cases in by(kept, key).items():
+                stack = refit([case.run for case in kept if key(case) != group], fit)
+                held = [case.run for case in cases]
+                before, after = (
+                    summarise(errors_of(ask_with(held, each), fit.part)) for each in (STACKS[fit.stack], stack)
+                )
+                if before is None or after is None:
+                    continue
+                found = ", ".join(f"{name} {value_of(stack, fit.part, (name, at)):.3g}" for name, at in fit.constants)
+                name = f"{group} GPUs" if isinstance(group, int) else group
+                what = "memory" if fit.part == "memory" else "tokens/s"
+                errors = [f"{100 * each.mape:.1f} %" for each in (before, after)]
+                yield [fit.source, what, name, str(before.count), *errors, found]
+
+
+if __name__ == "__main__":
+    for row in left_out():
+        print(f"| {' | '.join(row)} |", flush=True)

@@ -1,0 +1,221 @@
+"""Peak bytes and step time of our trainer on this machine's GPU: what the planner's predictions are held against.
+
+usage: python benchmarks/planner.py RESULTS.jsonl [--known RESULTS.jsonl] [--seconds 560] [--only NAME,NAME]
+
+Each configuration is a process of its own and writes one line; those that are in `--known` already are passed over, and
+none is begun after `--seconds`. The plan is given in full, so nothing that is measured depends on what is predicted.
+"""
+
+import argparse
+import fcntl
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import IO, Any
+
+STEPS, WARM = 10, 4
+AHEAD = 3  # processes that have started: the next ones import while one has the device
+DEFAULTS: dict[str, Any] = {
+    "shape": {},
+    "grad_accum": 1,
+    "recompute": "none",
+    "compile": True,
+    "precision": "bf16",
+    "offload": "none",
+    "states": "fp32",
+}
+# preset, sequence, micro-batch, what differs from the defaults
+CONFIGURATIONS: tuple[tuple[str, int, int, dict[str, Any]], ...] = (
+    ("llama-3.2-1b", 4096, 4, {}),
+    ("llama-3.2-1b", 4096, 4, {"recompute": "selective"}),
+    ("llama-3.2-1b", 4096, 4, {"recompute": "full"}),
+    ("llama-3.2-1b", 4096, 4, {"recompute": 2}),
+    ("llama-3.2-1b", 4096, 4, {"compile": False}),
+    ("llama-3.2-1b", 1024, 1, {}),
+    ("llama-3.2-1b", 1024, 1, {"compile": False}),
+    ("llama-3.2-1b", 1024, 8, {}),
+    ("llama-3.2-1b", 2048, 4, {}),
+    ("llama-3.2-1b", 2048, 4, {"compile": False, "recompute": "full"}),
+    ("llama-3.2-1b", 8192, 2, {}),
+    ("llama-3.2-1b", 8192, 4, {"recompute": "full"}),
+    ("llama-3.2-1b", 16384, 1, {}),
+    ("llama-3.2-1b", 16384, 1, {"compile": False, "recompute": "selective"}),
+    ("llama-3.2-1b", 16384, 2, {"recompute": "full"}),
+    ("llama-3.2-1b", 4096, 2, {"grad_accum": 4}),
+    ("llama-3.2-1b", 1024, 4, {"grad_accum": 4, "compile": False}),
+    ("llama-3.2-3b", 1024, 4, {}),
+    ("llama-3.2-3b", 2048, 2, {"compile": False}),
+    ("llama-3.2-3b", 4096, 2, {}),
+    ("llama-3.2-3b", 4096, 2, {"recompute": 2}),
+    ("llama-3.2-3b", 4096, 4, {"recompute": "full"}),
+    ("llama-3.2-3b", 8192, 1, {"recompute": "selective"}),
+    ("llama-3.2-3b", 8192, 2, {"recompute": "full", "compile": False}),
+    ("llama-3.2-3b", 16384, 1, {"recompute": "full"}),
+    ("llama-3.2-3b", 2048, 4, {"recompute": "selective", "grad_accum": 4}),
+    ("llama-3.2-1b", 4096, 4, {"states": "bf16"}),
+    ("llama-3.2-1b", 4096, 4, {"states": "8bit"}),
+    ("llama-3.2-1b", 4096, 4, {"offload": "optimizer"}),
+    ("llama-3.2-1b", 4096, 4, {"offload": "activations"}),
+    ("llama-3.2-1b", 4096, 4, {"precision": "fp8"}),
+    ("qwen3-0.6b", 4096, 4, {}),
+    ("qwen3-0.6b", 1024, 8, {"compile": False}),
+    ("qwen3-30b-a3b", 2048, 4, {"shape": {"layers": 4}}),
+    ("qwen3-30b-a3b", 4096, 4, {"shape": {"layers": 4}, "recompute": "full", "compile": False}),
+    ("llama-3.1-8b", 4096, 1, {"recompute": "full", "states": "bf16"}),
+    ("llama-3.1-8b", 4096, 1, {"shape": {"layers": 16}}),
+    ("llama-3.2-3b", 4096, 2, {"precision": "fp8", "recompute": "full"}),
+    ("llama-3.2-3b", 4096, 2, {"states": "8bit", "recompute": "selective"}),
+    ("llama-3.2-3b", 4096, 1, {"offload": "optimizer"}),
+    ("qwen2.5-0.5b", 2048, 4, {}),
+    ("llama-3.2-1b", 1024, 4, {"precision": "fp32", "compile": False}),
+)
+# Measured when every constant had been set, to see what the predictions are worth on what they never saw.
+HELD_OUT: tuple[tuple[str, int, int, dict[str, Any]], ...] = (
+    ("llama-3.2-1b", 2048, 8, {}),
+    ("llama-3.2-1b", 8192, 1, {"recompute": "selective"}),
+    ("llama-3.2-1b", 16384, 1, {"recompute": 4}),
+    ("llama-3.2-1b", 4096, 8, {"recompute": "full", "compile": False}),
+    ("llama-3.2-1b", 1024, 2, {"grad_accum": 8}),
+    ("llama-3.2-3b", 1024, 8, {"recompute": "selective", "compile": False}),
+    ("llama-3.2-3b", 2048, 4, {}),
+    ("llama-3.2-3b", 4096, 1, {"compile": False}),
+    ("llama-3.2-3b", 16384, 1, {"recompute": "selective"}),
+    ("qwen3-1.7b", 4096, 2, {}),
+    ("qwen2.5-1.5b", 8192, 1, {"recompute": "full"}),
+    ("qwen3-4b", 2048, 2, {"recompute": "full"}),
+    ("llama-2-7b", 2048, 2, {"shape": {"layers": 16}, "recompute": "selective"}),
+)
+
+
+def configurations() -> dict[str, dict[str, Any]]:
+    """Return every configuration in full, by name."""
+    found = {}
+    for preset, seq_len, micro_batch, changes in CONFIGURATIONS + HELD_OUT:
+        words = [f"{key}={json.dumps(value)}" if key == "shape" else f"{key}={value}" for key, value in changes.items()]
+        name = " ".join([preset, f"{micro_batch}x{seq_len}", *words])
+        found[name] = {"name": name, "preset": preset, "seq_len": seq_len, "micro_batch": micro_batch}
+        found[name] |= DEFAULTS | changes
+    return found
+
+
+def plan_fields(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of the plan for one device."""
+    return {
+        field: config[field] for field in ("micro_batch", "grad_accum", "precision", "recompute", "offload", "compile")
+    }
+
+
+def train(config: dict[str, Any], turn: IO[str]) -> dict[str, Any]:
+    """Train a few steps when it is this process's turn, which lasts until it ends, and return what was measured."""
+    # The parent neither needs torch nor may touch the device; a process imports before its turn.
+    import torch  # noqa: PLC0415
+
+    from trimaran.core import Plan, Recipe  # noqa: PLC0415
+    from trimaran.data import cache_folder  # noqa: PLC0415
+    from trimaran.telemetry import create_run  # noqa: PLC0415
+    from trimaran.train.place import place_of  # noqa: PLC0415
+    from trimaran.train.worker import run_worker  # noqa: PLC0415
+
+    recipe = Recipe.model_validate(
+        {
+            "model": {"preset": config["preset"], "shape": config["shape"]},
+            "data": {"seq_len": config["seq_len"]},
+            "train": {
+                "steps": STEPS,
+                "global_batch": config["micro_batch"] * config["grad_accum"],
+                "save": False,
+                "sample": {"tokens": 0},
+                "evaluate": {"batches": 0},
+                "optimizer": {"states": config["states"]},
+            },
+        }
+    )
+    fcntl.flock(turn, fcntl.LOCK_EX)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        run = create_run(Path(folder) / "run", recipe, Plan(**plan_fields(config)))
+        code = run_worker(run, place_of({}), cache=cache_folder(os.environ))
+        if code:
+            last = json.loads(run.events(0).read_text().splitlines()[-1])
+            return config | {"failed": str(last)[:400]}
+        steps = [json.loads(line) for line in run.metrics.read_text().splitlines()][WARM:]
+    free, total = torch.cuda.mem_get_info()
+    reserved = torch.cuda.memory_reserved()
+    seconds = statistics.median(step["step_seconds"] for step in steps)
+    return config | {
+        "peak_bytes": steps[-1]["peak_bytes"],
+        "reserved_bytes": torch.cuda.max_memory_reserved(),
+        "outside_bytes": total - free - reserved,  # the context, and whatever takes memory past the allocator
+        "step_seconds": round(seconds, 5),
+        "spread": round(
+            (max(step["step_seconds"] for step in steps) - min(s["step_seconds"] for s in steps)) / seconds, 3
+        ),
+        "tokens_per_second": round(config["micro_batch"] * config["grad_accum"] * config["seq_len"] / seconds, 1),
+        "phases": {
+            phase: round(statistics.median(step["phases"][phase] for step in steps), 5) for phase in steps[0]["phases"]
+        },
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "whole_seconds": round(time.monotonic() - began, 1),
+    }
+
+
+def start(name: str, config: dict[str, Any], turn: Path) -> subprocess.Popen[str]:
+    """Start the process of one configuration, in the environment that the launcher would give it."""
+    steady = config["recompute"] == "none" and config["offload"] == "none"
+    outer = {**os.environ, "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
+    allocator = {} if steady else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    command = [sys.executable, __file__, "--one", name, str(turn)]
+    return subprocess.Popen(command, env=outer | allocator, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def measure_all(todo: dict[str, dict[str, Any]], into: Path, *, seconds: float) -> None:
+    """Append a line to `into` for each configuration that was begun in time."""
+    end, names, running = time.monotonic() + seconds, list(todo), []
+    with tempfile.TemporaryDirectory() as folder:
+        turn = Path(folder) / "turn"
+        while names or running:
+            while names and len(running) < AHEAD and time.monotonic() < end:
+                name = names.pop(0)
+                running.append((name, start(name, todo[name], turn)))
+            if not running:
+                break
+            name, process = running.pop(0)
+            out, err = process.communicate()
+            lines = out.strip().splitlines()
+            told = lines[-1] if process.returncode == 0 and lines else json.dumps(todo[name] | {"failed": err[-600:]})
+            with into.open("a") as file:
+                print(told, file=file, flush=True)
+            brief = json.loads(told)
+            print(name, {key: brief.get(key) for key in ("peak_bytes", "reserved_bytes", "outside_bytes",
+                  "step_seconds", "spread", "whole_seconds", "failed")}, flush=True)  # fmt: skip
+    print(len(names), "left")
+
+
+def main() -> None:
+    if sys.argv[1] == "--one":
+        name, turn = sys.argv[2:]
+        with Path(turn).open("w") as lock:
+            print(json.dumps(train(configurations()[name], lock)), flush=True)
+            os._exit(0)  # nothing may let go of the lock before the device's memory is free
+        return
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("into", type=Path)
+    parser.add_argument("--known", type=Path)
+    parser.add_argument("--seconds", type=float, default=560)
+    parser.add_argument("--only", default="")
+    options = parser.parse_args()
+    lines = options.known.read_text().splitlines() if options.known and options.known.is_file() else []
+    known = {json.loads(line)["name"] for line in lines if "peak_bytes" in json.loads(line)}
+    wanted = set(options.only.split(",")) if options.only else set(configurations())
+    todo = {name: config for name, config in configurations().items() if name in wanted - known}
+    measure_all(todo, options.into, seconds=options.seconds)
+
+
+if __name__ == "__main__":
+    main()

@@ -40,10 +40,10 @@ NOT_REACHED = """
 ## What is not reached
 
 **Regret over all groups** (the goal is 10 %). Up to 256 GPUs it is a few percent. The two groups of 512 GPUs alone
-add ten: there most runs were two to seven times slower than the same plans on 256 GPUs say, and which ones has no
-pattern in the plan. With tp 4 and a micro-batch of 1, the 8B model ran at 386 tokens/s as replicas and at 2,157
-with ZeRO-1; with a micro-batch of 2, at 3,101 as replicas and at 1,594 with ZeRO-1. No model that knows only the
-plan can rank these.
+add ten: about half of the runs there without a pipeline were two to thirteen times slower than predicted, and which
+ones has no pattern in the plan. With tp 4 and a micro-batch of 1, the 8B model ran at 386 tokens/s as replicas and
+at 2,157 with ZeRO-1; with a micro-batch of 2, at 3,101 as replicas and at 1,594 with ZeRO-1. No model that knows
+only the plan can rank these.
 
 **Memory at 32 to 128 GPUs** is off by 11 % on average where 10 % is reached over all: nanotron's runs fall into two
 kinds that differ by what tensor parallelism keeps, and no column tells them apart.

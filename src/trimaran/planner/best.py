@@ -166,7 +166,7 @@ def by_floor(space: Space, scales: Scales, grids: list[tuple[float, Grid]]) -> I
 def _grid_floor(space: Space, scales: Scales, grid: Grid) -> float:
     """Return a time that no plan with such micro-batches beats: all devices at work on them all the time."""
     question = space.question
-    level = Level(space.pins.recompute) if space.pinned("recompute") or space.pinned("towers") else NONE
+    level = Level(space.pins.recompute) if space.pinned("recompute") or space.pins.towers else NONE
     groups = question.cluster.world_size / (grid.tp * grid.cp)
     return scales.pace(grid, level) * question.recipe.train.global_batch / grid.micro_batch / groups
 

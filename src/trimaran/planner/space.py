@@ -138,7 +138,7 @@ class Space:
 
     def levels(self, cut: Cut) -> tuple[Level, ...]:
         """Return what may be computed again. A backward that is cut in two can do nothing twice."""
-        if self.pinned("recompute") or self.pinned("towers"):
+        if self.pinned("recompute") or self.pins.towers:
             return (Level(self.pins.recompute),)
         if cut.schedule == "zero-bubble":
             return (Level("none"),)

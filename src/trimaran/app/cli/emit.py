@@ -122,11 +122,8 @@ def _without(question: Question, refusal: UserError) -> Iterator[Question]:
         if path[-1] in here or isinstance(value, BaseModel):
             return
         here[path[-1]] = value
-        # Who pins what towers do pins what is computed again.
-        again = OTHERS["recompute"] if field == "towers" and "recompute" not in tree else []
-        for own in [{"recompute": each} for each in again] or [{}]:
-            plan = Plan.model_validate(tree | own)
-            yield replace(question, recipe=question.recipe.model_copy(update={"plan": plan}))
+        plan = Plan.model_validate(tree)
+        yield replace(question, recipe=question.recipe.model_copy(update={"plan": plan}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,11 +2,13 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check format matrix bench accuracy schema clean help
+.PHONY: demo test chaos soak check format matrix bench accuracy schema clean help
 
 help:
 	@echo "make demo    environment, then plan and train the default recipe on this machine"
 	@echo "make test    environment, then the whole test suite"
+	@echo "make chaos   every fault of docs/guides/fault-tolerance.md for real (20 minutes)"
+	@echo "make soak    a fault a minute for 30 minutes; MINUTES=5 for less"
 	@echo "make check   format, lint, types and the layer map, in seconds"
 	@echo "make matrix  every axis and product of axes against one process; writes docs/parity.md (10 minutes)"
 	@echo "make bench   the benchmarks that run on a CPU"
@@ -17,6 +19,12 @@ demo: .venv/demo
 
 test: .venv/dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+chaos: .venv/dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m chaos tests/chaos
+
+soak: .venv/dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos.soak --minutes $(or $(MINUTES),30)
 
 check: .venv/dev
 	$(BIN)/ruff format --check .

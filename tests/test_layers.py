@@ -19,7 +19,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "parallel": {"core", "models", "telemetry", "nets"},
     "data": {"core", "telemetry"},
     "checkpoint": {"core", "models", "telemetry", "nets", "parallel"},
-    "train": {"core", "models", "telemetry", "nets", "parallel", "data", "checkpoint"},
+    "train": {"core", "models", "cost", "telemetry", "nets", "parallel", "data", "checkpoint"},
     "launch": {*PAPER, "telemetry"},
     "doctor": {*PAPER, "telemetry"},
     "autopilot": {*PAPER, "telemetry", "doctor"},

@@ -41,6 +41,7 @@ plan: auto
         ("data: {seq_len: 0}", "R013", "data.seq_len", "at least 2"),
         ("train: {lr: -1}", "R013", "train.lr", "more than 0"),
         ("train: {steps: 0}", "R013", "train.steps", "at least 1"),
+        ("faults: {ranks: [2, 1]}", "R013", "faults.ranks", "the fewest ranks come first"),
         ("train: {lr: .nan}", "R013", "train.lr", "finite"),
         ("model: {family: gpt}", "R013", "model.family", "'decoder'"),
         ("plan: {precision: int3}", "R013", "plan.precision", "bf16"),

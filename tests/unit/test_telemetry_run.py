@@ -7,8 +7,20 @@ from pathlib import Path
 
 import pytest
 
+from tests.runs import new_run, step_metrics
 from trimaran.core import Mesh, Plan, Prediction, Recipe, UserError, parse_recipe
-from trimaran.telemetry import Follower, Journal, create_run, free_run_path, open_run
+from trimaran.telemetry import (
+    Follower,
+    IncidentLog,
+    Journal,
+    append_line,
+    create_run,
+    free_run_path,
+    last_step,
+    open_run,
+    read_incidents,
+)
+from trimaran.telemetry.attempts import AttemptLog, read_attempts
 
 PREDICTION = Prediction(
     fits=True,
@@ -100,3 +112,27 @@ def test_a_journal_line_is_strict_json_even_when_the_number_is_not(tmp_path: Pat
         journal.event("evaluation", step=3, loss=math.nan, worst=[math.inf, 1.0])
     record = json.loads(run.events(1).read_text())
     assert (record["rank"], record["step"], record["data"]) == (1, 3, {"loss": None, "worst": [None, 1.0]})
+
+
+def test_a_line_that_was_cut_off_harms_neither_the_next_one_nor_a_resume(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run")
+    for path in (run.incidents, run.attempts):
+        path.write_text('{"id": "i-0001", "cause": "cra')
+    incident = IncidentLog(run).notice("hang", "a rank stood still")
+    assert read_incidents(run) == [incident]
+    assert (AttemptLog(run).begin(world_size=2), len(read_attempts(run).attempts)) == (0, 1)
+    run.metrics.write_text('{"step": 1}\n{"ste\n{"step": 2}\n{"step": 3}\n{"st')
+    with Journal(run, 0) as journal:
+        journal.resume(2)
+        journal.step(step_metrics(3, loss=1.0))
+    assert run.metrics.read_bytes().splitlines()[:3] == [b'{"step": 1}', b'{"ste', b'{"step": 2}']
+    assert last_step(run) == 3
+
+
+def test_a_full_disk_costs_lines_and_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    full = tmp_path / "full.jsonl"
+    full.symlink_to("/dev/full")
+    for number in range(3):
+        append_line(full, {"step": number})
+    assert "lines of" in caplog.text
+    assert "No space left" in caplog.text

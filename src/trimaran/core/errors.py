@@ -6,6 +6,8 @@ from typing import Any
 
 EXIT_DONE = 0
 EXIT_USER = 2
+EXIT_AGAIN = 75  # stopped early with a complete checkpoint: start me again
+EXIT_STUCK = 93  # no progress: do not start me again
 
 
 class UserError(Exception):

@@ -3,17 +3,34 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-EventKind = Literal["start", "ready", "evaluation", "sample", "saved", "stop", "error", "done"]
+EventKind = Literal[
+    "start",
+    "resume",  # data: tier (memory | disk), from_step, seconds
+    "ready",
+    "evaluation",
+    "checkpoint",  # one is complete. data: path, seconds, stall_seconds, bytes, written_bytes
+    "skip",  # an update was not applied. data: reason, loss, grad_norm, ranks, sample_ids
+    "differ",  # replicas are not equal any more. data: message, ranks, keys, since, action
+    "rewind",  # data: to_step
+    "sample",
+    "saved",
+    "stop",
+    "error",
+    "done",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One thing that happened on one rank; a line of `events/rank-N.jsonl`. `time` is seconds since the epoch."""
+    """One thing that happened on one rank; a line of `events/rank-N.jsonl`. `time` is seconds since the epoch.
+
+    `attempt` counts the starts of the run's ranks from 0."""
 
     kind: EventKind
     rank: int
     time: float
     step: int = 0
+    attempt: int = 0
     data: dict[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from trimaran.core.plan import Plan
 
@@ -119,6 +119,52 @@ class TrainSection(BaseModel):
     sample: Sample = Sample()
 
 
+class CheckpointSection(BaseModel):
+    """When the state of training is kept, where, and for how long.
+
+    `every` and `memory` are steps: between checkpoints on disk, and between copies in host memory that outlive a killed
+    rank. `auto` is as often as costs at most a hundredth of the time.
+    """
+
+    model_config = STRICT
+
+    every: Annotated[Literal["auto"] | Count, Field(description="steps; auto: Young/Daly; 0: only at the end")] = "auto"
+    memory: Annotated[Literal["auto"] | Count, Field(description="steps; 0 keeps no copy in memory")] = "auto"
+    keep: Annotated[Positive, Field(description="how many of the newest stay")] = 2
+    keep_every: Annotated[Count, Field(description="steps whose multiples stay for good; 0: none")] = 0
+    asynchronous: Annotated[bool, Field(description="write while training goes on")] = True
+    incremental: Annotated[bool, Field(description="do not write again what has not changed")] = True
+    device_hours: Annotated[float, Field(gt=0, description="mean time between failures of one device")] = 8000.0
+
+
+class FaultsSection(BaseModel):
+    """What happens when something goes wrong.
+
+    `not_finite` is for a loss or a gradient that is no number, or a loss more than `spike` times the recent mean: the
+    update is never applied; then the run goes on, goes back to the last checkpoint without these samples, or ends.
+    """
+
+    model_config = STRICT
+
+    restart: Annotated[bool, Field(description="start again from the newest state")] = True
+    cycles: Annotated[Positive, Field(description="restarts without a new step before the run gives up")] = 3
+    ranks: Annotated[tuple[Positive, Positive] | None, Field(description="fewest and most ranks to go on with")] = None
+    not_finite: Literal["skip", "rewind", "stop"] = "skip"
+    spike: Annotated[float, Field(ge=0, description="times the recent mean loss; 0 switches it off")] = 10.0
+    max_skips: Annotated[Positive, Field(description="bad steps in a row before the run ends")] = 10
+    max_quarantined: Annotated[Count, Field(description="samples that may be left out")] = 100
+    hang_seconds: Annotated[float, Field(gt=0, description="a step silent for this long, and for five times the usual "
+                                         "one, has hung")] = 6.0  # fmt: skip
+    start_seconds: Annotated[float, Field(gt=0, description="for building, compiling and loading")] = 900.0
+
+    @field_validator("ranks")
+    @classmethod
+    def _fewest_first(cls, ranks: tuple[int, int] | None) -> tuple[int, int] | None:
+        if ranks is not None and ranks[0] > ranks[1]:
+            raise ValueError(f"the fewest ranks come first, then the most: [{ranks[1]}, {ranks[0]}]")
+        return ranks
+
+
 class Recipe(BaseModel):
     """Everything a person says about a run."""
 
@@ -128,5 +174,7 @@ class Recipe(BaseModel):
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()
     train: TrainSection = TrainSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    faults: FaultsSection = FaultsSection()
     cluster: Annotated[str, Field(description="auto, 8xH100, 4x8xA100-80GB, 2xcpu or a YAML file")] = "auto"
     plan: Literal["auto"] | Plan = "auto"

@@ -1,9 +1,12 @@
 """The run directory: where everything about a run is kept, and how it is claimed."""
 
+import errno
 import json
 import os
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ from typing import Any
 from trimaran.core import Bytes, Plan, Prediction, Recipe, UserError, dump_recipe, parse_recipe, show_bytes
 
 MARKER = "trimaran-run.json"
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +45,53 @@ class RunDirectory:
         """The trained weights as Hugging Face safetensors."""
         return self.path / "model"
 
+    @property
+    def checkpoints(self) -> Path:
+        """One folder for each complete checkpoint: `step-00000012`."""
+        return self.path / "checkpoints"
+
+    @property
+    def incidents(self) -> Path:
+        """What went wrong, one JSON line each; what was found out about one is in its folder, see `incident`."""
+        return self.path / "incidents.jsonl"
+
+    def incident(self, name: str) -> Path:
+        return self.path / "incidents" / name
+
+    @property
+    def attempts(self) -> Path:
+        """The starts of the ranks and their ends, as the supervisor saw them; see `attempts.py`."""
+        return self.path / "attempts.jsonl"
+
+    @property
+    def resize_request(self) -> Path:
+        """A file that asks for another number of ranks: it holds that number."""
+        return self.path / "resize"
+
+    @property
+    def quarantine(self) -> Path:
+        """Samples that are left out: JSON lines with `sample`, `reason`, `step`."""
+        return self.path / "quarantine.jsonl"
+
+    @property
+    def lease(self) -> Path:
+        """Who runs this run; at most one supervisor does."""
+        return self.path / "lease"
+
     def events(self, rank: int) -> Path:
         return self.path / "events" / f"rank-{rank}.jsonl"
 
     def log(self, rank: int) -> Path:
         return self.path / "logs" / f"rank-{rank}.log"
+
+    def stacks(self, rank: int) -> Path:
+        """Where a rank's stack goes when it gets SIGUSR2, also while it stands still."""
+        return self.path / "logs" / f"rank-{rank}.stacks"
+
+    @property
+    def question(self) -> Path:
+        """Where witnesses read into which folder their testimony goes, see `PulseBoard.ask`."""
+        return self.path / "incidents" / "question.json"
 
     @property
     def agent_log(self) -> Path:
@@ -96,10 +142,14 @@ def open_run(path: Path) -> RunDirectory:
     """Return the run at `path`, or say that there is none."""
     if not path.is_dir():
         raise UserError("D001", "there is no run directory here", where=str(path), fix="look under runs/")
-    if not (path / MARKER).is_file():
+    if not holds_run(path):
         raise UserError("D002", "this folder is not a Trimaran run", where=str(path),
                         fix=f"name a folder that `trimaran train` made (it holds {MARKER})")  # fmt: skip
     return RunDirectory(path)
+
+
+def holds_run(path: Path) -> bool:
+    return (path / MARKER).is_file()
 
 
 def free_run_path(root: Path, name: str) -> Path:
@@ -122,14 +172,33 @@ def refuse_occupied(path: Path) -> None:
         raise _occupied(path)
 
 
+@contextmanager
+def writing(run: RunDirectory) -> Iterator[None]:
+    """Turn the system's refusal to write into a run directory that exists into a UserError."""
+    try:
+        yield
+    except OSError as error:
+        # A fix that names no folder but this one: the run is in it.
+        fix = "make it writable: look at its rights and at how its disk is mounted"
+        if error.errno in NO_ROOM:
+            fix = "make room: `trimaran checkpoints prune RUN --keep 1`"
+        raise UserError("D003", f"the run directory cannot be written: {error.strerror or error}",
+                        where=str(error.filename or run.path), fix=fix) from error  # fmt: skip
+
+
 def refuse_full_disk(path: Path, needed: Bytes) -> None:
     """Raise when the disk that `path` is to lie on has less than `needed` free."""
     ground = next(parent for parent in (path, *path.absolute().parents) if parent.is_dir())
     total, _, free = shutil.disk_usage(ground)
     if free < needed and total:  # /proc and its like have no size; writing there fails with a better reason
-        raise UserError("D005", f"the trained weights need {show_bytes(needed)}, the disk has {show_bytes(free)} free",
-                        where=str(path), fix="make room, choose another disk with --run-dir DIR, "
-                        "or train without keeping the weights: --set train.save=false")  # fmt: skip
+        what = f"checkpoints and trained weights need {show_bytes(needed)}, the disk has {show_bytes(free)} free"
+        way = (
+            f"such as with `trimaran checkpoints prune {path} --keep 1`"
+            if holds_run(path)
+            else "choose another disk with --run-dir DIR"
+        )
+        raise UserError("D005", what, where=str(path), fix=f"make room, {way}, "
+                        "or keep fewer checkpoints: --set checkpoint.keep=1")  # fmt: skip
 
 
 def dump_plan(plan: Plan) -> str:
@@ -140,9 +209,9 @@ def dump_plan(plan: Plan) -> str:
 
 
 def _occupied(path: Path) -> UserError:
-    if (path / MARKER).is_file():
-        return UserError("D004", "this run directory already holds a run", where=str(path),
-                         fix="choose another: --run-dir DIR, or leave it out to get the next free name")  # fmt: skip
+    if holds_run(path):
+        fix = f"go on with it: `trimaran resume {path}`, or choose another folder: --run-dir DIR"
+        return UserError("D004", "this run directory already holds a run", where=str(path), fix=fix)
     return UserError("D002", "this folder holds files that are not a Trimaran run", where=str(path),
                      fix="name an empty or a new folder: --run-dir DIR")  # fmt: skip
 

@@ -1,0 +1,49 @@
+"""What went wrong in a run, who did it, and what was done about it."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+Cause = Literal[
+    "crash",  # a process died of a signal or an exception that is none of the others
+    "exit",  # a rank left early and said that all was well
+    "hang",  # a rank stood still
+    "mismatch",  # ranks called different collectives
+    "straggler",  # a rank is slower than the others
+    "oom",  # memory ran out, on a device or the host
+    "network",  # nodes lost each other
+    "storage",  # a disk was full, slow or gone; a checkpoint was damaged
+    "data",  # a sample could not be loaded
+    "numeric",  # a loss or a gradient was not finite, jumped, or replicas differ
+    "preempted",  # somebody asked the run to end
+    "host",  # a node or its supervisor is gone
+    "user",  # a person's mistake
+    "unknown",
+]
+Action = Literal[
+    "continued", "skipped", "rewound", "quarantined", "restarted", "replanned", "resized", "saved", "waited", "stopped"
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Incident:
+    """One thing that went wrong; a line of `incidents.jsonl`, where the last line of an `id` is the true one.
+
+    `time` is seconds since the epoch. `step` is the last step that had been finished. `suspects` are the ranks that
+    did it, `victims` those that only suffered from it. `what` is a sentence without a full stop. `cost` has what is
+    known of `seconds_to_detect`, `seconds_to_recover` (to the first new step) and `lost_steps` (done, and done again).
+    """
+
+    id: str
+    cause: Cause
+    time: float
+    what: str
+    attempt: int = 0
+    step: int = 0
+    suspects: tuple[int, ...] = ()
+    victims: tuple[int, ...] = ()
+    evidence: dict[str, Any] = field(default_factory=dict)
+    action: Action | None = None
+    cost: dict[str, float] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)

@@ -1,5 +1,1 @@
-"""State on disk."""
-
-from trimaran.checkpoint.export_hf import save_network
-
-__all__ = ["save_network"]
+"""State on disk and in memory: complete and verified, or not there."""

@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,31 +48,72 @@ def save_network(
 
     `networks` are the stages of it that this rank holds, `stages` says who holds the others. One parameter is gathered
     at a time, so rank 0 holds at most one file's worth. `beside` adds what else belongs into the folder, which appears
-    whole or not at all. What the model in `origin`, which this one was trained from, knows of its tokens comes along.
+    whole or not at all; that of an earlier end of the run goes. What the model in `origin`, which this one was trained
+    from, knows of its tokens comes along.
     """
     tensors = _all_tensors(networks, stages, rank)
     if rank != 0:
         for _ in tensors:
             pass
         return
-    draft = folder.with_name(f".{folder.name}.draft")
+    try:
+        config = networks[0].disk_config()
+        write_hf_folder(folder, config, tensors, origin=origin, beside=beside, replace=True)
+    except (OSError, SafetensorError) as error:
+        fix = "make room, then write them from the last checkpoint: trimaran resume RUN"
+        raise UserError("D006", f"the trained weights cannot be written: {error}", where=str(folder), fix=fix) from None
+
+
+def write_hf_folder(
+    folder: Path,
+    config: dict[str, Any],
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    origin: Path | None,
+    beside: Callable[[Path], None],
+    replace: bool = False,
+) -> None:
+    """Write a Hugging Face folder of these tensors, which appears whole or not at all. One file's worth is in memory.
+
+    `origin` and `beside` are as in `save_network`. One that is there already is an error, or goes when the new one is
+    complete, with `replace`. Raises OSError or SafetensorError when it cannot be written.
+    """
+    draft, old = (folder.with_name(f".{folder.name}.{word}") for word in ("draft", "old"))
     shutil.rmtree(draft, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
     try:
         draft.mkdir(parents=True)
-        config = networks[0].disk_config() | (_token_ids(origin) if origin else {})
-        _write_text(draft / "config.json", json.dumps(config, indent=2) + "\n")
+        known = config | (_token_ids(origin) if origin else {})
+        _write_text(draft / "config.json", json.dumps(known, indent=2) + "\n")
         _write_weights(tensors, draft)
         beside(draft)
         if origin:
             _copy_companions(origin, draft)
         for file in draft.glob("*.safetensors"):
             shutil.copymode(draft / "config.json", file)  # safetensors writes for its owner alone
+        settle(draft)
+        if replace and folder.is_dir():
+            folder.rename(old)
         draft.rename(folder)
-    except (OSError, SafetensorError) as error:
-        raise UserError("D006", f"the trained weights cannot be written: {error}", where=str(folder),
-                        fix="make room and train again, or choose another disk: --run-dir DIR") from None  # fmt: skip
+        _sync(folder.parent)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def settle(folder: Path) -> None:
+    """Return when the files in `folder`, and their names, are on the disk itself."""
+    for file in folder.iterdir():
+        _sync(file)
+    _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
 
 
 def _all_tensors(networks: Sequence[Network], stages: StageMap, rank: int) -> Iterator[tuple[str, Tensor]]:
@@ -129,7 +170,7 @@ def _copy_companions(origin: Path, folder: Path) -> None:
             shutil.copyfile(origin / name, folder / name)
 
 
-def _write_weights(tensors: Iterator[tuple[str, Tensor]], folder: Path) -> None:
+def _write_weights(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
     parts: list[dict[str, int]] = []
     batch: dict[str, Tensor] = {}
 
@@ -156,7 +197,4 @@ def _write_weights(tensors: Iterator[tuple[str, Tensor]], folder: Path) -> None:
 
 
 def _write_text(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    path.write_text(text, encoding="utf-8")

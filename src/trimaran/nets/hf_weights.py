@@ -49,7 +49,7 @@ def hf_tensors(module: nn.Module, spec: ModelSpec) -> Iterator[tuple[str, Tensor
         if spec.tied and (name == HEAD or (name == EMBEDDING and not module.is_first)):
             continue
         value = whole(parameter)
-        names = _disk_names(name, value.shape)
+        names = disk_names(name, value.shape)
         if value.ndim < STACKED:
             yield names[0], value
         else:
@@ -89,9 +89,9 @@ def _refuse_mismatch(
     parameters: Mapping[str, Tensor], sources: Mapping[str, Any], folder: Path, *, others: Mapping[str, torch.Size]
 ) -> None:
     missing, misshapen = [], []
-    expected = {each for name, shape in others.items() for each in _disk_names(name, shape)}
+    expected = {each for name, shape in others.items() for each in disk_names(name, shape)}
     for name, parameter in parameters.items():
-        names = _disk_names(name, parameter.shape)
+        names = disk_names(name, parameter.shape)
         shape = list(parameter.shape if parameter.ndim < STACKED else parameter.shape[1:])
         for each in names:
             if each not in sources:
@@ -108,7 +108,7 @@ def _refuse_mismatch(
 
 def _copy(parameter: Tensor, name: str, sources: Mapping[str, Any]) -> None:
     local, here = local_part(parameter), local_slices(parameter)
-    names = _disk_names(name, parameter.shape)
+    names = disk_names(name, parameter.shape)
     if not local.numel():
         return
     if local.ndim < STACKED:
@@ -118,7 +118,7 @@ def _copy(parameter: Tensor, name: str, sources: Mapping[str, Any]) -> None:
             expert.copy_(sources[each].get_slice(each)[here[1:]])
 
 
-def _disk_names(name: str, shape: torch.Size) -> list[str]:
+def disk_names(name: str, shape: torch.Size) -> list[str]:
     """Return what Hugging Face calls the parameter: one name, or one for each expert of a stack."""
     if name == HEAD:
         return [name]

@@ -1,0 +1,58 @@
+"""The slots of one rank, and which of them may be written to."""
+
+import os
+from collections.abc import Collection
+
+from trimaran.checkpoint.budget import Room
+from trimaran.checkpoint.memory import Berth, Slot
+from trimaran.checkpoint.roster import everyone
+from trimaran.checkpoint.share import Share
+
+
+class Hold:
+    """Slots that take turns. Every rank makes one; when a node lacks the memory after all, `room` has none."""
+
+    def __init__(self, berth: Berth, room: Room, *, num_bytes: int, items_bytes: int) -> None:
+        self.berth = berth
+        had_memory = True
+        try:
+            if room.num_slots:
+                berth.lay_out(room.num_slots, num_bytes=num_bytes, items_bytes=items_bytes)
+        except OSError:
+            had_memory = False
+        if not everyone(had_memory):
+            room = Room(own=0, memory=False)
+        if not room.num_slots:
+            os.ftruncate(berth.fd, 0)
+        self.room = room
+        self.own = berth.slots[: room.own] if room.num_slots else ()
+        self.foreign = berth.slots[room.own :] if room.num_slots else ()
+        self._steps: dict[Slot, int] = {}
+        self._mine: set[Slot] = set()
+
+    def clear_but(self, voyage: tuple[int, int] | None, step: int, share: Share) -> None:
+        """Empty all slots, but for those that hold the state of `step` on this voyage.
+
+        Of those only slots with this rank's `share` count as held: the ranks may have been others, split in other ways.
+        """
+        self._steps, self._mine = {}, set()
+        for slot in (*self.own, *self.foreign):
+            kept = slot.read()
+            if kept is None or (kept.label.voyage, kept.label.step) != (voyage, step):
+                slot.open()
+            elif slot in self.own:
+                self._steps[slot] = step
+                self._mine |= {slot} if kept.share == share else set()
+
+    def next(self, busy: Collection[Slot]) -> Slot:
+        """Return the slot to copy to: the one with the oldest state that is not in use."""
+        return min((slot for slot in self.own if slot not in busy), key=lambda slot: self._steps.get(slot, -1))
+
+    def fill(self, slot: Slot, step: int) -> None:
+        """Take note that `slot` is to hold the state of `step`."""
+        self._steps[slot] = step
+        self._mine.add(slot)
+
+    def holding(self, step: int) -> Slot | None:
+        """Return the slot that holds this rank's share of the state of `step`."""
+        return next((slot for slot, each in self._steps.items() if each == step and slot in self._mine), None)

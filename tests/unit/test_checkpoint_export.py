@@ -1,0 +1,336 @@
+"""A checkpoint becomes a Hugging Face or a DCP folder, and a DCP folder a checkpoint, with not a bit changed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.fsdp import fully_shard
+
+from tests.checkpoints import Quick, on_ranks, rows_of, staged
+from tests.hf_models import save_model
+from tests.ranks import run_ranks
+from trimaran.checkpoint.convert import dcp_source, export_dcp, export_hf, hollow_network, read_whole
+from trimaran.checkpoint.dcp_write import dcp_key
+from trimaran.checkpoint.disk_source import DiskSource
+from trimaran.checkpoint.export_hf import write_hf_folder
+from trimaran.checkpoint.import_dcp import find_arrivals, write_arrivals
+from trimaran.checkpoint.manifest import Manifest
+from trimaran.checkpoint.pieces import Source
+from trimaran.checkpoint.shelf import draft_path, step_path
+from trimaran.checkpoint.verify import verify
+from trimaran.checkpoint.write import commit, write_share
+from trimaran.core import ModelSection, Recipe, UserError, parse_recipe
+from trimaran.models import model_folder, spec_of
+from trimaran.nets import Decoder, Network, decoder_network, initialise, load_hf_weights
+
+MODELS = {
+    "untied": "{preset: tiny, shape: {layers: 2, tied: false}}",
+    "tied": "{preset: tiny, shape: {layers: 2, tied: true}}",
+    "experts": "{preset: tiny-moe, shape: {layers: 2}}",
+}
+TOKENS = torch.arange(24).view(2, 12)
+
+
+def recipe_of(model: str, *settings: str) -> Recipe:
+    return parse_recipe(f"model: {model}", name="test", overrides=settings)
+
+
+def network_of(recipe: Recipe) -> Network:
+    spec = spec_of(recipe.model)
+    assert spec is not None
+    network = decoder_network(spec)
+    initialise(network.module, seed=3, spec=spec)
+    return network
+
+
+def state_of(module: torch.nn.Module) -> dict[str, Tensor]:
+    """Return what a run would keep of a module and of an AdamW that has made seven steps with it."""
+    kept = {f"model/{name}": each.detach().clone() for name, each in module.named_parameters()}
+    draw = torch.Generator().manual_seed(4)
+    for name, each in module.named_parameters():
+        kept[f"optimizer/exp_avg/{name}"] = torch.randn(each.shape, generator=draw)
+        kept[f"optimizer/exp_avg_sq/{name}"] = torch.rand(each.shape, generator=draw)
+        kept[f"optimizer/step/{name}"] = torch.tensor(7.0)
+    return kept
+
+
+def keep(folder: Path, tensors: dict[str, Tensor], *, step: int = 7, world_size: int = 2) -> DiskSource:
+    """Write the tensors as ranks do that each hold some rows, and return the checkpoint."""
+    shares = on_ranks(world_size, lambda rank, gather: staged(
+        rows_of(tensors, rank, world_size), rank, world_size, gather))  # fmt: skip
+    draft, disk = draft_path(folder, step, "abc123"), Quick()
+    receipts = [
+        write_share(draft, rank, share, memory, previous=None, disk=disk) for rank, (share, memory) in enumerate(shares)
+    ]
+    commit(draft, step_path(folder, step), receipts, Manifest(step=step, world_size=world_size), disk)
+    return DiskSource(step_path(folder, step))
+
+
+def quiet(what: str, share: float) -> None:
+    assert what
+    assert 0 <= share <= 1
+
+
+def nothing_beside(folder: Path) -> None:
+    assert folder.is_dir()
+
+
+def same(source: Source, tensors: dict[str, Tensor]) -> None:
+    assert source.index.keys() == tensors.keys()
+    for key, tensor in tensors.items():
+        found = read_whole(source, key)
+        assert found.dtype == tensor.dtype
+        assert torch.equal(found, tensor), key
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_a_decoder_speaks_from_its_export_as_it_did_before(model: str, tmp_path: Path) -> None:
+    recipe = recipe_of(model)
+    network = network_of(recipe)
+    source = keep(tmp_path / "checkpoints", state_of(network.module))
+    export_hf(source, recipe.model, tmp_path / "hf", dtype="fp32", beside=nothing_beside, progress=quiet)
+    section = ModelSection(path=str(tmp_path / "hf"))
+    spec = spec_of(section)
+    assert spec is not None
+    again = decoder_network(spec)
+    load_hf_weights(again.module, model_folder(str(tmp_path / "hf")))
+    with torch.no_grad():
+        assert torch.equal(again.forward(TOKENS)[0], network.forward(TOKENS)[0])
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_an_export_is_what_the_run_itself_would_save(model: str, tmp_path: Path) -> None:
+    recipe = recipe_of(model)
+    network = network_of(recipe)
+    source = keep(tmp_path / "checkpoints", state_of(network.module))
+    export_hf(source, recipe.model, tmp_path / "hf", dtype="fp32", beside=nothing_beside, progress=quiet)
+    write_hf_folder(tmp_path / "own", network.disk_config(), network.disk_tensors(), origin=None, beside=nothing_beside)
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "hf" / name).read_bytes() == (tmp_path / "own" / name).read_bytes()
+
+
+def test_a_run_that_goes_on_replaces_the_weights_of_its_first_end(tmp_path: Path) -> None:
+    network = network_of(recipe_of(MODELS["tied"]))
+    for replace in (False, True):
+        config = network.disk_config() | {"second": replace}
+        write_hf_folder(
+            tmp_path / "model", config, network.disk_tensors(), origin=None, beside=nothing_beside, replace=replace
+        )
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["second"] is True
+    assert [each.name for each in tmp_path.iterdir()] == ["model"]
+    with pytest.raises(OSError, match="not empty"):
+        write_hf_folder(tmp_path / "model", {}, network.disk_tensors(), origin=None, beside=nothing_beside)
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["second"] is True
+
+
+def test_a_large_export_is_several_files_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trimaran.checkpoint.export_hf.MAX_FILE_BYTES", 1 << 18)
+    recipe = recipe_of(MODELS["untied"])
+    network = network_of(recipe)
+    source = keep(tmp_path / "checkpoints", state_of(network.module))
+    export_hf(source, recipe.model, tmp_path / "hf", dtype="fp32", beside=nothing_beside, progress=quiet)
+    assert len(list((tmp_path / "hf").glob("model-*-of-*.safetensors"))) > 1
+    again = network_of(recipe)
+    with torch.no_grad():
+        for each in again.module.parameters():
+            each.zero_()
+    load_hf_weights(again.module, tmp_path / "hf")
+    assert all(torch.equal(a, b) for a, b in zip(again.module.parameters(), network.module.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "qwen3-moe", "gpt2"])
+def test_a_hugging_face_model_is_exported_under_its_own_names(name: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415  it takes seconds to import
+
+    folder = save_model(name, tmp_path / "origin")
+    recipe = recipe_of(f"{{family: hf, path: {folder}}}")
+    module = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        for each in module.parameters():
+            each.mul_(1.5)
+    source = keep(tmp_path / "checkpoints", state_of(module))
+    export_hf(source, recipe.model, tmp_path / "hf", dtype="fp32", beside=nothing_beside, progress=quiet)
+    assert load_file(tmp_path / "hf" / "model.safetensors").keys() == load_file(folder / "model.safetensors").keys()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    with torch.no_grad():
+        assert torch.equal(again(TOKENS).logits, module(TOKENS).logits)
+
+
+def test_weights_may_be_rounded_on_the_way_out(tmp_path: Path) -> None:
+    recipe = recipe_of(MODELS["tied"])
+    network = network_of(recipe)
+    source = keep(tmp_path / "checkpoints", state_of(network.module))
+    export_hf(source, recipe.model, tmp_path / "hf", dtype="bf16", beside=nothing_beside, progress=quiet)
+    weights = load_file(tmp_path / "hf" / "model.safetensors")
+    exact = dict(network.disk_tensors())
+    assert {name: each.bfloat16().tolist() for name, each in exact.items()} == {
+        name: each.tolist() for name, each in weights.items()
+    }
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_an_export_never_overwrites_and_leaves_nothing_half_done(tmp_path: Path) -> None:
+    recipe = recipe_of(MODELS["tied"])
+    source = keep(tmp_path / "checkpoints", state_of(network_of(recipe).module))
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for name in ("there", "link"):
+        with pytest.raises(UserError, match="K024"):
+            export_dcp(source, tmp_path / name, progress=quiet)
+        with pytest.raises(UserError, match="K024"):
+            export_hf(source, recipe.model, tmp_path / name, dtype="fp32", beside=nothing_beside, progress=quiet)
+
+    def full(folder: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(UserError, match="K026"):
+        export_hf(source, recipe.model, tmp_path / "hf", dtype="fp32", beside=full, progress=quiet)
+    with pytest.raises(UserError, match="K026"):
+        export_dcp(source, Path("/proc/nowhere/dcp"), progress=quiet)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["checkpoints", "link", "there"]
+
+
+def test_a_checkpoint_of_another_model_is_not_exported(tmp_path: Path) -> None:
+    source = keep(tmp_path / "checkpoints", state_of(network_of(recipe_of(MODELS["tied"])).module))
+    with pytest.raises(UserError, match="K025"):
+        export_hf(source, recipe_of("{preset: tiny, shape: {layers: 3}}").model, tmp_path / "hf", dtype="fp32",
+                  beside=nothing_beside, progress=quiet)  # fmt: skip
+
+
+def imported(folder: Path, recipe: Recipe, run: Path, *, step: int = 9) -> DiskSource:
+    source = dcp_source(folder)
+    path = write_arrivals(find_arrivals(source, recipe), source, run, about=Manifest(step=step), progress=quiet)
+    assert verify(path) == []
+    return DiskSource(path)
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_a_checkpoint_goes_to_dcp_and_back(model: str, tmp_path: Path) -> None:
+    recipe = recipe_of(model)
+    kept = state_of(network_of(recipe).module)
+    export_dcp(keep(tmp_path / "checkpoints", kept), tmp_path / "dcp", progress=quiet)
+    assert find_arrivals(dcp_source(tmp_path / "dcp"), recipe).step == 7
+    same(imported(tmp_path / "dcp", recipe, tmp_path / "again"), kept)
+
+
+def test_eight_bit_states_go_to_dcp_and_back(tmp_path: Path) -> None:
+    recipe = recipe_of(MODELS["tied"], "train.optimizer.states=8bit")
+    kept = state_of(network_of(recipe).module)
+    name = "layers.0.mlp.up_proj.weight"
+    rows, columns = kept[f"model/{name}"].shape
+    for moment in ("exp_avg", "exp_avg_sq"):
+        kept[f"optimizer/{moment}/{name}"] = torch.arange(rows * columns).view(rows, columns).to(torch.uint8)
+        kept[f"optimizer/{moment}_scale@128/{name}"] = torch.rand(rows, 2)
+    export_dcp(keep(tmp_path / "checkpoints", kept), tmp_path / "dcp", progress=quiet)
+    same(imported(tmp_path / "dcp", recipe, tmp_path / "again"), kept)
+
+
+def train_with_fsdp(folder: str, path: str, tree: str) -> dict[str, Tensor]:
+    """Train a Hugging Face Llama by torch alone on two ranks, save it as a DCP under `tree`, return our view of it."""
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+
+    dist.init_process_group("gloo")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(3):
+        model(TOKENS + step).logits.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weights, states = get_state_dict(model, optimizer)
+    keys: dict[str, Any] = {"bare": weights, "nested": {"app": {"model": weights, "optim": states}}}
+    dcp.save(keys[tree], checkpoint_id=folder)
+    whole = {f"model/{_ours(name)}": each.full_tensor() for name, each in weights.items()}
+    for name, moments in states["state"].items():
+        for state, each in moments.items():
+            full = each.full_tensor() if hasattr(each, "full_tensor") else each
+            whole[f"optimizer/{state}/{_ours(name)}"] = full
+    dist.barrier()
+    return {key: each.clone() for key, each in whole.items()} if dist.get_rank() == 0 else {}
+
+
+def _ours(name: str) -> str:
+    return name.removeprefix("model.")
+
+
+@pytest.mark.parametrize("tree", ["nested", "bare"])
+def test_what_torch_fsdp_trained_is_taken_over_bit_by_bit(tree: str, tmp_path: Path) -> None:
+    folder = save_model("llama", tmp_path / "origin")
+    saved = run_ranks(2, train_with_fsdp, str(tmp_path / "dcp"), str(folder), tree)[0]
+    recipe = recipe_of(f"{{path: {folder}}}")
+    if tree == "bare":  # weights alone: AdamW begins anew
+        saved = {key: each if key.startswith("model/") else torch.zeros_like(each) for key, each in saved.items()}
+    found = find_arrivals(dcp_source(tmp_path / "dcp"), recipe)
+    assert (found.step, found.with_moments) == ((3, True) if tree == "nested" else (0, False))
+    same(imported(tmp_path / "dcp", recipe, tmp_path / "run"), saved)
+
+
+def test_experts_by_number_become_a_stack(tmp_path: Path) -> None:
+    recipe = recipe_of(MODELS["experts"])
+    network = network_of(recipe)
+    dcp.save({"model": dict(network.disk_tensors())}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    kept = {key: each for key, each in state_of(network.module).items() if key.startswith("model/")}
+    source = imported(tmp_path / "dcp", recipe, tmp_path / "run")
+    for key, tensor in kept.items():
+        assert torch.equal(read_whole(source, key), tensor)
+
+
+def test_weights_in_bf16_are_taken_over_in_fp32(tmp_path: Path) -> None:
+    recipe = recipe_of(MODELS["tied"])
+    weights = {name: each.detach().bfloat16() for name, each in network_of(recipe).module.named_parameters()}
+    dcp.save({"model": weights}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    source = imported(tmp_path / "dcp", recipe, tmp_path / "run")
+    for name, tensor in weights.items():
+        assert torch.equal(read_whole(source, f"model/{name}"), tensor.float())
+
+
+def test_a_dcp_of_another_model_is_refused_with_what_is_missing(tmp_path: Path) -> None:
+    export_dcp(keep(tmp_path / "checkpoints", state_of(network_of(recipe_of(MODELS["tied"])).module)),
+               tmp_path / "dcp", progress=quiet)  # fmt: skip
+    source = dcp_source(tmp_path / "dcp")
+    with pytest.raises(UserError, match=r"K023.*layers\.2\."):
+        find_arrivals(source, recipe_of("{preset: tiny, shape: {layers: 3, tied: true}}"))
+    with pytest.raises(UserError, match=r"K023.*as \["):
+        find_arrivals(source, recipe_of("{preset: tiny, shape: {layers: 2, tied: true, vocab: 300}}"))
+    dcp.save({"x": torch.ones(2)}, checkpoint_id=tmp_path / "other", no_dist=True)
+    with pytest.raises(UserError, match="K023"):
+        find_arrivals(dcp_source(tmp_path / "other"), recipe_of(MODELS["tied"]))
+
+
+def test_only_fp32_states_can_begin_as_zeros(tmp_path: Path) -> None:
+    recipe = recipe_of(MODELS["tied"], "train.optimizer.states=8bit")
+    weights = dict(network_of(recipe).module.named_parameters())
+    dcp.save({"model": weights}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    with pytest.raises(UserError, match="K027"):
+        find_arrivals(dcp_source(tmp_path / "dcp"), recipe)
+
+
+def test_torch_loads_an_export_into_its_own_model_and_optimizer(tmp_path: Path) -> None:
+    recipe = recipe_of(MODELS["tied"])
+    network = network_of(recipe)
+    kept = state_of(network.module)
+    export_dcp(keep(tmp_path / "checkpoints", kept), tmp_path / "dcp", progress=quiet)
+    target = hollow_network(recipe.model).module.to_empty(device="cpu")
+    assert isinstance(target, Decoder)
+    for each in target.parameters():
+        each.grad = torch.zeros_like(each)
+    optimizer = torch.optim.AdamW(target.parameters())
+    optimizer.step()
+    weights, states = get_state_dict(target, optimizer)
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)  # the optimizer's settings stay its own
+    dcp.load({"model": weights, "optimizer": states}, checkpoint_id=tmp_path / "dcp", planner=planner, no_dist=True)
+    loaded = {f"model.{name}": each for name, each in weights.items()}
+    loaded |= {
+        f"optimizer.state.{name}.{key}": each for name, of in states["state"].items() for key, each in of.items()
+    }
+    for key, tensor in kept.items():
+        assert torch.equal(loaded[dcp_key(key)], tensor), key

@@ -1,0 +1,223 @@
+"""Copies in memory: sealed and whole, or not there; and how much memory they may take."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from trimaran.checkpoint.budget import Room, first_that_fits, rooms
+from trimaran.checkpoint.copier import Copier
+from trimaran.checkpoint.memory import Berth, Label, MemorySource, Slot, pack_items
+from trimaran.checkpoint.pieces import Piece
+from trimaran.checkpoint.read import fill
+from trimaran.checkpoint.share import Share, lay_out
+from trimaran.core import CheckpointSection, Seconds
+from trimaran.train.pace import SaveCost, SavePace, copy_every, is_look, save_interval
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def berth() -> Iterator[Berth]:
+    fd = os.memfd_create("test")
+    yield Berth(fd)
+    os.close(fd)
+
+
+def pieces_of(*values: float) -> list[Piece]:
+    """Return weights of 3 x 5, and a frozen one at the end."""
+    made = [Piece(key=f"model/{index}", tensor=torch.full((3, 5), value), shape=(3, 5), start=(0, 0))
+            for index, value in enumerate(values)]  # fmt: skip
+    return [*made[:-1], replace(made[-1], frozen=True)]
+
+
+def share_of(pieces: list[Piece]) -> Share:
+    return lay_out(pieces, [(0, 3)] * len(pieces))
+
+
+def label(step: int, *, rank: int = 0, world_size: int = 1) -> Label:
+    return Label(step=step, voyage=(0, 0), rank=rank, world_size=world_size, progress={"seed": 7})
+
+
+def laid_out(berth: Berth, share: Share, *, slots: int = 2) -> tuple[Slot, ...]:
+    berth.lay_out(slots, num_bytes=share.num_bytes, items_bytes=len(pack_items(share.items)))
+    return berth.slots
+
+
+def test_a_copy_is_found_again_by_whoever_opens_the_berth(berth: Berth) -> None:
+    pieces = pieces_of(1.5, 2.5, 3.5)
+    share = share_of(pieces)
+    Copier(share).copy(laid_out(berth, share)[0], label(12), pieces)
+    ((_, kept),) = Berth(berth.fd).kept()
+    assert kept.verify()
+    assert kept.label == label(12)
+    source = MemorySource({0: kept})
+    found = pieces_of(0.0, 0.0, 0.0)
+    fill(found, source)
+    assert (source.step, source.progress) == (12, {"seed": 7})
+    assert [float(piece.tensor.mean()) for piece in found] == [1.5, 2.5, 3.5]
+
+
+def test_shares_of_two_ranks_make_one_source(berth: Berth) -> None:
+    whole = torch.arange(12.0).view(6, 2)
+    parts = [Piece(key="model/w", tensor=whole[row : row + 3], shape=(6, 2), start=(row, 0)) for row in (0, 3)]
+    shares = [lay_out([part], [(0, 3)]) for part in parts]
+    slots = laid_out(berth, shares[0])
+    for rank, (part, share, slot) in enumerate(zip(parts, shares, slots, strict=True)):
+        Copier(share).copy(slot, label(1, rank=rank, world_size=2), [part])
+    source = MemorySource({kept.label.rank: kept for _, kept in berth.kept()})
+    loaded = Piece(key="model/w", tensor=torch.zeros(6, 1), shape=(6, 2), start=(0, 1))
+    fill([loaded], source)
+    assert torch.equal(loaded.tensor, whole[:, 1:])
+
+
+def test_a_slot_that_was_opened_and_not_sealed_holds_nothing(berth: Berth) -> None:
+    pieces = pieces_of(1.0, 2.0)
+    share = share_of(pieces)
+    first, second = laid_out(berth, share)
+    Copier(share).copy(first, label(1), pieces)
+    Copier(share).copy(second, label(2), pieces)
+    first.open()
+    first.data[:8] = 255  # killed in the middle of the next copy
+    assert [kept.label.step for _, kept in berth.kept()] == [2]
+
+
+@pytest.mark.parametrize("where", [0, 8, 16, 24, 32, 60, 120])
+def test_a_damaged_head_hides_the_slot(berth: Berth, where: int) -> None:
+    pieces = pieces_of(1.0, 2.0)
+    share = share_of(pieces)
+    (slot,) = laid_out(berth, share, slots=1)
+    Copier(share).copy(slot, label(1), pieces)
+    slot._memory[where] ^= 4
+    assert berth.kept() == []
+
+
+def test_a_flipped_bit_of_the_values_is_found(berth: Berth) -> None:
+    pieces = pieces_of(1.0, 2.0)
+    share = share_of(pieces)
+    (slot,) = laid_out(berth, share, slots=1)
+    Copier(share).copy(slot, label(1), pieces)
+    ((_, kept),) = berth.kept()
+    assert kept.verify()
+    slot.data[17] ^= 1
+    assert not kept.verify()
+
+
+def test_what_is_frozen_is_copied_once_to_each_slot(berth: Berth) -> None:
+    pieces = pieces_of(1.0, 2.0)
+    share = share_of(pieces)
+    slots, copier = laid_out(berth, share), Copier(share)
+    for step in range(4):
+        pieces[0].tensor.fill_(step)
+        if step == 2:
+            pieces[1].tensor.fill_(9.0)  # which no step does; so that it shows
+        copier.copy(slots[step % 2], label(step), pieces)
+    found = {kept.label.step: MemorySource({0: kept}) for _, kept in berth.kept()}
+    for step, source in found.items():
+        loaded = pieces_of(0.0, 0.0)
+        fill(loaded, source)
+        assert [float(each.tensor.mean()) for each in loaded] == [step, 2.0]
+
+
+def test_the_same_cut_leaves_everything_in_its_place(berth: Berth) -> None:
+    pieces = pieces_of(1.0, 2.0)
+    share = share_of(pieces)
+    slots = laid_out(berth, share)
+    Copier(share).copy(slots[1], label(5), pieces)
+    assert Berth(berth.fd).lay_out(2, num_bytes=share.num_bytes, items_bytes=len(pack_items(share.items)))
+    assert [kept.label.step for _, kept in Berth(berth.fd).kept()] == [5]
+    assert not Berth(berth.fd).lay_out(3, num_bytes=share.num_bytes, items_bytes=len(pack_items(share.items)))
+    assert Berth(berth.fd).kept() == []
+
+
+def test_a_berth_full_of_garbage_is_an_empty_one(berth: Berth) -> None:
+    os.pwrite(berth.fd, os.urandom(20_000), 0)
+    assert Berth(berth.fd).slots == ()
+
+
+def test_memory_is_divided_as_well_as_it_goes() -> None:
+    options = rooms(CheckpointSection(), has_berth=True, pairs=False)
+    sizes, nodes = [GIB, GIB, GIB, GIB], [0, 0, 2, 2]
+
+    def fit(free: float) -> Room:
+        return first_that_fits(options, sizes, nodes, [100 * GIB, 100 * GIB, *[int(free * GIB)] * 2])
+
+    assert fit(12.0) == Room(own=3)
+    assert fit(11.9) == Room(own=2)
+    assert fit(7.9) == Room(own=1, memory=False)
+    assert fit(3.9) == Room(own=0, memory=False)
+
+
+def test_copies_that_nobody_wants_take_no_memory() -> None:
+    staging = [Room(own=1, memory=False), Room(own=0, memory=False)]
+    assert rooms(CheckpointSection(memory=0), has_berth=True, pairs=True) == staging
+    assert rooms(CheckpointSection(), has_berth=False, pairs=True) == staging
+    several = rooms(CheckpointSection(), has_berth=True, pairs=True)
+    assert several[0] == Room(own=5, foreign=2)
+    assert [room.num_slots for room in several] == sorted((room.num_slots for room in several), reverse=True)
+
+
+def test_the_interval_is_dalys_between_its_bounds() -> None:
+    hour = Seconds(3600.0)
+    young = (2 * 1.0 * hour) ** 0.5
+    assert save_interval(SaveCost(stall=Seconds(1.0), write=Seconds(5.0)), between=Seconds(16 * hour)) == pytest.approx(
+        4 * young, rel=0.01
+    )
+    assert save_interval(SaveCost(stall=Seconds(1.0), write=Seconds(5.0)), between=Seconds(60.0)) == 100.0
+    assert save_interval(SaveCost(stall=Seconds(0.1), write=Seconds(300.0)), between=hour) == 600.0
+    assert save_interval(SaveCost(stall=Seconds(1.0), write=Seconds(5.0)), between=Seconds(1e9)) == 1800.0
+
+
+def test_copies_in_memory_take_a_hundredth_of_the_time_at_most() -> None:
+    assert copy_every(Seconds(0.001), Seconds(0.1)) == 1
+    assert copy_every(Seconds(0.0011), Seconds(0.1)) == 2
+    assert copy_every(Seconds(0.05), Seconds(0.1)) == 50
+    assert [count for count in range(400) if is_look(count)] == [8, 32, 128, 256, 384]
+
+
+class Clock:
+    seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+GUESS = SaveCost(stall=Seconds(0.01), write=Seconds(1.0))
+
+
+def saves(pace: SavePace, steps: range, *, stride: int = 1, busy: bool = False) -> list[int]:
+    """Return the steps that would be kept: a wish holds for the last step before the one at which it is acted upon."""
+    return [step + pace.lead for step in steps if step % stride == 0 and pace.wants(step, busy=busy)]
+
+
+def test_a_fixed_interval_is_kept_to_the_step() -> None:
+    pace = SavePace(CheckpointSection(every=5), world_size=2, guess=GUESS)
+    assert saves(pace, range(20)) == [5, 10, 15, 20]
+    pace = SavePace(CheckpointSection(every=6), world_size=2, guess=GUESS, stride=4)
+    assert saves(pace, range(25), stride=4) == [8, 12, 20, 24]
+    assert saves(SavePace(CheckpointSection(every=0), world_size=2, guess=GUESS), range(99)) == []
+
+
+def test_a_busy_disk_is_left_alone_and_that_is_counted() -> None:
+    pace = SavePace(CheckpointSection(every=5), world_size=2, guess=GUESS)
+    assert saves(pace, range(10), busy=True) == []
+    assert pace.num_skipped == 2
+
+
+def test_a_disk_that_became_slow_is_asked_less_often() -> None:
+    clock = Clock()
+    pace = SavePace(CheckpointSection(), world_size=1000, guess=GUESS, now=clock)
+    before = pace.interval
+    clock.seconds = before + 1
+    assert pace.wants(10, busy=False)
+    assert not pace.wants(11, busy=False), "the first wish is still on its way"
+    pace.started()
+    clock.seconds += before + 1
+    assert not pace.wants(20, busy=True)
+    assert (pace.num_skipped, pace.interval) == (1, pytest.approx(2 * (before + 1)))
+    assert not pace.wants(21, busy=True)
+    assert pace.num_skipped == 1
+    pace.ended(GUESS)
+    assert pace.interval == before

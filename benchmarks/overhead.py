@@ -13,7 +13,9 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -91,6 +93,9 @@ class TakingTurns:
             self.ours.append((loaded - began) + (ended - resumed))
             began = ended
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
     def now(self) -> float:
         if self.peer.device.type == "cuda":
             torch.cuda.synchronize()
@@ -111,9 +116,10 @@ def measure(recipe: Recipe, folder: Path) -> TakingTurns:
         crew = build_crew(run, place, journal, cache=cache_folder(os.environ))
         training, _ = split(crew.shards, recipe.data)
         peer = HandWritten(recipe, crew.trainer.plan, training, place.device)
-        turns = TakingTurns(crew.trainer.loader, peer)
-        crew.trainer.loader = turns
-        crew.trainer.train()
+        with crew.trainer.loader_from(0) as loader:
+            turns = TakingTurns(loader, peer)
+            crew.trainer.loader_from = lambda start: nullcontext(turns)
+            crew.trainer.train(crew.trainer.keeper.resume())
     dist.destroy_process_group()
     return turns
 

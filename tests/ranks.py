@@ -1,6 +1,8 @@
 """Ranks in worker processes forked out of one that has torch imported: 0.1 s instead of 10 s a run."""
 
+import contextlib
 import os
+import random
 import socket
 import time
 import traceback
@@ -81,6 +83,10 @@ def _rank(
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a port that nobody listens at. It is none of those that the system gives to whoever connects somewhere:
+    on a busy machine such a one may be gone before rank 0 listens there."""
+    while True:
+        port = random.SystemRandom().randrange(16_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

@@ -118,11 +118,11 @@ def overflow_on_one_rank(run: RunDirectory, cache: Path) -> list[tuple[float, fl
         crew = build_crew(run, place, journal, cache=cache)
         crew.networks[0].module.lm_head.register_forward_hook(blow_up)
         stepper = crew.trainer.stepper
-        with crew.trainer.loader as loader:
+        with crew.trainer.loader_from(0) as loader:
             for batch in loader:
                 overflows[0] = place.rank == 1 and batch.step == 1
-                stepper.step(batch, stop=False)
-                norm = stepper.update(1e-3)
+                stepper.step(batch)
+                norm, _ = stepper.update(1e-3)
                 reports.append((float(norm), stepper.details()()["loss_scale"], whole_weights(crew)))
     return reports
 
@@ -160,7 +160,8 @@ def test_a_network_with_fp32_modules_is_evaluated_and_speaks_in_bf16(harbour: Pa
     recipe = recipe_for(harbour, precision={"norm": "fp32", "layers.*.input_layernorm": "fp32"}, steps=2, **asked)
     run = sail_to(recipe, plan_in("bf16", recipe, name), harbour / "runs")
     kinds = [json.loads(line)["kind"] for line in run.events(0).read_text().splitlines()]
-    assert kinds == ["start", "ready", "evaluation", "evaluation", "sample", "done"]
+    told = [kind for kind in kinds if kind != "checkpoint"]  # which comes when it is written
+    assert told == ["start", "ready", "evaluation", "evaluation", "sample", "done"]
 
 
 @pytest.mark.parametrize("name", ["one-process", "ddp-2", "fsdp-2", "tp-2"])

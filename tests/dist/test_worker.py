@@ -6,18 +6,21 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import psutil
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from tests.parity import assert_same_course, plan_for, sail, sail_to
+from tests.parity import assert_same_course, plan_for, sail, sail_to, trajectory_of
 from tests.ranks import run_ranks
+from trimaran.checkpoint.durable import Disk
 from trimaran.core import Bytes, Plan, Recipe, UserError
+from trimaran.data import Sample, Sequences, position
+from trimaran.nets import initialise
 from trimaran.telemetry import RunDirectory, create_run, refuse_full_disk
+from trimaran.train import build
 from trimaran.train.place import place_of
-from trimaran.train.trainer import Trainer
 from trimaran.train.worker import run_worker
 
 SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64}
@@ -137,26 +140,37 @@ def test_a_persons_mistake_found_by_a_rank_is_an_event_with_a_fix(folder: Path) 
     assert events(run)[-1]["data"]["fix"]
 
 
-def kill_the_loader(path: Path, cache: Path) -> int:
-    train = Trainer.train
+def with_a_deadly_sample(path: Path, cache: Path, deaths: int) -> int:
+    """Train where the first sample of the third step kills the process that loads it, a few times."""
+    load, marks = Sequences.__getitem__, path / "deaths"
+    marks.mkdir()
 
-    def train_with_a_casualty(trainer: Trainer) -> int:
-        (worker, *_) = psutil.Process().children()
-        worker.send_signal(signal.SIGKILL)
-        return train(trainer)
+    def deadly(sequences: Sequences, index: int) -> Sample:
+        if index == position(0, 16, len(sequences)) and len(list(marks.iterdir())) < deaths:
+            (marks / f"{index}-{os.getpid()}").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return load(sequences, index)
 
-    Trainer.train = train_with_a_casualty
+    Sequences.__getitem__ = deadly
     return work(path, cache)
 
 
-def test_a_dead_loader_process_ends_the_rank_and_is_named(folder: Path) -> None:
-    recipe = recipe_with(data={"workers": 2}, train={"steps": 100000})
-    run = create_run(folder / "dead", recipe, Plan(micro_batch=8))
-    assert run_ranks(1, kill_the_loader, run.path, folder / "cache") == [1]
+@pytest.mark.parametrize("deaths", [2, 100])
+def test_a_dead_loader_process_is_replaced_until_its_sample_is_to_blame(folder: Path, deaths: int) -> None:
+    recipe = recipe_with(data={"workers": 2}, train={"evaluate": {"batches": 0}})
+    run = create_run(folder / "dead", recipe, plan_for(recipe, grad_accum=1))
+    (code,) = run_ranks(1, with_a_deadly_sample, run.path, folder / "cache", deaths)
+    marks = [each.name.partition("-")[0] for each in (run.path / "deaths").iterdir()]
+    if deaths == 2:
+        assert code == 0
+        assert_same_course(trajectory_of(run), sail(recipe_with(), plan_for(recipe, grad_accum=1), folder), tolerance=0)
+        return
+    assert code == 1
     fault = events(run)[-1]["data"]
     assert fault["type"] == "LoaderFault"
-    assert "loader worker 0" in fault["message"]
-    assert "SIGKILL" in fault["message"]
+    assert "crashed (killed by SIGKILL) at step 3" in fault["message"]
+    assert (fault["cause"], [str(each) for each in fault["sample_ids"]]) == ("data", marks[:1])
+    assert len(marks) == 4
 
 
 @pytest.fixture
@@ -170,12 +184,68 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_weights_that_do_not_fit_on_the_disk_leave_an_error_and_no_draft(small_disk: Path, folder: Path) -> None:
-    recipe = recipe_with(model={"shape": {"layers": 2}}, train={"steps": 1})
+    # 285 kB of weights: the checkpoint, with two moments, finds room in 1 MiB, and beside it another copy does not.
+    shape = {"layers": 1, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn": 200}
+    recipe = recipe_with(model={"shape": shape}, train={"steps": 1})
     run = create_run(small_disk / "run", recipe, Plan(micro_batch=8))
     assert run_ranks(1, work, run.path, folder / "cache") == [2]
     assert events(run)[-1]["data"]["code"] == "D006"
     assert not run.model.exists()
     assert not list(run.path.glob(".model*"))
+
+
+def without_room_for_checkpoints(path: Path, cache: Path) -> int:
+    write = Disk.write
+
+    def refusing(disk: Disk, fd: int, data: memoryview) -> None:
+        if "step-" in os.readlink(f"/proc/self/fd/{fd}"):
+            raise OSError(28, "No space left on device")
+        write(disk, fd, data)
+
+    Disk.write = refusing
+    return work(path, cache)
+
+
+def test_a_last_checkpoint_that_cannot_be_written_does_not_cost_the_weights(folder: Path) -> None:
+    recipe = recipe_with(train={"steps": 2})
+    run = create_run(folder / "run", recipe, Plan(micro_batch=8))
+    assert run_ranks(1, without_room_for_checkpoints, run.path, folder / "cache") == [2]
+    assert [each["kind"] for each in events(run)][-3:] == ["checkpoint", "saved", "error"]
+    assert events(run)[-1]["data"]["code"] == "K043"
+    assert (run.model / "model.safetensors").exists()
+
+
+def with_a_weight_that_is_none(path: Path, cache: Path) -> int:
+    def initialise_and_spoil(module: torch.nn.Module, **rest: Any) -> None:
+        initialise(module, **rest)
+        with torch.no_grad():
+            next(module.parameters()).fill_(float("nan"))
+
+    build.initialise = initialise_and_spoil
+    return work(path, cache)
+
+
+def test_numbers_that_were_wrong_from_the_start_are_what_is_told(folder: Path) -> None:
+    recipe = recipe_with(train={"steps": 20})
+    run = create_run(folder / "run", recipe, Plan(micro_batch=8))
+    assert run_ranks(1, with_a_weight_that_is_none, run.path, folder / "cache") == [93]
+    told = events(run)[-1]["data"]
+    assert told["cause"] == "numeric"
+    assert "the last checkpoint could not be written" in told["message"]
+
+
+def test_a_run_whose_data_has_changed_does_not_go_on(folder: Path) -> None:
+    file = folder / "data.txt"
+    file.write_text("red green blue " * 400)
+    recipe = recipe_with(data={"source": "text", "path": str(file)}, train={"steps": 2, "save": False})
+    run = create_run(folder / "run", recipe, Plan(micro_batch=8))
+    assert run_ranks(1, work, run.path, folder / "cache") == [0]
+    os.utime(file, (1, 1))  # packed anew, to the same tokens
+    assert run_ranks(1, work, run.path, folder / "cache") == [0]
+    file.write_text("red green grey " * 400)
+    assert run_ranks(1, work, run.path, folder / "cache") == [2]
+    told = events(run)[-1]["data"]
+    assert (told["code"], told["what"].partition(":")[0]) == ("K041", "the data has changed")
 
 
 def test_a_disk_too_small_for_the_weights_is_refused_before_the_start(small_disk: Path) -> None:

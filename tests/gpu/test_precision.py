@@ -130,11 +130,13 @@ def test_a_bf16_update_never_waits_for_the_device(ranks: RankMesh) -> None:
     parameters = list(network.module.parameters())
     clock = Clock(torch.device("cuda"))
     updater = Updater(torch.optim.AdamW(parameters, fused=True), ranks, clock, counted=parameters, clip_norm=1.0)
+    loss = torch.ones((), device="cuda")
     for mode in ("default", "error"):  # the first time, nccl and the optimizer set themselves up
         gradients(network, PLANS["bf16"])
         torch.cuda.set_sync_debug_mode(mode)
         try:
-            norm = updater.update(1e-3)
+            norm, refused = updater.update(1e-3, loss)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert norm.isfinite()
+    assert not refused

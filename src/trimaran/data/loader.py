@@ -1,8 +1,11 @@
 """Batches of one rank, loaded while it computes. Which samples they hold is a function of the step alone."""
 
 import atexit
+import logging
+import mmap
 import queue
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
@@ -12,11 +15,16 @@ import torch
 from torch import Tensor
 
 from trimaran.data.order import positions
+from trimaran.data.quarantine import Screen
 from trimaran.data.sequences import IGNORED, Sequences
-from trimaran.data.worker import DeadWorkerError, RaisedInWorkerError, Worker
+from trimaran.data.worker import DeadWorkerError, HungWorkerError, RaisedInWorkerError, Worker
+
+log = logging.getLogger(__name__)
 
 DEPTH = 2
-NAMED_SAMPLES = 8
+RESTARTS = 3  # of a worker process for the same step
+START_SECONDS = 5.0  # that a new process may need before it loads anything
+NO_SAMPLE = -1
 NAMED_CHARACTERS = 300
 
 
@@ -58,18 +66,17 @@ class StepBatch:
 
 
 class LoaderFault(Exception):  # noqa: N818 - the design's word for what went wrong and is nobody's mistake
-    """Loading failed: which worker (None is the thread), how, at which step and with which samples.
+    """Loading failed: which worker (None is the thread), how, at which step, and at which sample if at one.
 
-    `step` counts from 0 as batches do; the message counts from 1 as the metrics do.
+    `step` counts from 0 as batches do; its message from 1 as the metrics do. `sample_ids` has one sample or none.
     """
 
     def __init__(
         self, what: str, *, worker: int | None, pid: int | None, step: int, sample_ids: tuple[int, ...]
     ) -> None:
         who = "the loading thread" if worker is None else f"loader worker {worker} (pid {pid})"
-        some = ", ".join(map(str, sample_ids[:NAMED_SAMPLES]))
-        more = f", ... {len(sample_ids)} in all" if len(sample_ids) > NAMED_SAMPLES else ""
-        super().__init__(f"{who} {what} at step {step + 1}, samples {some}{more}")
+        at = "".join(f", sample {each}" for each in sample_ids)
+        super().__init__(f"{who} {what} at step {step + 1}{at}")
         self.worker, self.pid, self.step, self.sample_ids = worker, pid, step, sample_ids
 
 
@@ -77,7 +84,8 @@ class Loader:
     """Yields the batches of steps `start_step` to `steps` (exclusive), always loading a few ahead.
 
     A thread fills the queue. With `workers` it only collects: worker n of W loads every W-th step, in its own process.
-    No call waits longer than `timeout_seconds`; a loader silent for that long has hung.
+    A loader that is silent for `timeout_seconds` has hung. A process that hangs or dies is replaced by a new one, which
+    begins with the step that is owed; only when that has happened several times for one step is it a fault.
     """
 
     def __init__(  # noqa: PLR0913 - what to load and how to load it; splitting them would only move the names
@@ -91,17 +99,23 @@ class Loader:
         workers: int = 0,
         timeout_seconds: float = 60.0,
         pin_memory: bool = False,
+        screen: Screen | None = None,
     ) -> None:
         assert len(sequences) > 0
-        self._sequences, self._seed, self._share = sequences, seed, share
+        self._sequences, self._seed, self._share, self._screen = sequences, seed, share, screen or Screen()
         self._steps, self._timeout_seconds, self._pin_memory = range(start_step, steps), timeout_seconds, pin_memory
         rows = share.grad_accum * share.micro_batch
         self._shape = (3 if sequences.isolate else 2, rows, sequences.seq_len)
+        # The sample that each worker is at. It is memory that outlives the process, to tell what it died of.
+        self._num_turns = max(1, workers)
+        self._at = np.frombuffer(mmap.mmap(-1, 8 * self._num_turns), dtype=np.int64)
+        self._at[:] = NO_SAMPLE
         self._workers: list[Worker] = []
         for number in range(workers):
             turns = self._steps[number::workers]
             self._workers.append(Worker(self._fill, turns, self._shape, siblings=self._workers))
-        self._next_step, self._closed = start_step, False
+        self._next_step, self._closed, self._closing = start_step, False, threading.Lock()
+        self._patience = (timeout_seconds + START_SECONDS) * (1 + RESTARTS) if workers else timeout_seconds
         self._device = torch.accelerator.current_device_index() if pin_memory else None
         self._ready: queue.Queue[StepBatch | LoaderFault] = queue.Queue(maxsize=DEPTH)
         self._thread = threading.Thread(target=self._feed, name="trimaran-loader", daemon=True)
@@ -119,9 +133,9 @@ class Loader:
         if self._closed:
             raise ValueError("the loader is closed")
         try:
-            item = self._ready.get(timeout=self._timeout_seconds)
+            item = self._ready.get(timeout=self._patience)
         except queue.Empty:
-            item = self._fault(f"has hung: nothing came for {self._timeout_seconds:g} s", self._next_step)
+            item = self._fault(f"has hung: nothing came for {self._patience:g} s", self._next_step)
         if isinstance(item, LoaderFault):
             self.close()
             raise item
@@ -130,12 +144,13 @@ class Loader:
 
     def close(self) -> None:
         """End the processes and the thread. Batches that were loaded ahead are dropped."""
-        if self._closed:
-            return
-        self._closed = True
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+            for worker in self._workers:
+                worker.end()
         atexit.unregister(self.close)
-        for worker in self._workers:
-            worker.end()
         while not self._ready.empty():
             self._ready.get_nowait()  # the thread may be waiting for room
         self._thread.join(timeout=1.0)  # unless it hangs in a read; then it ends with the process
@@ -150,7 +165,19 @@ class Loader:
 
     def sample_ids(self, step: int) -> tuple[int, ...]:
         """Return which samples this rank works on at `step`, in the order of the rows."""
-        return tuple(positions(self._seed, self._share.indices(step).ravel(), len(self._sequences)).tolist())
+        return self.samples(step, [self._share.rank])
+
+    def samples(self, step: int, data_ranks: Sequence[int]) -> tuple[int, ...]:
+        """Return which samples the given ranks, of those that see different ones, work on at `step`."""
+        shares = [replace(self._share, rank=rank) for rank in data_ranks]
+        indices = np.concatenate([share.indices(step).ravel() for share in shares])
+        found = self._sequences.first + positions(self._seed, indices, len(self._sequences))
+        return tuple(found.tolist())
+
+    def num_quarantined(self, step: int) -> int:
+        """Return how many rows of the global batch are left out at `step`."""
+        left_out = self._screen.quarantined
+        return len(left_out.intersection(self.samples(step, range(self._share.dp)))) if left_out else 0
 
     def _feed(self) -> None:
         if self._device is not None:
@@ -165,11 +192,13 @@ class Loader:
         try:
             batch = torch.empty(self._shape, dtype=torch.int64, pin_memory=self._pin_memory)
             if self._workers:
-                self._workers[self._turn(step)].receive(batch.numpy())
+                self._receive(step, batch.numpy())
             else:
                 self._fill(step, batch.numpy())
         except DeadWorkerError as error:
             return self._fault(f"crashed ({error})", step)
+        except HungWorkerError as error:
+            return self._fault(f"has hung: {error}", step)
         except RaisedInWorkerError as error:
             return self._raised(str(error).rstrip().splitlines()[-1], step, error)
         except Exception as error:
@@ -181,13 +210,40 @@ class Loader:
         num_valid = int(np.count_nonzero(labels.numpy() != IGNORED))
         return StepBatch(step, tokens, labels, documents, num_valid, self.sample_ids(step))
 
+    def _receive(self, step: int, out: np.ndarray) -> None:
+        """Take the step's batch from the worker whose turn it is, or from those that come in its place."""
+        turn = self._turn(step)
+        for _ in range(RESTARTS):
+            try:
+                return self._workers[turn].receive(out, timeout_seconds=self._timeout_seconds)
+            except (DeadWorkerError, HungWorkerError) as error:
+                if not self._replace(turn, step):
+                    raise
+                log.warning("loader worker %d was replaced at step %d: %s", turn, step + 1, error)
+        return self._workers[turn].receive(out, timeout_seconds=self._timeout_seconds)
+
+    def _replace(self, turn: int, step: int) -> bool:
+        """Put a new process, which begins with `step`, in the place of a worker, unless the loader is closed."""
+        with self._closing:
+            if self._closed:
+                return False
+            self._workers[turn].end()
+            self._at[turn] = NO_SAMPLE
+            turns = self._steps[step - self._steps.start :: self._num_turns]
+            siblings = [worker for number, worker in enumerate(self._workers) if number != turn]
+            self._workers[turn] = Worker(self._fill, turns, self._shape, siblings=siblings)
+        return True
+
     def _fill(self, step: int, out: np.ndarray) -> None:
         """Put the step's tokens, labels and documents into `out`. Runs in the workers, so without torch."""
+        turn = self._turn(step)
         for row, sample_id in enumerate(self.sample_ids(step)):
-            sample = self._sequences[sample_id]
+            self._at[turn] = sample_id
+            sample = self._screen.load(self._sequences, sample_id - self._sequences.first)
             out[0, row], out[1, row] = sample.tokens, sample.labels
             if sample.documents is not None:
                 out[2, row] = sample.documents
+        self._at[turn] = NO_SAMPLE
 
     def _raised(self, what: str, step: int, error: Exception) -> LoaderFault:
         fault = self._fault(f"raised {what[:NAMED_CHARACTERS]}", step)
@@ -195,10 +251,12 @@ class Loader:
         return fault
 
     def _fault(self, what: str, step: int) -> LoaderFault:
-        worker = self._turn(step) if self._workers else None
-        pid = self._workers[worker].pid if worker is not None else None
-        return LoaderFault(what, worker=worker, pid=pid, step=step, sample_ids=self.sample_ids(step))
+        turn = self._turn(step)
+        worker, pid = (turn, self._workers[turn].pid) if self._workers else (None, None)
+        at = int(self._at[turn])
+        sample_ids = (at,) if at in self.sample_ids(step) else ()  # it may be ahead of what is owed
+        return LoaderFault(what, worker=worker, pid=pid, step=step, sample_ids=sample_ids)
 
     def _turn(self, step: int) -> int:
-        """Return the number of the worker that loads `step`."""
-        return (step - self._steps.start) % len(self._workers)
+        """Return the number of the worker that loads `step`; 0 without any."""
+        return (step - self._steps.start) % self._num_turns

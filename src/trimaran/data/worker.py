@@ -1,17 +1,22 @@
 """A process that loads batches for a rank.
 
 `torch.utils.data.DataLoader` has such processes too. Ours differ in what a long run needs: a dead one is noticed at
-its own pipe and named, not by a signal handler that raises wherever the trainer happens to be; they outlive the SIGTERM
-that asks a trainer to finish its step; closing never waits for a hung one; no pickle and no /dev/shm is involved.
+its own pipe and named, not by a signal handler that raises wherever the trainer happens to be, and it can be replaced
+without losing or repeating a batch, as can a hung one; they outlive the SIGTERM that asks a trainer to finish its step;
+closing never waits for a hung one; no pickle and no /dev/shm is involved.
 """
 
 import multiprocessing
+import os
 import signal
+import struct
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 
 import numpy as np
+
+LENGTH = struct.Struct("=I")  # of what went wrong, before that or, where it is 0, before the batch
 
 Fill = Callable[[int, np.ndarray], None]
 """Put the batch of a step into an array."""
@@ -19,6 +24,10 @@ Fill = Callable[[int, np.ndarray], None]
 
 class DeadWorkerError(Exception):
     """The process ended without being told to."""
+
+
+class HungWorkerError(Exception):
+    """The process lives and says nothing."""
 
 
 class RaisedInWorkerError(Exception):
@@ -41,17 +50,30 @@ class Worker:
     def pid(self) -> int | None:
         return self._process.pid
 
-    def receive(self, out: np.ndarray) -> None:
-        """Put the next step's batch into `out`. Waits until there is one, or until the process ends."""
+    def receive(self, out: np.ndarray, *, timeout_seconds: float) -> None:
+        """Put the next step's batch into `out`. Waits until there is one, the process ends, or it takes too long."""
         try:
-            trouble = self._pipe.recv_bytes()
+            (size,) = LENGTH.unpack(self._read(memoryview(bytearray(LENGTH.size)), timeout_seconds))
+            trouble = bytes(self._read(memoryview(bytearray(size)), timeout_seconds))
             if not trouble:
-                self._pipe.recv_bytes_into(out.reshape(-1).data)
+                self._read(out.reshape(-1).data.cast("B"), timeout_seconds)
         except (EOFError, OSError):
             self._process.join(timeout=1.0)
             raise DeadWorkerError(_how(self._process.exitcode)) from None
         if trouble:
             raise RaisedInWorkerError(trouble.decode())
+
+    def _read(self, into: memoryview, timeout_seconds: float) -> memoryview:
+        """Fill `into` and return it. A process may stop in the middle of a word, so none is waited for without end."""
+        filled = 0
+        while filled < len(into):
+            if not self._pipe.poll(timeout_seconds):
+                raise HungWorkerError(f"nothing came for {timeout_seconds:g} s")
+            size = os.readv(self._pipe.fileno(), [into[filled:]])
+            if not size:
+                raise EOFError
+            filled += size
+        return into
 
     def end(self) -> None:
         """End the process now; it holds nothing that could be lost."""
@@ -70,12 +92,19 @@ def _run(fill: Fill, steps: range, shape: tuple[int, ...], pipe: Connection, inh
             try:
                 fill(step, batch)
             except Exception:
-                pipe.send_bytes(traceback.format_exc().encode())
+                trouble = traceback.format_exc().encode()
+                _write(pipe, LENGTH.pack(len(trouble)) + trouble)
                 return
-            pipe.send_bytes(b"")
-            pipe.send_bytes(batch.data)
+            _write(pipe, LENGTH.pack(0))
+            _write(pipe, batch.reshape(-1).data.cast("B"))
     except BrokenPipeError:
         return  # the rank is gone
+
+
+def _write(pipe: Connection, data: bytes | memoryview) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[os.write(pipe.fileno(), left) :]
 
 
 def _how(exit_code: int | None) -> str:

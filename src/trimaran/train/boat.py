@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from trimaran.nets import Network
 from trimaran.parallel import apply_plan, build_mesh, gradient_norm, gradient_sync
 from trimaran.parallel.apply import SHARDING
 from trimaran.parallel.batch_norm import BATCH_NORM, apply_batch_norm, batch_norm_warning
+from trimaran.train.log_book import LogBook, LoopState
 from trimaran.train.place import TIMEOUT
 
 
@@ -37,6 +39,8 @@ class Boat:
         self._set_sync = gradient_sync(model, plan)
         self._warned = False
         self._sums = torch.zeros(2, dtype=torch.float64, device=device)
+        self._state = LoopState(model, optimizer, device)
+        self._books: dict[Path, LogBook] = {}
 
     @property
     def is_main(self) -> bool:
@@ -89,6 +93,26 @@ class Boat:
         result = StepResult(total / tokens, norm, tokens)
         self._sums = torch.zeros_like(self._sums)
         return result
+
+    def save(self, folder: str | Path, step: int) -> Path:
+        """Write a checkpoint after `step` steps and return where it is, once it is complete and was read back.
+
+        It holds model, optimizer and random numbers. Every rank calls it, between two steps. The newest two stay.
+        """
+        return self._book(folder).save(step)
+
+    def resume(self, folder: str | Path) -> int:
+        """Load the newest checkpoint in `folder` that is whole and return its step; 0 when there is none.
+
+        Every rank calls it, before the first step. The number of ranks and the sharding may differ from then.
+        """
+        return self._book(folder).resume()
+
+    def _book(self, folder: str | Path) -> LogBook:
+        path = Path(folder).absolute()
+        if path not in self._books:
+            self._books[path] = LogBook(path, self._state, self.plan)
+        return self._books[path]
 
 
 def prepare(model: nn.Module, optimizer: Optimizer, *, sharding: str = "none", batch_norm: str = "local") -> Boat:

@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import partial
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from trimaran.checkpoint.pieces import State
 from trimaran.core import Plan, TrainSection, UserError
 from trimaran.core.deepspeed import deepspeed_config
 from trimaran.core.extras import deepspeed_missing
@@ -21,9 +23,11 @@ from trimaran.data.loader import StepBatch
 from trimaran.nets import Network
 from trimaran.parallel import RankMesh, gradient_norm
 from trimaran.train.clock import Clock
+from trimaran.train.deepspeed_state import deepspeed_state
+from trimaran.train.guard import Guard
 from trimaran.train.optimizer import decay_groups
 from trimaran.train.router import router_statistics
-from trimaran.train.stepper import Details, StepCount, losses_of, next_scores
+from trimaran.train.stepper import NO_WISHES, Details, StepCount, losses_of, next_scores
 
 log = logging.getLogger(__name__)
 
@@ -45,19 +49,23 @@ class DeepSpeedStepper:
     """Hands each micro-batch to the engine; the weights are the engine's, the names stay the network's.
 
     DeepSpeed counts micro-batches itself: its `step` belongs to each of them and moves the weights only after the last.
+    It leaves out steps whose gradient overflows in fp16; the guard's word goes to the optimizer inside of it.
     """
 
-    def __init__(self, network: Network, plan: Plan, ranks: RankMesh, engine: Any, clock: Clock) -> None:
+    def __init__(self, network: Network, plan: Plan, ranks: RankMesh, engine: Any, clock: Clock, guard: Guard) -> None:
         through: Any = ThroughEngine(engine)
         self._network, self._called = network, replace(network, module=through)
         self._plan, self._ranks, self._clock = plan, ranks, clock
-        self._engine, self._device = engine, engine.device
+        self._engine, self._device, self._guard = engine, engine.device, guard
+        self._loss = torch.zeros((), device=self._device)
+        engine.basic_optimizer.register_step_pre_hook(self._ask_guard)
         self._of_update: dict[str, Any] = {}
         self._of_routers: Details = dict
+        self._norm: Tensor | None = None
 
-    def step(self, batch: StepBatch, *, stop: bool) -> Tensor:
+    def step(self, batch: StepBatch, *, wishes: Sequence[bool] = NO_WISHES) -> Tensor:
         """See `Stepper.step`. DeepSpeed averages over all ranks, and is told to leave the accumulation alone."""
-        count = StepCount(batch, self._ranks, stop=stop)  # hidden behind the first forward
+        count = StepCount(batch, self._ranks, self._guard, wishes=wishes)  # hidden behind the first forward
         total = torch.zeros((), device=self._device)
         for index in range(self._plan.grad_accum):
             if index > 0:
@@ -70,21 +78,24 @@ class DeepSpeedStepper:
             total += loss.detach()
             self._clock.lap("backward")
         numbers = count.numbers(total)
+        self._loss = numbers[0]
         self._of_routers = router_statistics([self._network], self._ranks)
         self._clock.lap("comm")
         return numbers
 
-    def update(self, lr: float) -> Tensor:
+    def update(self, lr: float) -> tuple[Tensor, Tensor]:
         for group in self._engine.optimizer.param_groups:
             group["lr"] = lr
         if self._plan.precision == "fp16":
             self._of_update = {"loss_scale": float(self._engine.optimizer.loss_scale)}
         if self._plan.sharding == "none":  # plain AdamW, whose gradients are whole and already averaged
-            norm = gradient_norm([*self._engine.module.parameters()])
+            self._norm = gradient_norm([*self._engine.module.parameters()])
             self._engine.step()
-            return norm
-        self._engine.step()
-        return torch.as_tensor(self._engine.get_global_grad_norm(), device=self._device)
+        else:
+            self._norm = None
+            self._engine.step()
+            self._norm = torch.as_tensor(self._engine.get_global_grad_norm(), device=self._device)
+        return self._norm, self._guard.refuses(self._loss, self._norm)
 
     def details(self) -> Details:
         of_update, of_routers = self._of_update, self._of_routers
@@ -99,9 +110,21 @@ class DeepSpeedStepper:
     def set_training(self, training: bool) -> None:
         self._engine.train(training)
 
+    def state(self, train: TrainSection) -> State:
+        return deepspeed_state(self._network.module, self._engine, train, {"guard": self._guard})
+
+    def _ask_guard(self, optimizer: Any, *_: Any) -> None:
+        """Tell torch's AdamW, before it moves a part of the weights, whether it may."""
+        norm = self._norm
+        if norm is None:  # DeepSpeed has just worked it out
+            norm = torch.as_tensor(self._engine.optimizer._global_grad_norm, device=self._device)
+        # ZeRO-3 moves one group at a time and leaves the others empty.
+        beside = next(each for group in optimizer.param_groups for each in group["params"]).device
+        optimizer.found_inf = self._guard.refuses(self._loss, norm).to(beside)
+
 
 def build_deepspeed(
-    network: Network, train: TrainSection, plan: Plan, ranks: RankMesh, clock: Clock
+    network: Network, train: TrainSection, plan: Plan, ranks: RankMesh, clock: Clock, guard: Guard
 ) -> DeepSpeedStepper:
     """Return the stepper that trains `network`, whole and on the CPU, through DeepSpeed, which moves and splits it.
 
@@ -125,7 +148,7 @@ def build_deepspeed(
         if name in first:
             _set_master(deepspeed, each, first.pop(name))
         each.gather_whole = partial(_gather_whole, deepspeed, each)  # pyrefly: ignore[missing-attribute]
-    return DeepSpeedStepper(network, plan, ranks, engine, clock)
+    return DeepSpeedStepper(network, plan, ranks, engine, clock, guard)
 
 
 def load_deepspeed(device: str) -> ModuleType:

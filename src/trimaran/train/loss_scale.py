@@ -1,5 +1,8 @@
 """The loss scale of fp16: small gradients are lifted above what fp16 can hold, and lowered again before the update."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -33,6 +36,13 @@ class LossScale:
                             where="plan.precision", fix="use bf16, which has the range of fp32, or fp32")  # fmt: skip
         self.value, self._good_steps = self.value / 2, 0
         return False
+
+    def state(self) -> dict[str, Any]:
+        """Return what the next step's scale depends on."""
+        return {"value": self.value, "good_steps": self._good_steps}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.value, self._good_steps = float(state["value"]), int(state["good_steps"])
 
 
 def build_loss_scale(plan: Plan, train: TrainSection) -> LossScale | None:

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trimaran.core import Plan
+from trimaran.checkpoint.pieces import State
+from trimaran.core import Plan, TrainSection
 from trimaran.data.loader import StepBatch
 from trimaran.nets import Network
 from trimaran.parallel import RankMesh, autocast
@@ -25,7 +26,7 @@ from trimaran.parallel.axes.pp import (
 from trimaran.train.clock import Clock
 from trimaran.train.loss import summed_loss
 from trimaran.train.router import router_statistics
-from trimaran.train.stepper import Details, StepCount, padded, row_of
+from trimaran.train.stepper import NO_WISHES, Details, StepCount, padded, row_of
 from trimaran.train.update import Updater
 
 
@@ -41,14 +42,15 @@ class PipelineStepper:
         with autocast(plan, self._device):  # the stream travels in the dtype of the plan's products
             self._dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
         self._schedules: dict[int, Schedule] = {}  # by the length of the sequences
-        # Of the step that runs or ran last: where its time went, what its loss is multiplied by, and its summed loss.
+        # Of the step that runs or ran last: where its time went, what its loss is multiplied by, its summed loss here,
+        # and its mean loss over all ranks.
         self._watch, self._waited = clock.stopwatch(), lambda: 0.0
-        self._scale = self._total = torch.zeros((), device=self._device)
+        self._scale = self._total = self._mean = torch.zeros((), device=self._device)
         self._of_routers: Details = dict
 
-    def step(self, batch: StepBatch, *, stop: bool) -> Tensor:
+    def step(self, batch: StepBatch, *, wishes: Sequence[bool] = NO_WISHES) -> Tensor:
         """See `Stepper.step`. Time between the computations of a schedule is time spent waiting for other stages."""
-        count = StepCount(batch, self._ranks, stop=stop)
+        count = StepCount(batch, self._ranks, self._updater.guard, wishes=wishes)
         self._scale = self._updater.scale * self._plan.mesh.data / count.num_valid()
         self._total = torch.zeros((), device=self._device)
         rows = {"tokens": batch.tokens.flatten(0, 1), "labels": batch.labels.flatten(0, 1)}
@@ -61,12 +63,13 @@ class PipelineStepper:
         self._waited = self._clock.split(self._watch, rest="comm")
         sum_tied_gradients(self._networks, self._stages)
         numbers = count.numbers(self._total)
+        self._mean = numbers[0]
         self._of_routers = router_statistics(self._networks, self._ranks)
         self._clock.lap("comm")
         return numbers
 
-    def update(self, lr: float) -> Tensor:
-        return self._updater.update(lr)
+    def update(self, lr: float) -> tuple[Tensor, Tensor]:
+        return self._updater.update(lr, self._mean)
 
     def details(self) -> Details:
         """See `Stepper.details`. The measured bubble is the mean over the ranks of a pipeline."""
@@ -105,6 +108,9 @@ class PipelineStepper:
     def set_training(self, training: bool) -> None:
         for network in self._networks:
             network.module.train(training)
+
+    def state(self, train: TrainSection) -> State:
+        return self._updater.state([network.module for network in self._networks], train, self._plan)
 
     def _schedule(self, tokens: Tensor) -> Schedule:
         """Return the schedule for micro-batches like `tokens`."""

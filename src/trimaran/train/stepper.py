@@ -1,6 +1,6 @@
 """How one step's micro-batches become gradients. The mode is chosen once; the trainer only calls `step`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -8,30 +8,38 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trimaran.core import Plan
+from trimaran.checkpoint.pieces import State
+from trimaran.core import Plan, TrainSection
 from trimaran.data.loader import StepBatch
 from trimaran.nets import Network
 from trimaran.parallel import RankMesh, autocast, gradient_sync
+from trimaran.train.agreement import WISHES
 from trimaran.train.clock import Clock
+from trimaran.train.guard import Guard
 from trimaran.train.loss import summed_loss
 from trimaran.train.router import router_statistics
 from trimaran.train.update import Updater
 
 Details = Callable[[], dict[str, Any]]
+NO_WISHES = (False,) * len(WISHES)
 
 
 class Stepper(Protocol):
     """One mode of training: plain, pipeline, DeepSpeed. Every rank calls every method, in the same order."""
 
-    def step(self, batch: StepBatch, *, stop: bool) -> Tensor:
+    def step(self, batch: StepBatch, *, wishes: Sequence[bool] = NO_WISHES) -> Tensor:
         """Leave the gradient of the global batch's mean loss on the parameters.
 
-        Returns (mean loss, valid tokens, ranks that want to stop) of the global batch, on the device.
+        Returns (mean loss, valid tokens, for each of WISHES the ranks that have it, for each rank 1 if its share of the
+        loss is bad), on the device.
         """
         ...
 
-    def update(self, lr: float) -> Tensor:
-        """Clip by the global norm, move the weights, clear the gradients; return the norm before clipping."""
+    def update(self, lr: float) -> tuple[Tensor, Tensor]:
+        """Clip by the global norm, move the weights unless the guard refuses that, clear the gradients.
+
+        Returns the norm before clipping, and 1.0 where the step was refused, else 0.0.
+        """
         ...
 
     def details(self) -> Details:
@@ -48,6 +56,10 @@ class Stepper(Protocol):
 
     def set_training(self, training: bool) -> None: ...
 
+    def state(self, train: TrainSection) -> State:
+        """Return what must be kept to go on exactly. Asked once, before the first step."""
+        ...
+
 
 class PlainStepper:
     """Forward and backward of each micro-batch in turn."""
@@ -57,14 +69,15 @@ class PlainStepper:
         self._device = ranks.device
         self._set_sync = gradient_sync(network.module, plan)
         self._of_routers: Details = dict
+        self._loss = torch.zeros((), device=self._device)
 
-    def step(self, batch: StepBatch, *, stop: bool) -> Tensor:
+    def step(self, batch: StepBatch, *, wishes: Sequence[bool] = NO_WISHES) -> Tensor:
         """See `Stepper.step`.
 
         The reduction averages over the ranks that see different tokens, so each rank's share is scaled up by their
         number: what remains is one division by the valid tokens of all ranks (law 1).
         """
-        count = StepCount(batch, self._ranks, stop=stop)  # hidden behind the first forward
+        count = StepCount(batch, self._ranks, self._updater.guard, wishes=wishes)  # hidden behind the first forward
         total = torch.zeros((), device=self._device)
         for index in range(self._plan.grad_accum):
             self._set_sync(index == self._plan.grad_accum - 1)
@@ -76,12 +89,13 @@ class PlainStepper:
             total += loss.detach()
             self._clock.lap("backward")
         numbers = count.numbers(total)
+        self._loss = numbers[0]
         self._of_routers = router_statistics([self._network], self._ranks)
         self._clock.lap("comm")
         return numbers
 
-    def update(self, lr: float) -> Tensor:
-        return self._updater.update(lr)
+    def update(self, lr: float) -> tuple[Tensor, Tensor]:
+        return self._updater.update(lr, self._loss)
 
     def details(self) -> Details:
         of_update, of_routers = self._updater.details(), self._of_routers
@@ -98,6 +112,9 @@ class PlainStepper:
     def set_training(self, training: bool) -> None:
         self._network.module.train(training)
 
+    def state(self, train: TrainSection) -> State:
+        return self._updater.state([self._network.module], train, self._plan)
+
     def _losses(self, batch: StepBatch, index: int) -> tuple[Tensor, Tensor]:
         with autocast(self._plan, self._device):
             return losses_of(self._network, batch, index)
@@ -106,9 +123,9 @@ class PlainStepper:
 class StepCount:
     """What all ranks count for one step. The sums are on their way while something else is computed."""
 
-    def __init__(self, batch: StepBatch, ranks: RankMesh, *, stop: bool) -> None:
-        self._ranks = ranks
-        here = (batch.num_valid if ranks.counts_samples else 0, int(stop))
+    def __init__(self, batch: StepBatch, ranks: RankMesh, guard: Guard, *, wishes: Sequence[bool]) -> None:
+        self._ranks, self._guard, self._num_valid = ranks, guard, batch.num_valid
+        here = (batch.num_valid if ranks.counts_samples else 0, *map(int, wishes))
         # One by one, since a list would make the host wait for the device.
         self._counts = torch.stack([torch.full((), num, device=ranks.device) for num in here])
         self._counting: dist.Work | None = dist.all_reduce(self._counts, async_op=True)
@@ -122,8 +139,13 @@ class StepCount:
 
     def numbers(self, loss: Tensor) -> Tensor:
         """Return what `Stepper.step` does, of the summed `loss` of this rank's positions."""
-        dist.all_reduce(loss.mul_(self._ranks.rank("tp") == 0))
-        return torch.stack([loss / self.num_valid(), *self._counts.double()])  # fp32 holds counts up to 16 million only
+        sums = torch.zeros(1 + dist.get_world_size(), device=loss.device)
+        if self._ranks.rank("tp") == 0:  # the others have computed the same
+            sums[0] = loss
+            sums[1 + dist.get_rank()] = self._guard.suspects(loss, self._num_valid)
+        dist.all_reduce(sums)
+        counts = self._counts.double()  # fp32 holds counts up to 16 million only
+        return torch.cat([sums[:1] / self.num_valid(), counts, sums[1:]])
 
 
 def losses_of(network: Network, batch: StepBatch, index: int) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ from types import FrameType
 class StopWish:
     """True once this process got SIGTERM or SIGINT, or, on the rank that looks, once the stop file is there."""
 
-    def __init__(self, file: Path | None) -> None:
+    def __init__(self, file: Path | None = None) -> None:
         self._file, self._signalled = file, False
 
     def __bool__(self) -> bool:

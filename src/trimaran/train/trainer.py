@@ -1,34 +1,21 @@
 """The training loop."""
 
-import logging
-import resource
-import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
-from trimaran.core import PHASES, Plan, Recipe, StepMetrics
+from trimaran.core import Plan, Recipe
 from trimaran.data.loader import Loader
-from trimaran.telemetry import Journal
-from trimaran.train.clock import Clock, Reading
+from trimaran.train.agreement import Agreed, Ending, Poll
+from trimaran.train.clock import Clock
 from trimaran.train.evaluate import Evaluator
+from trimaran.train.keeper import Keeper
+from trimaran.train.report import Pending, Reporter
 from trimaran.train.schedule import learning_rate
-from trimaran.train.stepper import Details, Stepper
+from trimaran.train.stepper import Stepper
 from trimaran.train.stop import StopWish
-
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pending:
-    """A step whose numbers are still on their way from the device."""
-
-    step: int
-    lr: float
-    numbers: Tensor
-    reading: Reading
-    details: Details
+from trimaran.train.ties import Ties
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,68 +25,71 @@ class Trainer:
     recipe: Recipe
     plan: Plan
     device: torch.device
-    loader: Loader
+    loader_from: Callable[[int], Loader]
     stepper: Stepper
     evaluator: Evaluator
-    journal: Journal
+    keeper: Keeper
+    reporter: Reporter
     clock: Clock
     stop: StopWish
+    ties: Ties
+    reseed: Callable[[int], None]
 
-    def train(self) -> int:
-        """Run to the recipe's end, or to the step at which all ranks agreed to stop; return the steps done."""
+    def train(self, start: int = 0) -> Ending:
+        """Run from step `start` to the recipe's end, or to the step at which all ranks agreed to stop or go back."""
+        if start < self.recipe.train.steps and Poll(bool(self.stop)).wait():
+            return Ending(step=start, reason="stop")  # asked while everything was built
+        with self.loader_from(start) as loader:
+            return self._train(loader, start)
+
+    def _train(self, loader: Loader, done: int) -> Ending:
         pending: Pending | None = None
-        every, done = self.recipe.train.evaluate.every, 0
+        ending: Ending | None = None
+        every, steps, start = self.recipe.train.evaluate.every, self.recipe.train.steps, done
         self.clock.restart()
-        for host_batch in self.loader:
+        for host_batch in loader:
+            self.ties.enter("step" if host_batch.step > start + 1 else "first", host_batch.step)
             batch = host_batch.to(self.device)
             self.clock.lap("data")
-            numbers = self.stepper.step(batch, stop=bool(self.stop))
+            self.reseed(batch.step)
+            numbers = self.stepper.step(batch, wishes=(bool(self.stop), self.keeper.wants_save))
             lr = learning_rate(batch.step, self.recipe.train)
-            norm = self.stepper.update(lr)
-            numbers = torch.cat([numbers, norm.reshape(1)]).to("cpu", non_blocking=True)
+            self.keeper.before_update()
+            self.clock.lap("checkpoint")
+            norm, refused = self.stepper.update(lr)
+            numbers = torch.cat([numbers, norm.reshape(1), refused.reshape(1)]).to("cpu", non_blocking=True)
             self.clock.lap("optimizer")
             done = batch.step + 1
-            now = Pending(step=done, lr=lr, numbers=numbers, reading=self.clock.read(), details=self.stepper.details())
-            previous, pending = pending, now
-            # The step before is read only now, so that the device never waits for the host. Replicas that train alone
-            # stop where they meet: only then are the weights those of all of them.
-            if previous is not None and self.report(previous) and done % self.plan.comm.local_steps == 0:
-                break
-            if every and done % every == 0 and done < self.recipe.train.steps:
-                self.evaluator.run(step=done)
+            # The step before is read only now, so that the device never waits for the host.
+            agreed = self.reporter.read(pending, loader) if pending is not None else Agreed()
+            # Replicas that train alone are kept, and stop, where they meet: only then are the weights those of all.
+            meets = done % self.plan.comm.local_steps == 0
+            if meets:
+                agreed = self.reporter.compare(done, agreed)
+            ending = ending or agreed.ending
+            if meets and ending is None:
+                self.clock.lap("data")  # where the host's bookkeeping ends up, kept or not
+                self.keeper.after_step(done, agreed)
+                self.clock.lap("checkpoint")
+            reading = self.clock.read()
+            pending = Pending(step=done, lr=lr, numbers=numbers, reading=reading, details=self.stepper.details())
+            if ending is None and every and done % every == 0 and done < steps:
+                ending = Ending(reason="stop") if self.evaluator.run(step=done) else None
                 self.clock.restart()
-        if pending is not None:
-            self.report(pending)
-        return done
+            if ending is not None and (meets or ending.reason == "rewind"):
+                break
+            self.ties.enter("data", done)
+        if pending is not None and (ending is None or ending.reason != "rewind"):
+            last = self.reporter.read(pending, loader).ending
+            ending = ending or last
+        return self._end(ending, done)
 
-    def report(self, pending: Pending) -> bool:
-        """Write the step's metrics; return whether any rank wished to stop then."""
-        phases = dict.fromkeys(PHASES, 0.0) | pending.reading()  # waits for that step's marks, so the numbers are there
-        loss, tokens, stop, norm = pending.numbers.tolist()
-        seconds = sum(phases.values())
-        prediction, world = self.plan.prediction, self.plan.mesh.world_size
-        peak = prediction.device_peak_flops * world if prediction else 0.0
-        metrics = StepMetrics(
-            step=pending.step,
-            loss=loss,
-            grad_norm=norm,
-            lr=pending.lr,
-            tokens=round(tokens),
-            samples=self.plan.global_batch,
-            step_seconds=seconds,
-            mfu=prediction.flops_per_step / (seconds * peak) if prediction and peak else 0.0,
-            peak_bytes=peak_bytes(self.device),
-            phases=phases,
-            time=time.time(),
-            details=pending.details(),
-        )
-        self.journal.step(metrics)
-        log.info("step %d  loss %.4f  %.0f tokens/s", metrics.step, loss, metrics.tokens_per_second)
-        return stop > 0
-
-
-def peak_bytes(device: torch.device) -> int:
-    """Return the most memory this rank has held: of the device's allocator, or resident memory on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    def _end(self, ending: Ending | None, done: int) -> Ending:
+        """Return how it ends after `done` steps. Samples that a rewind is for are left out from now on."""
+        if ending is None or (ending.reason == "stop" and done == self.recipe.train.steps):
+            return Ending(step=done, reason="done")
+        if ending.reason != "rewind":
+            return replace(ending, step=done)
+        assert ending.refusal is not None
+        self.reporter.guard.rewind(ending.refusal, write=self.reporter.journal.rank == 0)
+        return ending

@@ -1,61 +1,82 @@
 """One rank of a run, from the first line to the last."""
 
 import json
+import logging
 import os
 import platform
 import sys
 import time
 import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from trimaran import __version__
-from trimaran.checkpoint import save_network
-from trimaran.core import EXIT_DONE, EXIT_USER, Plan, Recipe, UserError
+from trimaran.checkpoint.export_hf import save_network
+from trimaran.core import EXIT_AGAIN, EXIT_DONE, EXIT_STUCK, EXIT_USER, UserError
+from trimaran.data.loader import LoaderFault
 from trimaran.models import model_folder
-from trimaran.telemetry import Journal, RunDirectory, create_run
+from trimaran.telemetry import Journal, RunDirectory
+from trimaran.telemetry.lease import take
+from trimaran.train.agreement import Ending
 from trimaran.train.assemble import Crew, build_crew
 from trimaran.train.generate import Voice, save_tokenizer, write
+from trimaran.train.keeper import Keeper
 from trimaran.train.place import Place, join
+from trimaran.train.stop import StopWish
+from trimaran.train.ties import ALONE, Ties
+from trimaran.train.witness import Witness
+
+log = logging.getLogger(__name__)
 
 
-def run_worker(run: RunDirectory, place: Place, *, cache: Path) -> int:
+def run_worker(run: RunDirectory, place: Place, *, cache: Path, ties: Ties = ALONE) -> int:
     """Train this rank's part of `run` and return its exit code. Every end, good or bad, is an event."""
-    with Journal(run, place.rank) as journal:
+    stop = StopWish(run.stop_request if place.rank == 0 else None)
+    stop.listen()  # before anything else: a run may be asked to end while it is being built
+    with Journal(run, place.rank, attempt=ties.attempt) as journal, Witness(run, place.rank, ties):
         try:
             if not dist.is_initialized():
-                join(place)
-            _work(run, place, journal, cache)
+                join(place, ties)
+            code = _work(run, place, journal, cache, ties, stop)
         except UserError as error:
             journal.event("error", **error.as_dict())
             return EXIT_USER
         except Exception as error:
-            journal.event("error", type=type(error).__name__, message=str(error))
+            journal.event("error", type=type(error).__name__, message=str(error), **_known_of(error))
             traceback.print_exc(file=sys.stderr)
             return 1
         dist.destroy_process_group()
-    return EXIT_DONE
+    return code
 
 
-def run_in_torchrun(recipe: Recipe, plan: Plan, path: Path, place: Place, *, cache: Path) -> int:
-    """Train as one of the ranks that an outside torchrun started; rank 0 makes the run directory for all."""
+@contextmanager
+def in_torchrun(place: Place, make: Callable[[], RunDirectory]) -> Iterator[tuple[RunDirectory, Ties]]:
+    """Join the ranks that an outside torchrun started, and lend the run that rank 0 makes or finds for all of them.
+
+    Rank 0 holds its lease meanwhile: nobody supervises the run, but nobody else may run it either.
+    """
     join(place)
-    answer: dict[str, str] = {}
-    if place.rank == 0:
-        try:
-            answer = {"path": str(create_run(path, recipe, plan).path)}
-        except UserError as error:
-            answer = error.as_dict()
-    answer = _tell_all(answer)
-    if "code" in answer:
-        raise UserError(answer["code"], answer["what"], where=answer["where"], fix=answer["fix"])
-    return run_worker(RunDirectory(Path(answer["path"])), place, cache=cache)
+    answer: dict[str, Any] = {}
+    with ExitStack() as held:
+        if place.rank == 0:
+            try:
+                run = make()
+                answer = {"path": str(run.path), "term": held.enter_context(take(run)).term}
+            except UserError as error:
+                answer = error.as_dict()
+        answer = _tell_all(answer)
+        if "code" in answer:
+            raise UserError(answer["code"], answer["what"], where=answer["where"], fix=answer["fix"])
+        yield RunDirectory(Path(answer["path"])), Ties(term=answer["term"])
 
 
-def _tell_all(answer: dict[str, str]) -> dict[str, str]:
+def _tell_all(answer: dict[str, Any]) -> dict[str, Any]:
     """Return rank 0's `answer` on every rank. It travels as JSON: torch's object collectives would pickle it."""
     letter = torch.zeros(16384, dtype=torch.uint8)
     text = json.dumps(answer).encode()
@@ -64,23 +85,73 @@ def _tell_all(answer: dict[str, str]) -> dict[str, str]:
     return json.loads(letter.numpy().tobytes().rstrip(b"\0"))
 
 
-def _work(run: RunDirectory, place: Place, journal: Journal, cache: Path) -> None:
+def _known_of(error: Exception) -> dict[str, Any]:
+    """Return what else there is to say of an error to whoever decides what to do about it."""
+    return {"cause": "data", "sample_ids": error.sample_ids} if isinstance(error, LoaderFault) else {}
+
+
+def _work(run: RunDirectory, place: Place, journal: Journal, cache: Path, ties: Ties, stop: StopWish) -> int:
     began = time.monotonic()
     here = {"host": platform.node(), "pid": os.getpid(), "device": str(place.device)}
     journal.event("start", world_size=place.world_size, version=__version__, **here)
-    crew = build_crew(run, place, journal, cache=cache)
-    crew.trainer.stop.listen()
-    journal.event("ready", seconds=time.monotonic() - began)
-    with crew.trainer.loader:
-        steps = crew.trainer.train()
-    if crew.trainer.recipe.train.save:
-        _save(crew, run, journal, place, steps)  # first of all: whatever fails from here on, the weights are there
-    if steps < crew.trainer.recipe.train.steps:
-        journal.event("stop", step=steps, reason="asked to stop")
-    else:
-        crew.trainer.evaluator.run(step=steps)
-    _write_sample(crew, journal, place, steps)
-    journal.event("done", step=steps, steps=steps, seconds=time.monotonic() - began)
+    crew = build_crew(run, place, journal, cache=cache, ties=ties, stop=stop)
+    trainer, keeper = crew.trainer, crew.trainer.keeper
+    start = keeper.resume()
+    journal.resume(start)
+    journal.event("ready", step=start, seconds=time.monotonic() - began, copies=keeper.room)
+    while (ending := trainer.train(start)).reason == "rewind":
+        if (back := keeper.rewind(ending)) is None:
+            return _give_up(journal, keeper, ending, ", and there is no state from before it to go back to")
+        start = back
+        journal.event("rewind", step=ending.step, to_step=start)
+        journal.resume(start)
+    ties.enter("finish", ending.step)
+    unkept = _keep_last(crew, run, journal, place, ending) if ending.is_sound else ""
+    if ending.reason == "stop":
+        journal.event("stop", step=ending.step, reason="asked to stop")
+        return EXIT_AGAIN
+    if ending.reason == "numeric":
+        return _give_up(journal, keeper, ending, unkept)
+    if trainer.recipe.train.save:
+        _save(crew, run, journal, place, ending.step)
+    if trainer.evaluator.run(step=ending.step):
+        journal.event("stop", step=ending.step, reason="asked to stop")
+        return EXIT_AGAIN
+    _write_sample(crew, journal, place, ending.step)
+    seconds = time.monotonic() - began
+    journal.event("done", step=ending.step, steps=ending.step, seconds=seconds, kept=keeper.totals())
+    return EXIT_DONE
+
+
+def _keep_last(crew: Crew, run: RunDirectory, journal: Journal, place: Place, ending: Ending) -> str:
+    """Leave the last checkpoint. Returns why there is none where the numbers went wrong: they are what must be told."""
+    try:
+        crew.trainer.keeper.finish(ending.step)
+    except UserError as error:
+        if ending.reason == "numeric":
+            return f"; {error.what}"
+        if ending.reason == "done" and crew.trainer.recipe.train.save:
+            _save_nevertheless(crew, run, journal, place, ending.step)
+        raise
+    return ""
+
+
+def _give_up(journal: Journal, keeper: Keeper, ending: Ending, why: str = "") -> int:
+    assert ending.refusal is not None
+    if not ending.is_sound:
+        keeper.disown(ending.refusal.good_step)
+    known = ending.refusal.as_dict() | {"step": ending.step, "action": "stop"}
+    message = f"the numbers went wrong: {ending.refusal.reason}{why}"
+    journal.event("error", **known, cause="numeric", type="Refused", message=message)
+    return EXIT_STUCK
+
+
+def _save_nevertheless(crew: Crew, run: RunDirectory, journal: Journal, place: Place, step: int) -> None:
+    """Save the weights where the last checkpoint could not be written: they take less, and hours went into them."""
+    try:
+        _save(crew, run, journal, place, step)
+    except UserError as error:
+        log.warning("the weights could not be saved either: %s", error)
 
 
 def _save(crew: Crew, run: RunDirectory, journal: Journal, place: Place, step: int) -> None:

@@ -25,6 +25,9 @@ def apply_ddp(network: Network, plan: Plan, ranks: RankMesh) -> None:
             process_group=ranks.data.get_group(),
             bucket_cap_mb=bucket_mb(plan, ranks.axes.device_type),
             gradient_as_bucket_view=True,
+            # Keeps DDP from laying out its buckets anew after the first backward of every start: the order in which
+            # three or more are summed depends on the layout, and a run that was resumed would round differently.
+            find_unused_parameters=ranks.data.size() > 2,
         )
         return
     for block in network.blocks:

@@ -47,8 +47,25 @@ def _half(dtype: torch.dtype) -> Callable[[dist.ProcessGroup], tuple[Any, Hook]]
     return lambda group: (group, hook)
 
 
+def _shielded(hook: Hook) -> Hook:
+    """Return `hook` without a trace of bad gradients in what it keeps for later steps, where they would stay for ever.
+
+    A rank's gradient that is not finite is sent as zeros and is not finite again on that rank when it arrives, so that
+    the norm, which all ranks share, tells.
+    """
+
+    def shielded(state: Any, bucket: dist.GradBucket) -> Future[Tensor]:  # DDP looks at the parameters' names
+        buffer = bucket.buffer()
+        poison = buffer.sum() * 0
+        buffer.nan_to_num_(0.0, 0.0, 0.0)
+        return hook(state, bucket).then(lambda done: done.value().add_(poison))
+
+    return shielded
+
+
 def _powersgd(group: dist.ProcessGroup) -> tuple[Any, Hook]:
-    return PowerSGDState(group, matrix_approximation_rank=RANK, start_powerSGD_iter=FIRST_STEPS), powerSGD_hook
+    state = PowerSGDState(group, matrix_approximation_rank=RANK, start_powerSGD_iter=FIRST_STEPS)
+    return state, _shielded(powerSGD_hook)
 
 
 class TopK:
@@ -85,10 +102,7 @@ class TopK:
 
 
 def _topk(group: dist.ProcessGroup) -> tuple[Any, Hook]:
-    def hook(state: TopK, bucket: dist.GradBucket) -> Future[Tensor]:  # DDP looks at the parameters' names
-        return state.send(bucket)
-
-    return TopK(group), hook
+    return TopK(group), _shielded(lambda state, bucket: state.send(bucket))
 
 
 COMPRESSION: dict[str, Callable[[dist.ProcessGroup], tuple[Any, Hook]]] = {

@@ -36,6 +36,7 @@ class LeanAdamW(Optimizer):
     ) -> None:
         super().__init__(groups, defaults)
         self._seed = seed
+        self.found_inf: Tensor | None = None  # torch's own AdamW has it too
         formats: dict[str, Moments] = {
             "fp32": Exact(),
             "bf16": Rounded(compiled=compiled),
@@ -50,8 +51,14 @@ class LeanAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyrefly: ignore[bad-override]
-        """Move the weights that have a gradient."""
+        """Move the weights that have a gradient, unless `found_inf` says that it is none.
+
+        The host looks at that, and waits for the device once a step: how states cross from the host and back is for it
+        to arrange.
+        """
         assert closure is None, "the gradients are there already"
+        if self.found_inf is not None and bool(self.found_inf):
+            return
         pieces, copies = [], []
         for group in self.param_groups:
             for name, parameter in zip(group["param_names"], group["params"], strict=True):
@@ -67,10 +74,14 @@ class LeanAdamW(Optimizer):
         for weight, table in copies:  # of a weight that does not lie row by row in memory
             weight.copy_(table.view(weight.shape))
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return states and groups as torch's optimizers do. The states are ours, not copies."""
+    def wait(self) -> None:
+        """Return when all states are where they belong: those on the host may be on their way."""
         if self._ferry is not None:
             self._ferry.wait()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return states and groups as torch's optimizers do. The states are ours, not copies."""
+        self.wait()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -1,0 +1,229 @@
+"""How long a checkpoint holds training up: ours against torch.save, dcp.save and dcp.async_save, in one run.
+
+`python -m benchmarks.checkpoint [--million 100] [--ranks 2] [--rounds 5] [--json]`: a stack of square layers with
+AdamW's moments, sharded by FSDP2 over forked ranks, on the CPU or, with one rank, on a GPU. *Stall* is how long the
+call blocks training, *total* is until everything is on disk; both are the slowest rank's, the median over the rounds,
+in which the four take turns. All are synced to the disk, since ours is: torch's writers leave that to the operating
+system, so this script syncs their files and counts that. Ours also has a SHA-256 of every file, and reads it back
+before it says that it is done. *Copy* is what the memory tier costs in each step.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from tests.ranks import run_ranks
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.fsdp import fully_shard
+
+from trimaran.checkpoint.copier import Copier, DeviceCopier
+from trimaran.checkpoint.manifest import Manifest
+from trimaran.checkpoint.memory import Berth, Label
+from trimaran.checkpoint.ownership import own
+from trimaran.checkpoint.roster import call_roll, gather_numbers, meet
+from trimaran.checkpoint.saver import Order, Saver, StorePost
+from trimaran.checkpoint.share import lay_out
+from trimaran.core import CheckpointSection
+from trimaran.train.place import join, place_of
+from trimaran.train.state import TrainingState
+
+WIDTH = 2048
+Saving = Callable[[Path], Callable[[], None]]
+"""Blocks as long as training has to wait, and returns what waits for the rest."""
+
+
+class Subject:
+    """A model that was trained for a step, and the ways to keep it."""
+
+    def __init__(self, million: int, folder: Path) -> None:
+        self.place = place_of(os.environ)
+        join(self.place)
+        self.group: Any = dist.new_group(backend="gloo")
+        layers = max(1, million * 10**6 // (WIDTH * WIDTH))
+        self.model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers))).to(self.place.device)
+        for layer in self.model:
+            fully_shard(layer)
+        fully_shard(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
+        self.state = TrainingState([self.model], self.optimizer, counters={}, facts={})
+        self.step()
+        self.ours = Ours(self, folder)
+
+    def step(self, *, before_update: Callable[[], None] = lambda: None) -> None:
+        self.model(torch.randn(8, WIDTH, device=self.place.device)).square().mean().backward()
+        before_update()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def torch_save(self, path: Path) -> Callable[[], None]:
+        """Each rank its own part, as scripts without a library do; loads under the same plan alone."""
+        path.mkdir(exist_ok=True)
+        local = {piece.key: piece.tensor for piece in self.state.pieces()}
+        torch.save(local, path / f"rank-{self.place.rank}.pt")
+        sync(path)
+        return lambda: None
+
+    def dcp_save(self, path: Path) -> Callable[[], None]:
+        dcp.save(self._dcp_state(), checkpoint_id=path)
+        sync(path)
+        return lambda: None
+
+    def dcp_async_save(self, path: Path) -> Callable[[], None]:
+        future: Any = dcp.async_save(self._dcp_state(), checkpoint_id=path, process_group=self.group)
+
+        def wait() -> None:
+            future.result()
+            sync(path)
+
+        return wait
+
+    def _dcp_state(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+
+class Ours:
+    """What the keeper does for a checkpoint, and for a copy in memory."""
+
+    def __init__(self, subject: Subject, folder: Path) -> None:
+        self.subject, self.number = subject, 0
+        roster = call_roll(subject.place.rank, subject.place.local_rank)
+        pieces = subject.state.pieces()
+        rows = own(pieces, rank=roster.rank, world_size=roster.world_size, gather=gather_numbers)
+        self.share, self.roster = lay_out(pieces, rows), roster
+        self.berth = Berth(os.memfd_create("benchmark"))
+        self.berth.lay_out(2, num_bytes=self.share.num_bytes, items_bytes=len(Copier(self.share).items))
+        on_gpu = subject.place.device.type == "cuda"
+        self.copier = DeviceCopier(self.share, self.berth, subject.place.device) if on_gpu else Copier(self.share)
+        shared: Any = dist.distributed_c10d._get_default_store()
+        rules, post = CheckpointSection(keep=1000), StorePost(shared.clone())
+        self.saver = Saver(folder, roster, post, rules, lambda order: Manifest(step=order.step))
+
+    def save(self, path: Path) -> Callable[[], None]:
+        slot = self.copy()
+        memory = slot.data[: self.share.num_bytes]
+        order = Order(step=self.number, share=self.share, memory=memory, ready=self.copier.settle)
+        self.saver.start(order)
+
+        def wait() -> None:
+            self.saver.wait()
+            (outcome,) = self.saver.outcomes()
+            assert not outcome.failed, outcome.failed
+
+        return wait
+
+    def copy(self) -> Any:
+        self.number += 1
+        slot = self.berth.slots[self.number % 2]
+        label = Label(step=self.number, voyage=(0, 0), rank=self.roster.rank, world_size=self.roster.world_size)
+        self.copier.copy(slot, label, self.subject.state.pieces())
+        return slot
+
+
+def sync(path: Path) -> None:
+    """Put what is in the folder on the disk itself."""
+    for each in path.iterdir():
+        fd = os.open(each, os.O_RDONLY)
+        os.fsync(fd)
+        os.close(fd)
+
+
+def measure(million: int, rounds: int, folder: Path) -> dict[str, Any]:
+    """Return the figures of this rank: for each way, stall and total of each round; and of each copy.
+
+    The first round, and the first copies, are left out: they find memory that was never touched.
+    """
+    subject = Subject(million, folder)
+    ways: dict[str, Saving] = {
+        "torch.save": subject.torch_save,
+        "dcp.save": subject.dcp_save,
+        "dcp.async_save": subject.dcp_async_save,
+        "trimaran": subject.ours.save,
+    }
+    seen: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+    for number in range(rounds + 1):
+        for name, save in ways.items():
+            path = folder / f"{name}-{number}"
+            _settle(subject)
+            began = time.perf_counter()
+            wait = save(path)
+            stall = time.perf_counter() - began
+            wait()
+            seen[name].append((stall, time.perf_counter() - began))
+            meet()
+            if subject.place.rank == 0:
+                shutil.rmtree(path, ignore_errors=True)
+    copies, steps = _copies(subject, 3 + rounds)
+    share = subject.ours.share.num_bytes
+    return {"ways": {name: each[1:] for name, each in seen.items()}, "copies": copies, "steps": steps, "bytes": share}
+
+
+def _copies(subject: Subject, number: int) -> tuple[list[float], list[float]]:
+    """Return how long each copy in memory held a step up, and how long the steps took without."""
+    copier, stalls, steps = subject.ours.copier, [], []
+    for _ in range(number):
+        _settle(subject)
+        began = time.perf_counter()
+        subject.step()
+        _settle(subject)
+        steps.append(time.perf_counter() - began)
+        subject.ours.copy()
+        subject.step(before_update=copier.before_update)
+        _settle(subject)
+        copier.settle()
+        if isinstance(copier, DeviceCopier):
+            copier._measure()
+        stalls.append(copier.stall_seconds)
+    return stalls[3:], steps[3:]
+
+
+def _settle(subject: Subject) -> None:
+    if subject.place.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--million", type=int, default=100, help="parameters, in millions")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", type=Path, help="where to write to; a temporary folder without it")
+    parser.add_argument("--json", action="store_true")
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=asked.folder) as folder:
+        found = run_ranks(asked.ranks, measure, asked.million, asked.rounds, Path(folder), timeout=1800.0)
+    table = {}
+    for name in found[0]["ways"]:
+        # A checkpoint takes as long as its slowest rank.
+        worst = [[max(rank["ways"][name][number][which] for rank in found) for number in range(asked.rounds)]
+                 for which in (0, 1)]  # fmt: skip
+        table[name] = {"stall": statistics.median(worst[0]), "total": statistics.median(worst[1])}
+    copy = max(statistics.median(rank["copies"]) for rank in found)
+    step = max(statistics.median(rank["steps"]) for rank in found)
+    state_bytes = sum(rank["bytes"] for rank in found)
+    if asked.json:
+        print(json.dumps({"ways": table, "copy": copy, "step": step, "bytes": state_bytes}))
+        return
+    ours = table["trimaran"]
+    size = f"{asked.million} M parameters, {state_bytes / 1e9:.2f} GB of state"
+    print(f"{size}, {asked.ranks} rank(s), torch {torch.__version__}")
+    print(f"{'':16}{'stall ms':>10}{'of ours':>10}{'total s':>10}{'of ours':>10}")
+    for name, row in table.items():
+        ratios = row["stall"] / ours["stall"], row["total"] / ours["total"]
+        print(f"{name:16}{1e3 * row['stall']:10.1f}{ratios[0]:10.1f}{row['total']:10.2f}{ratios[1]:10.2f}")
+    print(f"copy in memory, each step: {1e3 * copy:.1f} ms of stall; a step of this stack takes {1e3 * step:.1f} ms")
+
+
+if __name__ == "__main__":
+    main()

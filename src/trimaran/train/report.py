@@ -1,0 +1,103 @@
+"""A step's numbers, once they have come from the device: the line in the metrics, and what all ranks make of them."""
+
+import logging
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trimaran.core import PHASES, Plan, StepMetrics
+from trimaran.data.loader import Loader
+from trimaran.telemetry import Journal
+from trimaran.train.agreement import Agreed
+from trimaran.train.clock import Reading
+from trimaran.train.guard import Guard, Numbers
+from trimaran.train.sentinel import Sentinel
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pending:
+    """A step whose numbers are still on their way: what `Stepper.step` returned, and behind it what `update` did."""
+
+    step: int
+    lr: float
+    numbers: Tensor
+    reading: Reading
+    details: Callable[[], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reporter:
+    """Reads steps, one after another. Every rank reads every step, and comes to the same answer."""
+
+    plan: Plan
+    device: torch.device
+    journal: Journal
+    guard: Guard
+    sentinel: Sentinel | None = None  # DeepSpeed keeps its weights where nobody else can look at them
+
+    def read(self, pending: Pending, loader: Loader) -> Agreed:
+        """Write the step's metrics; return what all ranks agreed on with it."""
+        phases = dict.fromkeys(PHASES, 0.0) | pending.reading()  # waits for that step's marks, so the numbers are there
+        loss, tokens, stop, save, *bad, norm, refused = pending.numbers.tolist()
+        details = pending.details()
+        suspects = tuple(rank for rank, each in enumerate(bad) if each) if refused else ()
+        numbers = Numbers(step=pending.step, loss=loss, grad_norm=norm, refused=refused > 0, suspects=suspects)
+        refusal = self.guard.read(numbers, self.plan.mesh, loader.samples, scaled="loss_scale" in details)
+        if refused:
+            details["skipped"] = True
+        if left_out := loader.num_quarantined(pending.step - 1):
+            details["quarantined"] = left_out
+        self._write(pending, numbers, round(tokens), phases, details)
+        if refusal is not None:
+            log.warning("step %d was refused: %s", refusal.step, refusal.reason)
+            if self.journal.rank == 0:
+                self.journal.event("skip", **refusal.as_dict())
+        return Agreed(stop=stop > 0, save=save > 0, refusal=refusal)
+
+    def compare(self, step: int, agreed: Agreed) -> Agreed:
+        """Return what all ranks agreed on, with the news that replicas differ after `step`, if they do."""
+        difference = self.sentinel.check(step) if self.sentinel else None
+        if difference is None:
+            return agreed
+        refusal = self.guard.part(difference)
+        log.warning("step %d: %s", step, refusal.reason)
+        if self.journal.rank == 0:
+            self.journal.event("differ", step=step, **difference.as_dict(), action=refusal.action)
+        return replace(agreed, refusal=refusal)
+
+    def _write(
+        self, pending: Pending, numbers: Numbers, tokens: int, phases: dict[str, float], details: dict[str, Any]
+    ) -> None:
+        seconds = sum(phases.values())
+        prediction, world = self.plan.prediction, self.plan.mesh.world_size
+        peak = prediction.device_peak_flops * world if prediction else 0.0
+        metrics = StepMetrics(
+            step=pending.step,
+            loss=numbers.loss,
+            grad_norm=numbers.grad_norm,
+            lr=pending.lr,
+            tokens=tokens,
+            samples=self.plan.global_batch,
+            step_seconds=seconds,
+            mfu=prediction.flops_per_step / (seconds * peak) if prediction and peak else 0.0,
+            peak_bytes=peak_bytes(self.device),
+            phases=phases,
+            time=time.time(),
+            details=details,
+        )
+        self.journal.step(metrics)
+        log.info("step %d  loss %.4f  %.0f tokens/s", metrics.step, numbers.loss, metrics.tokens_per_second)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the most memory this rank has held: of the device's allocator, or resident memory on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

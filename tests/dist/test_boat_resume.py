@@ -1,0 +1,162 @@
+"""`boat.save` and `boat.resume`: somebody's own loop goes on where it was, on any number of ranks."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+import trimaran
+from tests.ranks import run_ranks
+from trimaran.checkpoint import write
+from trimaran.core import UserError
+
+STEPS = 6
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+    "adagrad": lambda model: torch.optim.Adagrad(model.parameters(), lr=1e-2),
+}
+
+
+class Net(nn.Module):
+    """Uneven sizes, so that two and three ranks hold different slices, a buffer, and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(31, 18)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(18, 18), nn.BatchNorm1d(18)) for _ in range(2))
+        self.drop = nn.Dropout(0.2)
+        self.head = nn.Linear(18, 31)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens).flatten(0, 1)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(self.drop(x))
+
+
+Answer = tuple[int, list[float], list[float], list[int]]
+
+
+def loop(folder: Path, *, until: int, kind: str = "adamw", sharding: str = "none", drop: float = 0.2) -> Answer:
+    """Return where the loop went on, its losses, the last learning rates with BatchNorm's means, and what was kept."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    torch.manual_seed(3)
+    model = Net()
+    model.drop.p = drop
+    optimizer = OPTIMIZERS[kind](model)
+    boat = trimaran.prepare(model, optimizer, sharding=sharding, batch_norm="sync")
+    start = boat.resume(folder)
+    losses = []
+    for step in range(start, until):
+        draw = torch.Generator().manual_seed(step)
+        tokens, targets = (torch.randint(31, (12, 5), generator=draw) for _ in range(2))
+        for each, target in boat.micro_batches((tokens, targets), size=12 // boat.world_size):
+            boat.backward(F.cross_entropy(model(each), target.flatten(), reduction="sum"), num_tokens=target.numel())
+        losses.append(boat.step().loss.item())
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.9
+        if (step + 1) % 2 == 0:
+            boat.save(folder, step + 1)
+    mean = model.get_buffer("layers.0.1.running_mean").tolist()
+    rates = [group["lr"] for group in optimizer.param_groups]
+    return start, losses, rates + mean, sorted(int(each.name[5:]) for each in folder.iterdir())
+
+
+def alone(folder: Path, **options: Any) -> Answer:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return loop(folder, **options)
+
+
+@pytest.mark.parametrize(("kind", "sharding"), [("adamw", "parameters"), ("sgd", "none")])
+def test_a_loop_that_is_started_again_goes_on_exactly(kind: str, sharding: str, tmp_path: Path) -> None:
+    options = {"kind": kind, "sharding": sharding}
+    whole = run_ranks(2, loop_of, tmp_path / "whole", {"until": STEPS} | options)
+    first = run_ranks(2, loop_of, tmp_path / "broken", {"until": 4} | options)
+    second = run_ranks(2, loop_of, tmp_path / "broken", {"until": STEPS} | options)
+    for before, after, unbroken in zip(first, second, whole, strict=True):
+        assert (before[0], after[0]) == (0, 4)
+        assert before[1] + after[1] == unbroken[1]
+        assert after[2:] == unbroken[2:]
+        assert after[3] == [4, 6], "the newest two stay"
+
+
+def loop_of(folder: Path, options: dict[str, Any]) -> Answer:
+    folder.mkdir(exist_ok=True)
+    return loop(folder, **options)
+
+
+def alone_of(folder: Path, options: dict[str, Any]) -> Answer:
+    folder.mkdir(exist_ok=True)
+    return alone(folder, **options)
+
+
+def test_the_ranks_and_the_sharding_may_change(tmp_path: Path) -> None:
+    undropped = {"kind": "adagrad", "drop": 0.0}  # other ranks drop others
+    ((_, reference, _, _),) = run_ranks(1, alone_of, tmp_path / "one", {"until": STEPS} | undropped)
+    legs = [
+        run_ranks(3, loop_of, tmp_path / "many", {"until": 2, "sharding": "parameters"} | undropped),
+        run_ranks(1, alone_of, tmp_path / "many", {"until": 4} | undropped),
+        run_ranks(2, loop_of, tmp_path / "many", {"until": STEPS, "sharding": "gradients"} | undropped),
+    ]
+    assert [leg[0][0] for leg in legs] == [0, 2, 4]
+    assert [loss for leg in legs for loss in leg[0][1]] == pytest.approx(reference, rel=1e-5)
+
+
+def killed_in_mid_save(folder: Path) -> None:
+    """Let the second save of rank 1 die between two files."""
+    dist.init_process_group("gloo")
+    whole = write._write
+
+    def write_some(path: Path, *rest: Any) -> Any:
+        if dist.get_rank() == 1 and "00000004" in str(path):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return whole(path, *rest)
+
+    write._write = write_some
+    folder.mkdir(exist_ok=True)
+    loop(folder, until=STEPS, sharding="parameters")
+
+
+def test_a_kill_in_the_middle_of_a_save_costs_no_older_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="rank 1: died without a word"):
+        run_ranks(2, killed_in_mid_save, tmp_path / "run")
+    assert [each.name for each in (tmp_path / "run").iterdir() if not each.name.startswith(".")] == ["step-00000002"]
+    answers = run_ranks(2, loop_of, tmp_path / "run", {"until": STEPS, "sharding": "parameters"})
+    whole = run_ranks(2, loop_of, tmp_path / "whole", {"until": STEPS, "sharding": "parameters"})
+    assert [(answer[0], answer[1]) for answer in answers] == [(2, answer[1][2:]) for answer in whole]
+
+
+class RowsAndColumns(torch.optim.Optimizer):
+    """Keeps a number for each row of what it sees, as Adafactor does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), {"lr": 1e-3})
+
+    def step(self, closure: Any = None) -> None:
+        for each in self.param_groups[0]["params"]:
+            local = each.to_local() if hasattr(each, "to_local") else each
+            self.state[each]["rows"] = torch.zeros(local.shape[0] + 1)
+
+
+def save_what_has_no_place(folder: Path) -> str:
+    dist.init_process_group("gloo")
+    model = Net()
+    boat = trimaran.prepare(model, RowsAndColumns(model), sharding="parameters")
+    boat.optimizer.step()
+    with pytest.raises(UserError) as caught:
+        boat.save(folder, 1)
+    return str(caught.value)
+
+
+def test_a_state_of_the_optimizer_without_a_place_is_told(tmp_path: Path) -> None:
+    for told in run_ranks(2, save_what_has_no_place, tmp_path):
+        assert told.startswith("K031: the optimizer keeps rows of embed.weight as [1")

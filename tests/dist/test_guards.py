@@ -1,0 +1,389 @@
+"""Bad numbers, bad samples and the wish to stop: all ranks do the same, and nothing that was learnt is lost."""
+
+import json
+import math
+import os
+import re
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.parity import plan_for
+from tests.ranks import run_ranks
+from trimaran.core import Plan, Recipe
+from trimaran.data import TokenShards, positions, prepare, split
+from trimaran.data.loader import Share, StepBatch
+from trimaran.nets import Network
+from trimaran.nets.shards import local_part
+from trimaran.parallel.comm import compress
+from trimaran.telemetry import RunDirectory, create_run
+from trimaran.train import assemble, guard
+from trimaran.train.keeper import Keeper
+from trimaran.train.loss_scale import LossScale
+from trimaran.train.place import place_of
+from trimaran.train.sentinel import Sentinel
+from trimaran.train.stepper import PlainStepper
+from trimaran.train.update import Updater
+from trimaran.train.worker import run_worker
+
+SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64}
+BAD = 4  # the step that goes wrong
+
+
+def recipe_with(**sections: dict[str, object]) -> Recipe:
+    tree: dict[str, dict[str, object]] = {
+        "model": {"preset": "tiny", "shape": SHAPE},
+        "data": {"seq_len": 16},
+        "train": {"steps": 6, "global_batch": 4, "sample": {"tokens": 0}, "evaluate": {"batches": 0}, "save": False},
+        "checkpoint": {"every": 0, "memory": 1},
+        "faults": {},
+    }
+    for name, fields in sections.items():
+        tree[name] |= fields
+    return Recipe.model_validate(tree)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    (folder := tmp_path_factory.mktemp("guards") / "runs").mkdir()
+    return folder
+
+
+def run_of(folder: Path, recipe: Recipe, plan: Plan) -> RunDirectory:
+    return create_run(folder / str(len(list(folder.iterdir()))), recipe, plan)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def events(run: RunDirectory, kind: str, rank: int = 0) -> list[dict[str, Any]]:
+    return [each for each in lines(run.events(rank)) if each["kind"] == kind]
+
+
+def checkpoints(run: RunDirectory) -> list[str]:
+    return sorted(each.name for each in run.checkpoints.glob("step-*"))
+
+
+def samples_of(run: RunDirectory, step: int, rank: int = 0) -> list[int]:
+    """Return the samples that a data rank works on at `step`, which counts from 1."""
+    recipe, plan = run.read_recipe(), run.read_plan()
+    training, _ = split(TokenShards.open(prepare(recipe.data, cache=run.path.parents[1] / "cache")), recipe.data)
+    share = Share(rank=rank, dp=plan.mesh.dp, micro_batch=plan.micro_batch, grad_accum=plan.grad_accum)
+    return positions(recipe.train.seed, share.indices(step - 1).ravel(), len(training)).tolist()
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What one rank's network does at a step: to its output, or to the gradient of it.
+
+    `repeats`: whenever it sees the samples of that step again, or nothing at all.
+    """
+
+    rank: int = 1
+    output: Callable[[Tensor], Tensor] = lambda out: out
+    gradient: Callable[[Tensor], Tensor] = lambda gradient: gradient
+    step: int = BAD
+    last: int = BAD
+    repeats: bool = False
+
+
+NAN = Fault(output=lambda out: out * math.nan)
+
+
+def plant(fault: Fault, grad_accum: int) -> None:
+    """Let the networks that this process will build have the fault."""
+    build, seen = assemble.build_networks, []
+
+    def spoil(module: torch.nn.Module, args: Any, fields: dict[str, Any], out: tuple[Tensor, Tensor]) -> Any:
+        if not module.training:
+            return out
+        tokens = fields["tokens"]
+        seen.append(tokens.clone())
+        number = (len(seen) - 1) // grad_accum + 1
+        again = number > fault.last and any(torch.equal(tokens, each) for each in seen[fault.step - 1 : fault.last])
+        if not (fault.step <= number <= fault.last or again or (fault.repeats and not tokens.any())):
+            return out
+        logits = fault.output(out[0])
+        logits.register_hook(fault.gradient)
+        return logits, out[1]
+
+    def with_fault(*args: Any) -> tuple[Network, ...]:
+        networks = build(*args)
+        networks[-1].module.register_forward_hook(spoil, with_kwargs=True)
+        return networks
+
+    assemble.build_networks = with_fault
+
+
+def watch() -> list[tuple[bool, bool]]:
+    """Return a list of (refused, left all as it was), which grows with each update of this process."""
+    update, found = Updater.update, []
+
+    def state(updater: Updater) -> list[Tensor]:
+        optimizer = updater._optimizer
+        weights = [local_part(each) for group in optimizer.param_groups for each in group["params"]]
+        moments = [local_part(each) for state in optimizer.state.values() for each in state.values()]
+        return [each.detach().clone() for each in (*weights, *moments)]
+
+    def watched(updater: Updater, lr: float, loss: Tensor) -> tuple[Tensor, Tensor]:
+        before = state(updater)
+        norm, refused = update(updater, lr, loss)
+        after = state(updater)
+        found.append((bool(refused), len(before) == len(after) and all(map(torch.equal, before, after))))
+        assert all(each.isfinite().all() for each in after)
+        return norm, refused
+
+    Updater.update = watched
+    return found
+
+
+def sail_with(path: Path, fault: Fault | None, history: int = guard.HISTORY) -> tuple[int, list[tuple[bool, bool]]]:
+    run, place = RunDirectory(path), place_of(os.environ)
+    guard.HISTORY = history
+    if fault is not None and fault.rank == place.rank:
+        plant(fault, run.read_plan().grad_accum)
+    found = watch()
+    return run_worker(run, place, cache=path.parents[1] / "cache"), found
+
+
+def assert_skipped(run: RunDirectory, answers: list[Any]) -> dict[str, Any]:
+    """Fail unless every rank refused the bad step, and only that, and kept all as it was; return what was filed."""
+    steps = range(1, run.read_recipe().train.steps + 1)
+    assert [code for code, _ in answers] == [0] * len(answers)
+    for _, found in answers:
+        assert [refused for refused, _ in found] == [step == BAD for step in steps]
+        assert [unchanged for _, unchanged in found] == [step == BAD for step in steps]
+    metrics = lines(run.metrics)
+    assert [line["step"] for line in metrics] == list(steps)
+    assert [line.get("skipped", False) for line in metrics] == [step == BAD for step in steps]
+    (event,) = events(run, "skip")
+    assert event["step"] == BAD
+    return event["data"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"dp_replicate": 2},
+        {"dp_shard": 2},
+        {"tp": 2},
+        {"pp": 2, "grad_accum": 2},
+        {"dp_shard": 2, "precision": "bf16", "grad_accum": 2},
+    ],
+    ids=str,
+)
+def test_a_loss_that_is_no_number_on_one_rank_moves_nothing_anywhere(folder: Path, fields: dict[str, Any]) -> None:
+    recipe = recipe_with()
+    run = run_of(folder, recipe, plan_for(recipe, **({"grad_accum": 1} | fields)))
+    data = assert_skipped(run, run_ranks(2, sail_with, run.path, NAN))
+    assert data["reason"] == "the loss is nan"
+    assert data["ranks"] == ([0] if "tp" in fields else [1])  # of those with the same tokens, the first speaks
+    assert data["sample_ids"] == samples_of(run, BAD, rank=run.read_plan().mesh.dp - 1)
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (Fault(gradient=lambda gradient: gradient * math.nan), "the gradient norm is nan"),
+        (Fault(gradient=lambda gradient: gradient * math.inf), "the gradient norm is (nan|inf)"),
+        (Fault(output=lambda out: out * 1e4), r"the loss jumped from \S+ to \S+"),
+    ],
+    ids=["gradient nan", "gradient inf", "spike"],
+)
+def test_a_bad_gradient_or_a_jump_of_the_loss_moves_nothing_anywhere(folder: Path, fault: Fault, reason: str) -> None:
+    recipe = recipe_with()
+    run = run_of(folder, recipe, plan_for(recipe, grad_accum=1, dp_replicate=2))
+    data = assert_skipped(run, run_ranks(2, sail_with, run.path, fault, 2))
+    assert re.fullmatch(reason, data["reason"])
+    known = "loss" in reason
+    assert data["ranks"] == ([1] if known else [])  # a gradient is everybody's as soon as it is seen
+    ranks = [1] if known else [0, 1]
+    assert data["sample_ids"] == [each for rank in ranks for each in samples_of(run, BAD, rank)]
+
+
+@pytest.mark.parametrize(
+    ("train", "fields"),
+    [
+        ({"optimizer": {"states": "8bit"}}, {"dp_shard": 2}),
+        ({}, {"dp_replicate": 2, "precision": "fp16"}),
+        ({}, {"dp_replicate": 2, "comm": {"compression": "topk"}}),
+        ({}, {"dp_replicate": 2, "comm": {"compression": "powersgd"}}),
+        ({}, {"dp_replicate": 2, "comm": {"local_steps": 2}}),
+    ],
+    ids=str,
+)
+def test_what_is_kept_between_steps_has_no_trace_of_a_bad_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, train: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(compress, "FIRST_STEPS", 2)
+    monkeypatch.setattr(assemble, "build_loss_scale", lambda plan, train: scale if plan.precision == "fp16" else None)
+    scale = LossScale(start=1024.0)  # from which nothing overflows
+    recipe = recipe_with(train=train, faults={"max_skips": 1})
+    run = run_of(folder, recipe, plan_for(recipe, grad_accum=1, **fields))
+    answers = run_ranks(2, sail_with, run.path, NAN)
+    if "comm" in fields and "local_steps" in fields["comm"]:  # where replicas meet, weights change all the same
+        answers = [(code, [(refused, refused) for refused, _ in found]) for code, found in answers]
+    assert_skipped(run, answers)
+    scales = [line.get("loss_scale") for line in lines(run.metrics)]
+    assert len(set(scales)) == 1  # which a bad loss has no part in
+
+
+def test_a_rewind_goes_on_without_the_samples_that_did_it(folder: Path) -> None:
+    recipe = recipe_with(faults={"not_finite": "rewind"})
+    run = run_of(folder, recipe, plan_for(recipe, grad_accum=1, dp_replicate=2))
+    answers = run_ranks(2, sail_with, run.path, NAN)
+    assert [code for code, _ in answers] == [0, 0]
+    assert {tuple(refused for refused, _ in found) for _, found in answers} == {
+        tuple(number == BAD for number in range(1, 6 + 2 + 1))  # the bad one and the next are done again
+    }
+    (event,) = events(run, "rewind")
+    assert event["data"] == {"to_step": BAD - 1}
+    left_out = samples_of(run, BAD, rank=1)
+    assert [line["sample"] for line in lines(run.quarantine)] == sorted(left_out)
+    metrics = lines(run.metrics)
+    assert [line["step"] for line in metrics] == [1, 2, 3, 4, 5, 6]
+    assert [line.get("quarantined", 0) for line in metrics] == [0, 0, 0, 2, 0, 0]
+    assert not any("skipped" in line for line in metrics)
+    assert metrics[BAD - 1]["tokens"] == 2 * 16
+    # The file holds for the next start too: the same samples are left out there, and nothing goes wrong.
+    again = run_of(folder, recipe, run.read_plan())
+    again.quarantine.write_text(run.quarantine.read_text())
+    assert [code for code, _ in run_ranks(2, sail_with, again.path, None)] == [0, 0]
+    assert [line["loss"] for line in lines(again.metrics)] == [line["loss"] for line in metrics]
+
+
+@pytest.mark.parametrize(
+    ("faults", "fault", "step"),
+    [
+        ({"not_finite": "stop"}, NAN, BAD + 1),
+        ({"max_skips": 2}, replace(NAN, last=100), BAD + 3),
+        ({"not_finite": "rewind"}, replace(NAN, repeats=True), BAD + 1),
+    ],
+    ids=["stop", "too many", "again after a rewind"],
+)
+def test_a_run_that_cannot_go_on_ends_with_a_good_checkpoint(
+    folder: Path, faults: dict[str, Any], fault: Fault, step: int
+) -> None:
+    recipe = recipe_with(train={"steps": 50}, faults=faults)
+    run = run_of(folder, recipe, plan_for(recipe, grad_accum=1, dp_replicate=2))
+    assert [code for code, _ in run_ranks(2, sail_with, run.path, fault)] == [93, 93]
+    for rank in range(2):
+        (event,) = events(run, "error", rank)
+        assert (event["step"], event["data"]["cause"], event["data"]["action"]) == (step, "numeric", "stop")
+        # Rows without a target have no loss: what goes wrong with them shows in the gradient, which is everybody's.
+        assert event["data"]["ranks"] == ([] if fault.repeats else [1])
+        assert set(samples_of(run, BAD if fault.last == BAD else BAD + 2, rank=1)) <= {*event["data"]["sample_ids"]}
+    assert checkpoints(run) == [f"step-{step:08d}"]
+
+
+def test_a_step_without_a_single_sample_left_works(folder: Path) -> None:
+    recipe = recipe_with(train={"steps": 3})
+    run = run_of(folder, recipe, plan_for(recipe, grad_accum=2, dp_replicate=2))
+    everyone = samples_of(run, 2, 0) + samples_of(run, 2, 1)
+    run.quarantine.write_text("".join(json.dumps({"sample": each}) + "\n" for each in everyone))
+    assert [code for code, _ in run_ranks(2, sail_with, run.path, None)] == [0, 0]
+    metrics = lines(run.metrics)
+    assert [line["tokens"] for line in metrics] == [64, 0, 64]
+    assert [line.get("quarantined", 0) for line in metrics] == [0, 4, 0]
+    assert (metrics[1]["loss"], metrics[1]["grad_norm"]) == (0, 0)
+
+
+def ask_to_end() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def interrupted(path: Path, where: str) -> tuple[int, int]:
+    """Return the exit code of a run in which rank 1 is asked to end, and how many batches it was evaluated on."""
+    asked, evaluated = os.environ["RANK"] == "1", []
+    build, evaluate, save = assemble.build_networks, PlainStepper.evaluate, Keeper._save
+
+    def building(*args: Any) -> tuple[Network, ...]:
+        if asked and where == "building":
+            ask_to_end()
+        return build(*args)
+
+    def evaluating(stepper: PlainStepper, batch: StepBatch) -> Tensor:
+        evaluated.append(batch.step)
+        if asked and where == "evaluating" and len(evaluated) == 2:
+            ask_to_end()
+        return evaluate(stepper, batch)
+
+    def saving(keeper: Keeper, step: int) -> None:
+        if asked and where == "saving":
+            ask_to_end()
+        save(keeper, step)
+
+    assemble.build_networks, PlainStepper.evaluate, Keeper._save = building, evaluating, saving
+    return run_worker(RunDirectory(path), place_of(os.environ), cache=path.parents[1] / "cache"), len(evaluated)
+
+
+@pytest.mark.parametrize(("where", "step", "batches"), [("building", 0, 0), ("evaluating", 4, 3), ("saving", 4, 1)])
+def test_a_rank_that_is_asked_to_end_takes_all_others_along_from_anywhere(
+    folder: Path, where: str, step: int, batches: int
+) -> None:
+    """SIGTERM while the network is built, in the second batch of thirty, and while a checkpoint is written.
+
+    Each batch asks before it begins, so the next one is the last.
+    """
+    recipe = recipe_with(
+        data={"holdout": 0.1},
+        train={"steps": 100, "evaluate": {"every": 4, "batches": 30}},
+        checkpoint={"every": 4 if where == "saving" else 0},
+    )
+    run = run_of(folder, recipe, plan_for(recipe, grad_accum=1, dp_replicate=2))
+    answers = run_ranks(2, interrupted, run.path, where)
+    assert [code for code, _ in answers] == [75, 75]
+    assert {batches for _, batches in answers} == {batches}
+    assert [events(run, "stop", rank)[0]["step"] for rank in range(2)] == [step, step]
+    assert f"step-{step:08d}" in checkpoints(run)
+    assert [line["step"] for line in lines(run.metrics)] == list(range(1, step + 1))
+
+
+def with_a_flipped_bit(path: Path) -> int:
+    """Train where a bit of rank 1 changes by itself after the third step, and every second one is looked at."""
+    update, updates = Updater.update, []
+
+    def flipping(updater: Updater, lr: float, loss: Tensor) -> tuple[Tensor, Tensor]:
+        answer = update(updater, lr, loss)
+        updates.append(lr)
+        if len(updates) == 3 and os.environ["RANK"] == "1":
+            updater._counted[0].data.view(torch.int32)[0, 0] ^= 1 << 20
+        return answer
+
+    Updater.update = flipping
+    assemble.Sentinel = partial(Sentinel, every=2)
+    return run_worker(RunDirectory(path), place_of(os.environ), cache=path.parents[1] / "cache")
+
+
+def test_replicas_that_differ_go_back_to_where_they_were_equal(folder: Path) -> None:
+    """Also where bad steps are only skipped, as is usual: there is nothing to skip here."""
+    recipe = recipe_with(checkpoint={"every": 1, "keep": 5, "asynchronous": False})
+    run, clean = (run_of(folder, recipe, plan_for(recipe, grad_accum=1, dp_replicate=2)) for _ in range(2))
+    assert run_ranks(2, with_a_flipped_bit, run.path) == [0, 0]
+    (event,) = events(run, "differ")
+    assert (event["step"], event["data"]["ranks"], event["data"]["since"]) == (4, [0, 1], 2)
+    assert [each["data"]["to_step"] for each in events(run, "rewind")] == [2]
+    assert not run.quarantine.exists()
+    run_ranks(2, sail_with, clean.path, None)
+    assert [line["loss"] for line in lines(run.metrics)] == [line["loss"] for line in lines(clean.metrics)]
+    assert checkpoints(run) == [f"step-{step:08d}" for step in (2, 4, 5, 6)]
+    assert [each.name for each in run.checkpoints.glob("refused-*")] == ["refused-step-00000003"]
+
+
+def test_replicas_that_differ_and_have_no_state_from_before_stop_the_run(folder: Path) -> None:
+    recipe = recipe_with(checkpoint={"every": 3, "asynchronous": False})
+    run = run_of(folder, recipe, plan_for(recipe, grad_accum=1, dp_replicate=2))
+    assert run_ranks(2, with_a_flipped_bit, run.path) == [93, 93]
+    (event,) = events(run, "error")
+    assert (event["data"]["cause"], event["data"]["action"]) == ("numeric", "stop")
+    assert "replicas differ" in event["data"]["message"]
+    assert "no state from before it" in event["data"]["message"]
+    assert [each.name for each in run.checkpoints.iterdir()] == ["refused-step-00000003"], "whose weights are right?"

@@ -1,0 +1,335 @@
+"""Keeping the state: in memory and on disk, through kills at bad moments, slow and full disks, and damage."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.keeping import DIED, Leg, events, killed, new_run, sabotage, sail, told_steps
+from tests.parity import plan_for, trajectory_of
+from tests.ranks import run_ranks
+from trimaran.checkpoint.manifest import read_manifest
+from trimaran.checkpoint.memory import Berth
+from trimaran.checkpoint.partner import FIRST_PACE
+from trimaran.checkpoint.shelf import step_path, steps
+from trimaran.checkpoint.verify import verify
+from trimaran.core import parse_recipe
+from trimaran.telemetry import RunDirectory, create_run
+from trimaran.telemetry.lease import take
+from trimaran.train.place import place_of
+from trimaran.train.ties import Ties
+from trimaran.train.worker import run_worker
+
+
+@pytest.fixture
+def berths() -> Iterator[tuple[int, ...]]:
+    """Memory that outlives the ranks, as a supervisor has it."""
+    made = tuple(os.memfd_create("test") for _ in range(2))
+    yield made
+    for fd in made:
+        os.close(fd)
+
+
+def test_a_rank_killed_in_mid_copy_costs_one_step(tmp_path: Path, berths: tuple[int, ...]) -> None:
+    run = new_run(tmp_path, "checkpoint.every=0", "checkpoint.memory=1")
+    killed(run, Leg(to=50, berths=berths, who=1, die_sealing=17))
+    logs = run_ranks(2, sail, run.path, Leg(to=20, attempt=1, berths=berths))
+    assert [log.start for log in logs] == [16, 16]
+    assert all(log.is_right for log in logs)
+    (resume,) = events(run, "resume")
+    assert (resume["tier"], resume["from_step"], resume["refused"]) == ("memory", 16, [])
+
+
+def test_a_kill_before_a_step_was_told_leaves_no_hole_in_the_metrics(tmp_path: Path, berths: tuple[int, ...]) -> None:
+    run = new_run(tmp_path, "checkpoint.every=0", "checkpoint.memory=1")
+    killed(run, Leg(to=50, berths=berths, who=0, die_after=17))
+    assert told_steps(run) == [*range(1, 17)]
+    logs = run_ranks(2, sail, run.path, Leg(to=20, attempt=1, berths=berths))
+    assert [(log.start, log.is_right) for log in logs] == [(16, True)] * 2, "17 is in memory, but was never told"
+    assert told_steps(run) == [*range(1, 21)]
+
+
+def test_memory_of_two_ranks_feeds_one_and_then_two_again(tmp_path: Path, berths: tuple[int, ...]) -> None:
+    run = new_run(tmp_path, "checkpoint.every=0", "checkpoint.memory=1")
+    killed(run, Leg(to=50, berths=berths, who=0, die_sealing=9))
+    (log,) = run_ranks(1, sail, run.path, Leg(to=12, attempt=1, berths=berths, finish=False))
+    assert (log.start, log.is_right) == (8, True)
+    assert os.fstat(berths[1]).st_size == 0, "nobody uses the second place now"
+    logs = run_ranks(2, sail, run.path, Leg(to=15, attempt=2, berths=berths))
+    assert [(log.start, log.is_right) for log in logs] == [(12, True)] * 2
+
+
+def test_a_rank_killed_in_mid_write_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    run = new_run(tmp_path, "checkpoint.every=5")
+    killed(run, Leg(to=50, who=1, die_writing=10))
+    assert steps(run.checkpoints) == [5]
+    logs = run_ranks(2, sail, run.path, Leg(to=12, attempt=1))
+    assert [(log.start, log.is_right) for log in logs] == [(5, True)] * 2
+    assert steps(run.checkpoints) == [10, 12], "two are kept"
+    assert {path.name[:4] for path in run.checkpoints.iterdir()} == {"step"}, "drafts are swept"
+
+
+def test_what_waited_to_be_written_is_found_in_memory(tmp_path: Path, berths: tuple[int, ...]) -> None:
+    run = new_run(tmp_path, "checkpoint.every=5", "checkpoint.memory=0")
+    killed(run, Leg(to=50, berths=berths, who=1, die_writing=10))
+    logs = run_ranks(2, sail, run.path, Leg(to=12, attempt=1, berths=berths))
+    assert [(log.start, log.is_right) for log in logs] == [(10, True)] * 2
+
+
+def test_damaged_memory_is_never_loaded(tmp_path: Path, berths: tuple[int, ...]) -> None:
+    run = new_run(tmp_path, "checkpoint.every=5", "checkpoint.memory=1")
+    run_ranks(2, sail, run.path, Leg(to=12, berths=berths))
+    run_ranks(2, sail, run.path, Leg(to=14, attempt=1, berths=berths, finish=False))
+    for _, kept in Berth(berths[1]).kept():
+        kept.memory[40] ^= 1
+    logs = run_ranks(2, sail, run.path, Leg(to=15, attempt=2, berths=berths))
+    assert [(log.start, log.is_right) for log in logs] == [(12, True)] * 2
+    refused = events(run, "resume")[-1]["refused"]
+    assert [(each["tier"], each["step"]) for each in refused][:1] == [("memory", 14)]
+
+
+def test_all_ranks_leave_a_checkpoint_that_one_finds_damaged(tmp_path: Path) -> None:
+    run = new_run(tmp_path, "checkpoint.every=5", "checkpoint.keep=3")
+    run_ranks(2, sail, run.path, Leg(to=12))
+    for step, name in ((12, "rank-00001.safetensors"), (10, "index.json")):
+        file = step_path(run.checkpoints, step) / name
+        data = bytearray(file.read_bytes())
+        data[-9] ^= 16
+        file.write_bytes(data)
+    logs = run_ranks(2, sail, run.path, Leg(to=13, attempt=1))
+    assert [(log.start, log.is_right) for log in logs] == [(5, True)] * 2
+    refused = events(run, "resume")[-1]["refused"]
+    assert [(each["step"], each["why"].split()[0]) for each in refused] == [
+        (12, "rank-00001.safetensors"), (10, "index.json")]  # fmt: skip
+    assert (run.checkpoints / "refused-step-00000012" / "why.json").exists()
+
+
+def test_a_slow_disk_never_has_two_checkpoints_at_once(tmp_path: Path, berths: tuple[int, ...]) -> None:
+    run = new_run(tmp_path, "checkpoint.every=3", "checkpoint.memory=1")
+    logs = run_ranks(2, sail, run.path, Leg(to=40, berths=berths, who=1, slow_disk=0.15))
+    assert all(log.is_right for log in logs)
+    saved = events(run, "checkpoint")
+    assert saved[-1]["step"] == 40, "the last one is awaited"
+    assert saved[-1]["skipped"] > 0
+    assert len(saved) < 13
+    assert all(each["seconds"] >= 0.15 and each["stall_seconds"] < 0.1 for each in saved)
+    assert verify(step_path(run.checkpoints, 40)) == []
+    assert steps(run.checkpoints) == sorted(each["step"] for each in saved)[-2:]
+
+
+def test_a_full_disk_costs_a_checkpoint_and_nothing_else(tmp_path: Path, berths: tuple[int, ...]) -> None:
+    run = new_run(tmp_path, "checkpoint.every=5")
+    logs = run_ranks(2, sail, run.path, Leg(to=18, berths=berths, who=1, full_disk=10))
+    assert all(log.is_right and not log.error for log in logs)
+    saved = events(run, "checkpoint")
+    assert [(each["step"], "failed" in each) for each in saved] == [(5, False), (10, True), (15, False), (18, False)]
+    assert "rank 1" in saved[1]["failed"]
+    assert "No space left" in saved[1]["failed"]
+    assert not [path for path in run.checkpoints.iterdir() if path.name.startswith(".")], "the draft is gone"
+
+
+def test_a_last_checkpoint_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    run = new_run(tmp_path, "checkpoint.every=5")
+    logs = run_ranks(2, sail, run.path, Leg(to=8, who=0, full_disk=8))
+    assert all(log.error.startswith("K043") and "No space left" in log.error for log in logs)
+    assert steps(run.checkpoints) == [5]
+
+
+def test_a_weight_that_is_no_number_reaches_no_checkpoint(tmp_path: Path) -> None:
+    run = new_run(tmp_path, "checkpoint.every=5")
+    logs = run_ranks(2, sail, run.path, Leg(to=12, who=1, not_finite=8))
+    assert steps(run.checkpoints) == [5]
+    assert all(log.error.startswith("K043") and "model/weight" in log.error for log in logs)
+    assert ["not finite" in each.get("failed", "") for each in events(run, "checkpoint")] == [False, True, True]
+
+
+@pytest.mark.parametrize("supervised", [True, False])
+def test_going_back_forgets_what_came_after(tmp_path: Path, berths: tuple[int, ...], supervised: bool) -> None:
+    run = new_run(tmp_path, "checkpoint.every=0", "checkpoint.memory=1", "faults.not_finite=rewind")
+    leg = Leg(to=14, berths=berths if supervised else (), rewind=(11, 10), finish=False)
+    logs = run_ranks(2, sail, run.path, leg)
+    assert [(log.start, log.is_right) for log in logs] == [(0, True)] * 2
+    if supervised:
+        kept = [kept.label for fd in berths for _, kept in Berth(fd).kept()]
+        assert {label.voyage for label in kept} == {(0, 1)}
+        assert max(label.step for label in kept) == 14
+
+
+def test_a_checkpoint_of_what_was_gone_back_from_is_never_loaded(tmp_path: Path) -> None:
+    run = new_run(tmp_path, "checkpoint.every=5")
+    logs = run_ranks(2, sail, run.path, Leg(to=12, rewind=(12, 7), finish=False))
+    assert all(log.is_right for log in logs)
+    assert steps(run.checkpoints) == [5, 10]
+    assert (run.checkpoints / "refused-step-00000010" / "why.json").read_text() == (
+        '{"why": "the last state beyond doubt is that of step 5"}\n'
+    )
+    assert [each["step"] for each in events(run, "checkpoint")] == [5, 10, 10]
+    assert told_steps(run) == [*range(1, 13)]
+
+
+def test_there_may_be_nothing_to_go_back_to(tmp_path: Path) -> None:
+    run = new_run(tmp_path, "checkpoint.every=5")
+    logs = run_ranks(2, sail, run.path, Leg(to=8, rewind=(8, 3)))
+    assert [log.error for log in logs] == ["nowhere to go"] * 2
+    assert steps(run.checkpoints) == [5], "what there is stays: somebody may want to look at it"
+
+
+def test_a_rank_of_a_supervisor_that_was_replaced_commits_nothing(tmp_path: Path) -> None:
+    run = new_run(tmp_path, "checkpoint.every=5")
+    take(run).release()
+    run_ranks(1, sail, run.path, Leg(to=5, term=1))
+    take(run).release()
+    (log,) = run_ranks(1, sail, run.path, Leg(to=12, attempt=1, term=1))
+    assert log.error.startswith("K043")
+    assert "another supervisor has taken this run over" in log.error
+    assert steps(run.checkpoints) == [5]
+    (log,) = run_ranks(1, sail, run.path, Leg(to=12, attempt=1, term=2))
+    assert (log.start, log.error) == (5, "")
+    assert read_manifest(step_path(run.checkpoints, 12)).term == 2
+
+
+def test_what_is_only_named_like_a_checkpoint_gets_another_name(tmp_path: Path) -> None:
+    run = new_run(tmp_path, "checkpoint.every=5")
+    run_ranks(1, sail, run.path, Leg(to=5))
+    (run.checkpoints / "step-00000010").mkdir()
+    (run.checkpoints / "step-00000012").symlink_to(tmp_path)
+    (log,) = run_ranks(1, sail, run.path, Leg(to=12, attempt=1))
+    assert (log.start, log.error) == (5, "")
+    assert steps(run.checkpoints) == [10, 12]
+    assert [each["step"] for each in events(run, "resume")[-1]["refused"]] == [10, 12]
+
+
+def test_without_memory_a_checkpoint_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trimaran.checkpoint.budget.FREE_SHARE", 0.0)
+    run = new_run(tmp_path, "checkpoint.every=5")
+    logs = run_ranks(2, sail, run.path, Leg(to=12))
+    assert all(log.is_right for log in logs)
+    assert steps(run.checkpoints) == [10, 12]
+    logs = run_ranks(1, sail, run.path, Leg(to=13, attempt=1))
+    assert [(log.start, log.is_right) for log in logs] == [(12, True)]
+    assert all(each["stall_seconds"] > 0 for each in events(run, "checkpoint"))
+
+
+def test_memory_that_was_asked_for_and_is_not_there_is_an_error(
+    tmp_path: Path, berths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trimaran.checkpoint.budget.FREE_SHARE", 0.0)
+    run = new_run(tmp_path, "checkpoint.memory=1")
+    with pytest.raises(AssertionError, match="K040"):
+        run_ranks(2, sail, run.path, Leg(to=3, berths=berths))
+
+
+def test_a_checkpoint_of_another_course_is_refused(tmp_path: Path) -> None:
+    run = new_run(tmp_path, "checkpoint.every=5")
+    run_ranks(2, sail, run.path, Leg(to=5))
+    text = run.recipe.read_text()
+    run.recipe.write_text(text.replace("seed: 0", "seed: 1"))
+    with pytest.raises(AssertionError, match=r"K041: this checkpoint is of a run with train\.seed=0, this run has 1"):
+        run_ranks(2, sail, run.path, Leg(to=6, attempt=1))
+    assert steps(run.checkpoints) == [5]
+
+
+def test_a_recipe_that_was_edited_by_hand_is_refused(tmp_path: Path) -> None:
+    run = new_run(tmp_path, "checkpoint.every=5")
+    run_ranks(1, sail, run.path, Leg(to=5))
+    text = run.recipe.read_text()
+    run.recipe.write_text(text.replace("every: 5", "every: 4"))
+    run_ranks(1, sail, run.path, Leg(to=6, attempt=1))
+    run.recipe.write_text(text.replace("lr: 0.001", "lr: 0.002"))
+    assert run.recipe.read_text() != text
+    with pytest.raises(
+        AssertionError, match=r"K041: this checkpoint is of a run with train\.lr=0\.001, this run has 0\.002"
+    ):
+        run_ranks(1, sail, run.path, Leg(to=7, attempt=2))
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_or_gone_does_not_begin_anew(tmp_path: Path) -> None:
+    run = new_run(tmp_path, "checkpoint.every=5")
+    run_ranks(2, sail, run.path, Leg(to=7))
+    for step in steps(run.checkpoints):
+        (step_path(run.checkpoints, step) / "rank-00001.safetensors").write_bytes(b"")
+    for attempt in (1, 2):  # also when they have their new names already
+        with pytest.raises(AssertionError, match=r"K047: .*step 7: rank-00001\.safetensors .*step 5: rank-00001"):
+            run_ranks(2, sail, run.path, Leg(to=8, attempt=attempt))
+    assert [each["step"] for each in events(run, "resume")[0]["refused"]] == [7, 5]
+    shutil.rmtree(run.checkpoints)
+    with pytest.raises(AssertionError, match=r"K047: .*that of step 7 was written, and is gone"):
+        run_ranks(1, sail, run.path, Leg(to=8, attempt=3))
+
+
+def test_frozen_weights_are_written_once(tmp_path: Path) -> None:
+    run = new_run(tmp_path, "checkpoint.every=5")
+    run_ranks(2, sail, run.path, Leg(to=10))
+    first, second = events(run, "checkpoint")
+    assert first["saved_bytes"] == 0
+    assert second["saved_bytes"] == first["bytes"] - second["written_bytes"] > 0
+
+
+def test_a_lost_node_is_replaced_from_the_memory_of_its_neighbour(tmp_path: Path, berths: tuple[int, ...]) -> None:
+    run = new_run(tmp_path, "checkpoint.every=0", "checkpoint.memory=1")
+    killed(run, Leg(to=50, berths=berths, who=1, die_sealing=30, nodes=True))
+    steps_here = {kept.label.step for _, kept in Berth(berths[0]).kept() if kept.label.rank == 1}
+    assert max(steps_here) > FIRST_PACE, "rank 0 has copies of its partner's share, and not the first ones alone"
+    # From now on the ranks compare what copies cost them, and must have made as many.
+    run.recipe.write_text(run.recipe.read_text().replace("memory: 1", "memory: auto"))
+    fresh = os.memfd_create("fresh")  # another machine, with nothing in its memory
+    logs = run_ranks(2, sail, run.path, Leg(to=45, attempt=1, berths=(berths[0], fresh), nodes=True), timeout=30)
+    os.close(fresh)
+    assert [(log.start, log.is_right) for log in logs] == [(max(steps_here), True)] * 2
+    assert events(run, "resume")[0]["tier"] == "memory"
+
+
+def test_machines_that_change_their_order_do_not_mix_up_their_memory(tmp_path: Path, berths: tuple[int, ...]) -> None:
+    """The checkpoint of the very step that was found in memory has each rank's rows as they are split now."""
+    run = new_run(tmp_path, "checkpoint.every=0", "checkpoint.memory=1")
+    killed(run, Leg(to=50, berths=berths, who=1, die_sealing=9, nodes=True))
+    swapped = (berths[1], berths[0])
+    logs = run_ranks(2, sail, run.path, Leg(to=0, attempt=1, berths=swapped, nodes=True))
+    assert [(log.start, log.is_right, log.error) for log in logs] == [(8, True, "")] * 2
+    logs = run_ranks(2, sail, run.path, Leg(to=9, attempt=2))
+    assert [(log.start, log.is_right) for log in logs] == [(8, True)] * 2, "from disk, and every value in its place"
+
+
+def test_a_damaged_copy_on_the_neighbour_is_not_loaded(tmp_path: Path, berths: tuple[int, ...]) -> None:
+    run = new_run(tmp_path, "checkpoint.every=10", "checkpoint.memory=1")
+    killed(run, Leg(to=50, berths=berths, who=1, die_sealing=19, nodes=True))
+    for _, kept in Berth(berths[0]).kept():
+        if kept.label.rank == 1:
+            kept.memory[8] ^= 1
+    fresh = os.memfd_create("fresh")
+    logs = run_ranks(2, sail, run.path, Leg(to=12, attempt=1, berths=(berths[0], fresh), nodes=True))
+    os.close(fresh)
+    assert [(log.start, log.is_right) for log in logs] == [(10, True)] * 2
+    assert events(run, "resume")[0]["tier"] == "disk"
+
+
+def worker(path: Path, cache: Path, leg: Leg) -> int:
+    place = place_of(os.environ)
+    if place.rank == leg.who:
+        sabotage(leg)
+    ties = Ties(attempt=leg.attempt, place=place.local_rank, berths=leg.berths)
+    return run_worker(RunDirectory(path), place, cache=cache, ties=ties)
+
+
+def test_a_killed_run_ends_with_the_weights_of_one_that_was_not(tmp_path: Path, berths: tuple[int, ...]) -> None:
+    recipe = parse_recipe(
+        "name: toy",
+        name="test",
+        overrides=["train.steps=6", "train.global_batch=4", "data.seq_len=32", "train.sample.tokens=0",
+                   "model.shape={layers: 1, hidden: 32, heads: 2, kv_heads: 2, ffn: 64}", "checkpoint.memory=1"],
+    )  # fmt: skip
+    plan = plan_for(recipe, grad_accum=1, dp_shard=2)
+    cache = tmp_path / "cache"
+    clean = create_run(tmp_path / "clean", recipe, plan)
+    assert run_ranks(2, worker, clean.path, cache, Leg(to=0)) == [0, 0]
+    run = create_run(tmp_path / "run", recipe, plan)
+    with pytest.raises(AssertionError, match=DIED):
+        run_ranks(2, worker, run.path, cache, Leg(to=0, berths=berths, who=1, die_sealing=4))
+    assert run_ranks(2, worker, run.path, cache, Leg(to=0, attempt=1, berths=berths)) == [0, 0]
+    assert events(run, "resume")[0]["from_step"] == 3
+    ours, theirs = trajectory_of(run), trajectory_of(clean)
+    assert ours.losses == theirs.losses
+    assert all(torch.equal(ours.weights[name], each) for name, each in theirs.weights.items())

@@ -1,0 +1,77 @@
+"""Copies of the state that are made while a GPU goes on: whole, of the right step, and found again after a kill."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from trimaran.checkpoint.memory import Berth, MemorySource
+from trimaran.core import Plan, Recipe
+from trimaran.telemetry import RunDirectory, create_run
+
+pytestmark = pytest.mark.gpu
+
+STEPS = 200
+TREE = {
+    "train": {"steps": STEPS, "global_batch": 8, "deterministic": True, "sample": {"tokens": 0}},
+    "checkpoint": {"memory": 1, "every": 25},
+}
+WORKER = """
+import os, sys
+from pathlib import Path
+from trimaran.telemetry import RunDirectory
+from trimaran.train.place import place_of
+from trimaran.train.ties import Ties
+from trimaran.train.worker import run_worker
+path, cache, attempt, fd = sys.argv[1:]
+ties = Ties(attempt=int(attempt), berths=(int(fd),))
+sys.exit(run_worker(RunDirectory(Path(path)), place_of(os.environ), cache=Path(cache), ties=ties))
+"""
+
+
+def start(run: RunDirectory, cache: Path, *, attempt: int, fd: int) -> subprocess.Popen[bytes]:
+    arguments = [sys.executable, "-c", WORKER, run.path, cache, str(attempt), str(fd)]
+    return subprocess.Popen(arguments, pass_fds=[fd], env=os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
+
+
+def losses(run: RunDirectory) -> list[float]:
+    return [json.loads(line)["loss"] for line in run.metrics.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("offload", ["none", "optimizer"])
+def test_a_killed_rank_goes_on_from_memory_with_every_bit(tmp_path: Path, offload: str) -> None:
+    plan = Plan.model_validate({"micro_batch": 8, "precision": "bf16", "offload": offload})
+    recipe, cache = Recipe.model_validate(TREE), tmp_path / "cache"
+    clean, run = (create_run(tmp_path / name, recipe, plan) for name in ("clean", "run"))
+    spare, fd = os.memfd_create("spare"), os.memfd_create("berth")
+    assert start(clean, cache, attempt=0, fd=spare).wait(300) == 0
+    worker = start(run, cache, attempt=0, fd=fd)
+    until = time.monotonic() + 120
+    while not run.metrics.exists() or len(run.metrics.read_text().splitlines()) < 60:
+        assert worker.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    worker.kill()
+    worker.wait()
+    reached = len(run.metrics.read_text().splitlines())
+    assert start(run, cache, attempt=1, fd=fd).wait(300) == 0
+    events = [json.loads(line) for line in run.events(0).read_text().splitlines()]
+    (resume,) = [event["data"] for event in events if event["kind"] == "resume"]
+    assert resume["tier"] == "memory"
+    assert resume["from_step"] >= reached - 1, "a step at most is lost"
+    assert losses(run) == losses(clean)
+    ours, theirs = (load_file(each.model / "model.safetensors") for each in (run, clean))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    newest = max((kept for _, kept in Berth(fd).kept()), key=lambda kept: kept.label.step)
+    assert newest.label.step == STEPS
+    assert newest.verify()
+    source = MemorySource({0: newest})
+    assert all(len(entry.parts) == 1 for entry in source.index.values())
+    for descriptor in (spare, fd):
+        os.close(descriptor)

@@ -1,0 +1,36 @@
+"""NCCL meets over the run's channel, too."""
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from trimaran.launch.channel import Channel
+from trimaran.train.place import TIMEOUT
+from trimaran.train.store import TokenStore
+
+pytestmark = pytest.mark.gpu
+
+
+def reduce_on_the_gpu() -> list[float]:
+    channel = Channel("127.0.0.1", "the token")
+    torch.cuda.set_device(0)
+    store = TokenStore(channel.address, "the token", attempt=0, timeout=timedelta(seconds=30))
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1, timeout=TIMEOUT)
+    del store  # torch alone holds it from here on
+    number = torch.ones(4, device="cuda")
+    mesh = dist.init_device_mesh("cuda", (1, 1), mesh_dim_names=("dp", "tp"))
+    for group in (None, dist.new_group([0]), mesh["tp"].get_group()):
+        dist.all_reduce(number, group=group)
+    dist.barrier()
+    torch.cuda.synchronize()
+    time.sleep(2.5)  # NCCL's monitor looks into the store from a thread of its own
+    dist.destroy_process_group()
+    channel.close()
+    return number.tolist()
+
+
+def test_nccl_meets_over_the_channel() -> None:
+    assert reduce_on_the_gpu() == [1.0] * 4

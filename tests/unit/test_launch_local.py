@@ -1,18 +1,20 @@
 """The environment of local ranks follows the plan; what a person set wins."""
 
+import os
+import signal
 from typing import Any
 
 import pytest
 
 from trimaran.core import Plan
-from trimaran.launch import allocator_settings
-from trimaran.launch.local import worker_environment
+from trimaran.launch.local import allocator_settings, worker_environment
+from trimaran.launch.signals import HEARD, NAMES, Signals
 
 SHARDED = Plan.model_validate({"mesh": {"dp_shard": 2}, "sharding": "parameters"})
 
 
 def environment(plan: Plan, *, on_cpu: bool = False, **outer: str) -> dict[str, str]:
-    return worker_environment(outer, plan, on_cpu=on_cpu, deterministic=False)
+    return outer | worker_environment(outer, plan, on_cpu=on_cpu, deterministic=False)
 
 
 @pytest.mark.parametrize(
@@ -53,3 +55,28 @@ def test_deepspeed_is_told_that_it_runs_on_a_cpu() -> None:
 def test_ranks_share_the_cores_and_a_cpu_run_sees_no_gpu() -> None:
     many = environment(Plan.model_validate({"mesh": {"tp": 64, "pp": 2}}), on_cpu=True, CUDA_VISIBLE_DEVICES="0,1")
     assert (many["OMP_NUM_THREADS"], many["CUDA_VISIBLE_DEVICES"]) == ("1", "")
+
+
+@pytest.mark.parametrize(
+    ("sent", "urgent"),
+    [
+        ([signal.SIGTERM, signal.SIGTERM], False),
+        ([signal.SIGINT, signal.SIGTERM], False),
+        ([signal.SIGINT, signal.SIGTERM, signal.SIGINT], True),
+        ([signal.SIGHUP], False),
+        ([signal.SIGQUIT], True),
+    ],
+)
+def test_a_scheduler_may_ask_as_often_as_it_likes_and_a_person_means_it_twice(
+    sent: list[signal.Signals], urgent: bool
+) -> None:
+    before = {number: signal.getsignal(number) for number in HEARD}
+    signals = Signals()
+    try:
+        signals.listen()
+        for number in sent:
+            os.kill(os.getpid(), number)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert (signals.asked, signals.urgent, signals.name) == (True, urgent, NAMES.get(sent[-1], sent[-1].name))

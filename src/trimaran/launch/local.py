@@ -1,44 +1,30 @@
-"""Workers on this machine, started on torchelastic's agent."""
+"""A run on this machine: the command of its supervisor, the environment of its ranks, and how it is stopped."""
 
+import contextlib
 import ctypes
 import os
 import signal
 import subprocess
 import sys
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import psutil
 
 from trimaran.core import Plan
+from trimaran.launch.signals import HEARD
+from trimaran.launch.testify import STOPPED, process_state
 from trimaran.telemetry import RunDirectory
 
 PR_SET_PDEATHSIG = 1  # of Linux's prctl.h
+END_SECONDS = 3.0  # that a supervisor has to end at once
 # The names that torch reads its allocator's settings from; the others are the first one's past.
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
-def local_command(run: RunDirectory, *, world_size: int) -> list[str]:
-    """Return the command that starts the ranks of `run` here.
-
-    The rendezvous has an id of its own and a free port on loopback: with torchrun's defaults two jobs can become one.
-    """
-    return [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nnodes=1",
-        f"--nproc-per-node={world_size}",
-        "--rdzv-backend=c10d",
-        "--rdzv-endpoint=127.0.0.1:0",
-        f"--rdzv-id=trimaran-{uuid.uuid4().hex[:12]}",
-        "--local-addr=127.0.0.1",
-        "--max-restarts=0",
-        "-m",
-        "trimaran.train",
-        str(run.path),
-    ]
+def local_command(run: RunDirectory) -> list[str]:
+    """Return the command that runs `run` here: the supervisor, which starts the ranks."""
+    return [sys.executable, "-m", "trimaran.launch", str(run.path.absolute())]  # a whole path is never taken for a flag
 
 
 def allocator_settings(plan: Plan) -> dict[str, str]:
@@ -52,13 +38,12 @@ def allocator_settings(plan: Plan) -> dict[str, str]:
 
 
 def worker_environment(outer: Mapping[str, str], plan: Plan, *, on_cpu: bool, deterministic: bool) -> dict[str, str]:
-    """Return the environment of the agent and its ranks; what a person set wins, but for GPUs the run does not want."""
+    """Return what ranks of `plan` find in their environment on top of `outer`; what a person set there wins, but for
+    GPUs that the run does not want."""
     cores = len(os.sched_getaffinity(0))
     ours = {
         "OMP_NUM_THREADS": str(max(1, cores // plan.mesh.world_size)),
         "GLOO_SOCKET_IFNAME": "lo",
-        # A restarted worker must not read the addresses of the attempt before it.
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "PYTHONUNBUFFERED": "1",
     }
     if deterministic:
@@ -68,55 +53,72 @@ def worker_environment(outer: Mapping[str, str], plan: Plan, *, on_cpu: bool, de
     elif not any(name in outer for name in ALLOCATOR_SETTINGS):
         ours |= allocator_settings(plan)
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}
-    return ours | dict(outer) | hidden
+    return {name: value for name, value in ours.items() if name not in outer} | hidden
 
 
 @dataclass(frozen=True, slots=True)
 class LocalRun:
-    """A running set of local ranks; talks to them through the run directory and signals."""
+    """A supervisor at work on this machine; talks to it through signals, and to everybody else through files."""
 
     run: RunDirectory
     command: list[str]
     process: subprocess.Popen[bytes]
 
     def poll(self) -> int | None:
-        """Return the exit code, or None while the ranks are at work."""
+        """Return the exit code, or None while the run goes on."""
         return self.process.poll()
 
     def wait(self, timeout: float | None = None) -> int:
         return self.process.wait(timeout)
 
-    def request_stop(self) -> None:
-        """Ask the ranks to stop at the next step that they agree on."""
-        self.run.stop_request.touch()
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal holds the supervisor: then nobody watches the ranks."""
+        return process_state(self.process.pid) in STOPPED
+
+    def request_stop(self, by: int = signal.SIGTERM) -> None:
+        """Ask for an end at the next step that the ranks agree on, with a complete checkpoint.
+
+        `by` is the signal that we were asked with, which the supervisor writes down: SIGTERM or SIGINT.
+        """
+        self.process.send_signal(by)
+
+    def end(self) -> None:
+        """End every process of the run at once. The supervisor gets a moment to write down that this was asked for."""
+        self.process.send_signal(signal.SIGQUIT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(END_SECONDS)
+        self.kill()
 
     def kill(self) -> None:
-        """End every process of the run at once."""
+        """Kill every process of the run, and return when the supervisor is gone."""
         try:
             doomed = [*psutil.Process(self.process.pid).children(recursive=True)]
         except psutil.NoSuchProcess:
             doomed = []
         self.process.kill()
         for process in doomed:
-            try:
+            with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGKILL)
-            except psutil.NoSuchProcess:
-                continue
         self.process.wait()
 
 
 def _end_with_parent() -> None:
-    """Let the agent get a SIGTERM, which it passes on, when we die: ranks without a watcher would train on unseen."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    """Let the supervisor get a SIGHUP, upon which it stops the run, when we die: nobody would look at it any more.
 
-
-def start_local(run: RunDirectory, *, world_size: int, on_cpu: bool, deterministic: bool = False) -> LocalRun:
-    """Start the ranks of `run` and return at once. Their output goes to `logs/` in the run directory.
-
-    Their environment is what the run's plan asks for. They get a session of their own, so that Ctrl-C reaches us alone
-    and we decide what it means.
+    What it is told before it can listen is kept for it. `nohup` is for us: it must hear of our end all the same.
     """
-    command = local_command(run, world_size=world_size)
+    signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGHUP)
+
+
+def start_local(run: RunDirectory) -> LocalRun:
+    """Start the supervisor of `run` and return at once. What it and the ranks say goes to `logs/` in the run directory.
+
+    They get a session of their own, so that Ctrl-C reaches us alone and we decide what it means.
+    """
+    command = local_command(run)
     with run.agent_log.open("ab") as log:
         process = subprocess.Popen(
             command,
@@ -125,6 +127,5 @@ def start_local(run: RunDirectory, *, world_size: int, on_cpu: bool, determinist
             stderr=subprocess.STDOUT,
             start_new_session=True,
             preexec_fn=_end_with_parent,
-            env=worker_environment(os.environ, run.read_plan(), on_cpu=on_cpu, deterministic=deterministic),
         )
     return LocalRun(run, command, process)

@@ -7,6 +7,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from trimaran.train.store import address_store
+from trimaran.train.ties import ALONE, Ties
+
 TIMEOUT = timedelta(minutes=10)
 
 
@@ -36,13 +39,17 @@ def place_of(environment: Mapping[str, str], *, on_cpu: bool = False) -> Place:
     )
 
 
-def join(place: Place) -> None:
-    """Join the other ranks. The launcher's MASTER_ADDR and MASTER_PORT say where they meet; one rank meets nobody."""
+def join(place: Place, ties: Ties = ALONE) -> None:
+    """Join the other ranks: in the supervisor's store or, without one, where the launcher's MASTER_ADDR and MASTER_PORT
+    say. One rank meets nobody."""
     backend = "gloo"
     if place.device.type == "cuda":
         torch.cuda.set_device(place.device)
         backend = "cpu:gloo,cuda:nccl"
     if place.world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
+    elif ties.store:
+        store = address_store(ties)
+        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=TIMEOUT)
     else:
         dist.init_process_group(backend, rank=place.rank, world_size=place.world_size, timeout=TIMEOUT)

@@ -1,0 +1,49 @@
+"""This machine's part of a run on several: its node, its channel, and who it is to the others."""
+
+import os
+
+from trimaran.core import Plan
+from trimaran.launch.channel import Channel
+from trimaran.launch.formation import Formation
+from trimaran.launch.local import worker_environment
+from trimaran.launch.local_node import LocalNode
+from trimaran.launch.replan import cluster_of
+from trimaran.telemetry import RunDirectory
+from trimaran.telemetry.lease import token_of
+
+
+class Crew:
+    """Made once, whichever role this machine plays: the memory of its ranks outlives every change of roles.
+
+    Make it in the thread that stays to the end, see `LocalNode`.
+    """
+
+    def __init__(self, run: RunDirectory, formation: Formation) -> None:
+        self.run, self.formation = run, formation
+        self.token, self.recipe = token_of(run), run.read_recipe()
+        plan, interface = run.read_plan(), formation.interface
+        self._on_cpu = cluster_of(self.recipe, plan.mesh.world_size).device.kind == "cpu"
+        here = formation.ranks or -(-plan.mesh.world_size // formation.nodes)
+        ours = {
+            "GLOO_SOCKET_IFNAME": interface,
+            "NCCL_SOCKET_IFNAME": interface,
+            "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // here)),
+        }
+        self.per_node = frozenset(ours)
+        self.channel = Channel(formation.address, self.token, own_node=formation.name)
+        self.node = LocalNode(
+            run,
+            num_ranks=here,
+            environment=os.environ | self.environment(plan) | {name: os.environ.get(name, ours[name]) for name in ours},
+            faults=self.recipe.faults,
+            name=formation.name,
+        )
+
+    def environment(self, plan: Plan) -> dict[str, str]:
+        """Return what ranks of `plan` find in their environment on top of ours."""
+        deterministic = self.recipe.train.deterministic
+        return worker_environment(os.environ, plan, on_cpu=self._on_cpu, deterministic=deterministic)
+
+    def close(self) -> None:
+        self.node.close()
+        self.channel.close()

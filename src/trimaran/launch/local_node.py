@@ -1,0 +1,190 @@
+"""The ranks of this machine: forked by a nursery, seen by their pulses, killed as a group."""
+
+import contextlib
+import logging
+import os
+import platform
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from trimaran.core import FaultsSection
+from trimaran.launch.deadline import Deadlines
+from trimaran.launch.node import Ended, Lost, News, Orders, Silent
+from trimaran.launch.nursery_line import NurseryLine
+from trimaran.launch.testify import ENDED, STOPPED, Witnessed, process_group, process_state, testify
+from trimaran.telemetry import Pulse, PulseBoard, RunDirectory
+
+log = logging.getLogger(__name__)
+
+KILL_SECONDS = 30.0
+NAP_SECONDS = 1.0  # a watcher that was away for longer saw nothing, and blames nobody for it
+
+
+@dataclass(slots=True)
+class LocalRank:
+    """A rank of this node: `place` is its row on the board, `pid` its process and its process group."""
+
+    rank: int
+    place: int
+    pid: int = 0
+    code: int | None = None
+
+
+class LocalNode:
+    """A machine's worth of ranks. Make it in a thread that lives as long as the run: the nursery dies with that thread.
+
+    Board and berths (the memory that outlives a rank, see `checkpoint/memory.py`) are made for `num_ranks` and stay
+    for the life of this object, over all attempts and nurseries.
+    """
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        *,
+        num_ranks: int,
+        environment: Mapping[str, str],
+        faults: FaultsSection,
+        name: str = "",
+    ) -> None:
+        self.name, self.num_ranks = name or platform.node(), num_ranks
+        self._run, self._environment, self._faults = run, environment, faults
+        self._board = PulseBoard.make(num_ranks)
+        self._berths = [os.memfd_create(f"trimaran-berth-{place}") for place in range(num_ranks)]
+        self._deadlines = Deadlines(faults)
+        self._ranks: dict[int, LocalRank] = {}
+        self._silent: set[tuple[int, bool]] = set()  # ranks that were told of, and whether they were stopped
+        self._looked = time.monotonic()
+        self._nursery = self._new_nursery()
+
+    def _new_nursery(self) -> NurseryLine:
+        return NurseryLine.start(self._run, self._environment, [self._board.fd, *self._berths])
+
+    @property
+    def warm(self) -> bool:
+        """Whether ranks would start at once. For the time before there are any."""
+        [*self._hear()]
+        return self._nursery.warm or not self._nursery.alive
+
+    def start(self, orders: Orders) -> None:
+        if not self._nursery.alive:
+            self._nursery = self._new_nursery()
+        self._board.clear()
+        self._deadlines.start()
+        self._silent.clear()
+        self._looked = time.monotonic()
+        places = range(orders.num_ranks)
+        self._ranks = {each.rank: each for each in (LocalRank(orders.first_rank + place, place) for place in places)}
+        self._nursery.fork([(each.rank, self._environment_of(each, orders)) for each in self._ranks.values()])
+
+    def _environment_of(self, rank: LocalRank, orders: Orders) -> dict[str, str]:
+        return {
+            "RANK": str(rank.rank),
+            "LOCAL_RANK": str(rank.place),
+            "WORLD_SIZE": str(orders.world_size),
+            "LOCAL_WORLD_SIZE": str(orders.num_ranks),
+            "TRIMARAN_ATTEMPT": str(orders.attempt),
+            "TRIMARAN_STORE": orders.store,
+            "TRIMARAN_TOKEN": orders.token,
+            "TRIMARAN_PULSE": str(self._board.fd),
+            "TRIMARAN_BERTHS": ",".join(map(str, self._berths)),
+            **orders.environment,
+        }
+
+    def news(self) -> list[News]:
+        found = [*self._hear()]
+        now, before, self._looked = time.monotonic(), self._looked, time.monotonic()
+        if now - before > NAP_SECONDS:
+            self._deadlines.excuse(now)
+        pulses = self.pulses()
+        late = self._deadlines.late({rank: pulses[rank] for rank in self._alive()}, now)
+        stopped = self._stopped(pulses, now)
+        silent = {(rank, rank in stopped): seconds for rank, seconds in (late | stopped).items()}
+        for rank, is_stopped in silent.keys() - self._silent:
+            deadline = self._faults.hang_seconds if is_stopped else self._deadlines.of(pulses[rank].section)
+            seconds = silent[rank, is_stopped]
+            found.append(Silent(rank=rank, pulse=pulses[rank], seconds=seconds, deadline=deadline, stopped=is_stopped))
+        self._silent = set(silent)
+        return found
+
+    def _stopped(self, pulses: Mapping[int, Pulse], now: float) -> dict[int, float]:
+        """Return the seconds for which ranks have been stopped by a signal: that is a hang whatever they were doing."""
+        quiet = {rank: now - pulses[rank].alive for rank in self._alive()}
+        limit = self._faults.hang_seconds
+        return {
+            rank: seconds
+            for rank, seconds in quiet.items()
+            if seconds > limit and process_state(self._ranks[rank].pid) in STOPPED
+        }
+
+    def _hear(self, *, wait: float = 0.0) -> Iterator[News]:
+        """Yield the ends of ranks that the nursery tells of; its own end is the end of all of them."""
+        running = self._nursery.alive  # asked first: what it told before its end is still heard
+        for told in self._nursery.hear(wait=wait):
+            rank = self._ranks.get(told.get("rank", -1))
+            if told["told"] == "started" and rank is not None:
+                rank.pid = told["pid"]
+            elif told["told"] == "ended" and rank is not None and rank.pid == told["pid"]:
+                rank.code = told["code"]
+                yield Ended(rank=rank.rank, code=told["code"], time=told["time"])
+        if not running and self._alive():
+            code = self._nursery.process.returncode
+            gone = tuple(self._alive())
+            for rank in self._alive().values():
+                rank.code = -signal.SIGKILL
+            yield Lost(node=self.name, what=f"the process that forks the ranks ended with code {code}", ranks=gone)
+
+    def _alive(self) -> dict[int, LocalRank]:
+        return {number: rank for number, rank in self._ranks.items() if rank.code is None}
+
+    def pulses(self) -> dict[int, Pulse]:
+        return {number: self._board.read(rank.place) for number, rank in self._ranks.items()}
+
+    def testify(self, folder: Path, *, seconds: float, gently: bool = False) -> None:
+        """File what the ranks say. Ranks that ended while this waited are told by the next `news`."""
+        alive = [Witnessed(rank.rank, rank.place, rank.pid) for rank in self._alive().values() if rank.pid]
+        testify(self._run, self._board, alive, folder, seconds=seconds, gently=gently)
+        self._looked = time.monotonic()
+
+    def ask_to_stop(self) -> None:
+        with contextlib.suppress(OSError):  # a full disk: the signal alone has to do
+            self._run.stop_request.touch()
+        for rank in self._alive().values():
+            if rank.pid:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rank.pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        deadline = time.monotonic() + KILL_SECONDS
+        while time.monotonic() < deadline:
+            for rank in self._ranks.values():
+                if rank.pid:
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.killpg(rank.pid, signal.SIGKILL)  # with the loader processes of ranks that are gone
+            [*self._hear(wait=0.02)]
+            if not self._alive() and not any(_exists(rank.pid) for rank in self._ranks.values()):
+                break
+        else:
+            log.error("processes of %s cannot be killed: %s", self.name, [rank.pid for rank in self._ranks.values()])
+        self._ranks = {}
+
+    def close(self) -> None:
+        """End everything here; the memory of the ranks is given back."""
+        self.kill()
+        self._nursery.end()
+        for fd in self._berths:
+            os.close(fd)
+
+
+def _exists(group: int) -> bool:
+    """Whether a process of this group is left, other than ended ones: in some containers nobody buries those."""
+    if not group:
+        return False
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    return any(process_group(pid) == group and process_state(pid) not in ENDED for pid in pids)

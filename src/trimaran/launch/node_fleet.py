@@ -1,0 +1,102 @@
+"""The nodes of a run as their coordinator sees them: who is there, enough of them or not."""
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+
+from trimaran.core import Plan
+from trimaran.launch.crew import Crew
+from trimaran.launch.node import Node
+from trimaran.launch.remote_node import RemoteNode
+from trimaran.launch.signals import Signals
+from trimaran.telemetry import IncidentLog
+from trimaran.telemetry.lease import Lease
+from trimaran.telemetry.wire import Record
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.05
+REGROUP_SECONDS = 3.0  # for the nodes that are left to find each other after one was lost
+FAREWELL_SECONDS = 3.0
+SKEW_SECONDS = 5.0  # between wall clocks: worth a word, though nothing depends on it
+
+
+class FencedError(Exception):
+    """Somebody else runs the run now."""
+
+
+class NodeFleet:
+    """Implements `supervisor.Fleet`. `formed`: the nodes were together before, and a loss made us the coordinator."""
+
+    def __init__(self, crew: Crew, lease: Lease, signals: Signals, *, formed: bool) -> None:
+        self.store, self.token = crew.channel.address, crew.token
+        self._crew, self._lease, self._signals, self._formed = crew, lease, signals, formed
+        self._remote: dict[str, RemoteNode] = {}
+
+    def muster(self) -> list[Node] | None:
+        """Return the nodes that are there, in the order of their names, once they are enough; None: they are not.
+
+        All of them are waited for at first; later, as few as allowed are enough, after a moment to regroup.
+        """
+        ask, began = self._crew.formation, time.monotonic()
+        patience = REGROUP_SECONDS if self._formed else ask.wait_seconds
+        while not self._signals.asked:
+            if not self.holds():
+                raise FencedError
+            nodes, waited = self._present(), time.monotonic() - began
+            if len(nodes) >= ask.nodes or (len(nodes) >= ask.min_nodes and waited > patience):
+                self._formed = True
+                log.info("%d of %d nodes: %s", len(nodes), ask.nodes, ", ".join(node.name for node in nodes))
+                return nodes
+            if waited > max(patience, ask.wait_seconds):
+                return None
+            time.sleep(LOOK_SECONDS)
+        return None
+
+    def growth(self, nodes: Sequence[Node]) -> int | None:
+        """Return how many ranks there could be now that nodes have come which `nodes`, those at work, lack."""
+        there = self._present()
+        room = sum(node.num_ranks for node in there)
+        return room if len(there) > len(nodes) and room > sum(node.num_ranks for node in nodes) else None
+
+    def environment(self, plan: Plan) -> Mapping[str, str]:
+        shared = {
+            name: value for name, value in self._crew.environment(plan).items() if name not in self._crew.per_node
+        }
+        return shared | {"TRIMARAN_TERM": str(self._lease.term)}
+
+    def over(self, attempt: int) -> None:
+        self._crew.channel.forget(attempt)
+
+    def holds(self) -> bool:
+        return self._lease.holds()
+
+    def dismiss(self, code: int) -> None:
+        """Send everybody home with the run's exit code; waits a moment until they have heard it."""
+        there = [node for node in self._present() if isinstance(node, RemoteNode)]
+        for node in there:
+            node.dismiss(code)
+        until = time.monotonic() + FAREWELL_SECONDS
+        while time.monotonic() < until and any(not node.lost for node in there):
+            time.sleep(LOOK_SECONDS)
+
+    def _present(self) -> list[Node]:
+        """Return this node and those that speak to it, in the order of their names; no more than are wanted."""
+        for name, desk in list(self._crew.channel.desks.items()):
+            known = self._remote.get(name)
+            if (known is None or known.desk is not desk) and desk.inbox:
+                hello = desk.inbox.popleft()
+                self._remote[name] = RemoteNode(self._crew.run, name, desk, num_ranks=int(hello["num_ranks"]))
+                self._mention_skew(name, hello)
+        there: list[Node] = [self._crew.node, *(node for node in self._remote.values() if not node.lost)]
+        return sorted(there, key=lambda node: node.name)[: self._crew.formation.nodes]
+
+    def _mention_skew(self, name: str, hello: Record) -> None:
+        """Tell people when a node's clock differs from ours; files of both would be hard to read side by side."""
+        skew = float(hello["time"]) - time.time()
+        if abs(skew) > SKEW_SECONDS:
+            what = (
+                f"the clock of {name} is {abs(skew):.0f} s {'ahead' if skew > 0 else 'behind'}; nothing depends on it"
+            )
+            log.warning(what)
+            IncidentLog(self._crew.run).notice("host", what, action="continued", evidence={"skew_seconds": skew})

@@ -1,0 +1,113 @@
+"""Ranks that get into trouble, and a supervisor's view of them: forked, each with a witness and a log."""
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from tests.ranks import _free_port
+from tests.runs import new_run
+from trimaran.launch.blame import Judgement, judge
+from trimaran.launch.node import Ended
+from trimaran.launch.testify import Witnessed, testify
+from trimaran.launch.testimony import Testimony as Account
+from trimaran.launch.testimony import read_testimonies
+from trimaran.telemetry import Follower, Journal, PulseBoard
+from trimaran.train.ties import Ties
+from trimaran.train.witness import Witness
+
+Scenario = Callable[[int, Ties], Any]
+
+
+class Dock:
+    """`world_size` gloo ranks that run `scenario(rank, ties)`, which enters section `save` where the trouble begins."""
+
+    def __init__(self, path: Path, world_size: int, scenario: Scenario) -> None:
+        self.run = new_run(path / "run", world_size=world_size)
+        self.world_size = world_size
+        self.board = PulseBoard.make(world_size)
+        self.board.clear()
+        context, port = multiprocessing.get_context("fork"), _free_port()
+        args = [(self.run, rank, world_size, port, self.board, scenario) for rank in range(world_size)]
+        self.processes = [context.Process(target=_rank, args=each) for each in args]
+
+    def __enter__(self) -> Self:
+        for process in self.processes:
+            process.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+    def pid(self, rank: int) -> int:
+        pid = self.processes[rank].pid
+        assert pid is not None
+        return pid
+
+    def until(self, true: Callable[[], bool], seconds: float = 30.0) -> None:
+        end = time.monotonic() + seconds
+        while not true():
+            assert time.monotonic() < end, [self.board.read(place) for place in range(self.world_size)]
+            time.sleep(0.02)
+
+    def in_trouble(self) -> None:
+        """Return when every rank has come to where the trouble begins, and has had time to get into it."""
+        self.until(lambda: all(self.board.read(place).section == "save" for place in range(self.world_size)))
+        time.sleep(0.4)
+
+    def ask(self, folder: Path | None = None) -> dict[int, Account]:
+        """Return the testimony of all ranks, as the supervisor gets it."""
+        folder = folder or self.run.incident("i-0001")
+        living = [rank for rank in range(self.world_size) if self.processes[rank].is_alive()]
+        testify(
+            self.run,
+            self.board,
+            [Witnessed(rank, rank, self.pid(rank)) for rank in living],
+            folder,
+            seconds=2.0,
+            gently=False,
+        )
+        return read_testimonies(self.run, folder, range(self.world_size))
+
+    def judge(self) -> Judgement:
+        deaths = [
+            Ended(rank=rank, code=process.exitcode, time=rank)
+            for rank, process in enumerate(self.processes)
+            if process.exitcode is not None
+        ]
+        events = [event for rank in range(self.world_size) for event in Follower(self.run.events(rank)).new()]
+        return judge(self.ask(), deaths, events)
+
+
+def _rank(run: Any, rank: int, world_size: int, port: int, board: PulseBoard, scenario: Scenario) -> None:
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+                      GLOO_SOCKET_IFNAME="lo", TORCH_FR_BUFFER_SIZE="2000")  # fmt: skip
+    log = os.open(run.log(rank), os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    faulthandler.enable(sys.__stderr__)
+    ties, code = Ties(board=board, place=rank), 1
+    with Journal(run, rank) as journal, Witness(run, rank, ties), contextlib.suppress(Exception):
+        try:
+            dist.init_process_group("gloo", timeout=timedelta(seconds=40))
+            scenario(rank, ties)
+            code = 0
+        except Exception as error:
+            journal.event("error", type=type(error).__name__, message=str(error))
+            traceback.print_exc(file=sys.__stderr__)
+    os._exit(code)

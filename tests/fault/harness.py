@@ -1,0 +1,161 @@
+"""A supervised run of two tiny ranks, to break things in: start it, wait for a step, strike, read what was filed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from trimaran.core import Incident, parse_recipe
+from trimaran.data import cache_folder, prepare
+from trimaran.hardware import parse_cluster
+from trimaran.models import spec_of
+from trimaran.planner import choose
+from trimaran.telemetry import RunDirectory, create_run, read_incidents
+
+ROOT = Path(__file__).parents[2]
+TINY = (
+    "model.shape={layers: 2, hidden: 32, heads: 4, kv_heads: 2, ffn: 64}",
+    "data.seq_len=32",
+    "train.global_batch=8",
+    "train.sample.tokens=0",
+    "train.evaluate.batches=0",
+    "train.deterministic=true",
+)
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
+    """Return the first true answer of `condition`; fail after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not (answer := condition()):
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.02)
+    return answer
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """Return the whole lines of a journal that may be being written."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+@dataclass
+class Supervised:
+    """A run and its supervisor, `python -m trimaran.launch`."""
+
+    run: RunDirectory
+    process: subprocess.Popen[bytes]
+
+    @classmethod
+    def start(
+        cls,
+        path: Path,
+        *settings: str,
+        ranks: int = 2,
+        fault: str = "",
+        pause: float = 0.0,
+        extra: Mapping[str, str] | None = None,
+    ) -> "Supervised":
+        """Make a run of `ranks` replicas at `path` and start its supervisor; see `plugin` for `fault` and `pause`.
+
+        `extra` comes on top of the environment.
+        """
+        overrides = [*TINY, f"cluster={ranks}xcpu", f"plan.mesh.dp_replicate={ranks}", *settings]
+        recipe = parse_recipe("", name="test", overrides=overrides)
+        prepare(recipe.data, cache=cache_folder(os.environ))
+        run = create_run(path, recipe, choose(recipe, spec_of(recipe.model), parse_cluster(recipe.cluster)))
+        return cls.again(run, fault=fault, pause=pause, extra=extra)
+
+    @classmethod
+    def again(
+        cls, run: RunDirectory, *, fault: str = "", pause: float = 0.0, extra: Mapping[str, str] | None = None
+    ) -> "Supervised":
+        """Start a supervisor for a run that exists."""
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+        if fault or pause:
+            environment |= {"TRIMARAN_TEST_PLUGIN": "tests.fault.plugin", "TRIMARAN_TEST_PAUSE": str(pause)}
+            environment |= {"TRIMARAN_TEST_FAULT": fault} if fault else {}
+        environment |= extra or {}
+        with run.agent_log.open("ab") as log:
+            command = [sys.executable, "-m", "trimaran.launch", str(run.path)]
+            return cls(run, subprocess.Popen(command, stdout=log, stderr=log, env=environment))
+
+    def __enter__(self) -> "Supervised":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave no process behind, whatever the test did."""
+        left = self.processes()
+        self.process.kill()
+        self.process.wait()
+        wait_for(lambda: not any(each.is_running() and each.status() != "zombie" for each in left), 10)
+
+    @property
+    def incidents(self) -> list[Incident]:
+        return read_incidents(self.run)
+
+    @property
+    def troubles(self) -> list[Incident]:
+        """Return the incidents but those that changed nothing: on a busy machine ranks may be found to be slow."""
+        return [each for each in self.incidents if each.cause not in ("straggler", "network")]
+
+    def step(self) -> int:
+        """Return the last step that rank 0 has written down."""
+        found = lines(self.run.metrics)
+        return found[-1]["step"] if found else 0
+
+    def wait_for_step(self, step: int, seconds: float = 60.0) -> None:
+        wait_for(lambda: self.step() >= step, seconds)
+
+    def pid(self, rank: int) -> int:
+        """Return the process of `rank` in the newest attempt."""
+        starts = [each for each in lines(self.run.events(rank)) if each["kind"] == "start"]
+        return starts[-1]["data"]["pid"]
+
+    def events(self, rank: int, kind: str) -> list[dict[str, Any]]:
+        return [each for each in lines(self.run.events(rank)) if each["kind"] == kind]
+
+    def wait_for_events(self, rank: int, kind: str, number: int, seconds: float = 60.0) -> None:
+        """Return when a rank has written that many events of a kind, in all attempts together."""
+        wait_for(lambda: len(self.events(rank, kind)) >= number, seconds)
+
+    def strike(self, rank: int, number: signal.Signals) -> float:
+        """Send a signal to a rank and return when, in seconds since the epoch."""
+        now = time.time()
+        os.kill(self.pid(rank), number)
+        return now
+
+    def wait_for_trouble(self, known: int, seconds: float = 60.0) -> Incident:
+        """Return the incident after the first `known` ones, once it is clear what it has cost."""
+
+        def settled() -> Incident | None:
+            found = self.troubles[known:]
+            return found[0] if found and ("seconds_to_recover" in found[0].cost or self._is_over(found[0])) else None
+
+        return wait_for(settled, seconds)
+
+    @staticmethod
+    def _is_over(incident: Incident) -> bool:
+        return incident.action in ("stopped", "skipped", "rewound", "continued", "saved")
+
+    def attempts(self) -> int:
+        return sum("world_size" in each for each in lines(self.run.attempts))
+
+    def processes(self) -> list[psutil.Process]:
+        """Return the supervisor's descendants: the nursery, the ranks, their loaders."""
+        try:
+            return psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+
+    def wait(self, seconds: float = 60.0) -> int:
+        """Return the exit code of the supervisor."""
+        return self.process.wait(seconds)

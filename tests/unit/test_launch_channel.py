@@ -1,0 +1,284 @@
+"""The supervisor's channel: what torch's stores mean, for those who know the token; nothing for strangers."""
+
+import json
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from trimaran.core import UserError
+from trimaran.launch.channel import SILENT_SECONDS, STRANGERS, Channel
+from trimaran.telemetry.wire import (
+    Line,
+    Reader,
+    RefusedError,
+    Seal,
+    WireError,
+    fingerprint,
+    frame,
+    proof,
+    split_address,
+)
+from trimaran.train.store import TokenStore
+
+TOKEN = "a token of a test"
+
+
+@pytest.fixture
+def channel() -> Iterator[Channel]:
+    made = Channel("127.0.0.1", TOKEN)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def store(channel: Channel) -> TokenStore:
+    return TokenStore(channel.address, TOKEN, attempt=0, timeout=timedelta(seconds=5))
+
+
+def knock(channel: Channel) -> socket.socket:
+    return socket.create_connection(split_address(channel.address), timeout=5.0)
+
+
+def until(condition: Callable[[], Any], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def hear_all(stranger: socket.socket) -> bytes:
+    """Return what is said until the other side hangs up."""
+    heard = b""
+    try:
+        while data := stranger.recv(4096):
+            heard += data
+    except ConnectionResetError:
+        pass
+    return heard
+
+
+def test_the_store_means_what_torch_s_own_means(store: TokenStore) -> None:
+    """The same calls on both, also through the prefix that torch puts before its keys."""
+    theirs = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=5))
+    answers = []
+    for one in (dist.PrefixStore("p", store), dist.PrefixStore("p", theirs)):
+        one.set("bytes", bytes(range(256)))
+        one.multi_set(["a", "b"], ["1", "2"])
+        one.append("a", "x")
+        answers.append([
+            one.get("bytes"), one.multi_get(["a", "b"]), one.add("n", 3), one.add("n", -1), one.get("n"),
+            one.check(["a", "b"]), one.check(["a", "c"]), one.compare_set("c", "", "new"),
+            one.compare_set("c", "old", "newer"), one.compare_set("c", "new", "newest"),
+            one.compare_set("nowhere", "old", "new"), one.delete_key("c"), one.delete_key("c"),
+            one.check(["nowhere"]), one.wait(["a", "b"], timedelta(seconds=1)), one.has_extended_api(),
+        ])  # fmt: skip
+    assert answers[0] == answers[1]
+
+
+def test_a_wait_ends_when_the_last_key_comes_and_does_not_hold_up_other_threads(store: TokenStore) -> None:
+    got: list[list[bytes]] = []
+    waiter = threading.Thread(target=lambda: got.append(store.multi_get(["x", "y"])))
+    waiter.start()
+    store.set("x", "1")
+    time.sleep(0.1)
+    assert not got
+    store.set("y", "2")
+    waiter.join(5.0)
+    assert got == [[b"1", b"2"]]
+
+
+def test_a_wait_in_vain_says_what_is_missing(store: TokenStore) -> None:
+    store.set("there", "1")
+    began = time.monotonic()
+    with pytest.raises(dist.DistStoreError, match="missing-key"):
+        store.wait(["there", "missing-key"], timedelta(seconds=0.3))
+    assert 0.3 <= time.monotonic() - began < 3.0
+
+
+def test_an_attempt_that_is_over_takes_and_gives_nothing(channel: Channel, store: TokenStore) -> None:
+    store.set("address", "old")
+    errors: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            store.get("never")
+        except dist.DistStoreError as error:
+            errors.append(error)
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    time.sleep(0.1)
+    channel.forget(0)
+    waiter.join(2.0)
+    assert "over" in str(errors)
+    with pytest.raises(dist.DistStoreError, match="over"):
+        store.set("address", "a ghost's")
+    assert TokenStore(channel.address, TOKEN, attempt=1).num_keys() == 0
+
+
+def test_big_values_and_many_keys_go_through(store: TokenStore) -> None:
+    data = secrets.token_bytes(8 * 2**20)
+    store.set("big", data)
+    assert store.get("big") == data
+    store.multi_set([f"k{each}" for each in range(2000)], ["v"] * 2000)
+    assert store.num_keys() == 2001
+
+
+def test_a_store_of_another_run_is_refused_by_name(channel: Channel) -> None:
+    with pytest.raises(UserError, match=r"S023: run [0-9a-f]{12} answers here"):
+        TokenStore(channel.address, "the token of another run", attempt=0).get("x")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        os.urandom(4096),
+        struct.pack("!I", 2**31) + b"x" * 100,
+        struct.pack("!I", 5) + b"[1,2]",
+        struct.pack("!I", 4000) + b"[" * 4000,
+        frame({"op": "set", "attempt": 0, "keys": ["k"], "values": ["eA=="]}),
+        frame({"nonce": "n", "proof": "0" * 64}),
+        frame({"nonce": ["n"], "proof": {"a": 1}}),
+    ],
+)
+def test_a_stranger_is_hung_up_on_and_counted(channel: Channel, store: TokenStore, words: bytes) -> None:
+    store.set("k", "ours")
+    with knock(channel) as stranger:
+        stranger.sendall(words)
+        assert TOKEN.encode() not in hear_all(stranger)
+    until(lambda: sum(channel.refused.values()) == 1)
+    assert (store.get("k"), store.num_keys()) == (b"ours", 1)
+
+
+def test_half_a_frame_is_waited_for_two_seconds(channel: Channel) -> None:
+    with knock(channel) as stranger:
+        stranger.sendall(b"\0\0")
+        began = time.monotonic()
+        hear_all(stranger)
+    assert 1.5 < time.monotonic() - began < 8.0
+    assert channel.refused["slow"] == 1
+
+
+def test_a_thousand_idle_strangers_do_not_disturb(channel: Channel, store: TokenStore) -> None:
+    store.set("k", "v")
+    crowd = [knock(channel) for _ in range(1000)]
+    until(lambda: channel.num_strangers <= STRANGERS)
+    began = time.monotonic()
+    for _ in range(50):
+        assert store.get("k") == b"v"
+    newcomer = TokenStore(channel.address, TOKEN, attempt=0)
+    assert newcomer.get("k") == b"v"
+    assert time.monotonic() - began < 2.0
+    for each in crowd:
+        each.close()
+    assert channel.refused["crowd"] >= 1000 - STRANGERS
+
+
+def test_a_frame_that_was_changed_on_the_way_ends_the_conversation(channel: Channel, store: TokenStore) -> None:
+    """Somebody who knows the token opens the line, somebody on the way writes into it."""
+    store.set("k", "ours")
+    reader = Reader()
+    with knock(channel) as line:
+        while (hello := reader.next()) is None:
+            reader.feed(line.recv(4096))
+        line.sendall(frame({"nonce": "n", "proof": proof(TOKEN, "client", hello["nonce"], "n")}))
+        while reader.next() is None:
+            reader.feed(line.recv(4096))
+        good = frame({"op": "delete", "attempt": 0, "keys": ["x"]}, Seal(TOKEN, "client", hello["nonce"], "n"))
+        line.sendall(good.replace(b'"x"', b'"k"'))
+        assert hear_all(line) == b""
+    assert store.get("k") == b"ours"
+    assert channel.refused["garbage"] == 1
+
+
+def test_a_server_that_does_not_know_the_token_is_not_believed() -> None:
+    """It copies the name of the run, which is no secret, and hopes to be told something."""
+    with socket.create_server(("127.0.0.1", 0)) as fake:
+
+        def serve() -> None:
+            guest, _ = fake.accept()
+            with guest:
+                guest.sendall(frame({"run": fingerprint(TOKEN), "nonce": "n"}))
+                guest.recv(4096)
+                guest.sendall(frame({"proof": "0" * 64}))
+                guest.recv(4096)
+
+        threading.Thread(target=serve, daemon=True).start()
+        with pytest.raises(RefusedError):
+            Line(f"127.0.0.1:{fake.getsockname()[1]}", TOKEN, seconds=5.0)
+
+
+def test_friends_who_talk_nonsense_are_hung_up_on(channel: Channel) -> None:
+    for nonsense in ({"op": "format"}, {"op": "get", "attempt": 0, "keys": [1], "seconds": 1}, {"op": "add"}):
+        with Line(channel.address, TOKEN, seconds=5.0) as line, pytest.raises(WireError):
+            line.ask(nonsense, seconds=5.0)
+    assert channel.refused["garbage"] == 3
+
+
+def test_the_channel_listens_on_its_one_address(channel: Channel) -> None:
+    host, port = split_address(channel.address)
+    assert host == "127.0.0.1"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port), timeout=2.0)
+
+
+def test_an_address_of_another_machine_is_a_mistake() -> None:
+    with pytest.raises(UserError, match="S022"):
+        Channel("203.0.113.7", TOKEN)
+
+
+def test_a_port_is_free_again_after_close(channel: Channel) -> None:
+    _, port = split_address(channel.address)
+    channel.close()
+    Channel("127.0.0.1", TOKEN, port=port).close()
+
+
+def test_nodes_leave_letters_and_take_theirs(channel: Channel) -> None:
+    hello = {"op": "exchange", "node": "b", "session": "s1", "messages": [{"num_ranks": 2}]}
+    with Line(channel.address, TOKEN, seconds=5.0) as line:
+        assert line.ask(hello, seconds=5.0) == {"messages": []}
+        desk = channel.desks["b"]
+        assert desk.inbox.popleft() == {"num_ranks": 2}
+        desk.outbox.append({"do": "start"})
+        assert line.ask(hello | {"messages": []}, seconds=5.0) == {"messages": [{"do": "start"}]}
+        with Line(channel.address, TOKEN, seconds=5.0) as second:
+            assert "error" in second.ask(hello | {"session": "s2"}, seconds=5.0)
+        assert not desk.broken
+    until(lambda: desk.broken, SILENT_SECONDS)
+    with Line(channel.address, TOKEN, seconds=5.0) as line:
+        assert line.ask(hello | {"session": "s3"}, seconds=5.0) == {"messages": []}
+    assert channel.desks["b"] is not desk
+
+
+def test_what_is_said_is_json_and_the_token_is_not_in_it(channel: Channel) -> None:
+    """Everything that goes over the wire in a conversation, recorded by a relay."""
+    said: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as relay:
+
+        def pump(source: socket.socket, target: socket.socket) -> None:
+            while data := source.recv(65536):
+                said.append(data)
+                target.sendall(data)
+
+        def serve() -> None:
+            guest, _ = relay.accept()
+            inner = knock(channel)
+            threading.Thread(target=pump, args=(inner, guest), daemon=True).start()
+            pump(guest, inner)
+
+        threading.Thread(target=serve, daemon=True).start()
+        store = TokenStore(f"127.0.0.1:{relay.getsockname()[1]}", TOKEN, attempt=0)
+        store.set("k", "v")
+        assert store.get("k") == b"v"
+    assert TOKEN.encode() not in b"".join(said)
+    assert json.loads(said[0][4:])["run"]

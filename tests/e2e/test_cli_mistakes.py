@@ -146,9 +146,6 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_keeps_nothing_of_the_run(full_disk: Path, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = str(full_disk / "a" / "run")
     assert mistake(["train", "--run-dir", run], capsys)["code"] == "D005"
-    error = mistake(["train", "--run-dir", run, "--set", "train.save=false"], capsys)
-    assert error["code"] == "D003"
-    assert "No space left" in error["what"]
     assert not any(full_disk.iterdir())
 
 

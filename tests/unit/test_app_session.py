@@ -11,19 +11,22 @@ from pathlib import Path
 
 import pytest
 
-from trimaran.app.cli import session
+from trimaran.app.cli import session, stop_button
 from trimaran.app.cli.main import main
-from trimaran.launch import LocalRun
+from trimaran.launch import local
+from trimaran.launch.local import LocalRun
 from trimaran.telemetry import RunDirectory
 
 RANK = """
-import sys, time
+import signal, sys, time
 from pathlib import Path
 from tests.runs import start_ranks, step_metrics
 from trimaran.telemetry import Journal, RunDirectory
 
 run = RunDirectory(Path(sys.argv[1]))
 steps = 10
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, lambda *_: run.stop_request.touch())
 
 
 def train(journal, pause=0.0):
@@ -32,7 +35,7 @@ def train(journal, pause=0.0):
         time.sleep(pause)
         if run.stop_request.exists():
             journal.event("stop", step=step, reason="asked to stop")
-            break
+            sys.exit(75)
     journal.event("done", step=step, steps=step, seconds=1.0)
 
 
@@ -58,7 +61,7 @@ class Stage:
         settings = ["train.steps=10", "cluster=2xcpu", "data.source=text", "data.path=text.txt", "data.seq_len=16"]
         return main(["train", "--run-dir", "run", *(word for pair in settings for word in ("--set", pair)), *more])
 
-    def _start_local(self, run: RunDirectory, *, world_size: int, on_cpu: bool, deterministic: bool) -> LocalRun:
+    def _start_local(self, run: RunDirectory) -> LocalRun:
         command = [sys.executable, "-c", RANK.replace("{script}", self._script), str(run.path)]
         environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
         with run.agent_log.open("wb") as log:
@@ -104,9 +107,9 @@ def test_a_mistake_that_a_rank_finds_is_told_like_ours(stage: Stage, capsys: pyt
     assert capsys.readouterr().err == "T030: odd tokens\n  where: data\n  fix:   use others\n"
 
 
-def test_a_fault_is_told_with_its_log_and_exit_code_1(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fault_is_told_with_its_log_and_exit_code(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
     log = 'run.log(0).write_text("Traceback\\nOverflow: too much\\n")'
-    assert stage.train(f'{log}; journal.event("error", type="Overflow", message="too much"); sys.exit(9)') == 1
+    assert stage.train(f'{log}; journal.event("error", type="Overflow", message="too much"); sys.exit(9)') == 9
     shown = capsys.readouterr()
     assert shown.err == ""
     assert "Overflow: too much" in shown.out
@@ -120,14 +123,14 @@ def test_ranks_that_die_at_once_leave_the_launchers_words(stage: Stage, capsys: 
     assert "no such device" in shown.err
 
 
-def press_ctrl_c_when(*files: Path) -> threading.Thread:
-    """Press Ctrl-C when the first of `files` appears, and again for each that follows."""
+def press_when(*files: Path, number: signal.Signals = signal.SIGINT) -> threading.Thread:
+    """Press Ctrl-C, or send another signal, when the first of `files` appears, and again for each that follows."""
 
     def press() -> None:
         for file in files:
             while not file.exists():
                 time.sleep(0.02)
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
 
     thread = threading.Thread(target=press, daemon=True)
     thread.start()
@@ -135,17 +138,26 @@ def press_ctrl_c_when(*files: Path) -> threading.Thread:
 
 
 def test_ctrl_c_stops_after_the_step_and_keeps_the_result(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
-    press_ctrl_c_when(Path("run/events/rank-0.jsonl").absolute())
-    assert stage.train("steps = 1000; train(journal, pause=0.02)", "--set", "train.steps=1000") == 130
+    press_when(Path("run/events/rank-0.jsonl").absolute())
+    assert stage.train("steps = 1000; train(journal, pause=0.02)", "--set", "train.steps=1000") == 75
     shown = capsys.readouterr().out
-    assert "stopping after this step; Ctrl-C again to stop at once" in shown
+    assert "stopping after this step, with a checkpoint; Ctrl-C again to stop at once" in shown
     assert "stopped  loss" in shown
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_ctrl_c_twice_ends_the_ranks_at_once(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
-    press_ctrl_c_when(Path("run/events/rank-0.jsonl").absolute(), Path("run/stop").absolute())
-    assert stage.train("time.sleep(600)", "--quiet") == 130
+def test_a_scheduler_may_ask_twice_and_is_still_left_a_result(stage: Stage) -> None:
+    press_when(Path("run/events/rank-0.jsonl").absolute(), Path("run/stop").absolute(), number=signal.SIGTERM)
+    script = "steps = 1000; run.stop_request.touch(); time.sleep(1); train(journal, pause=0.02)"
+    assert stage.train(script, "--set", "train.steps=1000") == 75
+
+
+def test_ctrl_c_twice_ends_the_ranks_at_once(
+    stage: Stage, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    press_when(Path("run/events/rank-0.jsonl").absolute(), Path("run/stop").absolute())
+    monkeypatch.setattr(local, "END_SECONDS", 0.1)
+    assert stage.train("signal.signal(signal.SIGQUIT, signal.SIG_IGN); time.sleep(600)", "--quiet") == 130
     assert "stopping at once" in capsys.readouterr().out
     assert stage.ranks[0].poll() == -signal.SIGKILL
 
@@ -158,3 +170,21 @@ def test_no_rank_is_left_behind_when_the_show_fails(stage: Stage, monkeypatch: p
     with pytest.raises(RuntimeError, match="fell over"):
         stage.train("time.sleep(600)")
     assert stage.ranks[0].poll() == -signal.SIGKILL
+
+
+def test_a_run_can_be_gone_on_with_from_any_folder(stage: Stage) -> None:
+    assert stage.train("train(journal)") == 0
+    assert stage.ranks[0].run.read_recipe().data.path == str(Path("text.txt").absolute())
+
+
+def test_a_killed_supervisor_is_named(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
+    assert stage.train("import os; os.kill(os.getpid(), signal.SIGKILL)") == 1
+    assert "the supervisor was killed by SIGKILL, and the ranks with it" in capsys.readouterr().out
+
+
+def test_a_supervisor_that_a_signal_holds_is_told_of_once(stage: Stage, monkeypatch: pytest.MonkeyPatch,
+                                                          capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    monkeypatch.setattr(stop_button, "HELD_SECONDS", 0.1)
+    wake = "subprocess.Popen(['sh', '-c', f'sleep 2; kill -CONT {os.getpid()}'])"
+    assert stage.train(f"import os, subprocess; {wake}; os.kill(os.getpid(), signal.SIGSTOP); train(journal)") == 0
+    assert capsys.readouterr().out.count(f"kill -CONT {stage.ranks[0].process.pid}") == 1

@@ -138,6 +138,17 @@ def test_log_lines_come_once_with_their_rank_and_without_control_codes(tmp_path:
     assert state.refresh() == []
 
 
+def test_of_a_traceback_only_what_was_wrong_is_shown(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run")
+    state = RunState(run)
+    run.log(0).write_text('before\nTraceback (most recent call last):\n  File "a.py", line 1\n')
+    shown = state.refresh()
+    with run.log(0).open("a") as file:
+        file.write("    sink()\n    ^^^^\nValueError: too deep\n-- start 2 --\nafter\n")
+    shown += state.refresh()
+    assert [line.text for line in shown] == ["before", "ValueError: too deep", "after"]
+
+
 def test_a_huge_log_is_read_from_near_its_end(tmp_path: Path) -> None:
     run = new_run(tmp_path / "run")
     run.log(0).write_bytes(b"x" * 99 + b"\n" + b"y" * 99 + b"\n" * 100_000 + b"the end\n")
@@ -152,12 +163,14 @@ def test_a_run_with_a_missing_file_is_one_clear_error(tmp_path: Path, damage: st
         RunState(run)
 
 
-def test_a_damaged_journal_is_one_clear_error(tmp_path: Path) -> None:
+def test_the_half_line_of_a_killed_rank_is_passed_over(tmp_path: Path) -> None:
     run = new_run(tmp_path / "run")
-    run.metrics.write_text('{"step": 1, "lo\n')
-    with pytest.raises(UserError, match="A008") as caught:
-        RunState(run).refresh()
-    assert caught.value.where == str(run.metrics)
+    run.metrics.write_text('{"step": 1, "lo')
+    with Journal(run, 0) as journal:
+        journal.step(step_metrics(2, loss=2.0))
+    state = RunState(run)
+    state.refresh()
+    assert [step.step for step in state.steps] == [2]
 
 
 def test_what_only_some_plans_report_is_told_in_words(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from trimaran.app.cli.summary import explain_failure, next_commands, summarise
 from trimaran.app.cli.view import difference, draw, line
 from trimaran.core import UserError
 from trimaran.telemetry import Journal, RunDirectory
+from trimaran.telemetry.attempts import AttemptLog
 
 
 def state_of(run: RunDirectory) -> RunState:
@@ -140,9 +141,16 @@ def test_the_next_commands_are_as_typed(tmp_path: Path) -> None:
     commands = [shlex.split(command) for command in next_commands(state_of(run))]
     assert commands == [
         ["trimaran", "generate", str(run.path), "--prompt", "class "],
+        ["trimaran", "resume", str(run.path), "--set", "train.steps=20"],
         ["trimaran", "watch", str(run.path)],
-        ["trimaran", "train", str(run.recipe), "--set", "train.steps=30"],
     ]
+
+
+def test_a_run_that_was_stopped_is_to_be_gone_on_with_first(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run")
+    AttemptLog(run).over(75, "asked to end before anything was started")
+    state = state_of(run)
+    assert (state.status, next_commands(state)[0]) == ("stopped", f"trimaran resume {run.path}")
 
 
 def test_a_model_that_was_not_saved_is_not_offered_to_generate(tmp_path: Path) -> None:

@@ -8,9 +8,10 @@ from rich.live import Live
 from rich.text import Text
 
 from trimaran.app.cli.chart import ORANGE
-from trimaran.app.cli.logs import LogLine
+from trimaran.app.cli.logs import LogLine, printable
 from trimaran.app.cli.state import RunState
 from trimaran.app.cli.view import draw, line
+from trimaran.launch.verdict import verdict
 
 FRAME_SECONDS = 0.25
 MAX_FRAME_SECONDS = 2.0
@@ -31,12 +32,14 @@ def follow(state: RunState, console: Console, *, over: Callable[[], bool]) -> No
 
 def _follow_in_panel(state: RunState, console: Console, over: Callable[[], bool]) -> None:
     """Draw the panel a few times a second, with room behind it for the ^C that a terminal echoes."""
+    shown = {incident.id for incident in state.incidents}
     with Live(console=console, auto_refresh=False) as live:
         ended = False
         while not ended:
             began = time.monotonic()
             ended = over()
             show_log(state.refresh(), console)
+            show_incidents(state, console, shown)
             live.update(draw(state, width=console.width - len("^C")), refresh=True)
             if not ended:
                 drawing = time.monotonic() - began
@@ -46,9 +49,11 @@ def _follow_in_panel(state: RunState, console: Console, over: Callable[[], bool]
 def _follow_in_lines(state: RunState, console: Console, over: Callable[[], bool]) -> None:
     """Print a line for the first step, for the last, and in between not more often than every few seconds."""
     shown, due, ended, evaluated = -1, 0.0, False, 0
+    told = {incident.id for incident in state.incidents}
     while not ended:
         ended = over()
         show_log(state.refresh(), console)
+        show_incidents(state, console, told)
         for step, loss in state.evaluations[evaluated:]:
             print_plain(console, f"step {step}  held-out loss {loss:.4f}")
         evaluated = len(state.evaluations)
@@ -66,6 +71,16 @@ def show_log(lines: Iterable[LogLine], console: Console) -> None:
         console.print(
             Text.assemble((f"[rank {each.rank}] ", "dim"), (each.text, ORANGE if loud else "dim")), soft_wrap=True
         )
+
+
+def show_incidents(state: RunState, console: Console, shown: set[str]) -> None:
+    """Print the verdict of every incident about which something was done, once."""
+    for incident in state.incidents:
+        if incident.id not in shown and incident.action is not None:
+            shown.add(incident.id)
+            first, _, rest = printable(verdict(incident)).partition("\n")
+            console.print(Text(first, style=f"bold {ORANGE}"), soft_wrap=True)
+            print_plain(console, rest)
 
 
 def print_plain(console: Console, text: str) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 from trimaran.telemetry import LineFollower
 
 MAX_TAIL_BYTES = 1 << 16
+TRACEBACK = "Traceback (most recent call last):"
+ATTEMPT = re.compile(r"-- start \d+ --")  # where the nursery starts a rank anew
 
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -24,14 +26,20 @@ class LogLine:
 
 
 class LogFollower:
-    """Yields the lines that were added to a rank's log since the last look, from at most 64 KiB before its end."""
+    """Yields the lines that were added to a rank's log since the last look, from at most 64 KiB before its end.
+
+    Of a traceback only the last line, which says what was wrong: when one rank dies, the others have a screenful each.
+    """
 
     def __init__(self, path: Path, rank: int) -> None:
         self._lines, self._rank = LineFollower(path, backlog=MAX_TAIL_BYTES), rank
+        self._in_traceback = False
 
     def new(self) -> Iterator[LogLine]:
         for line in self._lines.new():
-            if text := _left_over(line):
+            text = _left_over(line)
+            self._in_traceback = text.startswith(TRACEBACK) or (self._in_traceback and text[:1] in ("", " "))
+            if text and not self._in_traceback and not ATTEMPT.fullmatch(text):
                 yield LogLine(rank=self._rank, text=text)
 
 

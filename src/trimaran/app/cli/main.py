@@ -13,9 +13,13 @@ from trimaran import __version__
 
 VERBS = {
     "train": "Train a model: plan, start the ranks, show the run live.",
+    "resume": "Go on with a run from its newest checkpoint.",
     "plan": "Find the best way to split the work, and what it costs.",
     "predict": "Score given plans in bulk: does it fit, how fast is it.",
     "watch": "Attach to a run, or look at a finished one.",
+    "incidents": "Show what went wrong in a run, and what was done.",
+    "checkpoints": "List what a run has kept; verify, compare, prune, import.",
+    "export": "Make a checkpoint into a folder that other programs read.",
     "generate": "Let a trained model write.",
     "data": "Pack text into token shards, and look into them.",
     "bench": "Measure how fast this machine is, for the planner.",

@@ -131,6 +131,11 @@ def find_run(name: str) -> "RunDirectory":
     return open_run(Path(name) if Path(name).exists() or not (RUNS / name).is_dir() else RUNS / name)
 
 
+def typed(path: Path) -> str:
+    """Return `path` as a person types it in a command, where a dash at its beginning would make it a flag."""
+    return f"./{path}" if str(path).startswith("-") else str(path)
+
+
 RecipeFile = Annotated[
     str | None,
     typer.Argument(

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
@@ -13,22 +14,57 @@ from trimaran.app.cli.session import conclude
 from trimaran.app.cli.state import RunState
 from trimaran.core import EXIT_DONE
 from trimaran.data import cache_folder
-from trimaran.telemetry import open_run
-from trimaran.train.place import place_of
-from trimaran.train.worker import run_in_torchrun
+from trimaran.launch.keep import keep_plan, keep_recipe
+from trimaran.telemetry import RunDirectory, create_run, holds_run, open_run, writing
+from trimaran.train.place import Place, place_of
+from trimaran.train.worker import in_torchrun, run_worker
 
 SECONDS_BETWEEN_LINES = 5.0
 
 
 def run_as_rank(request: Request, path: Path, *, as_json: bool) -> int:
-    """Train this rank's part in the run directory `path` of rank 0, which also says what came out."""
+    """Train this rank's part in the run directory `path` of rank 0, which also says what came out.
+
+    A run of the same recipe that is there already is gone on with: that is what torchrun's restarts, and whoever starts
+    the same command again, want.
+    """
+
+    def make() -> RunDirectory:
+        if not holds_run(path) or open_run(path).read_recipe() != request.recipe:
+            return create_run(path, request.recipe, request.plan)
+        return _go_on(request, open_run(path), replan=False)
+
+    return _sail(request, make, as_json=as_json, news=f"training in {path}; `{own_name()} watch {path}` shows it")
+
+
+def resume_as_rank(request: Request, run: RunDirectory, *, replan: bool, as_json: bool) -> int:
+    """Go on with this rank's part of `run`, with the request's plan if `replan`; rank 0 says what came out."""
+    return _sail(request, lambda: _go_on(request, run, replan=replan), as_json=as_json)
+
+
+def _go_on(request: Request, run: RunDirectory, *, replan: bool) -> RunDirectory:
+    with writing(run):
+        if replan or run.read_plan().mesh.world_size != request.plan.mesh.world_size:
+            keep_plan(run, request.plan)
+        keep_recipe(run, request.recipe)
+    return run
+
+
+def _sail(request: Request, make: Callable[[], RunDirectory], *, as_json: bool, news: str = "") -> int:
     place = place_of(os.environ, on_cpu=request.cluster.device.kind == "cpu")
     console = Console(stderr=as_json, highlight=False)
     if place.rank == 0:
         _tell_progress(console)
-        print_plain(console, f"training in {path}; `{own_name()} watch {path}` shows it")
-    code = run_in_torchrun(request.recipe, request.plan, path, place, cache=cache_folder(os.environ))
-    state = RunState(open_run(path))
+        if news:
+            print_plain(console, news)
+    with in_torchrun(place, make) as (run, ties):
+        code = run_worker(run, place, cache=cache_folder(os.environ), ties=ties)
+    return _conclude(run, place, code, console, as_json=as_json)
+
+
+def _conclude(run: RunDirectory, place: Place, code: int, console: Console, *, as_json: bool) -> int:
+    """Say what went wrong on this rank or, on rank 0, what came out; return the exit code."""
+    state = RunState(run)
     state.refresh()
     for event in state.of_kind("error"):
         if event.rank == place.rank and "code" in event.data:

@@ -26,8 +26,9 @@ class Request:
 
 
 def resolve(file: str | None, settings: Sequence[str], *, cluster: Cluster | None = None) -> Request:
-    """Return the plan to train the recipe in `file` with, `settings` on top, see `ask`."""
+    """Return the plan to train the recipe in `file` with, `settings` on top, see `ask`. Its paths are whole ones."""
     asked = ask(file, settings, cluster=cluster, trains=True)
+    asked = replace(asked, recipe=with_whole_paths(asked.recipe))
     refuse_freezing(asked.recipe.model)
     plan = choose(asked.recipe, asked.spec, asked.cluster, asked.outline)
     return Request(recipe=asked.recipe, spec=asked.spec, outline=asked.outline, cluster=asked.cluster, plan=plan)
@@ -75,6 +76,22 @@ def refuse_elsewhere(cluster: Cluster) -> None:
     if cluster.num_nodes > 1 or here.device.kind != cluster.device.kind or here.world_size < cluster.world_size:
         raise UserError("A007", f"the run needs {cluster}, and this machine is {here}", where="cluster",
                         fix="train with --set cluster=auto, or look at it with `trimaran plan`")  # fmt: skip
+
+
+def with_whole_paths(recipe: Recipe) -> Recipe:
+    """Return the recipe with whole paths for the files that are there: a run is gone on with from any folder."""
+    data = {"path": _whole(recipe.data.path), "tokenizer": _whole(recipe.data.tokenizer)}
+    changes: dict[str, object] = {
+        "cluster": _whole(recipe.cluster) if recipe.cluster.endswith((".yaml", ".yml")) else recipe.cluster,
+        "data": recipe.data.model_copy(update=data),
+        "model": recipe.model.model_copy(update={"path": _whole(recipe.model.path)}),
+    }
+    return recipe.model_copy(update=changes)
+
+
+def _whole(path: str | None) -> str | None:
+    named = Path(path) if path else None
+    return str(named.absolute()) if named and named.exists() else path
 
 
 def _anchored(recipe: Recipe, file: str | None) -> Recipe:

@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import typer
 from rich.console import Console
@@ -11,14 +12,18 @@ from trimaran.app.cli.live import follow, print_plain
 from trimaran.app.cli.packing import packing_bar
 from trimaran.app.cli.request import Request
 from trimaran.app.cli.state import RunState
-from trimaran.app.cli.stop_button import StopButton
+from trimaran.app.cli.stop_button import HeldSupervisor, StopButton
 from trimaran.app.cli.summary import explain_failure, summarise
-from trimaran.core import Bytes
+from trimaran.checkpoint.shelf import steps
+from trimaran.core import EXIT_AGAIN, EXIT_DONE, Bytes, Recipe
 from trimaran.core.extras import refuse_missing_extras
+from trimaran.cost import STATE_BYTES
+from trimaran.cost.goodput import checkpoint_bytes
 from trimaran.data import TokenShards, cache_folder, prepare
-from trimaran.launch import start_local
+from trimaran.launch.keep import keep_plan, keep_recipe
+from trimaran.launch.local import start_local
 from trimaran.models import model_folder, spec_to_hf, weight_files
-from trimaran.telemetry import create_run, refuse_full_disk
+from trimaran.telemetry import RunDirectory, create_run, refuse_full_disk, writing
 
 
 def run_here(request: Request, path: Path, *, as_json: bool, quiet: bool) -> int:
@@ -30,25 +35,42 @@ def run_here(request: Request, path: Path, *, as_json: bool, quiet: bool) -> int
     _refuse_late_surprises(request, path)
     _prepare_data(request, console)
     run = create_run(path, request.recipe, request.plan)
+    return attend(run, console, as_json=as_json, quiet=quiet)
+
+
+def resume_here(request: Request, run: RunDirectory, *, replan: bool, as_json: bool, quiet: bool) -> int:
+    """Go on with `run` as `request` says, with its plan if `replan`, and return the exit code."""
+    console = Console(stderr=as_json, highlight=False)
+    _refuse_late_surprises(request, run.path)
+    _prepare_data(request, console)
+    with writing(run):
+        TemporaryFile(dir=run.path).close()  # a supervisor that cannot write could not even say so
+        if replan:
+            keep_plan(run, request.plan)
+        keep_recipe(run, request.recipe)  # last: whoever is killed in between asks for the same plan again
+    return attend(run, console, as_json=as_json, quiet=quiet)
+
+
+def attend(run: RunDirectory, console: Console, *, as_json: bool, quiet: bool) -> int:
+    """Start the supervisor of `run`, show what happens until it ends, and return the exit code."""
     state = RunState(run)
-    ranks = start_local(
-        run,
-        world_size=request.plan.mesh.world_size,
-        on_cpu=request.cluster.device.kind == "cpu",
-        deterministic=request.recipe.train.deterministic,
-    )
+    state.refresh()  # what was before is not news
+    ranks = start_local(run)
+    held = HeldSupervisor(ranks, lambda words: print_plain(console, words))
     with StopButton(ranks, lambda words: print_plain(console, words)) as button:
 
         def over() -> bool:
             button.act()
+            held.look()
             return ranks.poll() is not None
 
         follow(state, Console(quiet=True) if quiet else console, over=over)
     code = ranks.wait()
-    if button.exit_code is not None and state.status != "done":
+    state.refresh()
+    if button.exit_code is not None and code != EXIT_DONE:
         code = button.exit_code
-    elif code:
-        code = explain_failure(state, console)
+    elif code not in (EXIT_DONE, EXIT_AGAIN):
+        code = explain_failure(state, console, code)
     return conclude(state, console, code, as_json=as_json)
 
 
@@ -68,7 +90,18 @@ def _refuse_late_surprises(request: Request, path: Path) -> None:
         weight_files(model_folder(folder))
     if request.spec and request.recipe.train.save:
         spec_to_hf(request.spec)
-        refuse_full_disk(path, Bytes(4 * request.spec.num_parameters))
+    if request.spec:
+        refuse_full_disk(path, _disk_bytes(request.recipe, request.spec.num_parameters, RunDirectory(path)))
+
+
+def _disk_bytes(recipe: Recipe, num_parameters: int, run: RunDirectory) -> Bytes:
+    """Return what the run is going to write to the disk beyond what it has there: an old checkpoint goes after a new
+    one has come, so that there is one more than are kept."""
+    moments = STATE_BYTES[recipe.train.optimizer.states]
+    most = recipe.checkpoint.keep + 1 if recipe.checkpoint.every else 1
+    coming = max(1, most - len(steps(run.checkpoints)))
+    weights = 4 * num_parameters if recipe.train.save else 0
+    return Bytes(coming * checkpoint_bytes(num_parameters, moment_bytes=moments) + weights)
 
 
 def _prepare_data(request: Request, console: Console) -> None:

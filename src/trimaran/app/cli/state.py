@@ -2,19 +2,22 @@
 
 import math
 import platform
+import signal
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, Literal
 
 import psutil
 
 from trimaran.app.cli.logs import LogFollower, LogLine
-from trimaran.core import PHASES, Event, StepMetrics, UserError
-from trimaran.telemetry import Follower, RunDirectory
+from trimaran.core import EXIT_AGAIN, EXIT_DONE, PHASES, Event, Incident, StepMetrics, UserError
+from trimaran.telemetry import Follower, RunDirectory, read_incidents
+from trimaran.telemetry.attempts import Attempts
 
-Status = Literal["starting", "training", "done", "stopped", "failed", "vanished"]
+Status = Literal["starting", "training", "restarting", "done", "stopped", "failed", "vanished"]
+UNDER_WAY: tuple[Status, ...] = ("starting", "training", "restarting")
+STOPPED = (EXIT_AGAIN, 128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGQUIT)  # exit codes
 
 RECENT_STEPS = 20
 MEASURED_STEPS = 1000
@@ -49,70 +52,128 @@ class RunState:
 
     def __init__(self, run: RunDirectory) -> None:
         self.run = run
+        self.steps: list[StepMetrics] = []
+        self.events: list[Event] = []
+        self.attempts = Attempts(run)
+        self._metrics_follower = Follower(run.metrics)
+        self._event_followers: dict[int, Follower] = {}
+        self._log_followers: dict[int, LogFollower] = {}
+        self._now: dict[int, list[Event]] = {}  # of each rank, since it was started last
+        self._read_plan()
+
+    def _read_plan(self) -> None:
+        """Read what is run, and see to it that all of its ranks are followed: a run can get another plan on its way."""
+        run = self.run
         try:
             self.recipe, self.plan = run.read_recipe(), run.read_plan()
         except (OSError, ValueError, KeyError):
             raise UserError("A008", "the recipe or the plan of this run cannot be read", where=str(run.path),
                             fix="wait if the run is just starting; otherwise start it again") from None  # fmt: skip
-        ranks = range(self.plan.mesh.world_size)
-        self.steps: list[StepMetrics] = []
-        self.events: list[Event] = []
-        self._metrics_follower = Follower(run.metrics)
-        self._event_followers = [Follower(run.events(rank)) for rank in ranks]
-        self._log_followers = [LogFollower(run.log(rank), rank) for rank in ranks]
+        for rank in range(self.plan.mesh.world_size):
+            self._event_followers.setdefault(rank, Follower(run.events(rank)))
+            self._log_followers.setdefault(rank, LogFollower(run.log(rank), rank))
 
     def refresh(self) -> list[LogLine]:
         """Read on, and return the lines that the ranks have printed since the last look."""
-        self.steps.extend(_step(line) for line in self._read(self._metrics_follower, self.run.metrics))
-        for rank, follower in enumerate(self._event_followers):
-            lines = self._read(follower, self.run.events(rank))
-            self.events.extend(Event(**{key: line[key] for key in _EVENT_FIELDS & line.keys()}) for line in lines)
-        return [line for follower in self._log_followers for line in follower.new()]
+        if self.attempts.refresh():
+            self._read_plan()
+        for follower in self._event_followers.values():
+            for line in follower.new():
+                self._take(Event(**{key: line[key] for key in _EVENT_FIELDS & line.keys()}))
+        for line in self._metrics_follower.new():
+            step = _step(line)
+            while self.steps and self.steps[-1].step >= step.step:  # taken back, and done again
+                self.steps.pop()
+            self.steps.append(step)
+        return [line for follower in self._log_followers.values() for line in follower.new()]
 
-    @staticmethod
-    def _read(follower: Follower, path: Path) -> list[dict[str, Any]]:
-        try:
-            return list(follower.new())
-        except ValueError:
-            raise UserError("A008", "a line of this journal is not JSON", where=str(path),
-                            fix="delete the broken line to read the rest") from None  # fmt: skip
+    def _take(self, event: Event) -> None:
+        self.events.append(event)
+        if event.kind == "start":
+            self._now[event.rank] = []
+        self._now.setdefault(event.rank, []).append(event)
+        if event.rank == 0 and event.kind in ("ready", "rewind"):
+            # Lines after this step have been taken back. The file may have grown again since: only all of it is true.
+            self.steps, self._metrics_follower = [], Follower(self.run.metrics)
 
     def of_kind(self, kind: str) -> list[Event]:
         return [event for event in self.events if event.kind == kind]
 
+    def now(self, kind: str) -> list[Event]:
+        """Return the events of the ranks that were started last."""
+        return [event for events in self._now.values() for event in events if event.kind == kind]
+
     @property
     def status(self) -> Status:
+        if self.attempts.attempts or self.attempts.over is not None:
+            return self._status_by_supervisor()
         if self.failure is not None:
             return "failed"
-        if self.of_kind("stop") and len(self.steps) < self.recipe.train.steps:
+        if self.now("stop") and self.step < self.recipe.train.steps:
             return "stopped"
-        if any(event.rank == 0 for event in self.of_kind("done")):
+        if any(event.rank == 0 for event in self.now("done")):
             return "done"
-        if not self._rank_zero_lives():
+        start = next((event for event in self.now("start") if event.rank == 0), None)
+        if start is not None and not _lives(start.data.get("host"), start.data.get("pid"), start.time):
             return "vanished"
         return "training" if self.steps else "starting"
 
-    def _rank_zero_lives(self) -> bool:
-        """Whether rank 0 may still be at work; only a process of this host that is gone, or a newer one, says no."""
-        start = next((event for event in self.of_kind("start") if event.rank == 0), None)
-        if start is None or start.data.get("host") != platform.node() or "pid" not in start.data:
-            return True
-        try:
-            process = psutil.Process(start.data["pid"])
-            return process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= start.time
-        except psutil.NoSuchProcess:
-            return False
+    def _status_by_supervisor(self) -> Status:
+        """Return what the supervisor's last words say; while there are none, whether it lives and what it does."""
+        if (over := self.attempts.over) is not None:
+            return "done" if over == EXIT_DONE else "stopped" if over in STOPPED else "failed"
+        last = self.attempts.attempts[-1]
+        if not _lives(last.host, last.pid, last.time):
+            return "vanished"
+        ready = any(event.attempt == last.number for event in self.now("ready"))
+        if last.ended is None and ready and self.steps:
+            return "training"
+        before = self.attempts.attempts[-2:][0]
+        return "restarting" if "trouble" in (before.how, last.how) else "starting"
+
+    @property
+    def restarts(self) -> int:
+        """How often ranks were started again after trouble."""
+        return sum(attempt.how == "trouble" for attempt in self.attempts.attempts[:-1])
+
+    @property
+    def incidents(self) -> list[Incident]:
+        """What went wrong so far."""
+        return read_incidents(self.run)
+
+    @property
+    def goodput(self) -> float | None:
+        """The share of the time in which steps were made that count, restarts and what was done again included."""
+        if not self.attempts.attempts or not self.steps:
+            return None
+        return min(1.0, sum(step.step_seconds for step in self.steps) / max(1e-9, self._seconds_at_work()))
+
+    def _seconds_at_work(self) -> float:
+        """Seconds that somebody ran the run; a rest between a stop and a resume does not count."""
+        seconds, attempts = 0.0, self.attempts.attempts
+        for attempt, following in zip(attempts, [*attempts[1:], None], strict=True):
+            until = following.time if following is not None else math.inf
+            end = attempt.ended or max((step.time for step in self.steps if step.time < until), default=attempt.time)
+            if following is not None and attempt.how == "trouble" and following.pid == attempt.pid:
+                end = following.time  # the same supervisor: it was at work on the restart
+            seconds += max(0.0, end - attempt.time)
+        return seconds
 
     @property
     def failure(self) -> Event | None:
         """The first error that a rank reported; a person's mistake comes before the faults that follow from it."""
-        return min(self.of_kind("error"), key=lambda event: ("code" not in event.data, event.time), default=None)
+        return min(self.now("error"), key=lambda event: ("code" not in event.data, event.time), default=None)
 
     @property
     def silent_ranks(self) -> list[int]:
         """The ranks that started and never said how they ended."""
-        ended = {event.rank for event in self.events if event.kind in ("error", "done")}
-        return sorted({event.rank for event in self.of_kind("start")} - ended)
+        ended = {event.rank for kind in ("error", "done") for event in self.now(kind)}
+        return sorted({event.rank for event in self.now("start")} - ended)
+
+    @property
+    def step(self) -> int:
+        """How many steps are done."""
+        return self.steps[-1].step if self.steps else 0
 
     @property
     def losses(self) -> list[float]:
@@ -121,8 +182,8 @@ class RunState:
     @property
     def evaluations(self) -> list[tuple[int, float]]:
         """Steps and their losses on data that was never trained on."""
-        found = [(event.step, event.data["loss"]) for event in self.of_kind("evaluation") if event.rank == 0]
-        return [(step, math.nan if loss is None else loss) for step, loss in found]
+        found = {event.step: event.data["loss"] for event in self.of_kind("evaluation") if event.rank == 0}
+        return [(step, math.nan if loss is None else loss) for step, loss in sorted(found.items())]
 
     @property
     def measured(self) -> Measured | None:
@@ -169,11 +230,11 @@ class RunState:
 
     def as_dict(self) -> dict[str, Any]:
         """Return what `--json` prints: strict JSON, a number that is not finite is null."""
-        measured, failure = self.measured, self.failure
+        measured, failure, incidents = self.measured, self.failure, self.incidents
         return {
             "run_dir": str(self.run.path),
             "status": self.status,
-            "steps": len(self.steps),
+            "steps": self.step,
             "total_steps": self.recipe.train.steps,
             "first_loss": finite(self.losses[:1]),
             "final_loss": finite(self.losses[-1:]),
@@ -187,7 +248,22 @@ class RunState:
             "details": self.steps[-1].details if self.steps else {},
             "samples": [event.data for event in self.of_kind("sample")],
             "error": failure.data | {"rank": failure.rank} if failure else None,
+            "attempts": len(self.attempts.attempts),
+            "restarts": self.restarts,
+            "goodput": self.goodput,
+            "incidents": [incident.as_dict() for incident in incidents],
         }
+
+
+def _lives(host: str | None, pid: int | None, since: float) -> bool:
+    """Whether a process may still be at work; only one of this host that is gone, or a newer one, says no."""
+    if host != platform.node() or pid is None:
+        return True
+    try:
+        process = psutil.Process(pid)
+        return process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= since
+    except psutil.NoSuchProcess:
+        return False
 
 
 def finite(values: Iterable[float]) -> float | None:

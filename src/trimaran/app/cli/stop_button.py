@@ -1,17 +1,21 @@
-"""What Ctrl-C means while ranks are at work: once asks them to stop, twice ends them."""
+"""What Ctrl-C and SIGTERM mean while ranks are at work: one asks them to stop, a second Ctrl-C ends them."""
 
 import signal
+import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from trimaran.launch import LocalRun
+from trimaran.launch.local import LocalRun
+
+HELD_SECONDS = 10.0
 
 
 class StopButton:
-    """Counts Ctrl-C (and SIGTERM) instead of dying of it; `act` passes on what was asked since the last look.
+    """Counts Ctrl-C instead of dying of it; `act` passes on what was asked since the last look.
 
-    The handlers only count: what they would print or kill could land in the middle of a frame.
+    Any number of SIGTERMs is one press: schedulers may send several. The handlers only count: what they would print or
+    kill could land in the middle of a frame.
     """
 
     def __init__(self, ranks: LocalRun, say: Callable[[str], None]) -> None:
@@ -34,20 +38,39 @@ class StopButton:
             self._ranks.kill()  # whatever went wrong here, no rank is left behind
 
     def _count(self, number: int, frame: FrameType | None) -> None:
-        self._presses += 1
-        self._signal = number
+        if number == signal.SIGINT or not self._presses:
+            self._presses += 1
+            self._signal = number
 
     @property
     def exit_code(self) -> int | None:
-        """What a shell expects of a command that a signal ended; None when nothing was pressed."""
-        return None if self._signal is None else 128 + self._signal
+        """What a shell expects of a command that a signal ended; None unless that is what happened."""
+        return None if self._signal is None or self._acted < 2 else 128 + self._signal
 
     def act(self) -> None:
         if self._presses > self._acted:
             first, self._acted = self._acted == 0 and self._presses == 1, self._presses
             if first:
-                self._say("stopping after this step; Ctrl-C again to stop at once")
-                self._ranks.request_stop()
+                self._say("stopping after this step, with a checkpoint; Ctrl-C again to stop at once")
+                self._ranks.request_stop(self._signal or signal.SIGTERM)
             else:
                 self._say(f"stopping at once; what was written stays in {self._ranks.run.path}")
-                self._ranks.kill()
+                self._ranks.end()
+
+
+class HeldSupervisor:
+    """Says once, each time, that a signal has held the supervisor for a while: nothing else would ever be said."""
+
+    def __init__(self, ranks: LocalRun, say: Callable[[str], None]) -> None:
+        self._ranks, self._say = ranks, say
+        self._since: float | None = None
+        self._said = False
+
+    def look(self) -> None:
+        if not self._ranks.is_stopped:
+            self._since, self._said = None, False
+            return
+        self._since = self._since or time.monotonic()
+        if not self._said and time.monotonic() >= self._since + HELD_SECONDS:
+            self._said, pid = True, self._ranks.process.pid
+            self._say(f"the supervisor (process {pid}) is stopped by a signal; it goes on after: kill -CONT {pid}")

@@ -1,6 +1,7 @@
 """What is said when a run has ended: what came out, where it is, and what to try next."""
 
 import shlex
+import signal
 
 from rich.console import Console
 from rich.rule import Rule
@@ -9,9 +10,10 @@ from rich.text import Text
 from trimaran.app.cli.chart import GREEN, RED
 from trimaran.app.cli.live import print_plain
 from trimaran.app.cli.logs import printable, tail
-from trimaran.app.cli.options import own_name
+from trimaran.app.cli.options import own_name, typed
 from trimaran.app.cli.state import RunState
 from trimaran.app.cli.view import difference
+from trimaran.checkpoint.shelf import steps
 from trimaran.core import UserError, show_bytes, show_count, show_seconds
 
 LAST_WORDS = 15
@@ -30,15 +32,18 @@ def summarise(state: RunState, console: Console) -> None:
         words.append_text(Text.assemble(f"{state.losses[0]:.4f} -> ", (f"{state.losses[-1]:.4f}", "bold")))
         if state.evaluations:
             words.append(f" (held out {state.evaluations[-1][1]:.4f})")
-        words.append(f" in {len(state.steps)} steps")
-        if done := next((event for event in state.of_kind("done") if event.rank == 0), None):
+        words.append(f" in {state.step} steps")
+        if done := next((event for event in state.now("done") if event.rank == 0), None):
             words.append(f" and {show_seconds(done.data['seconds'])}")
         console.print(words, soft_wrap=True)
         pace = f"{show_count(measured.tokens_per_second)} tokens/s, {show_seconds(measured.step_seconds)} a step"
         print_plain(console, f"      {pace}, {show_bytes(measured.peak_bytes)} a rank")
         _compare(state, console)
+        _faults(state, console)
         for name, words in state.details:
             print_plain(console, f"      {name.replace('_', ' ')}: {words}")
+    elif not state.steps:
+        console.print(Text.assemble((state.status, "bold"), "  before the first step"), soft_wrap=True)
     print_plain(console, f"run   {state.run.path}")
     for label, command in zip(("next", "", ""), next_commands(state), strict=True):
         console.print(Text.assemble(f"{label:6}", (command, "bold")), soft_wrap=True)
@@ -56,20 +61,35 @@ def _compare(state: RunState, console: Console) -> None:
     console.print(words, soft_wrap=True)
 
 
+def _faults(state: RunState, console: Console) -> None:
+    """Print what went wrong on the way and what it cost, if anything did."""
+    incidents = [incident for incident in state.incidents if incident.cause != "preempted"]
+    if not incidents and not state.restarts:
+        return
+    lost = round(sum(incident.cost.get("lost_steps", 0) for incident in incidents))
+    counts = {"incident": len(incidents), "restart": state.restarts, "lost step": lost}
+    words = [f"{number} {noun}{'' if number == 1 else 's'}" for noun, number in counts.items()]
+    goodput = f", {state.goodput:.1%} of the time went into steps that count" if state.goodput is not None else ""
+    print_plain(console, f"      {', '.join(words)}{goodput}")
+
+
 def next_commands(state: RunState) -> list[str]:
     """Return three commands that work from here, as they are typed; the run's own recipe has every setting in it."""
-    us, run, recipe = own_name(), str(state.run.path), str(state.run.recipe)
-    longer = [us, "train", recipe, "--set", f"train.steps={3 * state.recipe.train.steps}"]
-    commands = [[us, "watch", run], longer]
-    if state.of_kind("saved"):
+    us, run, recipe = own_name(), typed(state.run.path), typed(state.run.recipe)
+    longer = ["--set", f"train.steps={2 * state.recipe.train.steps}"] if state.status == "done" else []
+    commands = [[us, "resume", run, *longer], [us, "watch", run]]
+    if state.status == "done" and state.of_kind("saved"):
         commands.insert(0, [us, "generate", run, "--prompt", "class "])
     else:
         commands.append([us, "plan", recipe])
-    return [shlex.join(command) for command in commands]
+    return [shlex.join(command) for command in commands[:3]]
 
 
-def explain_failure(state: RunState, console: Console) -> int:
-    """Print the last words of the rank that failed first and return 1; a rank's UserError is raised as ours."""
+def explain_failure(state: RunState, console: Console, code: int = 1) -> int:
+    """Print why the run failed and return `code`; a rank's UserError is raised as ours.
+
+    That is the verdict of the last incident or, where nobody supervised, the last words of the rank that failed first.
+    """
     failure = state.failure
     if failure is not None and "code" in failure.data:
         data = failure.data
@@ -78,6 +98,11 @@ def explain_failure(state: RunState, console: Console) -> int:
     rank = failure.rank if failure else next(iter(_crashed(state)), None)
     if (silent := state.silent_ranks) and any(word in what for word in PEER_IS_GONE):
         rank, what = silent[0], f"rank {silent[0]} died without a word: killed, or crashed below Python"
+    if code < 0 or (state.status == "vanished" and state.attempts.attempts):
+        name = f" by {signal.Signals(-code).name}" if code < 0 else ""
+        what, rank, code = f"the supervisor was killed{name}, and the ranks with it", None, 1
+    if (incidents := state.incidents) and incidents[-1].action == "stopped":
+        what, rank = state.attempts.why, next(iter(incidents[-1].suspects), rank)
     log = state.run.agent_log if rank is None else state.run.log(rank)
     who = "the launcher" if rank is None else f"rank {rank}"
     console.print(Text.assemble(("failed", f"bold {RED}"), f"  {what}"), soft_wrap=True)
@@ -87,7 +112,9 @@ def explain_failure(state: RunState, console: Console) -> int:
         console.print(Rule(style="dim"))
     print_plain(console, f"log   {log}")
     print_plain(console, f"run   {state.run.path}")
-    return 1
+    if state.status == "vanished" and steps(state.run.checkpoints):
+        console.print(Text.assemble("next  ", (next_commands(state)[0], "bold")), soft_wrap=True)
+    return code
 
 
 def _crashed(state: RunState) -> list[int]:

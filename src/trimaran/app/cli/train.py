@@ -11,7 +11,7 @@ import typer
 from trimaran.app.cli.options import RUNS, Json, RecipeFile, Settings
 from trimaran.app.cli.plan import answer
 from trimaran.app.cli.request import Request, refuse_elsewhere, refuse_other_size, resolve, torchrun_cluster
-from trimaran.launch import local_command
+from trimaran.launch.local import local_command
 from trimaran.telemetry import RunDirectory, free_run_path, refuse_occupied
 
 NewFolder = Annotated[Path | None, typer.Option(metavar="DIR", help="A new folder for the run. [default: runs/NAME]")]
@@ -27,7 +27,10 @@ def train(
 ) -> int:
     """Train a model: plan, start the ranks, show the run live.
 
-    Ctrl-C stops after the step at hand and keeps the weights; twice stops at once.
+    Ctrl-C stops after the step at hand with a checkpoint, from which `trimaran resume` goes on; twice stops at once.
+
+    Exit codes: 0 done; 2 a mistake in what was asked for; 75 stopped early with a complete checkpoint, start me again;
+    93 no progress, do not start me again; others are faults.
 
     \b
     trimaran train
@@ -55,7 +58,7 @@ def train(
 
 
 def _show_intention(request: Request, run: RunDirectory, *, as_json: bool) -> int:
-    command = local_command(run, world_size=request.plan.mesh.world_size)
+    command = local_command(run)
     if as_json:
         typer.echo(json.dumps(answer(request) | {"run_dir": str(run.path), "command": command}))
         return 0

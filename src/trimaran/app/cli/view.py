@@ -20,6 +20,7 @@ CURVE_ROWS = 6
 STATUS_COLORS = {
     "starting": ORANGE,
     "training": SKY,
+    "restarting": ORANGE,
     "done": GREEN,
     "stopped": ORANGE,
     "failed": RED,
@@ -95,7 +96,7 @@ def _progress(state: RunState, width: int) -> RenderableType:
 def _readiness(state: RunState) -> str:
     """Return how far the start has come; the first seconds go into importing torch, and silence looks like a hang."""
     world_size = state.plan.mesh.world_size
-    started, ready = len(state.of_kind("start")), len(state.of_kind("ready"))
+    started, ready = len(state.now("start")), len(state.now("ready"))
     ranks = "rank" if world_size == 1 else "ranks"
     if ready:
         return f"{ready} of {world_size} {ranks} ready, first step under way"

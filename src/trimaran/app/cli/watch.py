@@ -5,7 +5,7 @@ import json
 import typer
 
 from trimaran.app.cli.options import Json, RunName, find_run
-from trimaran.app.cli.state import RunState
+from trimaran.app.cli.state import UNDER_WAY, RunState
 
 OLD_LINES = 15
 
@@ -31,8 +31,8 @@ def watch(run: RunName, as_json: Json = False) -> int:
 
     console = Console(highlight=False)
     show_log(state.refresh()[-OLD_LINES:], console)
-    follow(state, console, over=lambda: state.status not in ("starting", "training"))
+    follow(state, console, over=lambda: state.status not in UNDER_WAY)
     if state.status in ("failed", "vanished"):
-        return explain_failure(state, console)
+        return explain_failure(state, console, state.attempts.over or 1)
     summarise(state, console)
     return 0

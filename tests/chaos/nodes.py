@@ -1,0 +1,156 @@
+"""Machines to lose: network namespaces with a host name, a pid space and a wire of their own, and a run across them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import psutil
+
+from tests.chaos.wire import ADDRESSES
+from tests.fault.harness import ROOT, TINY, lines, wait_for
+from trimaran.core import Incident, parse_recipe
+from trimaran.data import cache_folder, prepare
+from trimaran.hardware import parse_cluster
+from trimaran.models import spec_of
+from trimaran.planner import choose
+from trimaran.telemetry import RunDirectory, create_run, read_incidents
+
+PAUSE = 0.05  # seconds a step, so that there is time to break something
+
+
+def make_run(path: Path, *settings: str, nodes: int = 2) -> RunDirectory:
+    """Make a run of one rank per node."""
+    overrides = [*TINY, f"cluster={nodes}x1xcpu", *settings]
+    recipe = parse_recipe("", name="test", overrides=overrides)
+    prepare(recipe.data, cache=cache_folder(os.environ))
+    return create_run(path, recipe, choose(recipe, spec_of(recipe.model), parse_cluster(recipe.cluster)))
+
+
+class Machine:
+    """One node's supervisor. On a machine of its own when `namespace` is given."""
+
+    def __init__(self, run: RunDirectory, address: str, flags: Sequence[str], *, namespace: str = "",
+                 environment: Mapping[str, str] | None = None) -> None:  # fmt: skip
+        self.run, self.address, self.namespace, self.flags = run, address, namespace, flags
+        self.environment = dict(environment or {})
+        self.log = run.path / "logs" / f"node-{address}.log"
+        self.process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "trimaran.launch", str(self.run.path), "--address", self.address, *self.flags]
+        if self.namespace:
+            rename = f'hostname {self.namespace}; exec "$@"'
+            inner = ["unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc", "bash", "-c", rename, "_"]
+            command = ["ip", "netns", "exec", self.namespace, *inner, *command]
+        ours = {
+            "OMP_NUM_THREADS": "1",
+            "TRIMARAN_TEST_PLUGIN": "tests.fault.plugin",
+            "TRIMARAN_TEST_PAUSE": str(PAUSE),
+        }
+        paths = [path for path in (self.environment.get("PYTHONPATH"), str(ROOT)) if path]
+        environment = os.environ | ours | self.environment | {"PYTHONPATH": ":".join(paths)}
+        with self.log.open("ab") as log:
+            return subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+
+    def ask_to_stop(self) -> None:
+        """Send SIGTERM to the supervisor, which is the first process of its machine."""
+        inside = next(each for each in psutil.Process(self.process.pid).children(recursive=True) if _is_first(each.pid))
+        inside.terminate()
+
+    def lose(self) -> None:
+        """Pull the plug: every process of the machine is gone at once."""
+        self.process.kill()
+        self.process.wait()
+
+    def come_back(self) -> None:
+        self.process = self._start()
+
+    def incidents(self) -> list[dict[str, Any]]:
+        """Return what this node filed by itself, each as it was filed last."""
+        found = [line for path in self.run.path.glob(f"incidents-*{self.address}.jsonl") for line in lines(path)]
+        return list({each["id"]: each for each in found}.values())
+
+    def wait(self, seconds: float) -> int:
+        return self.process.wait(seconds)
+
+
+def _is_first(pid: int) -> bool:
+    """Whether a process is number 1 in its own pid space."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return status.partition("NSpid:")[2].splitlines()[0].split()[-1:] == ["1"]
+
+
+class Fleet:
+    """Two machines, the wire between them, and a run on both; everything is gone at the end of `with`."""
+
+    def __init__(self, run: RunDirectory, *flags: str, wire: Sequence[str] = (),
+                 environments: Sequence[Mapping[str, str]] = ({}, {})) -> None:  # fmt: skip
+        self.run = run
+        self._names = [f"tm{os.getpid()}{letter}" for letter in "ab"]
+        self._flags, self._wire_flags, self._environments = ["--nodes", "2", *flags], wire, environments
+        self.machines: list[Machine] = []
+
+    def __enter__(self) -> Self:
+        for name in self._names:
+            subprocess.run(["ip", "netns", "add", name], check=True)
+            subprocess.run(["ip", "-n", name, "link", "set", "lo", "up"], check=True)
+        command = [sys.executable, "-m", "tests.chaos.wire", *self._names, *self._wire_flags]
+        self.wire = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
+        assert self.wire.stdout is not None
+        assert self.wire.stdout.readline() == b"up\n"
+        for name, address, environment in zip(self._names, ADDRESSES, self._environments, strict=True):
+            machine = Machine(self.run, address, self._flags, namespace=name, environment=environment)
+            self.machines.append(machine)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for machine in self.machines:
+            machine.lose()
+        self.wire.kill()
+        self.wire.wait()
+        for name in self._names:
+            subprocess.run(["ip", "netns", "delete", name], check=False)
+
+    def toggle_wire(self) -> None:
+        """Cut the wire, or mend it."""
+        self.wire.send_signal(signal.SIGUSR1)
+
+    @property
+    def coordinator(self) -> Machine:
+        terms = sorted(self.run.lease.glob("term-*.json"))
+        address = json.loads(terms[-1].read_text())["address"].rpartition(":")[0]
+        return next(each for each in self.machines if each.address == address)
+
+    @property
+    def other(self) -> Machine:
+        return next(each for each in self.machines if each is not self.coordinator)
+
+    @property
+    def incidents(self) -> list[Incident]:
+        return read_incidents(self.run)
+
+    def step(self) -> int:
+        found = lines(self.run.metrics)
+        return found[-1]["step"] if found else 0
+
+    def world_size(self) -> int:
+        """Return how many ranks the newest attempt has."""
+        return [each["world_size"] for each in lines(self.run.attempts) if "world_size" in each][-1]
+
+    def wait_for_step(self, step: int, seconds: float = 40.0) -> None:
+        wait_for(lambda: self.step() >= step, seconds)
+
+    def wait_for_new_step(self, seconds: float = 40.0) -> float:
+        """Return after how many seconds the run got further than it was."""
+        before, began = self.step(), time.monotonic()
+        wait_for(lambda: self.step() > before, seconds)
+        return time.monotonic() - began

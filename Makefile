@@ -21,7 +21,7 @@ test: .venv/dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 chaos: .venv/dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m chaos tests/chaos
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m chaos
 
 soak: .venv/dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos.soak --minutes $(or $(MINUTES),30)

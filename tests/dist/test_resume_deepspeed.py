@@ -56,6 +56,7 @@ def test_a_run_changes_between_deepspeed_and_torch_and_stays_on_course() -> None
     assert losses == pytest.approx(sail_leg(RECIPE, CHAIN[-1], steps=LEG * len(CHAIN)).losses, rel=TOLERANCE)
 
 
+@pytest.mark.chaos
 def test_under_the_same_plan_a_break_leaves_no_trace() -> None:
     plan = zero("gradients", precision="fp16")
     whole = sail_leg(RECIPE, plan, steps=2 * LEG)
@@ -63,6 +64,7 @@ def test_under_the_same_plan_a_break_leaves_no_trace() -> None:
     assert whole.kept.progress["loss_scale"] == {"value": 65536.0, "good_steps": 2 * LEG}
 
 
+@pytest.mark.chaos
 @pytest.mark.chaos
 @pytest.mark.parametrize("sharding", ["optimizer", "parameters"])
 def test_weights_that_are_rounded_to_compute_with_are_rounded_from_what_was_kept(sharding: str) -> None:

@@ -174,10 +174,10 @@ def test_a_torchrun_of_another_size_is_told(
 def test_a_dry_run_writes_nothing_and_tells_the_command(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--dry-run", "--json", "--set", "cluster=2xcpu"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert answer["command"][-2:] == ["trimaran.train", "runs/stdlib-tiny"]
+    assert answer["command"][-2:] == ["trimaran.launch", str(Path("runs/stdlib-tiny").absolute())]
     assert answer["plan"]["mesh"]["dp_replicate"] * answer["plan"]["mesh"]["dp_shard"] == 2
     assert main(["train", "--dry-run", "--set", "cluster=2xcpu"]) == 0
-    assert "torch.distributed.run" in capsys.readouterr().out
+    assert "python -m trimaran.launch" in capsys.readouterr().out
     assert not any(place.iterdir())
 
 

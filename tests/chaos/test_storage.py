@@ -4,9 +4,7 @@ What damage there can be to a checkpoint, file by file and call by call, is show
 `tests/dist/test_keeper.py`; here a supervised run meets it.
 """
 
-import os
 import random
-import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.voyage import assert_as_undisturbed, hurry, lose, resumes, sail, sail_on
+from tests.disks import mounted, remount
 from tests.fault.harness import wait_for
 from trimaran.checkpoint.shelf import steps
 from trimaran.checkpoint.verify import verify
@@ -124,17 +123,10 @@ def test_a_run_that_dies_while_it_saves_always_has_a_checkpoint_that_is_whole(tm
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A disk with room for one checkpoint and a half, to be mounted as the run's folder of checkpoints."""
-    (folder := tmp_path / "disk").mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(folder)], check=True)
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+    with mounted(tmp_path / "disk", "size=600k") as folder:
+        yield folder
 
 
-def remount(folder: Path, options: str) -> None:
-    subprocess.run(["mount", "-o", f"remount,{options}", str(folder)], check=True)
-
-
-@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("mount"), reason="mounting a disk needs root")
 def test_a_disk_that_is_full_or_read_only_costs_checkpoints_and_nothing_else(tmp_path: Path, small_disk: Path) -> None:
     """F22."""
     with sail(tmp_path / "run", "train.steps=600", "checkpoint.every=10", "checkpoint.memory=1") as sailing:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from tests.disks import mounted
 from tests.parity import assert_same_course, plan_for, sail, sail_to, trajectory_of
 from tests.ranks import run_ranks
 from trimaran.checkpoint.durable import Disk
@@ -175,12 +176,8 @@ def test_a_dead_loader_process_is_replaced_until_its_sample_is_to_blame(folder: 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True).returncode:
-        pytest.skip("needs the right to mount")
-    yield disk
-    subprocess.run(["umount", disk], check=True)
+    with mounted(tmp_path / "disk", "size=1m") as disk:
+        yield disk
 
 
 def test_weights_that_do_not_fit_on_the_disk_leave_an_error_and_no_draft(small_disk: Path, folder: Path) -> None:

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tests.checkpoints import Quick, keep, tensors_of
+from tests.disks import mounted, remount
 from tests.unit.test_checkpoint_export import keep as keep_tensors
 from tests.unit.test_checkpoint_export import network_of, state_of
 from trimaran.app.cli.main import main
@@ -150,23 +150,19 @@ def test_a_run_that_is_running_is_not_pruned_from_outside(kept: RunDirectory, ca
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True).returncode:
-        pytest.skip("needs the right to mount")
-    yield disk
-    subprocess.run(["umount", disk], check=True)
+    with mounted(tmp_path / "disk", "size=1m") as disk:
+        yield disk
 
 
 def test_a_full_disk_can_be_pruned_and_a_read_only_one_says_so(
     kept: RunDirectory, small_disk: Path, capsys: Any
 ) -> None:
     run = RunDirectory(Path(shutil.copytree(kept.path, small_disk / "run", symlinks=True)))
-    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    remount(small_disk, "ro")
     for words in (["checkpoints", "prune", str(run.path), "--keep", "1"], ["resume", str(run.path)]):
         error = asked(capsys, *words, code=2)["error"]
         assert (error["code"], "Read-only" in error["what"]) == ("D003", True)
-    subprocess.run(["mount", "-o", "remount,rw", small_disk], check=True)
+    remount(small_disk, "rw")
     with pytest.raises(OSError, match="No space"):
         (small_disk / "rest").write_bytes(bytes(2 << 20))
     assert asked(capsys, "checkpoints", "prune", str(run.path), "--keep", "1")["deleted"] == [2, 4]

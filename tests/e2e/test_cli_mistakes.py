@@ -3,13 +3,13 @@
 import io
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.disks import mounted
 from tests.runs import new_run
 from trimaran.app.cli.main import main
 from trimaran.models import PRESETS, spec_to_hf
@@ -135,12 +135,8 @@ def test_a_place_that_cannot_be_written_is_told(path: str, place: Path, capsys: 
 @pytest.fixture
 def full_disk(tmp_path: Path) -> Iterator[Path]:
     """A disk with room for one page."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(disk)], capture_output=True).returncode:
-        pytest.skip("mounting needs root")
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
+    with mounted(tmp_path / "disk", "size=4k") as disk:
+        yield disk
 
 
 def test_a_full_disk_keeps_nothing_of_the_run(full_disk: Path, place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,6 @@ import os
 import re
 import resource
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from tests.checkpoints import (
     staged,
     tensors_of,
 )
+from tests.disks import mounted, remount
 from trimaran.checkpoint.disk_source import verify
 from trimaran.checkpoint.durable import Disk
 from trimaran.checkpoint.manifest import Manifest
@@ -130,27 +130,6 @@ def test_retention_may_die_at_any_call(tmp_path: Path, template: Path, disk_kind
         check_newest(folder, (2,), at)
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """Return a function that mounts a real, tiny file system with the options it is given."""
-    mounted: list[Path] = []
-
-    def mount(options: str) -> Path:
-        place = tmp_path / f"disk{len(mounted)}"
-        place.mkdir(exist_ok=True)
-        if mounted and "remount" in options:
-            place = mounted[-1]
-        done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", place], capture_output=True, check=False)
-        if done.returncode:
-            pytest.skip(f"no file system may be mounted here: {done.stderr.decode().strip()}")
-        mounted.append(place)
-        return place
-
-    yield mount
-    for place in {*mounted}:
-        subprocess.run(["umount", place], check=True)
-
-
 def save_all(folder: Path, steps: list[int], disks: list[Disk], board: Board | None = None) -> list[list[Outcome]]:
     """Return, for each rank, what came of the saves. Ranks are threads with savers as a run has them."""
     world_size, post = len(disks), board or Board()
@@ -173,29 +152,28 @@ def about(order: Order, world_size: int) -> Manifest:
     return Manifest(step=order.step, world_size=world_size, progress={"step": order.step})
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts file systems")
 @pytest.mark.parametrize(
     ("before", "after", "words"),
     [
         ("size=48k", "", "No space left on device"),
         ("size=1m,nr_inodes=9", "", "No space left on device"),
-        ("size=1m", "remount,ro", "Read-only file system"),
+        ("size=1m", "ro", "Read-only file system"),
     ],
 )
 def test_a_full_disk_is_named_on_all_ranks_and_costs_nothing_old(
-    small_disk: Callable[[str], Path], before: str, after: str, words: str
+    tmp_path: Path, before: str, after: str, words: str
 ) -> None:
-    place = small_disk(before)
-    folder = place / "checkpoints"
-    keep(folder, 1)
-    if after:
-        small_disk(after)
-    for (outcome,) in save_all(folder, [2], [Disk(), Disk(), Disk()]):
-        assert words in outcome.failed
-        total = show_bytes(shutil.disk_usage(place).total)
-        assert re.search(rf"disk {re.escape(str(place))}: [\d.]+ (B|KiB|MiB) of {total} free", outcome.failed)
-    assert [each.name for each in folder.iterdir()] == ["step-00000001"]
-    check_newest(folder, (1,), "afterwards")
+    with mounted(tmp_path / "disk", before) as place:
+        folder = place / "checkpoints"
+        keep(folder, 1)
+        if after:
+            remount(place, after)
+        for (outcome,) in save_all(folder, [2], [Disk(), Disk(), Disk()]):
+            assert words in outcome.failed
+            total = show_bytes(shutil.disk_usage(place).total)
+            assert re.search(rf"disk {re.escape(str(place))}: [\d.]+ (B|KiB|MiB) of {total} free", outcome.failed)
+        assert [each.name for each in folder.iterdir()] == ["step-00000001"]
+        check_newest(folder, (1,), "afterwards")
 
 
 def test_a_quota_is_named_too(tmp_path: Path) -> None:

@@ -154,7 +154,6 @@ class Saver:
             self._say("receipt", receipt if isinstance(receipt, str) else receipt.text(brief=self._is_known))
             written = self._conclude(order, draft, final)
             if not written["failed"]:
-                assert isinstance(receipt, Receipt)
                 self._is_known = True
                 self._say("sums", json.dumps(_read_back(final, self._roster)))
                 written = self._check(order, final, written)

@@ -188,6 +188,17 @@ def test_a_plan_is_drawn_and_answered(place: Path, capsys: pytest.CaptureFixture
     assert answer["prediction"]["memory"].keys() == {name for name in answer["prediction"]["memory"] if name in drawn}
 
 
+def test_a_run_on_several_nodes_is_made_ready_and_its_command_shown(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", "--set", "cluster=2x1xcpu", "--run-dir", "run", "--json"]
+    assert main(words) == 0
+    command = json.loads(capsys.readouterr().out)["command"]
+    assert command[-4:] == ["trimaran.launch", str(Path("run").absolute()), "--nodes=2", "--address=IP"]
+    assert Path("run/plan.json").is_file()
+    assert mistake(words[:-1], capsys)["code"] == "D004"
+
+
 def test_a_plan_for_several_nodes_is_started_by_torchrun(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--set", "cluster=2x4xA100-80GB"]) == 0
     assert "next  torchrun --nnodes=2 --nproc-per-node=4 " in capsys.readouterr().out

@@ -12,7 +12,7 @@ from trimaran.app.cli.options import RUNS, Json, RecipeFile, Settings
 from trimaran.app.cli.plan import answer
 from trimaran.app.cli.request import Request, refuse_elsewhere, refuse_other_size, resolve, torchrun_cluster
 from trimaran.launch.local import local_command
-from trimaran.telemetry import RunDirectory, free_run_path, refuse_occupied
+from trimaran.telemetry import RunDirectory, create_run, free_run_path, refuse_occupied
 
 NewFolder = Annotated[Path | None, typer.Option(metavar="DIR", help="A new folder for the run. [default: runs/NAME]")]
 
@@ -28,6 +28,8 @@ def train(
     """Train a model: plan, start the ranks, show the run live.
 
     Ctrl-C stops after the step at hand with a checkpoint, from which `trimaran resume` goes on; twice stops at once.
+
+    A run on several nodes is only made ready here, and the command for each node is shown.
 
     Exit codes: 0 done; 2 a mistake in what was asked for; 75 stopped early with a complete checkpoint, start me again;
     93 no progress, do not start me again; others are faults.
@@ -51,10 +53,27 @@ def train(
     check(request.recipe.data)
     if dry_run:
         return _show_intention(request, RunDirectory(path), as_json=as_json)
+    if request.cluster.num_nodes > 1:
+        return _hand_over(request, path, as_json=as_json)
     refuse_elsewhere(request.cluster)
     from trimaran.app.cli.session import run_here
 
     return run_here(request, path, as_json=as_json, quiet=quiet)
+
+
+def _hand_over(request: Request, path: Path, *, as_json: bool) -> int:
+    """Claim the run directory of a run on several nodes, and tell what to start on each of them."""
+    run = create_run(path, request.recipe, request.plan)
+    nodes = request.cluster.num_nodes
+    command = [*local_command(run), f"--nodes={nodes}", "--address=IP"]
+    if as_json:
+        typer.echo(json.dumps(answer(request) | {"run_dir": str(run.path), "command": command}))
+        return 0
+    typer.echo(
+        f"{run.path} is ready. It must be on a disk that all nodes see. On each of the {nodes} nodes, with its own IP:"
+    )
+    typer.echo(shlex.join(command))
+    return 0
 
 
 def _show_intention(request: Request, run: RunDirectory, *, as_json: bool) -> int:

@@ -90,3 +90,11 @@ def test_a_wait_for_data_is_left_to_the_loaders_own_deadlines() -> None:
     deadlines.late({0: pulse("data", 3, 100.0)}, 100.0)
     deadlines.late({0: pulse("step", 3, 100.1)}, 100.1)
     assert deadlines.of("data") == 900
+
+
+def test_a_rank_that_waits_for_a_core_has_not_hung_and_neither_have_those_that_wait_for_it() -> None:
+    deadlines = after_steps(0.05)
+    still = {rank: pulse("step", 41, 500.0) for rank in range(2)}
+    assert deadlines.late(still, 500.0, {0: 2.0, 1: 3.0}) == {}
+    assert deadlines.late(still, 507.0, {0: 2.0, 1: 8.0}) == {}
+    assert deadlines.late(still, 512.0, {0: 2.0, 1: 8.0}) == {0: 7.0, 1: 7.0}

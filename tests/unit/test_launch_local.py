@@ -73,6 +73,7 @@ def test_a_scheduler_may_ask_as_often_as_it_likes_and_a_person_means_it_twice(
     before = {number: signal.getsignal(number) for number in HEARD}
     signals = Signals()
     try:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which is ignored where these tests run under `nohup`
         signals.listen()
         for number in sent:
             os.kill(os.getpid(), number)

@@ -19,7 +19,8 @@ class Deadlines:
 
     A step may take five times the median of the last 20, but at least `hang_seconds`. Everything else may take
     `start_seconds` the first time, and later ten times the longest that was seen, but at least 30 s. A wait for data
-    always may: the loader has deadlines of its own, and names the sample.
+    always may: the loader has deadlines of its own, and names the sample. Seconds in which a rank could run and was
+    given no core do not count, for it or for those that may be waiting for it.
     """
 
     def __init__(self, faults: FaultsSection) -> None:
@@ -27,11 +28,16 @@ class Deadlines:
         self._steps: deque[float] = deque(maxlen=STEPS)
         self._longest: dict[Section, float] = {}
         self._before: dict[int, Pulse] = {}
+        self._queued: dict[int, float] = {}
+        self._crowded = 0.0  # seconds, of the rank that waited longest at each look, for a core
+        self._crowded_at: dict[int, float] = {}  # what they were when a rank was last heard of
         self._naps: deque[float] = deque(maxlen=NAPS)  # when whoever watches was there again
 
     def start(self) -> None:
         """Forget the ranks, which are new, but not how long things take."""
         self._before.clear()
+        self._queued.clear()
+        self._crowded_at.clear()
 
     def of(self, section: Section) -> float:
         """Return the seconds that `section` may take."""
@@ -51,13 +57,23 @@ class Deadlines:
         is_excused = self._naps and not (len(self._naps) == NAPS and self._naps[0] > entered)
         return now - (max(entered, self._naps[-1]) if is_excused else entered)
 
-    def late(self, pulses: Mapping[int, Pulse], now: float) -> dict[int, float]:
-        """Return the seconds of silence of each rank that is past its deadline, and learn from the others."""
-        silent: dict[int, float] = {}
+    def late(
+        self, pulses: Mapping[int, Pulse], now: float, queued: Mapping[int, float] | None = None
+    ) -> dict[int, float]:
+        """Return the seconds of silence of each rank that is past its deadline, and learn from the others.
+
+        `queued` are the seconds that each rank has waited for a core since it was started.
+        """
+        queued, silent = queued or {}, {}
+        self._crowded += max((each - self._queued.get(rank, each) for rank, each in queued.items()), default=0.0)
+        self._queued.update(queued)
         for rank, pulse in pulses.items():
-            self._learn(self._before.get(rank), pulse)
+            before = self._before.get(rank)
+            self._learn(before, pulse)
+            if before is None or pulse.entered > before.entered:
+                self._crowded_at[rank] = self._crowded
             self._before[rank] = pulse
-            seconds = self._counted(pulse.entered, now)
+            seconds = self._counted(pulse.entered, now) - (self._crowded - self._crowded_at[rank])
             if seconds > self.of(pulse.section):
                 silent[rank] = seconds
         return silent

@@ -14,7 +14,7 @@ from trimaran.core import FaultsSection
 from trimaran.launch.deadline import Deadlines
 from trimaran.launch.node import Ended, Lost, News, Orders, Silent
 from trimaran.launch.nursery_line import NurseryLine
-from trimaran.launch.testify import ENDED, STOPPED, Witnessed, process_group, process_state, testify
+from trimaran.launch.testify import ENDED, STOPPED, Witnessed, process_group, process_state, queued_seconds, testify
 from trimaran.telemetry import Pulse, PulseBoard, RunDirectory
 
 log = logging.getLogger(__name__)
@@ -99,7 +99,8 @@ class LocalNode:
         if now - before > NAP_SECONDS:
             self._deadlines.excuse(now)
         pulses = self.pulses()
-        late = self._deadlines.late({rank: pulses[rank] for rank in self._alive()}, now)
+        queued = {rank: queued_seconds(self._ranks[rank].pid) for rank in self._alive()}
+        late = self._deadlines.late({rank: pulses[rank] for rank in self._alive()}, now, queued)
         stopped = self._stopped(pulses, now)
         silent = {(rank, rank in stopped): seconds for rank, seconds in (late | stopped).items()}
         for rank, is_stopped in silent.keys() - self._silent:

@@ -98,6 +98,14 @@ def process_state(pid: int) -> str:
     return stat.rpartition(")")[2].split()[0]
 
 
+def queued_seconds(pid: int) -> float:
+    """Return for how long the main thread of a process could have run and was given no core; 0 where nobody counts."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text(encoding="utf-8").split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
 def process_group(pid: int) -> int | None:
     """Return the group that a process belongs to; None when it is gone."""
     try:

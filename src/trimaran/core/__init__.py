@@ -13,9 +13,19 @@ from trimaran.core.event import PHASES, Event, EventKind, StepMetrics
 from trimaran.core.finding import Decision, Finding
 from trimaran.core.incident import Action, Cause, Incident
 from trimaran.core.parse import dump_recipe, parse_recipe
+from trimaran.core.pictures import PictureRules, RowCost
 from trimaran.core.plan import AXES, Comm, Mesh, Pipeline, Plan
 from trimaran.core.prediction import Prediction
-from trimaran.core.recipe import CheckpointSection, DataSection, FaultsSection, ModelSection, Recipe, TrainSection
+from trimaran.core.recipe import (
+    CheckpointSection,
+    DataSection,
+    FaultsSection,
+    MixtureSource,
+    ModelSection,
+    Recipe,
+    SamplesSection,
+    TrainSection,
+)
 from trimaran.core.units import GIB, Bytes, Flops, Seconds, show_bytes, show_count, show_seconds
 
 __all__ = [
@@ -40,11 +50,15 @@ __all__ = [
     "Flops",
     "Incident",
     "Mesh",
+    "MixtureSource",
     "ModelSection",
+    "PictureRules",
     "Pipeline",
     "Plan",
     "Prediction",
     "Recipe",
+    "RowCost",
+    "SamplesSection",
     "Seconds",
     "StepMetrics",
     "TrainSection",

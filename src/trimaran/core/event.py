@@ -9,6 +9,8 @@ EventKind = Literal[
     "ready",
     "evaluation",
     "checkpoint",  # one is complete. data: path, seconds, stall_seconds, bytes, written_bytes
+    "loader",  # batches are loaded in another way from now on. data: workers, depth, pinned, reason
+    "bad_sample",  # one could not be used, and its place was kept without a target. data: sample, reason
     "skip",  # an update was not applied. data: reason, loss, grad_norm, ranks, sample_ids
     "differ",  # replicas are not equal any more. data: message, ranks, keys, since, action
     "rewind",  # data: to_step

@@ -90,6 +90,7 @@ class TowerPlan(BaseModel):
 
     sharding: Sharding | None = None
     recompute: Recompute | None = None
+    tp: Annotated[Degree | None, Field(description="ranks that share each matrix; divides the mesh's tp")] = None
 
 
 class Plan(BaseModel):

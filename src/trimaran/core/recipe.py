@@ -1,8 +1,8 @@
 """What a person asks for: model, data, training, cluster, plan. The defaults alone run."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from trimaran.core.plan import Plan
 
@@ -28,12 +28,63 @@ class ModelSection(BaseModel):
     trust_remote_code: Annotated[bool, Field(description="run Python that comes with the hf model")] = False
 
 
+Source = Literal[
+    "python-stdlib", "text", "jsonl", "shards", "datasets",
+    "chat", "webdataset", "parquet", "image-folder", "shapes", "scenes",
+]  # fmt: skip
+
+
+class MixtureSource(BaseModel):
+    """One of several sources that are mixed, under a name for its loss in the metrics.
+
+    `weight` is its share of the samples beside the others' weights; `epochs` is how often each of its samples comes in
+    one pass over the mixture. With neither, each sample comes once.
+    """
+
+    model_config = STRICT
+
+    name: Slug
+    source: Source
+    path: str | None = None
+    text_field: Annotated[str, Field(description="the field or column that holds the text")] = "text"
+    images: Annotated[str | None, Field(description="the folder that image paths are relative to")] = None
+    weight: Annotated[float | None, Field(gt=0)] = None
+    epochs: Annotated[float | None, Field(gt=0, le=1000)] = None
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Self:
+        if self.weight is not None and self.epochs is not None:
+            raise ValueError("a source has a weight or epochs, and not both")
+        return self
+
+
+class SamplesSection(BaseModel):
+    """How samples of various lengths and with pictures become rows of `seq_len` tokens.
+
+    `pack` fills a row with several samples, which do not see each other; `bucket` with samples of about one length,
+    padded to it; `pad` takes one sample a row. `balance` deals the rows of a step to the ranks by what they cost.
+    """
+
+    model_config = STRICT
+
+    batching: Literal["pack", "bucket", "pad"] = "pack"
+    balance: bool = True
+    template: Annotated[
+        Literal["auto", "chatml", "llama3", "vicuna", "plain"], Field(description="how a conversation becomes text")
+    ] = "auto"
+    images: Annotated[str | None, Field(description="the folder that image paths are relative to")] = None
+    min_pixels: Annotated[Count, Field(description="smaller pictures are made larger; 0: the model's own")] = 0
+    max_pixels: Annotated[Count, Field(description="larger pictures are made smaller; 0: the model's own")] = 0
+    max_bad: Annotated[Fraction, Field(description="share of the samples that may be bad before the run stops")] = 0.01
+    cache_features: Annotated[bool, Field(description="compute what a frozen tower sees once, and keep it")] = False
+
+
 class DataSection(BaseModel):
     """Which tokens, in which pieces."""
 
     model_config = STRICT
 
-    source: Literal["python-stdlib", "text", "jsonl", "shards", "datasets"] = "python-stdlib"
+    source: Source = "python-stdlib"
     path: Annotated[str | None, Field(description="file or folder; every source but python-stdlib needs it")] = None
     tokenizer: Annotated[str | None, Field(description="a tokenizers JSON file; byte-level without it")] = None
     text_field: Annotated[str, Field(description="the field of a JSONL line or dataset row that holds the text")] = (
@@ -46,8 +97,14 @@ class DataSection(BaseModel):
     image_size: Annotated[int | None, Field(ge=1, le=65536, description="pixels a side; the model's without it")] = None
     isolate_documents: Annotated[bool, Field(description="attention never crosses a document boundary")] = False
     holdout: Annotated[Fraction, Field(description="share of the sequences kept for evaluation")] = 0.01
-    workers: Annotated[int, Field(ge=0, le=256, description="loader processes per rank; 0 is a thread")] = 0
+    workers: Annotated[
+        Literal["auto"] | Annotated[int, Field(ge=0, le=256)],
+        Field(description="loader processes per rank; 0 is a thread; auto: as many as the waiting asks for"),
+    ] = "auto"
     timeout_seconds: Annotated[float, Field(gt=0, description="a loader silent for longer than this has hung")] = 60.0
+    epochs: Annotated[float, Field(ge=0, description="passes over the data that end the run; 0: train.steps alone")] = 0
+    mixture: Annotated[tuple[MixtureSource, ...], Field(description="several sources in the place of one")] = ()
+    samples: SamplesSection = SamplesSection()
 
 
 class Schedule(BaseModel):
@@ -64,6 +121,15 @@ class Schedule(BaseModel):
     floor: Annotated[float, Field(ge=0, le=1)] = 0.1
 
 
+class TowerOptimizer(BaseModel):
+    """What one tower of a model does otherwise; None follows the rest. The schedule is the same for all."""
+
+    model_config = STRICT
+
+    lr: Rate | None = None
+    weight_decay: Annotated[float | None, Field(ge=0)] = None
+
+
 class Optimizer(BaseModel):
     """AdamW's constants, and how its moments are kept. Norms, biases and other vectors are never decayed."""
 
@@ -76,6 +142,7 @@ class Optimizer(BaseModel):
     states: Annotated[
         Literal["fp32", "bf16", "8bit"], Field(description="the moments, in 8, 4 or 2 bytes a parameter")
     ] = "fp32"
+    towers: Annotated[dict[str, TowerOptimizer], Field(description="such as {vision: {lr: 1.0e-5}}")] = {}
 
 
 class Evaluate(BaseModel):

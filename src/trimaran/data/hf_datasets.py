@@ -10,6 +10,7 @@ from trimaran.core import UserError
 from trimaran.data.sources import row_text
 
 BATCH_ROWS = 1000
+BATCH_PICTURES = 128
 BUILDERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 
 
@@ -27,6 +28,20 @@ def read_rows(path: Path, files: list[Path], field: str) -> Iterator[tuple[str, 
     for number, file in enumerate(tables):
         for text in _texts(_open_table(file), field, file):
             yield text, number / len(tables)
+
+
+def read_saved(path: Path) -> Iterator[tuple[int, dict[str, Any], float]]:
+    """Yield number, row and share read of a dataset that `save_to_disk` wrote. Pictures come as their bytes or path."""
+    dataset = _open_saved(path)
+    number = 0
+    try:
+        tables: Iterator[Any] = dataset.with_format("arrow").iter(batch_size=BATCH_PICTURES)  # of pyarrow
+        for table in tables:
+            for row in table.to_pylist():
+                number += 1
+                yield number, row, number / len(dataset)
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from None
 
 
 def _open_saved(path: Path) -> datasets.Dataset:

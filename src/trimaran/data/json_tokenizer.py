@@ -1,7 +1,8 @@
 """Tokenizers that come as a JSON file of the `tokenizers` library. Loaded only when a recipe names one."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,9 @@ class JsonTokenizer:
         self._end_token = _end_token(vocabulary, end_token, path)
         self.vocab_size = max(vocabulary.values()) + 1  # ids may have gaps, so counting them is not enough
         self.end_id = vocabulary[self._end_token]
+        self._special = {
+            str(each.content): number for number, each in self._tokenizer.get_added_tokens_decoder().items()
+        }
 
     def encode(self, text: str) -> np.ndarray:
         return self.encode_many([text])[0]
@@ -30,6 +34,35 @@ class JsonTokenizer:
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(each.ids, dtype=np.int32) for each in encodings]
+
+    def encode_plain(self, texts: Sequence[str]) -> list[np.ndarray]:
+        with self._reading_letters():
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(each.ids, dtype=np.int32) for each in encodings]
+
+    def encode_spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        with self._reading_letters():
+            encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return [
+            (np.array(each.ids, dtype=np.int32), np.array(each.offsets, dtype=np.int64).reshape(-1, 2))
+            for each in encodings
+        ]
+
+    @contextmanager
+    def _reading_letters(self) -> Iterator[None]:
+        """Let special tokens in a text be read as the letters that they are written with."""
+        self._tokenizer.encode_special_tokens = True
+        try:
+            yield
+        finally:
+            self._tokenizer.encode_special_tokens = False
+
+    def special(self, name: str) -> int | None:
+        return self._special.get(name)
+
+    def word(self, token: int) -> str | None:
+        found = self._tokenizer.id_to_token(token) if token >= 0 else None
+        return None if found in self._special else found
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode([int(each) for each in ids], skip_special_tokens=True)

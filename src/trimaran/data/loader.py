@@ -2,67 +2,29 @@
 
 import atexit
 import logging
-import mmap
-import queue
+import os
 import threading
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
 from types import TracebackType
-from typing import Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from trimaran.data.order import positions
-from trimaran.data.quarantine import Screen
-from trimaran.data.sequences import IGNORED, Sequences
-from trimaran.data.worker import DeadWorkerError, HungWorkerError, RaisedInWorkerError, Worker
+from trimaran.core import UserError
+from trimaran.data.batch import StepBatch
+from trimaran.data.feed import Feed, Load
+from trimaran.data.team import RESTARTS, Answer, Team
+from trimaran.data.tuner import AHEAD, Change, Room, Setting, Tuner, room_here
+from trimaran.data.waits import Waits
+from trimaran.data.worker import NO_SAMPLE, START_SECONDS, DeadWorkerError, HungWorkerError, RaisedInWorkerError
 
 log = logging.getLogger(__name__)
 
-DEPTH = 2
-RESTARTS = 3  # of a worker process for the same step
-START_SECONDS = 5.0  # that a new process may need before it loads anything
-NO_SAMPLE = -1
 NAMED_CHARACTERS = 300
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
-    """Which part of each global batch is this rank's. `rank` counts among the `dp` ranks that see different samples."""
-
-    rank: int
-    dp: int
-    micro_batch: int
-    grad_accum: int
-
-    def indices(self, step: int) -> np.ndarray:
-        """Return the global indices of the step's rows [grad_accum, micro_batch]."""
-        rows = np.arange(self.micro_batch) + self.rank * self.micro_batch
-        micro_steps = np.arange(self.grad_accum)[:, None] * (self.dp * self.micro_batch)
-        return step * (self.dp * self.micro_batch * self.grad_accum) + micro_steps + rows
-
-
-@dataclass(frozen=True, slots=True)
-class StepBatch:
-    """One optimizer step's work for one rank. Tensors are [grad_accum, micro_batch, seq_len].
-
-    `labels` are -100 where there is no target; `num_valid` counts the others. `sample_ids` follow the rows.
-    """
-
-    step: int
-    tokens: Tensor
-    labels: Tensor
-    documents: Tensor | None
-    num_valid: int
-    sample_ids: tuple[int, ...]
-
-    def to(self, device: torch.device) -> "StepBatch":
-        """Return the batch on `device`; from pinned memory the copy runs while the host goes on."""
-        documents = None if self.documents is None else self.documents.to(device, non_blocking=True)
-        tokens, labels = (each.to(device, non_blocking=True) for each in (self.tokens, self.labels))
-        return replace(self, tokens=tokens, labels=labels, documents=documents)
 
 
 class LoaderFault(Exception):  # noqa: N818 - the design's word for what went wrong and is nobody's mistake
@@ -80,45 +42,44 @@ class LoaderFault(Exception):  # noqa: N818 - the design's word for what went wr
         self.worker, self.pid, self.step, self.sample_ids = worker, pid, step, sample_ids
 
 
+Item = StepBatch | LoaderFault | UserError
+
+
 class Loader:
     """Yields the batches of steps `start_step` to `steps` (exclusive), always loading a few ahead.
 
-    A thread fills the queue. With `workers` it only collects: worker n of W loads every W-th step, in its own process.
-    A loader that is silent for `timeout_seconds` has hung. A process that hangs or dies is replaced by a new one, which
-    begins with the step that is owed; only when that has happened several times for one step is it a fault.
+    A thread loads them, or collects what `workers` processes load. `auto` begins with the thread and changes how many
+    there are while it goes, by how long the trainer waits and by what `room` there is (see `tuner`); a number stays.
+    A loader that is silent for `timeout_seconds` has hung. A process that hangs or dies is replaced.
     """
 
-    def __init__(  # noqa: PLR0913 - what to load and how to load it; splitting them would only move the names
+    def __init__(
         self,
-        sequences: Sequences,
+        feed: Feed,
         *,
-        seed: int,
-        share: Share,
         start_step: int = 0,
         steps: int,
-        workers: int = 0,
+        workers: int | Literal["auto"] = 0,
         timeout_seconds: float = 60.0,
-        pin_memory: bool = False,
-        screen: Screen | None = None,
+        room: Room | None = None,
     ) -> None:
-        assert len(sequences) > 0
-        self._sequences, self._seed, self._share, self._screen = sequences, seed, share, screen or Screen()
-        self._steps, self._timeout_seconds, self._pin_memory = range(start_step, steps), timeout_seconds, pin_memory
-        rows = share.grad_accum * share.micro_batch
-        self._shape = (3 if sequences.isolate else 2, rows, sequences.seq_len)
-        # The sample that each worker is at. It is memory that outlives the process, to tell what it died of.
-        self._num_turns = max(1, workers)
-        self._at = np.frombuffer(mmap.mmap(-1, 8 * self._num_turns), dtype=np.int64)
-        self._at[:] = NO_SAMPLE
-        self._workers: list[Worker] = []
-        for number in range(workers):
-            turns = self._steps[number::workers]
-            self._workers.append(Worker(self._fill, turns, self._shape, siblings=self._workers))
-        self._next_step, self._closed, self._closing = start_step, False, threading.Lock()
-        self._patience = (timeout_seconds + START_SECONDS) * (1 + RESTARTS) if workers else timeout_seconds
-        self._device = torch.accelerator.current_device_index() if pin_memory else None
-        self._ready: queue.Queue[StepBatch | LoaderFault] = queue.Queue(maxsize=DEPTH)
-        self._thread = threading.Thread(target=self._feed, name="trimaran-loader", daemon=True)
+        self._feed, self._steps, self._timeout_seconds = feed, range(start_step, steps), timeout_seconds
+        self._room = room or room_here()
+        number = 0 if workers == "auto" else workers
+        setting = Setting(workers=number, depth=number + AHEAD, pin=self._room.pin_memory)
+        self._tuner = Tuner(self._room, setting, fixed=workers != "auto")
+        self.changes: list[Change] = []
+        self._waits = Waits()
+        self._team = Team(feed.load, timeout_seconds=timeout_seconds)
+        self._at = NO_SAMPLE  # the sample that the thread is at
+        self._next_step, self._asked, self._last = start_step, start_step, steps
+        self._ready: dict[int, Item] = {}
+        self._changed = threading.Condition()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # rung when the thread should look again
+        self._closed, self._closing = False, threading.Lock()
+        self._device = torch.accelerator.current_device_index() if self._room.pin_memory else None
+        self._team.resize(number)  # here, before there are more threads than there have to be
+        self._thread = threading.Thread(target=self._load_ahead, name="trimaran-loader", daemon=True)
         self._thread.start()
         # multiprocessing's own exit handler asks workers with SIGTERM, which they ignore, and then waits for ever.
         atexit.register(self.close)
@@ -132,15 +93,38 @@ class Loader:
             raise StopIteration
         if self._closed:
             raise ValueError("the loader is closed")
-        try:
-            item = self._ready.get(timeout=self._patience)
-        except queue.Empty:
-            item = self._fault(f"has hung: nothing came for {self._patience:g} s", self._next_step)
-        if isinstance(item, LoaderFault):
+        began = time.monotonic()
+        item = self._take()
+        if not isinstance(item, StepBatch):
             self.close()
             raise item
         self._next_step += 1
+        self._waits.took(began)
+        self._tune()
+        os.eventfd_write(self._bell, 1)  # there is room for another
         return item
+
+    def _take(self) -> Item:
+        """Return what comes next. A process may be replaced a few times before a step is given up."""
+        patience = (self._timeout_seconds + START_SECONDS) * (1 + RESTARTS) if self._team else self._timeout_seconds
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._next_step in self._ready, timeout=patience):
+                hung = f"has hung: nothing came for {patience:g} s"
+                return self._fault(hung, self._next_step, sample=self._at)
+            return self._ready.pop(self._next_step)
+
+    def _tune(self) -> None:
+        """Now and then, look at how long was waited and change how batches are loaded. The thread follows."""
+        if (seen := self._waits.window()) and (chosen := self._tuner.choose(seen)):
+            setting, reason = chosen
+            self.changes.append(Change(self._next_step, setting, reason))
+            self._waits.settle(setting.depth)
+            log.info("%d loader processes, %d batches ahead: %s", setting.workers, setting.depth, reason)
+
+    def facts(self) -> dict[str, Any]:
+        """Return how batches are loaded now, and how long the trainer has waited for them in all, and for the last."""
+        now = self._tuner.setting
+        return {"workers": now.workers, "depth": now.depth, "pinned": now.pin, **self._waits.facts()}
 
     def close(self) -> None:
         """End the processes and the thread. Batches that were loaded ahead are dropped."""
@@ -148,12 +132,13 @@ class Loader:
             if self._closed:
                 return
             self._closed = True
-            for worker in self._workers:
-                worker.end()
+        self._team.kill()
         atexit.unregister(self.close)
-        while not self._ready.empty():
-            self._ready.get_nowait()  # the thread may be waiting for room
+        os.eventfd_write(self._bell, 1)  # the thread may be waiting
         self._thread.join(timeout=1.0)  # unless it hangs in a read; then it ends with the process
+        if not self._thread.is_alive():
+            os.close(self._bell)
+        self._ready.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -165,98 +150,114 @@ class Loader:
 
     def sample_ids(self, step: int) -> tuple[int, ...]:
         """Return which samples this rank works on at `step`, in the order of the rows."""
-        return self.samples(step, [self._share.rank])
+        return self.samples(step, [self._feed.share.rank])
 
     def samples(self, step: int, data_ranks: Sequence[int]) -> tuple[int, ...]:
         """Return which samples the given ranks, of those that see different ones, work on at `step`."""
-        shares = [replace(self._share, rank=rank) for rank in data_ranks]
-        indices = np.concatenate([share.indices(step).ravel() for share in shares])
-        found = self._sequences.first + positions(self._seed, indices, len(self._sequences))
-        return tuple(found.tolist())
+        return self._feed.samples(step, data_ranks)
 
     def num_quarantined(self, step: int) -> int:
-        """Return how many rows of the global batch are left out at `step`."""
-        left_out = self._screen.quarantined
-        return len(left_out.intersection(self.samples(step, range(self._share.dp)))) if left_out else 0
+        """Return how many samples of the global batch are left out at `step`."""
+        return self._feed.num_quarantined(step)
 
-    def _feed(self) -> None:
+    def _load_ahead(self) -> None:
         if self._device is not None:
             torch.accelerator.set_device_index(self._device)  # a thread starts on device 0, whichever the rank's is
-        for step in self._steps:
-            item = self._load(step)
-            self._ready.put(item)
-            if self._closed or isinstance(item, LoaderFault):
-                return
+        while not self._closed and self._next_step < self._last:
+            self._team.resize(self._tuner.setting.workers)
+            if not (len(self._team) or self._team.owed) and self._may_ask:
+                self._put(self._asked, self._read(self._asked))
+                self._asked += 1
+                continue
+            while self._may_ask and self._team.ask(self._asked):
+                self._asked += 1
+            for answer in self._team.collect(self._bell):
+                self._put(answer.step, self._item(answer))
+            answer = None  # its arrays lie in memory that the next fork must not inherit
+            with suppress(BlockingIOError):  # it was not rung
+                os.eventfd_read(self._bell)
+        self._team.let_go()
 
-    def _load(self, step: int) -> StepBatch | LoaderFault:
+    @property
+    def _may_ask(self) -> bool:
+        """Whether one more batch may be on its way: as many as are wanted ahead, and as memory has room for."""
+        ahead = self._asked - self._next_step
+        fits = (ahead + 1) * self._waits.batch_bytes <= self._room.memory_bytes
+        return self._asked < self._last and ahead < self._tuner.setting.depth and (fits or not ahead)
+
+    def _put(self, step: int, item: Item) -> None:
+        if not isinstance(item, StepBatch):
+            self._last = min(self._last, step)  # it goes no further than that
+        with self._changed:
+            self._ready[step] = item
+            self._changed.notify()
+
+    def _read(self, step: int) -> Item:
+        """Load a step in this thread."""
+        began = time.perf_counter()
+
+        def at(sample_id: int) -> None:
+            self._at = sample_id
+
         try:
-            batch = torch.empty(self._shape, dtype=torch.int64, pin_memory=self._pin_memory)
-            if self._workers:
-                self._receive(step, batch.numpy())
-            else:
-                self._fill(step, batch.numpy())
-        except DeadWorkerError as error:
-            return self._fault(f"crashed ({error})", step)
-        except HungWorkerError as error:
-            return self._fault(f"has hung: {error}", step)
-        except RaisedInWorkerError as error:
-            return self._raised(str(error).rstrip().splitlines()[-1], step, error)
+            load = self._feed.load(step, at)
+            self._at = NO_SAMPLE
+            return self._landed(step, load, time.perf_counter() - began)
+        except UserError as error:
+            return error
         except Exception as error:
-            return self._raised(f"{type(error).__name__}: {error}", step, error)
-        tokens, labels, *rest = batch.unflatten(1, (self._share.grad_accum, self._share.micro_batch))
-        documents = rest[0].to(torch.int32) if rest else None
-        if documents is not None and self._pin_memory:
-            documents = documents.pin_memory()
-        num_valid = int(np.count_nonzero(labels.numpy() != IGNORED))
-        return StepBatch(step, tokens, labels, documents, num_valid, self.sample_ids(step))
+            fault = self._fault(f"raised {_short(f'{type(error).__name__}: {error}')}", step, sample=self._at)
+            fault.__cause__ = error
+            return fault
 
-    def _receive(self, step: int, out: np.ndarray) -> None:
-        """Take the step's batch from the worker whose turn it is, or from those that come in its place."""
-        turn = self._turn(step)
-        for _ in range(RESTARTS):
+    def _item(self, answer: Answer) -> Item:
+        """Return what a worker's answer comes to."""
+        error, how = answer.load, ""
+        if isinstance(error, Load):
             try:
-                return self._workers[turn].receive(out, timeout_seconds=self._timeout_seconds)
-            except (DeadWorkerError, HungWorkerError) as error:
-                if not self._replace(turn, step):
-                    raise
-                log.warning("loader worker %d was replaced at step %d: %s", turn, step + 1, error)
-        return self._workers[turn].receive(out, timeout_seconds=self._timeout_seconds)
-
-    def _replace(self, turn: int, step: int) -> bool:
-        """Put a new process, which begins with `step`, in the place of a worker, unless the loader is closed."""
-        with self._closing:
-            if self._closed:
-                return False
-            self._workers[turn].end()
-            self._at[turn] = NO_SAMPLE
-            turns = self._steps[step - self._steps.start :: self._num_turns]
-            siblings = [worker for number, worker in enumerate(self._workers) if number != turn]
-            self._workers[turn] = Worker(self._fill, turns, self._shape, siblings=siblings)
-        return True
-
-    def _fill(self, step: int, out: np.ndarray) -> None:
-        """Put the step's tokens, labels and documents into `out`. Runs in the workers, so without torch."""
-        turn = self._turn(step)
-        for row, sample_id in enumerate(self.sample_ids(step)):
-            self._at[turn] = sample_id
-            sample = self._screen.load(self._sequences, sample_id - self._sequences.first)
-            out[0, row], out[1, row] = sample.tokens, sample.labels
-            if sample.documents is not None:
-                out[2, row] = sample.documents
-        self._at[turn] = NO_SAMPLE
-
-    def _raised(self, what: str, step: int, error: Exception) -> LoaderFault:
-        fault = self._fault(f"raised {what[:NAMED_CHARACTERS]}", step)
-        fault.__cause__ = error
+                return self._landed(answer.step, error, answer.seconds, copy=True)
+            except UserError as mistake:
+                return mistake
+            except Exception as mistake:
+                error, how = mistake, f"raised {_short(f'{type(mistake).__name__}: {mistake}')}"
+        elif isinstance(error, DeadWorkerError):
+            how = f"crashed ({error})"
+        elif isinstance(error, HungWorkerError):
+            how = f"has hung: {error}"
+        else:
+            how = f"raised {_short(str(error).rstrip().splitlines()[-1])}"
+        fault = self._fault(how, answer.step, who=(answer.worker, answer.pid), sample=answer.sample)
+        if isinstance(error, RaisedInWorkerError):  # its words say where; its frames would keep shared memory alive
+            fault.__cause__ = error.with_traceback(None)
         return fault
 
-    def _fault(self, what: str, step: int) -> LoaderFault:
-        turn = self._turn(step)
-        worker, pid = (turn, self._workers[turn].pid) if self._workers else (None, None)
-        at = int(self._at[turn])
-        sample_ids = (at,) if at in self.sample_ids(step) else ()  # it may be ahead of what is owed
-        return LoaderFault(what, worker=worker, pid=pid, step=step, sample_ids=sample_ids)
+    def _landed(self, step: int, load: Load, seconds: float, *, copy: bool = False) -> StepBatch:
+        """Return the batch as tensors of this process. What lies in shared memory has to be copied."""
+        began = time.perf_counter()
+        num_bytes = sum(each.nbytes for each in load.arrays.values())
+        if not self._waits.batch_bytes:
+            self._tuner.first(num_bytes)
+        pin = self._tuner.setting.pin
+        arrays = {name: _tensor(each, pin=pin, copy=copy) for name, each in load.arrays.items()}
+        self._waits.loaded(seconds, time.perf_counter() - began, num_bytes)
+        return StepBatch(step, arrays, load.num_valid, self.sample_ids(step), load.cuts, load.facts, load.bad)
 
-    def _turn(self, step: int) -> int:
-        """Return the number of the worker that loads `step`; 0 without any."""
-        return (step - self._steps.start) % self._num_turns
+    def _fault(
+        self, what: str, step: int, *, who: tuple[int | None, int | None] = (None, None), sample: int = NO_SAMPLE
+    ) -> LoaderFault:
+        # A worker may be ahead of what is owed, and then its sample is not one of the step's.
+        sample_ids = (sample,) if sample in self.sample_ids(step) else ()
+        return LoaderFault(what, worker=who[0], pid=who[1], step=step, sample_ids=sample_ids)
+
+
+def _tensor(array: np.ndarray, *, pin: bool, copy: bool) -> Tensor:
+    if not pin:
+        return torch.from_numpy(array.copy() if copy else array)
+    dtype = torch.from_numpy(np.empty(0, dtype=array.dtype)).dtype
+    tensor = torch.empty(array.shape, dtype=dtype, pin_memory=True)  # from torch's pool: used again once it is free
+    np.copyto(tensor.numpy(), array)
+    return tensor
+
+
+def _short(what: str) -> str:
+    return what[:NAMED_CHARACTERS]

@@ -73,8 +73,7 @@ class Screen:
     def load(self, sequences: Sequences, index: int) -> Sample:
         """Return sample `index` of the sequences, fit to be trained on."""
         if sequences.first + index in self.quarantined:
-            nothing = np.zeros(sequences.seq_len, dtype=np.int64)
-            return Sample(nothing, np.full_like(nothing, IGNORED), nothing if sequences.isolate else None)
+            return without_target(sequences)
         for _ in range(TRIES - 1):
             try:
                 return self._checked(sequences, index)
@@ -94,3 +93,9 @@ class Screen:
                     worst = part.min() if part.min() < 0 else part.max()
                     raise BadSampleError(f"token id {worst} is not one of the model's {self.vocabulary}")
         return sample
+
+
+def without_target(sequences: Sequences) -> Sample:
+    """Return a row that keeps a place and teaches nothing."""
+    nothing = np.zeros(sequences.seq_len, dtype=np.int64)
+    return Sample(nothing, np.full_like(nothing, IGNORED), nothing if sequences.isolate else None)

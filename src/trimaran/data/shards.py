@@ -99,7 +99,7 @@ class ShardWriter:
                 self._finish_shard()
                 self._tokenizer.save(self._draft)
                 (self._draft / META).write_text(self._meta().model_dump_json(indent=2) + "\n", encoding="utf-8")
-                _rename_into_place(self._draft, self._path)
+                rename_into_place(self._draft, self._path)
         finally:
             self._file.close()
             shutil.rmtree(self._draft, ignore_errors=True)  # gone already when it was renamed
@@ -206,7 +206,7 @@ class TokenShards:
     def tokens(self, start: int, stop: int) -> np.ndarray:
         """Return the tokens of the range as int64."""
         parts = [self._tokens[shard][low:high] for shard, low, high in self._parts(start, stop)]
-        return np.concatenate(parts, dtype=np.int64)
+        return parts[0].astype(np.int64) if len(parts) == 1 else np.concatenate(parts, dtype=np.int64)
 
     def documents(self, start: int, stop: int) -> np.ndarray:
         """Return for each token of the range which document it belongs to, counted from 0 over all shards, as int64."""
@@ -256,7 +256,8 @@ def _damaged(file: Path, what: str) -> UserError:
                      fix=f"delete {file.parent} and pack the data again")  # fmt: skip
 
 
-def _rename_into_place(draft: Path, path: Path) -> None:
+def rename_into_place(draft: Path, path: Path) -> None:
+    """Give a finished folder its name, safe from a power cut; FileExistsError when there is something already."""
     for file in draft.iterdir():
         _sync(file)
     _sync(draft)

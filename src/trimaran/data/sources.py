@@ -17,6 +17,10 @@ HEAD_BYTES = 1 << 16
 HEAD_FILES = 64
 PIECE_BYTES = 1 << 24
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
+JSON_SUFFIXES = (*JSONL_SUFFIXES, ".json")
+# Which files of a folder are the source's; those of the others all are.
+SUFFIXES = {"jsonl": JSONL_SUFFIXES, "chat": JSON_SUFFIXES, "webdataset": (".tar",), "parquet": (".parquet",)}
+MADE_HERE = ("python-stdlib", "shapes", "scenes")
 # Not the language's own text: other people's packages, caches, and tests with broken files on purpose.
 NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 
@@ -32,21 +36,23 @@ class Piece:
 
 def find_files(section: DataSection) -> list[Path]:
     """Return the files of the source in the order they are read in; at least one of them is not empty."""
+    if section.source in MADE_HERE and section.path is not None:
+        raise UserError("T002", f"data.path is set, but the source {section.source} reads no path",
+                        where=f"data.path: {section.path}",
+                        fix="say what the path is: data.source = text, jsonl, chat, shards or datasets")  # fmt: skip
     if section.source == "python-stdlib":
-        if section.path is not None:
-            raise UserError("T002", "data.path is set, but the source python-stdlib reads no path",
-                            where=f"data.path: {section.path}",
-                            fix="say what the path is: data.source = text, jsonl, shards or datasets")  # fmt: skip
         root = Path(sysconfig.get_path("stdlib"))
         files = [file for file in _walk(root, NOT_STDLIB) if file.suffix == ".py"]
     else:
         root = named_path(section)
         files = [root] if root.is_file() else _walk(root)
-        if section.source == "jsonl" and root.is_dir():
-            files = [file for file in files if file.suffix in JSONL_SUFFIXES]
+        if section.source in SUFFIXES and root.is_dir():
+            files = [file for file in files if file.suffix in SUFFIXES[section.source]]
     if _total_bytes(files):
         return files
-    kind = {"python-stdlib": "Python file", "jsonl": ".jsonl file"}.get(section.source, "file")
+    kind = (
+        "Python file" if section.source == "python-stdlib" else f"{SUFFIXES.get(section.source, ('',))[0]} file".strip()
+    )
     raise UserError("T005", f"there is no {kind} with anything in it", where=str(root),
                     fix="name a file or a folder that has text in it")  # fmt: skip
 

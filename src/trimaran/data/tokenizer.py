@@ -27,6 +27,22 @@ class Tokenizer(Protocol):
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]: ...
 
+    def encode_plain(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return the ids of each text; what looks like a special token is read as the letters it is written with."""
+        ...
+
+    def encode_spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return what `encode_plain` does, and the letters that each id stands for [tokens, 2]: from, and up to."""
+        ...
+
+    def special(self, name: str) -> int | None:
+        """Return the id of a token that no text becomes by itself, such as `<|im_end|>`; None when there is none."""
+        ...
+
+    def word(self, token: int) -> str | None:
+        """Return the ordinary word of the vocabulary that has this id; None for a special one, or when none has it."""
+        ...
+
     def decode(self, ids: Iterable[int]) -> str: ...
 
     def describe(self) -> dict[str, str]:
@@ -48,6 +64,18 @@ class ByteTokenizer:
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [self.encode(text) for text in texts]
 
+    def encode_plain(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return self.encode_many(texts)
+
+    def encode_spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        return [(self.encode(text), _byte_spans(text)) for text in texts]
+
+    def special(self, name: str) -> int | None:
+        return None
+
+    def word(self, token: int) -> str | None:
+        return bytes([token]).decode("latin-1") if 0 <= token < 256 else None
+
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`; ids that are no bytes say nothing, broken UTF-8 shows as U+FFFD."""
         return bytes(each for each in ids if each < 256).decode(errors="replace")
@@ -57,6 +85,15 @@ class ByteTokenizer:
 
     def save(self, folder: Path) -> None:
         """Write nothing: there is nothing to keep."""
+
+
+def _byte_spans(text: str) -> np.ndarray:
+    """Return the character that each byte belongs to."""
+    if text.isascii():
+        starts = np.arange(len(text))
+    else:
+        starts = np.repeat(np.arange(len(text)), [len(letter.encode()) for letter in text])
+    return np.stack([starts, starts + 1], axis=1)
 
 
 def load_tokenizer(path: str | None, *, end_token: str | None = None) -> Tokenizer:

@@ -1,0 +1,70 @@
+"""Batches of packed text: rows of one length, in the order of the seed."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from trimaran.data.feed import Load, Share
+from trimaran.data.order import positions
+from trimaran.data.quarantine import Screen, without_target
+from trimaran.data.sequences import IGNORED, Sequences
+
+
+class TokenFeed:
+    """See `feed.Feed`. A sample is a sequence; its id is its place in the shards.
+
+    With `epochs` there is an end: rows that come after so many passes over the data have no target and no sample, the
+    same on all ranks, so that the last batch is as large as all others and every sequence is met equally often.
+    """
+
+    def __init__(
+        self, sequences: Sequences, *, seed: int, share: Share, screen: Screen | None = None, epochs: float = 0.0
+    ) -> None:
+        assert len(sequences) > 0
+        self._sequences, self._seed, self._screen = sequences, seed, screen or Screen()
+        self._num_rows = self._rows_in(epochs) if epochs else None
+        self.share = share
+        self._last: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+
+    def steps_in(self, epochs: float) -> int:
+        """Return how many steps so many passes over the data take; the last may be filled up."""
+        return math.ceil(self._rows_in(epochs) / self.share.global_batch)
+
+    def _rows_in(self, epochs: float) -> int:
+        return max(1, round(epochs * len(self._sequences)))
+
+    def load(self, step: int, at: Callable[[int], None]) -> Load:
+        shape = (self.share.grad_accum, self.share.micro_batch, self._sequences.seq_len)
+        tokens, labels = (np.empty(shape, dtype=np.int64) for _ in range(2))
+        rows = []
+        for sample_id in self.samples(step, [self.share.rank]):
+            at(sample_id)
+            rows.append(self._screen.load(self._sequences, sample_id - self._sequences.first))
+        rows += [without_target(self._sequences)] * (shape[0] * shape[1] - len(rows))
+        for number, row in enumerate(rows):
+            tokens.reshape(-1, shape[-1])[number] = row.tokens
+            labels.reshape(-1, shape[-1])[number] = row.labels
+        arrays: dict[str, np.ndarray] = {"tokens": tokens, "labels": labels}
+        if self._sequences.isolate:
+            arrays["documents"] = np.array([row.documents for row in rows], dtype=np.int32).reshape(shape)
+        return Load(arrays=arrays, num_valid=int(np.count_nonzero(labels != IGNORED)))
+
+    def samples(self, step: int, data_ranks: Sequence[int]) -> tuple[int, ...]:
+        asked, last = (step, *data_ranks), self._last
+        if last[0] != asked:  # the loader asks for those of a batch twice: to load it, and to name them
+            last = self._last = (asked, self._samples(step, data_ranks))
+        return last[1]
+
+    def _samples(self, step: int, data_ranks: Sequence[int]) -> tuple[int, ...]:
+        shares = [replace(self.share, rank=rank) for rank in data_ranks]
+        indices = np.concatenate([share.indices(step).ravel() for share in shares])
+        if self._num_rows is not None:
+            indices = indices[indices < self._num_rows]
+        found = self._sequences.first + positions(self._seed, indices, len(self._sequences))
+        return tuple(found.tolist())
+
+    def num_quarantined(self, step: int) -> int:
+        left_out = self._screen.quarantined
+        return len(left_out.intersection(self.samples(step, range(self.share.dp)))) if left_out else 0

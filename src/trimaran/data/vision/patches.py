@@ -1,0 +1,43 @@
+"""From pixels to patches: squares of the picture, those that become one token side by side."""
+
+import numpy as np
+
+from trimaran.core import PictureRules
+from trimaran.data.vision.decode import pixels_of
+from trimaran.data.vision.sizes import canvas_of, tile_side
+
+GREY = 128
+
+
+def fill_patches(data: bytes, size: tuple[int, int], rules: PictureRules, out: np.ndarray) -> None:
+    """Write the patches of a picture of `size` (width, height) to `out` u8 [patches, 3 * patch * patch]."""
+    rows, columns = canvas_of(size, rules)
+    if rules.variant == "native":
+        (pixels,) = pixels_of(data, [(columns * rules.patch, rows * rules.patch)])
+        cut_patches(pixels, rules, out)
+        return
+    side = tile_side(rules)
+    pixels, each = side * rules.patch, side * side
+    whole = (columns * pixels, rows * pixels)
+    canvas, *small = pixels_of(data, [whole, (pixels, pixels)] if rows * columns > 1 else [whole])
+    tiles = canvas.reshape(rows, pixels, columns, pixels, 3).swapaxes(1, 2).reshape(-1, pixels, pixels, 3)
+    for number, tile in enumerate([*small, *tiles]):
+        cut_patches(tile, rules, out[number * each : (number + 1) * each])
+
+
+def grey_patches(out: np.ndarray) -> None:
+    """Write a picture on which there is nothing to see."""
+    out[:] = GREY
+
+
+def cut_patches(pixels: np.ndarray, rules: PictureRules, out: np.ndarray) -> None:
+    """Write u8 [height, width, 3] to `out` [patches, 3 * patch * patch], each patch by channel, row, column.
+
+    The patches of a group of merge x merge lie together, row by row, and so do the groups: Qwen2-VL's order.
+    """
+    patch, merge = rules.patch, rules.merge
+    group_rows, group_columns = pixels.shape[0] // (patch * merge), pixels.shape[1] // (patch * merge)
+    assert out.shape == (group_rows * group_columns * merge**2, 3 * patch * patch), "the picture is of another size"
+    blocks = pixels.reshape(group_rows, merge, patch, group_columns, merge, patch, 3)
+    target = out.reshape(group_rows, group_columns, merge, merge, 3, patch, patch)
+    target[:] = blocks.transpose(0, 3, 1, 4, 6, 2, 5)

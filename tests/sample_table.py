@@ -1,0 +1,68 @@
+"""An index of samples in memory, of the shape that rows and batches need."""
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from benchmarks.mix import IMAGE_TOKEN
+from PIL import Image
+
+from trimaran.data.samples.index import IndexedSample
+
+
+def png(colour: tuple[int, int, int], size: tuple[int, int]) -> bytes:
+    """A picture of one colour."""
+    file = io.BytesIO()
+    Image.new("RGB", size, colour).save(file, "PNG")
+    return file.getvalue()
+
+
+@dataclass
+class Table:
+    """`texts` are token ids, IMAGE_TOKEN for a picture; the first third of a text is a question, without targets.
+
+    `pictures` are the sizes of all of them, in order; picture n is of the colour (n, n, n) unless `files` has it.
+    """
+
+    texts: Sequence[Sequence[int]]
+    pictures: Sequence[tuple[int, int]] = ()
+    sources: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int8))
+    source_names: Sequence[str] = ("all",)
+    files: Mapping[int, bytes] = field(default_factory=dict)
+    digest: str = "by hand"
+
+    def __post_init__(self) -> None:
+        if not len(self.sources):
+            self.sources = np.zeros(len(self.texts), dtype=np.int8)
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.texts)
+
+    @cached_property
+    def text_lengths(self) -> np.ndarray:
+        return np.array([len(text) for text in self.texts], dtype=np.int32)
+
+    @cached_property
+    def picture_sizes(self) -> np.ndarray:
+        return np.array(self.pictures, dtype=np.int32).reshape(-1, 2)
+
+    @cached_property
+    def first_picture(self) -> np.ndarray:
+        return np.cumsum([0, *(list(text).count(IMAGE_TOKEN) for text in self.texts)])
+
+    def sample(self, index: int, /) -> IndexedSample:
+        tokens = np.array(self.texts[index], dtype=np.int64)
+        targets = np.arange(len(tokens)) >= len(tokens) // 3
+        first, last = self.first_picture[index : index + 2].tolist()
+        return IndexedSample(tokens, targets, range(first, last), int(self.sources[index]))
+
+    def picture_bytes(self, number: int, /) -> bytes:
+        if number in self.files:
+            return self.files[number]
+        return png((number, number, number), self.pictures[number])
+
+    def origin(self, index: int, /) -> str:
+        return f"texts:{index}"

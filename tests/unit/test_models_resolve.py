@@ -97,11 +97,9 @@ def test_a_missing_folder_and_a_missing_config_are_told_apart(folder: Path) -> N
         (ModelSection(preset="tiny", path="/tmp"), "M002"),
         (ModelSection(family="hf"), "M002"),
         (ModelSection(family="hf", path="/tmp", shape={"layers": 1}), "M002"),
-        (ModelSection(family="vlm"), "M003"),
-        (ModelSection(family="perception"), "M003"),
     ],
 )
-def test_contradictions_and_unbuilt_families_are_refused(section: ModelSection, code: str) -> None:
+def test_contradictions_are_refused(section: ModelSection, code: str) -> None:
     with pytest.raises(UserError) as caught:
         spec_of(section)
     assert caught.value.code == code

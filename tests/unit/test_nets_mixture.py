@@ -158,7 +158,7 @@ def test_statistics_are_what_a_hand_counts() -> None:
         "z": (24 / 8 + 16 / 16) / 2,
         "entropy": (0 + 1) / 2,
     }
-    network.forward(torch.arange(16).reshape(2, 8))
+    network.forward({"tokens": torch.arange(16).reshape(2, 8)})
     assert 0 < router_statistics((network,), alone())()["router"]["dropped"] < 1
     assert not first.tally.any()
 

@@ -27,7 +27,7 @@ def test_a_decoder_network_has_its_layers_as_blocks() -> None:
     spec = replace(PRESETS["tiny"], layers=3)
     network = decoder_network(spec)
     initialise(network.module, seed=0, spec=spec)
-    logits, balance = network.forward(TOKENS)
+    logits, balance = network.forward({"tokens": TOKENS})
     assert (logits.shape, balance.shape) == ((2, 24, 320), ())
     assert len(network.blocks) == 3
     assert network.spec is spec
@@ -39,11 +39,11 @@ def test_a_packed_document_is_read_by_an_hf_model_as_if_it_were_alone(name: str,
     lengths = [(5, 19), (10, 6, 8)]
     documents = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths])
     with torch.no_grad():
-        packed, balance = network.forward(TOKENS, documents)
+        packed, balance = network.forward({"tokens": TOKENS, "documents": documents})
         for row, parts in enumerate(lengths):
             for logits, alone in zip(packed[row].split(parts), TOKENS[row].split(parts), strict=True):
-                torch.testing.assert_close(logits, network.forward(alone[None])[0][0], atol=1e-5, rtol=1e-5)
-        assert not torch.allclose(packed, network.forward(TOKENS)[0], atol=1e-3)
+                torch.testing.assert_close(logits, network.forward({"tokens": alone[None]})[0][0], atol=1e-5, rtol=1e-5)
+        assert not torch.allclose(packed, network.forward({"tokens": TOKENS})[0], atol=1e-3)
     assert balance == 0
 
 

@@ -17,10 +17,10 @@ def first_flaw(spec: ModelSpec) -> Flaw | None:
 
 def _flaws(spec: ModelSpec) -> Iterator[Flaw]:
     experts = spec.block.experts
-    yield from _outside(("layers", spec.layers, 1, MOST_LAYERS))
+    yield from outside(("layers", spec.layers, 1, MOST_LAYERS))
     for field in ("hidden", "heads", "kv_heads", "head_dim", "vocab", "max_seq_len"):
-        yield from _outside((field, getattr(spec, field), 1, MOST))
-    yield from _outside(("ffn", spec.ffn, 0 if experts else 1, MOST))
+        yield from outside((field, getattr(spec, field), 1, MOST))
+    yield from outside(("ffn", spec.ffn, 0 if experts else 1, MOST))
     if spec.heads % spec.kv_heads:
         yield "kv_heads", f"{spec.kv_heads} key-value heads do not divide {spec.heads} heads"
     if spec.head_dim % 2:
@@ -33,14 +33,14 @@ def _flaws(spec: ModelSpec) -> Iterator[Flaw]:
 
 
 def _rope_flaws(rope: Rope) -> Iterator[Flaw]:
-    yield from _outside(("rope.theta", rope.theta, 1, 1e15), ("rope.factor", rope.factor, 1, 1e6))
-    yield from _outside(("rope.original_max_seq_len", rope.original_max_seq_len, 1, MOST))
+    yield from outside(("rope.theta", rope.theta, 1, 1e15), ("rope.factor", rope.factor, 1, 1e6))
+    yield from outside(("rope.original_max_seq_len", rope.original_max_seq_len, 1, MOST))
     if not 0 < rope.low_freq_factor < rope.high_freq_factor < 1e6:
         yield "rope.high_freq_factor", f"{rope.high_freq_factor} is not above low_freq_factor {rope.low_freq_factor}"
 
 
 def _expert_flaws(experts: Experts, hidden: int) -> Iterator[Flaw]:
-    yield from _outside(
+    yield from outside(
         ("experts.num_experts", experts.num_experts, 1, MOST),
         ("experts.top_k", experts.top_k, 1, experts.num_experts),
         ("experts.ffn", experts.ffn, 1, MOST),
@@ -58,7 +58,7 @@ def _expert_flaws(experts: Experts, hidden: int) -> Iterator[Flaw]:
         yield "hidden", f"{hidden} is not a multiple of 8, which experts need"
 
 
-def _outside(*bounds: tuple[str, float, float, float]) -> Iterator[Flaw]:
+def outside(*bounds: tuple[str, float, float, float]) -> Iterator[Flaw]:
     """Yield a flaw for each (field, value, least, most) whose value is not between the two."""
     for field, value, least, most in bounds:
         if not least <= value <= most:  # so written, NaN is outside too

@@ -1,17 +1,40 @@
-"""The names of a decoder's modules, on paper, and the patterns that people match them with."""
+"""The names of a network's modules, on paper, and the patterns that people match them with."""
 
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
 from trimaran.core import UserError, nearest
+from trimaran.models.perception import PerceptionSpec, perception_module_names
 from trimaran.models.spec import ModelSpec
+from trimaran.models.specs import Spec
+from trimaran.models.vlm import VlmSpec
 
 FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
 
 
-def module_names(spec: ModelSpec) -> list[str]:
-    """Return the name of every module of the decoder that `spec` describes."""
+def module_names(spec: Spec) -> list[str]:
+    """Return the name of every module of the network that `spec` describes."""
+    if isinstance(spec, PerceptionSpec):
+        return perception_module_names(spec)
+    return _vlm(spec) if isinstance(spec, VlmSpec) else _decoder(spec)
+
+
+def _vlm(spec: VlmSpec) -> list[str]:
+    names = ["vision", "vision.stem", "vision.stem.patch_embed", "vision.layers", "projector", "language"]
+    names += ["vision.stem.norm"] * spec.vision.ends.first_norm
+    mlp = FEED_FORWARD if spec.vision.block.gated else FEED_FORWARD[1:]
+    for number in range(spec.vision.layers):
+        layer = f"vision.layers.{number}"
+        names += [layer, f"{layer}.input_layernorm", f"{layer}.self_attn", f"{layer}.post_attention_layernorm"]
+        names += [f"{layer}.self_attn.{part}" for part in ATTENTION]
+        names += [f"{layer}.mlp", *(f"{layer}.mlp.{part}" for part in mlp)]
+    names += ["projector.norm"] * (spec.projector.normed or spec.projector.kind == "pixel-shuffle")
+    names += ["projector.linear_1", "projector.linear_2"]
+    return [*names, *(f"language.{name}" for name in [*_decoder(spec.language), "place"])]
+
+
+def _decoder(spec: ModelSpec) -> list[str]:
     names = ["embed_tokens", "layers", "norm", "lm_head"]
     for number in range(spec.layers):
         layer = f"layers.{number}"

@@ -1,27 +1,39 @@
 """The recipe's model section in, ModelSpec and Outline out."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, fields, is_dataclass, replace
+from collections.abc import Mapping
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from trimaran.core import DataSection, ModelSection, UserError, nearest
 from trimaran.models.flaw import first_flaw
 from trimaran.models.from_hf import spec_from_hf, unsupported
+from trimaran.models.from_hf_vlm import vlm_from_disk
 from trimaran.models.hf_vision import Images
 from trimaran.models.json_file import read_json
 from trimaran.models.outline import Outline, outline_of
 from trimaran.models.outline_hf import outline_from_hf
+from trimaran.models.perception import PerceptionSpec, perception_outline, perception_spec
 from trimaran.models.presets import PRESETS
+from trimaran.models.presets_vlm import VLM_PRESETS
+from trimaran.models.shape_fields import changed, refuse_unknown, wrong_value
 from trimaran.models.spec import Block, ModelSpec
+from trimaran.models.specs import Spec
+from trimaran.models.vlm import VlmSpec
+from trimaran.models.vlm_flaw import first_vlm_flaw
+from trimaran.models.vlm_outline import vlm_outline
 
 MAX_CONFIG_BYTES = 10_000_000
 DEFAULT_PRESET = "tiny"
 
 
-def spec_of(section: ModelSection) -> ModelSpec | None:
+def spec_of(section: ModelSection) -> Spec | None:
     """Return the shape that `section` asks for. None: a Hugging Face model of a kind that we cannot describe."""
     _refuse_contradictions(section)
+    if section.family == "vlm":
+        return _vlm(section)
+    if section.family == "perception":
+        return perception_spec(section)
     if section.path is None:
         return _reshaped(_preset(section.preset or DEFAULT_PRESET), section.shape)
     folder = model_folder(section.path)
@@ -35,7 +47,12 @@ def spec_of(section: ModelSection) -> ModelSpec | None:
 def outline_for(section: ModelSection, data: DataSection | None = None) -> Outline:
     """Return the outline of the network that `section` asks for, with the pictures that `data` has for each sample."""
     images = _images(data)
-    if spec := spec_of(section):
+    spec = spec_of(section)
+    if isinstance(spec, VlmSpec):
+        outline = vlm_outline(spec, images)
+    elif isinstance(spec, PerceptionSpec):
+        outline = perception_outline(spec)
+    elif spec:
         outline = outline_of(spec)
     else:
         assert section.path is not None, "only a folder can hold a network that is not our decoder"
@@ -60,6 +77,8 @@ def outline_named(text: str) -> Outline:
     path = Path(text).expanduser()
     if text in PRESETS:
         return outline_of(PRESETS[text])
+    if text in VLM_PRESETS:
+        return vlm_outline(VLM_PRESETS[text], Images())
     if path.suffix == ".json" and path.is_file():
         return _outline_in(path, Images())
     if path.exists() or len(path.parts) > 1 or path.suffix == ".json":
@@ -68,10 +87,11 @@ def outline_named(text: str) -> Outline:
 
 
 def refuse_freezing(section: ModelSection) -> None:
-    """Raise when parts of the network are to stay as they are: that can be planned, and not trained yet."""
-    if section.freeze:
-        raise UserError("M014", f"training does not freeze {', '.join(section.freeze)} yet; planning does",
-                        where="model.freeze", fix="remove model.freeze, or use `trimaran plan`")  # fmt: skip
+    """Raise when towers of a Hugging Face model are to stay as they are: that can be planned, and not trained."""
+    if section.freeze and section.family == "hf":
+        raise UserError("M014", f"training does not freeze {', '.join(section.freeze)} of a Hugging Face model",
+                        where="model.freeze", fix="use family vlm for what it knows, remove model.freeze, or "
+                        "use `trimaran plan`")  # fmt: skip
 
 
 def _outline_in(file: Path, images: Images) -> Outline:
@@ -119,9 +139,6 @@ def model_folder(path: str) -> Path:
 
 
 def _refuse_contradictions(section: ModelSection) -> None:
-    if section.family in ("vlm", "perception"):
-        raise UserError("M003", f"the {section.family} family is not built yet in this version", where="model.family",
-                        fix="use decoder or hf")  # fmt: skip
     if section.preset is not None and section.path is not None:
         raise UserError("M002", "a model has either a preset or a path", where="model",
                         fix="remove model.preset to take the shape from the path")  # fmt: skip
@@ -134,69 +151,63 @@ def _refuse_contradictions(section: ModelSection) -> None:
 
 
 def _preset(name: str) -> ModelSpec:
-    if name not in PRESETS:
-        raise UserError("M001", f"there is no preset '{name}'{nearest(name, PRESETS)}", where="model.preset",
-                        fix=f"the presets are {', '.join(PRESETS)}")  # fmt: skip
-    return PRESETS[name]
+    return _named(name, PRESETS)
+
+
+def _named(name: str, presets: Mapping[str, Any]) -> Any:
+    other = next((family for family, table in (("decoder", PRESETS), ("vlm", VLM_PRESETS)) if name in table), None)
+    if name not in presets and other:
+        raise UserError("M001", f"the preset '{name}' is one of the family {other}", where="model.preset",
+                        fix=f"set model.family to {other}, or use another preset")  # fmt: skip
+    if name not in presets:
+        raise UserError("M001", f"there is no preset '{name}'{nearest(name, presets)}", where="model.preset",
+                        fix=f"the presets are {', '.join(presets)}")  # fmt: skip
+    return presets[name]
+
+
+def _vlm(section: ModelSection) -> VlmSpec:
+    """Return the shape of a model that sees. The fields of its language are named as a decoder's are."""
+    if section.path is None:
+        spec = _named(section.preset or DEFAULT_PRESET, VLM_PRESETS)
+    else:
+        folder = model_folder(section.path)
+        file = folder / "config.json"
+        spec = vlm_from_disk(read_json(file, limit_bytes=MAX_CONFIG_BYTES), where=str(file))
+        spec = replace(spec, name=folder.resolve().name)
+    shape = dict(section.shape)
+    if (language := shape.pop("language", None)) is not None:
+        if not isinstance(language, Mapping):
+            raise wrong_value(f"{language!r} is not a mapping of fields", "model.shape.language")
+        before, spec = spec.language.head_dim, replace(spec, language=_reshaped(spec.language, language))
+        if spec.sections and spec.language.head_dim != before:
+            spec = replace(spec, sections=_sections(spec.language.head_dim // 2))
+    refuse_unknown(shape, [field.name for field in fields(VlmSpec) if field.name != "name"], "model.shape")
+    spec = changed(VlmSpec, spec, shape, "model.shape")
+    if flaw := first_vlm_flaw(spec):
+        raise wrong_value(f"{flaw[0]}: {flaw[1]}", f"model.shape.{flaw[0]}")
+    return spec
+
+
+def _sections(pairs: int) -> tuple[int, int, int]:
+    """Return Qwen2-VL's shares of a head's pairs of features: a quarter turns by time, the rest by row and column."""
+    row = 3 * pairs // 8
+    return pairs - 2 * row, row, row
 
 
 def _reshaped(spec: ModelSpec, shape: Mapping[str, Any]) -> ModelSpec:
     """Return `spec` with the fields that `shape` names; the fields of its block are named without `block`."""
     inner = {field.name for field in fields(Block)}
     known = [field.name for field in fields(ModelSpec) if field.name not in ("name", "block")] + sorted(inner)
-    _refuse_unknown(shape, known, "model.shape")
+    refuse_unknown(shape, known, "model.shape")
     inside = {key: shape[key] for key in shape if key in inner}
     outside = {key: shape[key] for key in shape if key not in inner}
-    block = _changed(Block, spec.block, inside, "model.shape")
-    spec = replace(_changed(ModelSpec, spec, outside, "model.shape"), block=block)
+    block = changed(Block, spec.block, inside, "model.shape")
+    spec = replace(changed(ModelSpec, spec, outside, "model.shape"), block=block)
     if ("hidden" in shape or "heads" in shape) and "head_dim" not in shape:
         if spec.heads < 1 or spec.hidden % spec.heads:
             raise UserError("M009", f"{spec.heads} heads do not divide hidden {spec.hidden}", where="model.shape.heads",
                             fix="choose heads that divide hidden, or set model.shape.head_dim")  # fmt: skip
         spec = replace(spec, head_dim=spec.hidden // spec.heads)
     if flaw := first_flaw(spec):
-        raise _wrong_value(f"{flaw[0]}: {flaw[1]}", f"model.shape.{flaw[0]}")
+        raise wrong_value(f"{flaw[0]}: {flaw[1]}", f"model.shape.{flaw[0]}")
     return spec
-
-
-def _changed(kind: type, now: Any, changes: Any, where: str) -> Any:
-    """Return a `kind`, a dataclass, that is `now` but for `changes`, each of the type that its field declares."""
-    if not isinstance(changes, Mapping):
-        raise _wrong_value(f"{changes!r} is not a mapping of fields", where)
-    hints = get_type_hints(kind)
-    _refuse_unknown(changes, hints, where)
-    values = {} if now is None else {name: getattr(now, name) for name in hints}
-    for key, value in changes.items():
-        values[key] = _typed(hints[key], values.get(key), value, f"{where}.{key}")
-    for field in fields(kind):
-        if field.name not in values and field.default is MISSING:
-            raise _wrong_value(f"{field.name} is missing", where)
-    return kind(**values)
-
-
-def _typed(hint: Any, now: Any, value: Any, where: str) -> Any:
-    kind, *others = get_args(hint) or (hint,)
-    if value is None and type(None) in others:
-        return None
-    if is_dataclass(kind):
-        return _changed(kind, now, value, where)
-    if kind is float and type(value) is int and abs(value) < 1e300:
-        return float(value)
-    if type(value) is not kind:
-        raise _wrong_value(f"{value!r} is not {_KINDS[kind]}", where)
-    return value
-
-
-_KINDS = {int: "a whole number", float: "a number (YAML wants a dot in it: 1.0e-5)", bool: "true or false"}
-
-
-def _refuse_unknown(changes: Mapping[str, Any], known: Iterable[str], where: str) -> None:
-    known = list(known)
-    for key in changes:
-        if key not in known:
-            raise UserError("M008", f"a shape has no field '{key}'{nearest(str(key), known)}", where=where,
-                            fix=f"the fields here are {', '.join(known)}")  # fmt: skip
-
-
-def _wrong_value(what: str, where: str) -> UserError:
-    return UserError("M009", what, where=where, fix=f"change or remove {where}")

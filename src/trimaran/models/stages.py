@@ -5,12 +5,18 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from trimaran.core import Plan
+from trimaran.models.hf_vision import Images
 from trimaran.models.outline import Outline, outline_of
+from trimaran.models.perception import PerceptionSpec, perception_outline
 from trimaran.models.spec import ModelSpec
+from trimaran.models.vlm import VlmSpec
+from trimaran.models.vlm_outline import vlm_outline
+
+Spec = ModelSpec | VlmSpec | PerceptionSpec
 
 
-def stage_ranges(spec: ModelSpec, plan: Plan, *, seq_len: int) -> tuple[range, ...]:
-    """Return the layers of each stage, in order: as the plan lists them, or split by cost. Without a pipeline, one."""
+def stage_ranges(spec: Spec, plan: Plan, *, seq_len: int) -> tuple[range, ...]:
+    """Return the blocks of each stage, in order: as the plan lists them, or split by cost. Without a pipeline, one."""
     counts = plan.pipeline.stages if plan.mesh.pp > 1 else (spec.layers,)
     counts = counts or split_by_cost(spec, plan.num_stages, seq_len=seq_len)
     assert sum(counts) == spec.layers, "a legal plan's stages hold every layer once"
@@ -27,9 +33,19 @@ def stages_of_rank(schedule: str, pp: int, pp_rank: int, num_stages: int) -> tup
     return tuple(range(pp_rank, num_stages, pp))
 
 
-def split_by_cost(spec: ModelSpec, num_stages: int, *, seq_len: int) -> tuple[int, ...]:
-    """Return how many layers of our decoder each stage gets so that the dearest one costs least."""
-    return split_outline(outline_of(spec), num_stages, seq_len=seq_len)
+def split_by_cost(spec: Spec, num_stages: int, *, seq_len: int) -> tuple[int, ...]:
+    """Return how many blocks of our network each stage gets so that the dearest one costs least.
+
+    A model that sees is taken to see one picture of its own size in a sequence; the planner knows what the data has.
+    """
+    match spec:
+        case ModelSpec():
+            outline = outline_of(spec)
+        case VlmSpec():
+            outline = vlm_outline(spec, Images())
+        case PerceptionSpec():
+            outline = perception_outline(spec)
+    return split_outline(outline, num_stages, seq_len=seq_len)
 
 
 @lru_cache(maxsize=1024)  # a search asks again for each plan

@@ -1,13 +1,14 @@
 """Causal attention with rotary positions and grouped heads."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trimaran.models import ModelSpec, Rope
-from trimaran.nets.context import Context
+from trimaran.nets.context import Context, Sight
 
 Rotation = tuple[Tensor, Tensor]
 
@@ -35,14 +36,14 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(spec.head_dim, eps=block.norm_eps) if block.qk_norm else nn.Identity()
         self.context = Context()
 
-    def forward(self, x: Tensor, rotation: Rotation, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation, sight: Sight) -> Tensor:
         """Return what each position of `x` [B, T, hidden] gathers."""
         heads = (*x.shape[:-1], -1, self.head_dim)
         query = self.q_norm(self.q_proj(x).view(heads)).transpose(1, 2)
         key = self.k_norm(self.k_proj(x).view(heads)).transpose(1, 2)
         value = self.v_proj(x).view(heads).transpose(1, 2)
         query, key = (rotate(each, rotation).to(value.dtype) for each in (query, key))
-        out = self.context.attend(query, key, value, mask)
+        out = self.context.attend(query, key, value, sight)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
@@ -60,6 +61,18 @@ def rotation_at(positions: Tensor, rope: Rope, head_dim: int) -> Rotation:
     """
     angles = positions[:, None, :, None] * _frequencies(rope, head_dim, positions.device)
     angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def grid_rotation_at(positions: Tensor, rope: Rope, head_dim: int, sections: Sequence[int]) -> Rotation:
+    """Return what `rotation_at` does for `positions` [3, B, T] of time, row and column (Qwen2-VL).
+
+    Of the pairs of a head's features the first section turns by time, the next by row, and so on. Where the three are
+    equal, as in text, it is the same rotation.
+    """
+    angles = positions[:, :, None, :, None] * _frequencies(rope, head_dim, positions.device)
+    pairs = torch.cat([part[axis % 3] for axis, part in enumerate(angles.split(list(sections), -1))], -1)
+    angles = torch.cat((pairs, pairs), dim=-1)
     return angles.cos(), angles.sin()
 
 

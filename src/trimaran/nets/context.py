@@ -1,8 +1,14 @@
 """Which positions of a sequence a rank holds, and how its queries meet the keys."""
 
+from collections.abc import Sequence
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from trimaran.nets.segments import Segments, attention, document_mask, segment_attention
+
+Sight = Tensor | Segments | None
+"""Who may look at whom: a mask, segments whose tokens see what went before, or None: all that went before."""
 
 
 class Context:
@@ -16,11 +22,13 @@ class Context:
         """Return which keys each query of this rank may see, for `documents` [B, T] of the whole sequence."""
         return document_mask(documents)
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None = None
-    ) -> Tensor:
-        """Return what each query gathers, all [B, heads, T, head_dim]. Without a mask it sees all that went before."""
-        return attention(query, key, value, mask, scale=scale)
+    def sight(self, documents: Tensor, lengths: Sequence[int] | None = None) -> Sight:
+        """Return the same in the form that `attend` is quickest with; `lengths` of the documents if the host knows."""
+        return Segments.of_documents(documents, lengths)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, sight: Sight, scale: float | None = None) -> Tensor:
+        """Return what each query gathers, all [B, heads, T, head_dim]."""
+        return attend(query, key, value, sight, scale=scale)
 
     def total(self, mine: Tensor) -> Tensor:
         """Return the sum of `mine` over the ranks that share a sequence; no gradient flows."""
@@ -31,17 +39,11 @@ class Context:
         return mine
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scale: float | None = None) -> Tensor:
-    """Return scaled dot-product attention with grouped heads, causal where there is no mask."""
-    # The flash kernels read grouped heads as they are. Those that take a mask or fp32 do not, and unless the heads are
-    # repeated for them the whole score matrix is written out.
-    repeats = query.shape[1] // key.shape[1]
-    if repeats > 1 and (mask is not None or value.dtype == torch.float32):
-        key, value = (each.repeat_interleave(repeats, dim=1) for each in (key, value))
-    grouped = key.shape[1] < query.shape[1]
-    return F.scaled_dot_product_attention(
-        query, key, value, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
-    )
+def attend(query: Tensor, key: Tensor, value: Tensor, sight: Sight, *, scale: float | None = None) -> Tensor:
+    """Return what each query gathers of a whole sequence, all [B, heads, T, head_dim]."""
+    if isinstance(sight, Segments):
+        return segment_attention(query, key, value, sight, causal=True, scale=scale)
+    return attention(query, key, value, sight, scale=scale)
 
 
 def document_positions(documents: Tensor) -> Tensor:
@@ -50,9 +52,3 @@ def document_positions(documents: Tensor) -> Tensor:
     starts = torch.zeros_like(places)
     starts[:, 1:] = places[:, 1:] * (documents[:, 1:] != documents[:, :-1])
     return places - starts.cummax(dim=1).values
-
-
-def document_mask(documents: Tensor) -> Tensor:
-    """Return who may look at whom, [B, 1, T, T]: the earlier tokens of its own document. Ids must not come back."""
-    same = documents[:, :, None] == documents[:, None, :]
-    return same.tril().unsqueeze(1)

@@ -1,6 +1,6 @@
 """The reference decoder: Llama and Qwen, dense or with experts, under Hugging Face's parameter names."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Self
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from trimaran.models import ModelSpec
 from trimaran.nets.attention import Attention, RMSNorm, Rotation, rotation_at
-from trimaran.nets.context import Context, document_positions
+from trimaran.nets.context import Context, Sight, document_positions
 from trimaran.nets.mixture import FeedForward, Mixture
 
 
@@ -23,9 +23,9 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(spec.hidden, eps=spec.block.norm_eps)
         self.mlp = Mixture(experts, spec.hidden) if experts else FeedForward(spec.hidden, spec.ffn)
 
-    def forward(self, x: Tensor, rotation: Rotation, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, rotation: Rotation, sight: Sight) -> tuple[Tensor, Tensor]:
         """Return the stream after this layer and the layer's balance loss, which is zero without experts."""
-        x = x + self.self_attn(self.input_layernorm(x), rotation, mask)
+        x = x + self.self_attn(self.input_layernorm(x), rotation, sight)
         inner = self.post_attention_layernorm(x)
         if isinstance(self.mlp, Mixture):
             out, balance = self.mlp(inner)
@@ -40,11 +40,13 @@ class Decoder(nn.Module):
     has an embedding of its own for that, under the same name.
     """
 
-    def __init__(self, spec: ModelSpec, layers: range | None = None) -> None:
+    def __init__(self, spec: ModelSpec, layers: range | None = None, *, embeds: bool | None = None) -> None:
+        """`embeds`: whether this stage makes the stream; without it, the stage with the first layer does."""
         super().__init__()
         held = range(spec.layers) if layers is None else layers
         self.spec, self.context = spec, Context()
-        self.is_first, self.is_last = held.start == 0, held.stop == spec.layers
+        self.is_first, self.is_last = held.start == 0 if embeds is None else embeds, held.stop == spec.layers
+        self.place: nn.Module | None = None  # puts pictures into the stream, in a model that sees
         needs_embedding = self.is_first or (self.is_last and spec.tied)
         self.embed_tokens = nn.Embedding(spec.vocab, spec.hidden) if needs_embedding else None
         self.layers = nn.ModuleList()
@@ -67,22 +69,35 @@ class Decoder(nn.Module):
             if isinstance(layer.mlp, Mixture):
                 layer.mlp.context = context
 
-    def forward(self, *stream: Tensor, tokens: Tensor, documents: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self,
+        *stream: Tensor,
+        tokens: Tensor,
+        documents: Tensor | None = None,
+        lengths: Sequence[int] | None = None,
+        rotation: Rotation | None = None,
+        placed: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Return logits [B, T, vocab] and the balance loss, an fp32 scalar summed over sequences and layers.
 
         `tokens` and `documents` [B, T] are whole under every plan. `documents` numbers the documents that share a
-        sequence; attention and positions stay inside each. A stage that is not the last returns hidden states in place
-        of logits, and the next takes them as `stream`. The balance loss is always that of the layers that are here.
+        sequence; attention and positions stay inside each, and `lengths` tells how long they are, row after row, if the
+        host knows: it spares a GPU a mask. A stage that is not the last returns hidden states in place of logits, and
+        the next takes them as `stream`. The balance loss is always that of the layers that are here. A `rotation` of
+        this rank's tokens takes the place of the usual one; what `placed` has is what `place` puts into the stream.
         """
         if documents is None:
-            positions, mask = torch.arange(tokens.shape[1], device=tokens.device)[None], None
+            positions, sight = torch.arange(tokens.shape[1], device=tokens.device)[None], None
         else:
-            positions, mask = document_positions(documents), self.context.mask(documents)
-        rotation = rotation_at(self.context.mine(positions), self.spec.block.rope, self.spec.head_dim)
+            positions, sight = document_positions(documents), self.context.sight(documents, lengths)
+        if rotation is None:
+            rotation = rotation_at(self.context.mine(positions), self.spec.block.rope, self.spec.head_dim)
         x = stream[0] if stream else self._embed(tokens)
+        if placed is not None and self.place is not None:
+            x = self.place(x, *placed)
         balance = torch.zeros((), device=tokens.device)
         for layer in self.blocks:
-            x, of_layer = layer(x, rotation, mask)
+            x, of_layer = layer(x, rotation, sight)
             balance = balance + of_layer
         if self.norm is None or self.lm_head is None:
             return x, balance

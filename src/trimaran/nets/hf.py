@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trimaran.core import UserError
-from trimaran.models import ModelSpec, model_folder, weight_files
+from trimaran.models import Spec, model_folder, weight_files
 from trimaran.nets.context import Context, document_positions
 from trimaran.nets.hf_attention import context_of, give_context, has_windows
 from trimaran.nets.hf_tensor_plan import hf_tensor_plan
@@ -58,7 +58,8 @@ class HfNetwork(Network):
     def tensor_plan(self, degree: int) -> Mapping[str, str]:
         return hf_tensor_plan(self.module, degree)
 
-    def forward(self, tokens: Tensor, documents: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, inputs: Mapping[str, Tensor], *stream: Tensor) -> tuple[Tensor, Tensor]:
+        tokens, documents = inputs["tokens"], inputs.get("documents")
         given = context_of(self.module)
         where: dict[str, Tensor] = {}
         if documents is not None:
@@ -92,7 +93,7 @@ class HfNetwork(Network):
         return config.to_dict() | {"architectures": [self.architecture]}
 
 
-def hf_network(module: nn.Module, spec: ModelSpec | None) -> HfNetwork:
+def hf_network(module: nn.Module, spec: Spec | None) -> HfNetwork:
     """Return a Hugging Face model with the blocks that its authors say must not be split."""
     return HfNetwork(module, blocks_of(module), spec, type(module).__name__)
 

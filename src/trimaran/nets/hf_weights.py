@@ -101,7 +101,7 @@ def _refuse_mismatch(
     # A tied head is on some disks though nobody reads it, and the oldest Llamas wrote down their rotary tables.
     unexpected = [each for each in sources if each not in expected and each != HEAD and "rotary_emb" not in each]
     lists = {"missing": missing, "of another shape": misshapen, "unexpected": unexpected}
-    if problems := [f"{what}: {_first_few(names)}" for what, names in lists.items() if names]:
+    if problems := [f"{what}: {first_few(names)}" for what, names in lists.items() if names]:
         raise UserError("M021", f"the weights are not this model's; {'; '.join(problems)}", where=str(folder),
                         fix="use the config.json that belongs to the weights, and leave model.shape empty")  # fmt: skip
 
@@ -128,7 +128,7 @@ def disk_names(name: str, shape: torch.Size) -> list[str]:
     return [f"model.{layer}.experts.{expert}.{projection}.weight" for expert in range(shape[0])]
 
 
-def _first_few(names: Sequence[str]) -> str:
+def first_few(names: Sequence[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
 

@@ -8,7 +8,8 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 import torch
 from torch import Tensor, nn
 
-from trimaran.models import ModelSpec
+from trimaran.models import Spec, VlmSpec
+from trimaran.models.perception import PerceptionSpec
 from trimaran.nets.shards import local_part, local_slices
 
 CHUNK = 2**20
@@ -16,7 +17,7 @@ STD = 0.02
 RESIDUAL = ("o_proj", "down_proj")  # what writes into the stream, 2 * layers times in all
 
 
-def initialise(module: nn.Module, *, seed: int, spec: ModelSpec) -> None:
+def initialise(module: nn.Module, *, seed: int, spec: Spec) -> None:
     """Fill every parameter in place: matrices are normal, norms one, biases zero.
 
     A value depends on the seed, the parameter's name and shape and its own position there, and on nothing else:
@@ -31,9 +32,28 @@ def initialise(module: nn.Module, *, seed: int, spec: ModelSpec) -> None:
                 local.fill_(1)
             elif local.numel():
                 residual = any(part in RESIDUAL for part in name.split("."))
-                std = STD / math.sqrt(2 * spec.layers) if residual else STD
+                std = _std(name, parameter.shape, spec) / math.sqrt(2 * _depth(name, spec) if residual else 1)
                 rows = _normal_rows(parameter.shape, here[0], key=f"{seed}/{name}", pool=pool)
                 local.copy_(rows[(slice(None), *here[1:])].mul_(std))
+
+
+def _std(name: str, shape: torch.Size, spec: Spec) -> float:
+    """Return how far the values of a matrix spread.
+
+    What sees is narrow in small models, and with one constant for all widths it takes long to begin to look: there it
+    goes with the number of values that a product takes in. A large eye has about the constant.
+    """
+    sees = isinstance(spec, VlmSpec) and name.endswith(".weight") and not name.startswith("language.")
+    return 1 / math.sqrt(math.prod(shape[1:])) if sees or isinstance(spec, PerceptionSpec) else STD
+
+
+def _depth(name: str, spec: Spec) -> int:
+    """Return how many layers write into the stream that the parameter `name` writes into."""
+    if isinstance(spec, VlmSpec):
+        return (spec.vision if name.startswith("vision.") else spec.language).layers
+    if isinstance(spec, PerceptionSpec):
+        return spec.fusion_layers
+    return spec.layers
 
 
 def _normal_rows(shape: torch.Size, rows: slice, *, key: str, pool: Executor) -> Tensor:

@@ -2,14 +2,16 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from trimaran.models import ModelSpec, spec_to_hf
+from trimaran.models import ModelSpec, Spec, spec_to_hf
 from trimaran.nets.context import Context
 from trimaran.nets.decoder import Decoder
-from trimaran.nets.hf_weights import hf_tensors
+from trimaran.nets.hf_weights import hf_tensors, load_hf_weights
+from trimaran.nets.segments import run_lengths
 from trimaran.nets.tensor_plan import tensor_plan
 
 
@@ -19,15 +21,29 @@ class Network:
 
     module: nn.Module
     blocks: tuple[nn.Module, ...]
-    spec: ModelSpec | None
+    spec: Spec | None
 
-    def forward(self, tokens: Tensor, documents: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return logits [B, T, vocab] and the balance loss, an fp32 scalar; see `Decoder.forward`.
+    def forward(self, inputs: Mapping[str, Tensor], *stream: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what the network, or a stage of it, makes of one micro-batch, and the balance loss, an fp32 scalar.
 
-        Sequences go in whole under every plan. Out come the logits of this rank's positions, a DTensor where tensor
-        parallelism has split the vocabulary.
+        Sequences go in whole under every plan. Out come the logits [B, T, vocab] of this rank's positions, a DTensor
+        where tensor parallelism has split the vocabulary; a stage but the last returns its stream instead, and a later
+        one than the first takes the stream that came. `inputs` may have more than the network asks for.
         """
-        return self.module(tokens=tokens, documents=documents)
+        known = {"lengths": run_lengths(inputs["host_documents"])} if "host_documents" in inputs else {}
+        return self.module(*stream, tokens=inputs["tokens"], documents=inputs.get("documents"), **known)
+
+    @property
+    def towers(self) -> Mapping[str, str]:
+        """The parts that can be trained differently: the prefix of its parameters' names, by the name of each tower."""
+        return {"language": ""}
+
+    def stream_shape(self, inputs: Mapping[str, Tensor], *, tp: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the shapes of what comes into this stage of a pipeline and of what leaves it, for one micro-batch."""
+        assert self.spec is not None, "only our own networks are cut into stages"
+        tokens = inputs["tokens"]
+        shape = (len(tokens), self.context.mine(tokens).shape[1] // tp, self.spec.hidden)
+        return shape, shape
 
     @property
     def context(self) -> Context:
@@ -40,30 +56,34 @@ class Network:
 
     def tensor_plan(self, degree: int) -> Mapping[str, str]:
         """Return how tensor parallelism of that degree splits the modules: a style of `parallel.axes.tp` by pattern."""
-        assert self.spec is not None, "our own decoder always has a spec"
-        return tensor_plan(self.spec)
+        return tensor_plan(self._decoder)
 
     @property
     def vocabulary(self) -> int:
         """How many token ids the network knows."""
-        assert self.spec is not None, "our own decoder always has a spec"
-        return self.spec.vocab
+        return self._decoder.vocab
 
     @property
     def longest(self) -> int:
         """How many positions a sequence may have."""
-        assert self.spec is not None, "our own decoder always has a spec"
-        return self.spec.max_seq_len
+        return self._decoder.max_seq_len
 
     def disk_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every weight whole, on the CPU, under its Hugging Face name. Every rank must take every item."""
-        assert self.spec is not None, "our own decoder always has a spec"
-        return hf_tensors(self.module, self.spec)
+        return hf_tensors(self.module, self._decoder)
 
     def disk_config(self) -> dict[str, Any]:
         """Return the config.json that belongs to `disk_tensors`."""
-        assert self.spec is not None, "our own decoder always has a spec"
-        return spec_to_hf(self.spec)
+        return spec_to_hf(self._decoder)
+
+    def load(self, folder: Path) -> None:
+        """Fill the module in place from the safetensors in `folder`; each rank reads what it holds."""
+        load_hf_weights(self.module, folder)
+
+    @property
+    def _decoder(self) -> ModelSpec:
+        assert isinstance(self.spec, ModelSpec), "a network that is not our decoder has these from elsewhere"
+        return self.spec
 
 
 def decoder_network(spec: ModelSpec, layers: range | None = None) -> Network:

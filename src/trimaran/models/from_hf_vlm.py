@@ -1,0 +1,188 @@
+"""The config.json of a model that sees in, VlmSpec out: Qwen2-VL, Qwen2.5-VL, LLaVA, and our own."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from trimaran.core import UserError
+from trimaran.models.config_fields import Fields, bad_field, show
+from trimaran.models.from_hf import spec_from_hf
+from trimaran.models.hf_vision import USUAL
+from trimaran.models.shape_fields import changed
+from trimaran.models.spec import ModelSpec
+from trimaran.models.vlm import ProjectorSpec, VisionBlock, VisionEnds, VisionSpec, VlmSpec
+from trimaran.models.vlm_flaw import first_vlm_flaw
+
+OWN = "trimaran_vlm"
+ACTIVATIONS: dict[str, Literal["gelu", "quick-gelu", "silu"]] = {
+    "gelu": "gelu",
+    "quick_gelu": "quick-gelu",
+    "silu": "silu",
+}
+# What transformers' classes assume where a part of a configuration says nothing.
+_LLAMA = {
+    "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "vocab_size": 32000, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+_QWEN_TOKENS = {"image_token_id": 151655, "vision_start_token_id": 151652, "vision_end_token_id": 151653}
+_QWEN_SECTIONS = (16, 24, 24)
+_QWEN_THETA = 1_000_000.0
+
+
+def vlm_from_disk(config: Mapping[str, Any], *, where: str) -> VlmSpec:
+    """Return the shape that `config` describes. `where` is what the person calls the configuration."""
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in READERS:
+        raise _cannot(f"model_type is {show(kind)}; it knows {', '.join(READERS)}", where)
+    spec = READERS[kind](Fields(config, where))
+    if flaw := first_vlm_flaw(spec):
+        raise bad_field(flaw[0], flaw[1], where)
+    return spec
+
+
+def _own(fields: Fields) -> VlmSpec:
+    try:
+        return changed(VlmSpec, None, {"name": OWN} | dict(fields.below("shape").config), "shape")
+    except UserError as error:
+        raise bad_field(error.where, error.what, fields.where) from None
+
+
+def _qwen(fields: Fields) -> VlmSpec:
+    kind = fields.word("model_type", default="")
+    below = fields.below("vision_config").assuming(USUAL[kind])
+    text = fields.below("text_config") if fields.has("text_config") else fields
+    eye = _qwen_2_eye(below) if kind == "qwen2_vl" else _qwen_25_eye(below)
+    language, sections = _qwen_language(fields, text)
+    width = "hidden_size" if kind == "qwen2_vl" else "out_hidden_size"
+    if (out := below.size(width, default=language.hidden)) != language.hidden:
+        raise bad_field(f"vision_config.{width}", f"{out} is not the language's {language.hidden}", fields.where)
+    merge = below.size("spatial_merge_size", default=2)
+    image, start, end = (fields.integer(name, default=usual) for name, usual in _QWEN_TOKENS.items())
+    return VlmSpec(
+        name=kind,
+        vision=eye,
+        projector=ProjectorSpec(merge=merge, hidden=eye.hidden * merge * merge),
+        language=language,
+        image_token=image,
+        before=(start,),
+        after=(end,),
+        sections=sections,
+    )
+
+
+def _qwen_language(fields: Fields, text: Fields) -> tuple[ModelSpec, tuple[int, ...]]:
+    """Return the decoder, which but for its positions is Qwen2, and how its features turn by time, row and column."""
+    rope = text.config.get("rope_parameters") or text.config.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        raise bad_field("rope_scaling", f"{show(rope)} is not a mapping", text.where)
+    sections = Fields(rope, text.where).numbers("mrope_section") or _QWEN_SECTIONS
+    kinds = {rope.get(name) for name in ("type", "rope_type")} - {None, "mrope", "default"}
+    if kinds:
+        raise _cannot(f"rope_type is {show(kinds.pop())}", text.where)
+    theta = rope.get("rope_theta") or text.config.get("rope_theta") or _QWEN_THETA
+    plain = {"model_type": "qwen2", "rope_parameters": None, "rope_scaling": None, "rope_theta": theta}
+    plain |= {"tie_word_embeddings": _tied(fields, text)}
+    return spec_from_hf({**text.config, **plain}, where=text.where), sections
+
+
+def _qwen_2_eye(below: Fields) -> VisionSpec:
+    hidden = below.size("embed_dim")
+    return VisionSpec(
+        layers=below.size("depth"),
+        hidden=hidden,
+        heads=below.size("num_heads", "num_attention_heads"),
+        ffn=int(hidden * below.number("mlp_ratio")),
+        patch=_patch(below),
+        frames=below.size("temporal_patch_size"),
+        block=VisionBlock(activation=_activation(below, "quick_gelu")),
+    )
+
+
+def _qwen_25_eye(below: Fields) -> VisionSpec:
+    layers = below.size("depth")
+    return VisionSpec(
+        layers=layers,
+        hidden=below.size("hidden_size"),
+        heads=below.size("num_heads", "num_attention_heads"),
+        ffn=below.size("intermediate_size"),
+        patch=_patch(below),
+        window=below.size("window_size"),
+        full_layers=tuple(each for each in below.numbers("fullatt_block_indexes") if each < layers),
+        frames=below.size("temporal_patch_size"),
+        block=VisionBlock(gated=True, rms_norm=True, activation=_activation(below, "silu")),
+    )
+
+
+def _llava(fields: Fields) -> VlmSpec:
+    """LLaVA 1.5: CLIP as far as the layer that it takes, two products, a decoder; a picture is one tile."""
+    below = fields.below("vision_config")
+    if (kind := below.word("model_type", default="clip_vision_model")) != "clip_vision_model":
+        raise _cannot(f"its vision is {show(kind)}, and not clip_vision_model", fields.where)
+    text = fields.below("text_config")
+    told = {name: value for name, value in text.config.items() if value is not None}
+    usual = _LLAMA if told.get("model_type", "llama") == "llama" else {}
+    told = {"model_type": "llama", **usual, **told, "tie_word_embeddings": _tied(fields, text)}
+    for name, value, plain in (
+        ("projector_hidden_act", fields.word("projector_hidden_act", default="gelu"), "gelu"),
+        ("multimodal_projector_bias", fields.boolean("multimodal_projector_bias", default=True), True),
+        ("vision_feature_select_strategy", fields.word("vision_feature_select_strategy", default="default"), "default"),
+    ):
+        if value != plain:
+            raise _cannot(f"{name} is {show(value)}", fields.where)
+    return VlmSpec(
+        name="llava",
+        vision=_clip_eye(fields, below.assuming(USUAL["clip_vision_model"])),
+        projector=ProjectorSpec(merge=1, normed=False),
+        language=spec_from_hf(told, where=text.where),
+        image_token=fields.integer("image_token_index", "image_token_id", default=32000),
+        max_tiles=1,
+    )
+
+
+def _clip_eye(fields: Fields, below: Fields) -> VisionSpec:
+    layers, tapped = below.size("num_hidden_layers"), fields.config.get("vision_feature_layer", -2)
+    if not isinstance(tapped, int) or isinstance(tapped, bool) or not -layers <= tapped <= layers or tapped == 0:
+        raise _cannot(f"vision_feature_layer is {show(tapped)} of {layers} layers", fields.where)
+    return VisionSpec(
+        layers=tapped if tapped > 0 else layers + 1 + tapped,
+        hidden=below.size("hidden_size"),
+        heads=below.size("num_attention_heads"),
+        ffn=below.size("intermediate_size"),
+        patch=_patch(below),
+        variant="tiled",
+        tile=below.sides("image_size")[0],
+        block=VisionBlock(
+            activation=_activation(below, "quick_gelu"), norm_eps=below.number("layer_norm_eps", default=1e-5)
+        ),
+        ends=VisionEnds(class_token=True, first_norm=True, table=below.sides("image_size")[0] // _patch(below)),
+    )
+
+
+def _patch(below: Fields) -> int:
+    if (channels := below.integer("in_channels", "in_chans", "num_channels", default=3)) != 3:
+        raise _cannot(f"its pictures have {channels} channels", below.where)
+    return below.sides("patch_size")[0]
+
+
+def _activation(below: Fields, usual: str) -> Literal["gelu", "quick-gelu", "silu"]:
+    word = below.word("hidden_act", default=usual)
+    if word not in ACTIVATIONS:
+        raise _cannot(f"hidden_act of its vision is {show(word)}", below.where)
+    return ACTIVATIONS[word]
+
+
+def _tied(fields: Fields, text: Fields) -> bool:
+    # Before transformers 5, the language's part said it, or the whole did.
+    return any(each.boolean("tie_word_embeddings", default=False) for each in (fields, text))
+
+
+def _cannot(what: str, where: str) -> UserError:
+    return UserError("M034", f"the vlm family cannot be this model: {what}", where=where,
+                     fix="use a model of Qwen2-VL's, Qwen2.5-VL's or LLaVA 1.5's kind, or a preset")  # fmt: skip
+
+
+READERS: dict[str, Callable[[Fields], VlmSpec]] = {
+    "qwen2_vl": _qwen,
+    "qwen2_5_vl": _qwen,
+    "llava": _llava,
+    OWN: _own,
+}

@@ -1,0 +1,133 @@
+"""VlmSpec in, config.json out: as the architecture of Hugging Face that has exactly its features, or as our own."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, Literal
+
+from trimaran.models.from_hf import spec_to_hf
+from trimaran.models.from_hf_vlm import ACTIVATIONS, OWN
+from trimaran.models.vlm import VisionBlock, VisionEnds, VlmSpec
+
+Form = Literal["qwen2_vl", "qwen2_5_vl", "llava", "trimaran_vlm"]
+ARCHITECTURES: Mapping[Form, str] = {
+    "qwen2_vl": "Qwen2VLForConditionalGeneration",
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "llava": "LlavaForConditionalGeneration",
+    OWN: "TrimaranVlm",
+}
+_ON_DISK = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
+
+
+def vlm_to_disk(spec: VlmSpec) -> dict[str, Any]:
+    """Return the config.json of `spec`. What no architecture of Hugging Face has, we read back ourselves."""
+    form = disk_form(spec)
+    config: dict[str, Any] = {"architectures": [ARCHITECTURES[form]], "model_type": form}
+    if form == OWN:
+        return config | {"shape": {field: value for field, value in asdict(spec).items() if field != "name"}}
+    return config | (_llava(spec) if form == "llava" else _qwen(spec))
+
+
+def disk_form(spec: VlmSpec) -> Form:
+    """Return the architecture that has exactly the features of `spec`."""
+    if _is_qwen(spec):
+        block = spec.vision.block
+        if (
+            not block.gated
+            and not block.rms_norm
+            and not spec.vision.window
+            and spec.vision.ffn % spec.vision.hidden == 0
+        ):
+            return "qwen2_vl"
+        if block.gated and block.rms_norm and spec.vision.window:
+            return "qwen2_5_vl"
+    return "llava" if _is_llava(spec) else OWN
+
+
+def _is_qwen(spec: VlmSpec) -> bool:
+    vision, language, block = spec.vision, spec.language, spec.language.block
+    plain = VisionBlock(gated=vision.block.gated, rms_norm=vision.block.rms_norm, activation=vision.block.activation)
+    ends = VisionEnds(mean=vision.ends.mean, std=vision.ends.std)
+    return (
+        (vision.variant, vision.block, vision.ends) == ("native", plain, ends)
+        and (spec.projector.kind, spec.projector.normed) == ("mlp", True)
+        and spec.projector_middle == spec.feature_width
+        and len(spec.sections) == 3
+        and (len(spec.before), len(spec.after)) == (1, 1)
+        and (block.qkv_bias, block.qk_norm, block.experts, block.rope.factor) == (True, False, None, 1)
+        and language.heads * language.head_dim == language.hidden
+    )
+
+
+def _is_llava(spec: VlmSpec) -> bool:
+    vision = spec.vision
+    plain = VisionBlock(activation=vision.block.activation, norm_eps=vision.block.norm_eps)
+    ends = VisionEnds(
+        class_token=True, first_norm=True, table=vision.ends.table, mean=vision.ends.mean, std=vision.ends.std
+    )
+    return (
+        (vision.variant, vision.block, vision.ends, vision.frames) == ("tiled", plain, ends, 1)
+        and (spec.projector.kind, spec.projector.normed, spec.projector.merge) == ("mlp", False, 1)
+        and spec.projector_middle == spec.hidden
+        and spec.max_tiles == 1
+        and vision.table_side == vision.tile_side
+        and not (spec.sections or spec.before or spec.after)
+    )
+
+
+def _qwen(spec: VlmSpec) -> dict[str, Any]:
+    vision, windowed = spec.vision, bool(spec.vision.window)
+    text = spec_to_hf(spec.language)
+    del text["architectures"], text["head_dim"]
+    text["model_type"] = "qwen2_5_vl_text" if windowed else "qwen2_vl_text"
+    text["rope_scaling"] = {"type": "mrope", "rope_type": "default", "mrope_section": list(spec.sections)}
+    eye: dict[str, Any] = {
+        "depth": vision.layers,
+        "num_heads": vision.heads,
+        "hidden_act": _ON_DISK[vision.block.activation],
+        "in_channels": 3,
+        "patch_size": vision.patch,
+        "spatial_merge_size": spec.projector.merge,
+        "temporal_patch_size": vision.frames,
+    }
+    if windowed:
+        eye |= {"model_type": "qwen2_5_vl_vision", "hidden_size": vision.hidden, "out_hidden_size": spec.hidden}
+        eye |= {"intermediate_size": vision.ffn, "window_size": vision.window}
+        eye |= {"fullatt_block_indexes": list(vision.full_layers)}
+    else:
+        eye |= {"model_type": "qwen2_vl_vision", "embed_dim": vision.hidden, "hidden_size": spec.hidden}
+        eye |= {"mlp_ratio": vision.ffn // vision.hidden}
+    taken = {spec.image_token, *spec.before, *spec.after}
+    return {
+        "text_config": text,
+        "vision_config": eye,
+        "image_token_id": spec.image_token,
+        "vision_start_token_id": spec.before[0],
+        "vision_end_token_id": spec.after[0],
+        "video_token_id": next(each for each in range(spec.image_token + 1, spec.vocab + 4) if each not in taken),
+        "tie_word_embeddings": spec.tied,
+    }
+
+
+def _llava(spec: VlmSpec) -> dict[str, Any]:
+    vision = spec.vision
+    return {
+        "text_config": spec_to_hf(spec.language),
+        "vision_config": {
+            "model_type": "clip_vision_model",
+            "hidden_size": vision.hidden,
+            "intermediate_size": vision.ffn,
+            "num_hidden_layers": vision.layers,
+            "num_attention_heads": vision.heads,
+            "hidden_act": _ON_DISK[vision.block.activation],
+            "layer_norm_eps": vision.block.norm_eps,
+            "image_size": vision.tile,
+            "patch_size": vision.patch,
+        },
+        "image_token_index": spec.image_token,
+        "image_seq_length": vision.tile_side**2,
+        "projector_hidden_act": "gelu",
+        "multimodal_projector_bias": True,
+        "vision_feature_layer": -1,  # what stands behind the layer that is looked at is not there
+        "vision_feature_select_strategy": "default",
+        "tie_word_embeddings": spec.tied,
+    }

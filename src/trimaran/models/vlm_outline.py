@@ -1,0 +1,82 @@
+"""The planner's view of a model that sees."""
+
+import math
+from dataclasses import replace
+
+from trimaran.models.hf_vision import DYNAMIC_SIZE, Images
+from trimaran.models.outline import Layer, Outline, Tower, outline_of
+from trimaran.models.vlm import VisionSpec, VlmSpec
+
+
+def vlm_outline(spec: VlmSpec, images: Images) -> Outline:
+    """Return the outline of `spec` for sequences with so many pictures each: vision, projector and language."""
+    pieces, patches = _view(spec, images)
+    segment = patches + spec.vision.ends.class_token
+    language = outline_of(spec.language)
+    vision = Tower(
+        name="vision",
+        runs=_runs(spec.vision),
+        hidden=spec.vision.hidden,
+        extras=spec.vision.outer_parameters,
+        positions=pieces * segment,
+        segment=segment,
+    )
+    return Outline(
+        name=spec.name,
+        towers=(vision, _projector(spec, pieces * patches), *language.towers),
+        max_seq_len=spec.max_seq_len,
+    )
+
+
+def _view(spec: VlmSpec, images: Images) -> tuple[int, int]:
+    """Return how many pieces the pictures of a sequence come in, and the patches of each."""
+    vision, cell = spec.vision, spec.vision.patch * spec.projector.merge
+    if vision.variant == "tiled":
+        side = images.size or vision.tile
+        across = max(
+            (k for k in range(1, math.isqrt(spec.max_tiles) + 1) if 2 * side * side > k * k * vision.tile**2), default=1
+        )
+        return images.count * (across * across + (across > 1)), vision.tile_side**2
+    side = images.size or min(DYNAMIC_SIZE, math.isqrt(spec.max_pixels))
+    return images.count, (max(1, round(side / cell)) * spec.projector.merge) ** 2
+
+
+def _runs(vision: VisionSpec) -> tuple[tuple[Layer, int], ...]:
+    layer = Layer(
+        hidden=vision.hidden,
+        heads=vision.heads,
+        kv_heads=vision.heads,
+        head_dim=vision.head_dim,
+        ffn=vision.ffn,
+        gated=vision.block.gated,
+        causal=False,
+        extras=vision.layer_extras,
+    )
+    if not vision.window:
+        return ((layer, vision.layers),)
+    windowed = replace(layer, window=(vision.window // vision.patch) ** 2)
+    runs: list[tuple[Layer, int]] = []
+    for number in range(vision.layers):
+        each = layer if number in vision.full_layers else windowed
+        if runs and runs[-1][0] == each:
+            runs[-1] = each, runs[-1][1] + 1
+        else:
+            runs.append((each, 1))
+    return tuple(runs)
+
+
+def _projector(spec: VlmSpec, patches: int) -> Tower:
+    """Return the projector: two products, drawn as one feed-forward on a stream of the width that it works in."""
+    width, weights = spec.feature_width, spec.projector_middle * (spec.feature_width + spec.hidden)
+    ffn = weights // (2 * width)
+    block = Layer(
+        hidden=width,
+        heads=0,
+        kv_heads=0,
+        head_dim=0,
+        ffn=ffn,
+        gated=False,
+        causal=False,
+        extras=spec.projector_extras + weights - 2 * width * ffn,
+    )
+    return Tower(name="projector", runs=((block, 1),), hidden=spec.hidden, positions=patches // spec.projector.merge**2)

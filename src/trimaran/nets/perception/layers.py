@@ -1,0 +1,205 @@
+"""The blocks of the perception model. Their norms look at one scene at a time, so that no plan changes them."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trimaran.core.scenes import SceneRules
+from trimaran.models.perception import BOX_OUTPUTS, GROUPS, POINT_FEATURES, PerceptionSpec
+
+HEAT_AT_FIRST = -2.0  # few cells hold an object: a network that begins at one half would learn that alone for long
+PIXEL_MEAN, PIXEL_STD = 0.5, 0.25
+
+
+class GroupNorm(nn.GroupNorm):
+    """Norm over groups of channels of one picture; the result has the input's dtype."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        x = input
+        return F.group_norm(x, self.num_groups, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
+
+
+class LayerNorm(nn.LayerNorm):
+    """Norm over the features of one position; the result has the input's dtype."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        x = input
+        return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
+
+
+def norm_of(channels: int) -> GroupNorm:
+    return GroupNorm(min(GROUPS, channels), channels)
+
+
+class Residual(nn.Module):
+    """Two convolutions beside the stream; a `stride` of 2 halves the picture."""
+
+    def __init__(self, taken: int, given: int, *, stride: int = 1) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(taken, given, 3, stride=stride, padding=1, bias=False)
+        self.norm1 = norm_of(given)
+        self.conv2 = nn.Conv2d(given, given, 3, padding=1, bias=False)
+        self.norm2 = norm_of(given)
+        same = taken == given and stride == 1
+        self.skip = None if same else nn.Conv2d(taken, given, 1, stride=stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the pictures [N, channels, rows, columns] after this block."""
+        inner = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
+        return F.relu(inner + (x if self.skip is None else self.skip(x)))
+
+
+class CameraStem(nn.Module):
+    """From bytes to features, at half the size."""
+
+    def __init__(self, spec: PerceptionSpec) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, spec.camera_widths[0], 3, stride=2, padding=1, bias=False)
+        self.norm = norm_of(spec.camera_widths[0])
+
+    def forward(self, cameras: Tensor) -> Tensor:
+        """Return features [B * cameras, channels, rows, columns] of `cameras` u8 [B, cameras, 3, height, width]."""
+        pixels = (cameras.flatten(0, 1).float() / 255 - PIXEL_MEAN) / PIXEL_STD
+        return F.relu(self.norm(self.conv(pixels)))
+
+
+class CameraNeck(nn.Module):
+    """From pictures to tokens: one for each place of each camera, which it tells apart by a learnt embedding."""
+
+    def __init__(self, spec: PerceptionSpec) -> None:
+        super().__init__()
+        self.cameras = spec.cameras
+        self.proj = nn.Conv2d(spec.camera_widths[-1], spec.hidden, 1, bias=False)
+        self.places = nn.Embedding(spec.num_tokens, spec.hidden)
+        self.norm = LayerNorm(spec.hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return tokens [B, num_tokens, hidden]."""
+        tokens = self.proj(x).flatten(2).transpose(1, 2)
+        tokens = tokens.reshape(-1, self.cameras * tokens.shape[1], tokens.shape[2])
+        return self.norm(tokens + self.places.weight.to(tokens.dtype))
+
+
+class LidarStem(nn.Module):
+    """From points to pillars: a small network looks at each point by itself, and a cell keeps the largest answers.
+
+    The largest of several does not depend on their order, so the same comes out wherever it is computed.
+    """
+
+    def __init__(self, spec: PerceptionSpec) -> None:
+        super().__init__()
+        self.rules = spec.scenes()
+        self.fc1 = nn.Linear(POINT_FEATURES, spec.hidden, bias=False)
+        self.norm1 = LayerNorm(spec.hidden)
+        self.fc2 = nn.Linear(spec.hidden, spec.hidden, bias=False)
+        self.norm2 = LayerNorm(spec.hidden)
+
+    def forward(self, points: Tensor, rows: Tensor, num_scenes: int) -> Tensor:
+        """Return pillars [num_scenes, hidden, cells, cells] of `points` [P, 4] of the scenes `rows` [P]; P may be 0."""
+        features, places = point_features(points, self.rules)
+        x = F.relu(self.norm2(self.fc2(F.relu(self.norm1(self.fc1(features))))))
+        cells = self.rules.cells
+        places = places + rows.long() * cells * cells
+        pillars = x.new_zeros(num_scenes * cells * cells, x.shape[1])
+        pillars = pillars.scatter_reduce(0, places[:, None].expand_as(x), x, "amax")  # none is negative: 0 is nothing
+        return pillars.view(num_scenes, cells, cells, -1).permute(0, 3, 1, 2).contiguous()
+
+
+def point_features(points: Tensor, rules: SceneRules) -> tuple[Tensor, Tensor]:
+    """Return what is known of each point, about 1 in size, and the number of its cell. All points are inside."""
+    flat = (points[:, :2] + rules.reach) / rules.cell
+    cells = flat.floor().clamp(0, rules.cells - 1)
+    inside = 2 * (flat - cells) - 1
+    known = torch.cat([points[:, :2] / rules.reach, points[:, 2:] - 0.5, inside], dim=1)
+    index = cells.long()
+    return known, index[:, 0] * rules.cells + index[:, 1]
+
+
+class FusionStem(nn.Module):
+    """The queries: what LiDAR found in each cell, and a learnt embedding of the cell."""
+
+    def __init__(self, spec: PerceptionSpec) -> None:
+        super().__init__()
+        self.queries = nn.Embedding(spec.cells * spec.cells, spec.hidden)
+        self.norm = LayerNorm(spec.hidden)
+
+    def forward(self, pillars: Tensor) -> Tensor:
+        """Return queries [B, cells * cells, hidden] of pillars [B, hidden, cells, cells]."""
+        found = pillars.flatten(2).transpose(1, 2)
+        return self.norm(found + self.queries.weight.to(found.dtype))
+
+
+class CrossAttention(nn.Module):
+    """Queries gather from the tokens. It has as many heads as its projections, so a slice of them works too."""
+
+    def __init__(self, spec: PerceptionSpec) -> None:
+        super().__init__()
+        self.head_dim = spec.hidden // spec.heads
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
+            nn.Linear(spec.hidden, spec.hidden, bias=False) for _ in range(4)
+        )
+
+    def forward(self, x: Tensor, tokens: Tensor, bias: Tensor) -> Tensor:
+        """Return what the queries `x` [B, Q, hidden] gather; `bias` [Q, num_tokens] is added to every score."""
+        query, key, value = (
+            each.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for each in (self.q_proj(x), self.k_proj(tokens), self.v_proj(tokens))
+        )
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=bias.to(query.dtype))
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, spec: PerceptionSpec) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(spec.hidden, spec.ffn, bias=False)
+        self.down_proj = nn.Linear(spec.ffn, spec.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.gelu(self.up_proj(x)))
+
+
+class FusionLayer(nn.Module):
+    """Cross-attention to the cameras, then a feed-forward, each added to the queries."""
+
+    def __init__(self, spec: PerceptionSpec) -> None:
+        super().__init__()
+        self.attention_norm = LayerNorm(spec.hidden)
+        self.attention = CrossAttention(spec)
+        self.mlp_norm = LayerNorm(spec.hidden)
+        self.mlp = FeedForward(spec)
+
+    def forward(self, x: Tensor, tokens: Tensor, bias: Tensor) -> Tensor:
+        """Return the queries after this layer."""
+        x = x + self.attention(self.attention_norm(x), tokens, bias)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Head(nn.Module):
+    """What is to be told of each cell, from the cell and its neighbours."""
+
+    def __init__(self, hidden: int, outputs: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(hidden, hidden, 3, padding=1, bias=False)
+        self.norm = norm_of(hidden)
+        self.out = nn.Conv2d(hidden, outputs, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(F.relu(self.norm(self.conv(x))))
+
+
+class Heads(nn.Module):
+    """Boxes and ground: [B, outputs, cells, cells], of which the first are heat, one for each class of objects."""
+
+    def __init__(self, spec: PerceptionSpec) -> None:
+        super().__init__()
+        self.cells, self.num_heats = spec.cells, spec.num_heats
+        self.boxes = Head(spec.hidden, spec.num_heats + BOX_OUTPUTS)
+        self.segmentation = Head(spec.hidden, spec.num_grounds)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the answers for queries [B, cells * cells, hidden]."""
+        above = x.transpose(1, 2).unflatten(2, (self.cells, self.cells)).contiguous()
+        boxes = self.boxes(above).float()
+        heat, numbers = boxes[:, : self.num_heats] + HEAT_AT_FIRST, boxes[:, self.num_heats :]
+        return torch.cat([heat, numbers, self.segmentation(above).float()], dim=1)

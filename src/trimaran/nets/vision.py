@@ -1,0 +1,188 @@
+"""A vision transformer for pictures of any shape, packed one behind the other, or for square tiles."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trimaran.models.vlm import CHANNELS, VisionSpec
+from trimaran.nets.attention import RMSNorm, Rotation, rotate
+from trimaran.nets.patch_layout import Layout
+from trimaran.nets.segments import Segments, segment_attention
+
+FULL_BRIGHTNESS = 255.0
+
+
+class LayerNorm(nn.LayerNorm):
+    """Norm of mean and deviation, summed in fp32 whatever the input; the result has the input's dtype."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight, bias = (each.to(input.dtype) for each in (self.weight, self.bias))
+        return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps).to(input.dtype)
+
+
+def norm_of(spec: VisionSpec, width: int) -> nn.Module:
+    """Return the kind of norm that this tower has, of so many features."""
+    return (RMSNorm if spec.block.rms_norm else LayerNorm)(width, eps=spec.block.norm_eps)
+
+
+def activate(x: Tensor, kind: str) -> Tensor:
+    """Return `x` after the activation that a spec calls `kind`."""
+    if kind == "quick-gelu":
+        return F.silu(1.702 * x) / 1.702  # x times the sigmoid of 1.702 x, with less to keep for backward
+    return F.silu(x) if kind == "silu" else F.gelu(x)
+
+
+class VisionAttention(nn.Module):
+    """Attention of the patches of each segment to each other. It has as many heads as its projections."""
+
+    def __init__(self, spec: VisionSpec) -> None:
+        super().__init__()
+        block, width = spec.block, spec.hidden
+        self.head_dim = spec.head_dim
+        self.q_proj = nn.Linear(width, width, bias=block.qkv_bias)
+        self.k_proj = nn.Linear(width, width, bias=block.qkv_bias)
+        self.v_proj = nn.Linear(width, width, bias=block.qkv_bias)
+        self.o_proj = nn.Linear(width, width, bias=block.bias)
+        self.q_norm = norm_of(spec, width) if block.qk_norm else nn.Identity()
+        self.k_norm = norm_of(spec, width) if block.qk_norm else nn.Identity()
+
+    def forward(self, x: Tensor, rotation: Rotation | None, segments: Segments) -> Tensor:
+        """Return what each position of `x` [1, T, hidden] gathers from its own segment."""
+        heads = (*x.shape[:-1], -1, self.head_dim)
+        query = self.q_norm(self.q_proj(x)).view(heads).transpose(1, 2)
+        key = self.k_norm(self.k_proj(x)).view(heads).transpose(1, 2)
+        value = self.v_proj(x).view(heads).transpose(1, 2)
+        if rotation is not None:
+            query, key = (rotate(each, rotation) for each in (query, key))
+        query, key = (each.to(value.dtype) for each in (query, key))
+        out = segment_attention(query, key, value, segments, causal=False)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+class VisionFeedForward(nn.Module):
+    """Two products around an activation, or three, one of which gates."""
+
+    def __init__(self, spec: VisionSpec) -> None:
+        super().__init__()
+        bias, self.activation = spec.block.bias, spec.block.activation
+        self.gate_proj = nn.Linear(spec.hidden, spec.ffn, bias=bias) if spec.block.gated else None
+        self.up_proj = nn.Linear(spec.hidden, spec.ffn, bias=bias)
+        self.down_proj = nn.Linear(spec.ffn, spec.hidden, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        up = self.up_proj(x)
+        if self.gate_proj is None:
+            return self.down_proj(activate(up, self.activation))
+        return self.down_proj(activate(self.gate_proj(x), self.activation) * up)
+
+
+class VisionLayer(nn.Module):
+    """One block: attention, then feed-forward, each added to the stream."""
+
+    def __init__(self, spec: VisionSpec) -> None:
+        super().__init__()
+        self.input_layernorm = norm_of(spec, spec.hidden)
+        self.self_attn = VisionAttention(spec)
+        self.post_attention_layernorm = norm_of(spec, spec.hidden)
+        self.mlp = VisionFeedForward(spec)
+        scaled = spec.block.scaled
+        self.attn_scale = nn.Parameter(torch.ones(spec.hidden)) if scaled else None
+        self.mlp_scale = nn.Parameter(torch.ones(spec.hidden)) if scaled else None
+
+    def forward(self, x: Tensor, rotation: Rotation | None, segments: Segments) -> Tensor:
+        """Return the stream [1, T, hidden] after this layer."""
+        x = x + _scaled(self.self_attn(self.input_layernorm(x), rotation, segments), self.attn_scale)
+        return x + _scaled(self.mlp(self.post_attention_layernorm(x)), self.mlp_scale)
+
+
+def _scaled(x: Tensor, scale: Tensor | None) -> Tensor:
+    return x if scale is None else x * scale.to(x.dtype)
+
+
+class Stem(nn.Module):
+    """Pixels in, the stream out: patches normed and multiplied, and in a tiled tower the class token and positions."""
+
+    def __init__(self, spec: VisionSpec, merge: int) -> None:
+        super().__init__()
+        self.spec, self.merge, ends = spec, merge, spec.ends
+        pixels = CHANNELS * spec.frames * spec.patch * spec.patch
+        self.patch_embed = nn.Linear(pixels, spec.hidden, bias=ends.stem_bias)
+        self.class_token = nn.Parameter(torch.zeros(1, spec.hidden)) if ends.class_token else None
+        rows = spec.table_side**2 + ends.class_token
+        self.positions = nn.Parameter(torch.zeros(rows, spec.hidden)) if spec.table_side else None
+        self.norm = norm_of(spec, spec.hidden) if ends.first_norm else None
+
+    def forward(self, patches: Tensor, layout: Layout) -> Tensor:
+        """Return the stream [1, T, hidden] of `patches` u8 [P, channel x row x column], in the layout's order."""
+        weight = self._weight()
+        x = F.linear(self._normed(patches).to(weight.dtype), weight, self.patch_embed.bias)
+        if self.class_token is None and self.positions is None:
+            x = layout.ordered(x)
+        else:
+            x = self._tiled(x.unflatten(0, (layout.pictures, -1)), layout.tile_patches)
+        if self.norm is not None:
+            x = self.norm(x)
+        return x.unsqueeze(0)
+
+    def _normed(self, patches: Tensor) -> Tensor:
+        # With numbers in place of tensors: a tensor of three numbers would have to be copied to the device each time.
+        channels = patches.unflatten(1, (CHANNELS, -1)).float().div(FULL_BRIGHTNESS).unbind(1)
+        ends = self.spec.ends
+        normed = [(each - mean) / std for each, mean, std in zip(channels, ends.mean, ends.std, strict=True)]
+        return torch.stack(normed, 1).flatten(1)
+
+    def _weight(self) -> Tensor:
+        """Return what a picture is multiplied with: a film that stands still is the same in every frame."""
+        weight = self.patch_embed.weight
+        if self.spec.frames == 1:
+            return weight
+        return weight.unflatten(1, (CHANNELS, self.spec.frames, -1)).sum(2).flatten(1)
+
+    def _tiled(self, x: Tensor, patches: int) -> Tensor:
+        """Return tiles [tiles, patches, hidden] with their places, and the class token before each, flat."""
+        places = self._places(patches)
+        if self.class_token is not None:
+            x = torch.cat([self.class_token.to(x.dtype).expand(len(x), 1, -1), x], 1)
+        if places is not None:
+            x = x + places.to(x.dtype)
+        return x.flatten(0, 1)
+
+    def _places(self, patches: int) -> Tensor | None:
+        """Return the learnt positions of one tile, in the order of its patches; the class token's come first."""
+        if self.positions is None:
+            return None
+        first = self.positions[: int(self.spec.ends.class_token)]
+        table = self.positions[len(first) :].unflatten(0, (self.spec.table_side, -1))
+        side, merge = self.spec.tile_side, self.merge
+        if side != self.spec.table_side:
+            wide = table.permute(2, 0, 1)[None].float()
+            wide = F.interpolate(wide, size=(side, side), mode="bicubic", align_corners=False)
+            table = wide[0].permute(1, 2, 0).to(table.dtype)
+        blocks = table.unflatten(0, (-1, merge)).unflatten(2, (-1, merge)).transpose(1, 2)
+        return torch.cat([first, blocks.reshape(-1, table.shape[-1])[:patches]])
+
+
+class VisionTower(nn.Module):
+    """Patches in, a stream of patches out; or some layers of it, which take the stream that came."""
+
+    def __init__(self, spec: VisionSpec, merge: int, held: range) -> None:
+        super().__init__()
+        self.spec, self.is_whole = spec, held == range(spec.layers)
+        self.stem = Stem(spec, merge) if held.start == 0 else None
+        self.layers = nn.ModuleList()
+        for number in range(spec.layers):  # what another stage holds is None here, so that names stay what they are
+            self.layers.add_module(str(number), VisionLayer(spec) if number in held else None)
+
+    @property
+    def blocks(self) -> tuple[VisionLayer, ...]:
+        """The layers that are here."""
+        return tuple(layer for layer in self.layers if isinstance(layer, VisionLayer))
+
+    def forward(self, *stream: Tensor, patches: Tensor, layout: Layout) -> Tensor:
+        """Return the stream [1, T, hidden] after the layers that are here. Attention stays inside each picture."""
+        x = stream[0] if self.stem is None else self.stem(patches, layout)
+        for number, layer in self.layers.named_children():
+            if isinstance(layer, VisionLayer):
+                whole = layout.windows is None or int(number) in self.spec.full_layers
+                x = layer(x, layout.rotation, layout.whole if whole else layout.windows)
+        return x

@@ -1,0 +1,106 @@
+"""Weights between our model that sees and safetensors, in Hugging Face's form or our own."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from trimaran.core import UserError
+from trimaran.models import read_json
+from trimaran.models.to_hf_vlm import Form, disk_form
+from trimaran.models.vlm import VlmSpec
+from trimaran.nets.hf_weights import damaged, first_few, open_weights, whole
+from trimaran.nets.shards import local_part, local_slices
+from trimaran.nets.vlm import Vlm
+from trimaran.nets.vlm_names import OnDisk, canonical, expendable, on_disk
+
+EMBEDDING, HEAD = "language.embed_tokens.weight", "language.lm_head.weight"
+MAX_CONFIG_BYTES = 10_000_000
+
+Sources = Mapping[str, tuple[Any, str]]  # by the name that we give a tensor: its open file, and its name there
+
+
+def load_vlm_weights(module: Vlm, folder: Path) -> None:
+    """Fill a Vlm in place from the safetensors in `folder`, in the parameters' own dtypes.
+
+    Each rank reads only the rows it holds, and a stage only its blocks. Names and shapes are checked before the first
+    value is written.
+    """
+    form = _form_in(folder)
+    with ExitStack() as stack, torch.no_grad():
+        sources = {canonical(name, form): (file, name) for name, file in open_weights(folder, stack).items()}
+        parameters = dict(module.named_parameters())
+        _refuse_mismatch(parameters, sources, module.spec, form, folder)
+        try:
+            for name, parameter in parameters.items():
+                _copy(parameter, on_disk(name, module.spec, form), sources)
+        except SafetensorError as error:
+            raise damaged(folder, error) from None
+
+
+def vlm_tensors(module: Vlm) -> Iterator[tuple[str, Tensor]]:
+    """Yield every weight of a Vlm whole, on the CPU, under its name on disk; a tied head is left out.
+
+    So is the last stage's copy of a tied embedding. Sharded weights are gathered one at a time, together: every rank
+    must take every item.
+    """
+    form, spec = disk_form(module.spec), module.spec
+    embeds = module.language is not None and module.language.is_first
+    waiting: dict[str, list[Tensor]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if spec.tied and (name == HEAD or (name == EMBEDDING and not embeds)):
+            continue
+        place, value = on_disk(name, spec, form), whole(parameter)
+        parts = waiting.setdefault(place.name, [])
+        parts.append(value)
+        if len(parts) == place.parts:  # the parts of one tensor come in order: queries, keys, values
+            tensor = torch.cat(waiting.pop(place.name)) if place.parts > 1 else value
+            yield place.name, tensor.view(place.shape) if place.shape else tensor
+
+
+def _form_in(folder: Path) -> Form:
+    """Return the form that config.json says the weights have."""
+    return read_json(folder / "config.json", limit_bytes=MAX_CONFIG_BYTES)["model_type"]
+
+
+def _refuse_mismatch(
+    parameters: Mapping[str, Tensor], sources: Sources, spec: VlmSpec, form: Form, folder: Path
+) -> None:
+    missing, misshapen = [], []
+    for name, parameter in parameters.items():
+        place = on_disk(name, spec, form)
+        rows, *rest = parameter.shape
+        wanted = list(place.shape or (rows * place.parts, *rest))
+        if place.name not in sources:
+            missing.append(place.name)
+        elif (found := _shape(sources, place.name)) != wanted:
+            misshapen.append(f"{place.name} {found} (the model has {wanted})")
+    with torch.device("meta"):
+        expected = {on_disk(name, spec, form).name for name, _ in Vlm(spec).named_parameters()}
+    unexpected = [each for each in sources if each not in expected and not expendable(each, form)]
+    lists = {"missing": missing, "of another shape": misshapen, "unexpected": unexpected}
+    if problems := [f"{what}: {first_few(names)}" for what, names in lists.items() if names]:
+        raise UserError("M021", f"the weights are not this model's; {'; '.join(problems)}", where=str(folder),
+                        fix="use the config.json that belongs to the weights, and leave model.shape empty")  # fmt: skip
+
+
+def _shape(sources: Sources, name: str) -> list[int]:
+    file, stored = sources[name]
+    return file.get_slice(stored).get_shape()
+
+
+def _copy(parameter: Tensor, place: OnDisk, sources: Sources) -> None:
+    local, here = local_part(parameter), local_slices(parameter)
+    if not local.numel():
+        return
+    file, stored = sources[place.name]
+    if place.shape is not None:  # a small one, read whole
+        local.copy_(file.get_tensor(stored).view(parameter.shape)[here])
+        return
+    first = place.part * parameter.shape[0]
+    rows = slice(here[0].start + first, here[0].stop + first)
+    local.copy_(file.get_slice(stored)[(rows, *here[1:])])

@@ -51,6 +51,7 @@ def test_the_trainer_takes_the_plans_batch_and_shards(built: Any) -> None:
     assert (args.mixed_precision, args.torch_compile, args.gradient_checkpointing) == ("bf16", True, False)
     assert args.accelerator_config.gradient_accumulation_kwargs == {"sync_each_batch": True}
     assert args.average_tokens_across_devices
+    assert args.dataloader_num_workers == 0
 
 
 def test_replicas_of_shards_and_parts_of_sequences_become_a_parallelism_config(built: Any) -> None:

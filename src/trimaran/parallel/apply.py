@@ -1,6 +1,7 @@
 """A plan applied to a network: the order is the list below, and parameter names never change."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -9,8 +10,9 @@ from trimaran.core import Plan
 from trimaran.nets import Network
 from trimaran.parallel.axes.cp import apply_cp
 from trimaran.parallel.axes.ddp import apply_ddp
+from trimaran.parallel.axes.deal import apply_deal
 from trimaran.parallel.axes.ep import apply_ep
-from trimaran.parallel.axes.fsdp import apply_fsdp
+from trimaran.parallel.axes.fsdp import apply_fsdp, shared_as
 from trimaran.parallel.axes.tp import apply_tp
 from trimaran.parallel.comm.compress import apply_compression
 from trimaran.parallel.fp8 import apply_fp8
@@ -46,6 +48,7 @@ ORDER: tuple[Apply, ...] = (
     apply_tp,
     apply_ep,
     apply_cp,
+    apply_deal,
     apply_recompute,
     apply_activation_offload,
     apply_compile,
@@ -62,6 +65,9 @@ def gradient_sync(module: nn.Module, plan: Plan) -> Callable[[bool], None]:
     """
     if not hasattr(module, "set_requires_gradient_sync"):
         return lambda _: None
+    units = [each for each in module.modules() if isinstance(each, FSDPModule)]
+    if len({shared_as(each, plan) for each in units}) > 1:
+        return partial(_switch_each, units, plan)
 
     def switch(last: bool) -> None:
         if plan.sharding in ("none", "optimizer"):
@@ -70,3 +76,14 @@ def gradient_sync(module: nn.Module, plan: Plan) -> Callable[[bool], None]:
             module.set_reshard_after_backward(last)
 
     return switch
+
+
+def _switch_each(units: Sequence[FSDPModule], plan: Plan, last: bool) -> None:
+    """Do what `gradient_sync` says where towers are sharded in different ways."""
+    for each in units:
+        assert isinstance(each, nn.Module)
+        sharding = shared_as(each, plan)
+        if sharding in ("none", "optimizer"):
+            each.set_requires_gradient_sync(last, recurse=False)
+        if sharding in ("optimizer", "gradients"):
+            each.set_reshard_after_backward(last, recurse=False)

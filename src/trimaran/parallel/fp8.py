@@ -11,6 +11,7 @@ from trimaran.core.extras import FP8_MULTIPLE, FP8_SMALLEST, torchao_missing
 from trimaran.nets import Network
 from trimaran.parallel.mesh import RankMesh
 from trimaran.parallel.precision import own_dtype
+from trimaran.parallel.towers import tower_of_blocks
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +22,8 @@ def apply_fp8(network: Network, plan: Plan, ranks: RankMesh) -> None:
     """Let the large linear layers of the blocks multiply in fp8, in place. Comes first; names do not change.
 
     Each tensor has one scale, found anew in every step. Weights stay fp32, and what goes in and comes out is bf16. The
-    head, routers, experts, small layers and those with an arithmetic of their own are left as they are.
+    head, routers, experts, small layers and those with an arithmetic of their own are left as they are; so is a tower
+    that sees, whose products have any number of rows, where fp8 wants multiples.
     """
     if plan.precision != "fp8":
         return
@@ -33,11 +35,12 @@ def apply_fp8(network: Network, plan: Plan, ranks: RankMesh) -> None:
 
 def convert(network: Network, config: Any) -> None:
     """Turn the linear layers that are worth it into torchao's."""
-    if not any(_worth(each) for block in network.blocks for each in block.modules()):
+    blocks = [block for tower, block in tower_of_blocks(network) if tower == "language"]
+    if not any(_worth(each) for block in blocks for each in block.modules()):
         raise UserError("P034", "no layer of this model is large enough for fp8", where="plan.precision",
                         fix=f"use bf16: fp8 takes linear layers of at least {FP8_SMALLEST} x {FP8_SMALLEST} "
                         f"features, both multiples of {FP8_MULTIPLE}")  # fmt: skip
-    for block in network.blocks:
+    for block in blocks:
         load_torchao().convert_to_float8_training(
             block, config=config, module_filter_fn=lambda module, name: _worth(module)
         )

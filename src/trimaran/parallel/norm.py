@@ -9,12 +9,24 @@ from torch.distributed.tensor import DTensor
 
 
 def gradient_norm(parameters: Sequence[nn.Parameter], *, pp: int = 1) -> Tensor:
-    """Return the norm over all gradients of the model, bit for bit the same on every rank.
+    """Return the norm over all gradients of the model, bit for bit the same on every rank."""
+    return gradient_squares([parameters], pp=pp, device=parameters[0].device).sum().sqrt()
+
+
+def gradient_squares(groups: Sequence[Sequence[nn.Parameter]], *, pp: int, device: torch.device) -> Tensor:
+    """Return the squared norm over all gradients of each group, bit for bit the same on every rank: one small sum.
 
     Every rank adds the squares of what it holds, divided by how many ranks with the same stages of `pp` hold it too:
     one sum over all ranks is right for any mixture of meshes. (DTensor would sum axis by axis, in an order of each
-    rank's own.) A rank without any gradient takes part with zero.
+    rank's own.) A rank without any gradient of a group takes part with zero. `device` is where the gradients are.
     """
+    squares = torch.stack([_squares_here(group, pp, device) for group in groups])
+    dist.all_reduce(squares)
+    return squares
+
+
+def _squares_here(parameters: Sequence[nn.Parameter], pp: int, device: torch.device) -> Tensor:
+    """Return this rank's share of the squared norm."""
     num_ranks = dist.get_world_size() // pp
     by_copies: dict[int, list[Tensor]] = {}
     for each in parameters:
@@ -22,9 +34,7 @@ def gradient_norm(parameters: Sequence[nn.Parameter], *, pp: int = 1) -> Tensor:
             gradient, shards = local_gradient(each)
             by_copies.setdefault(num_ranks // shards, []).append(gradient)
     squares = [torch.nn.utils.get_total_norm(held).square() / copies for copies, held in by_copies.items()]
-    total = torch.stack(squares).sum() if squares else torch.zeros((), device=parameters[0].device)
-    dist.all_reduce(total)
-    return total.sqrt()
+    return torch.stack(squares).sum() if squares else torch.zeros((), device=device)
 
 
 def local_gradient(parameter: nn.Parameter) -> tuple[Tensor, int]:

@@ -14,6 +14,11 @@ from torch.distributed.tensor import DTensor
 
 def vocabulary_loss(logits: DTensor, labels: Tensor, *, ignored: int) -> Tensor:
     """Return the summed cross-entropy of `logits` [..., vocabulary], split along the last dimension, in fp32."""
+    return vocabulary_losses(logits, labels, ignored=ignored).sum()
+
+
+def vocabulary_losses(logits: DTensor, labels: Tensor, *, ignored: int) -> Tensor:
+    """Return the cross-entropy of each of `labels`, in one row; 0 where it is `ignored`."""
     (axis,) = logits.placements
     assert axis.is_shard(logits.ndim - 1), "the head splits its columns"
     group = logits.device_mesh.get_group()
@@ -36,10 +41,10 @@ class _SplitCrossEntropy(torch.autograd.Function):
         sums = torch.stack([shares.sum(dim=-1), wanted])
         dist.all_reduce(sums, group=group)
         ctx.save_for_backward(shares.div_(sums[0][:, None]), places, here, valid)
-        return ((sums[0].log() - sums[1]) * valid).sum()
+        return (sums[0].log() - sums[1]) * valid
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None, None]:
         shares, places, here, valid = ctx.saved_tensors
         gradient = shares.scatter_add(-1, places, -here[:, None].to(shares.dtype))
-        return gradient.mul_(valid[:, None] * gradients[0]), None, None, None
+        return gradient.mul_((valid * gradients[0])[:, None]), None, None, None

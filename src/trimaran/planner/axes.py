@@ -3,23 +3,42 @@
 import math
 
 from trimaran.core import Plan, Recipe, UserError
-from trimaran.models import ModelSpec
+from trimaran.models import ModelSpec, VlmSpec
+from trimaran.models.perception import PerceptionSpec
+from trimaran.models.stages import Spec
 from trimaran.planner.numbers import degrees, divisors, either, multiples_around
 
 SEVERAL_STAGES = ("interleaved", "zero-bubble")
 
 
-def check_axes(plan: Plan, recipe: Recipe, spec: ModelSpec | None) -> None:
+def check_axes(plan: Plan, recipe: Recipe, spec: Spec | None) -> None:
     """Raise when a degree does not divide what it splits. Of a foreign model only the worker knows the shape."""
     if recipe.model.family == "hf":
         check_foreign(plan)
     check_pipeline(plan, recipe)
+    if isinstance(spec, PerceptionSpec):
+        check_scenes(plan)
     if spec is not None:
         check_tensor(plan, spec, whole_vocabulary=recipe.model.family == "hf")
-        check_context(plan, spec)
-        check_experts(plan, spec)
         check_stages(plan, spec)
-    check_positions(plan, recipe, known=spec is not None)
+    if (language := language_of(spec)) is not None:
+        check_context(plan, language)
+        check_experts(plan, language)
+    if not isinstance(spec, PerceptionSpec):
+        check_positions(plan, recipe, known=spec is not None)
+
+
+def language_of(spec: Spec | None) -> ModelSpec | None:
+    """Return the decoder that the network is, or has; None without one."""
+    return spec.language if isinstance(spec, VlmSpec) else spec if isinstance(spec, ModelSpec) else None
+
+
+def check_scenes(plan: Plan) -> None:
+    """Raise for the axes that a perception model has nothing for: it has neither sequences nor experts."""
+    for axis, what in (("cp", "sequences to cut"), ("ep", "experts to spread")):
+        if getattr(plan.mesh, axis) > 1:
+            raise UserError("P055", f"a perception model has no {what}", where=f"plan.mesh.{axis}",
+                            fix=f"set {axis} to 1, and use dp_shard, dp_replicate, pp or tp")  # fmt: skip
 
 
 def check_foreign(plan: Plan) -> None:
@@ -31,10 +50,34 @@ def check_foreign(plan: Plan) -> None:
                             "architecture is Llama's or Qwen's")  # fmt: skip
 
 
-def check_tensor(plan: Plan, spec: ModelSpec, *, whole_vocabulary: bool) -> None:
+def check_tensor(plan: Plan, spec: Spec, *, whole_vocabulary: bool = False) -> None:
     """Raise unless tp divides the heads and every width that it splits; a Hugging Face vocabulary may stay whole."""
-    tp, experts = plan.mesh.tp, spec.block.experts
-    sizes = {"heads": spec.heads, "KV heads": spec.kv_heads}
+    tp = plan.mesh.tp
+    if tp > 1 and isinstance(spec, VlmSpec) and spec.vision.block.qk_norm and tower_degree("vision", plan) > 1:
+        raise UserError("P054", f"the vision of {spec.name} norms all heads together, and tp {tp} would part them",
+                        where="plan.towers.vision.tp", fix="set it to 1: every rank then has the tower whole, and "
+                        "looks at other pictures")  # fmt: skip
+    sizes = tensor_sizes(spec, plan, whole_vocabulary=whole_vocabulary)
+    works = degrees(math.gcd(*sizes.values()), world_size=plan.mesh.world_size)
+    for name, size in sizes.items():
+        if size % tp:
+            raise UserError("P008", f"tp {tp} does not divide the {size:,} {name} of {spec.name}",
+                            where="plan.mesh.tp", fix=f"use tp of {works}")  # fmt: skip
+
+
+def tensor_sizes(spec: Spec, plan: Plan, *, whole_vocabulary: bool = False) -> dict[str, int]:
+    """Return what tp splits, by name: heads and widths, of every tower that does not stay whole."""
+    if isinstance(spec, PerceptionSpec):
+        return {"heads of the fusion": spec.heads, "features of the fusion's feed-forward": spec.ffn}
+    if isinstance(spec, VlmSpec):
+        sizes = tensor_sizes(spec.language, plan)
+        if tower_degree("vision", plan) > 1:
+            sizes |= {"heads of the vision": spec.vision.heads}
+            sizes |= {"features of the vision's feed-forward": spec.vision.ffn}
+        if tower_degree("projector", plan) > 1:
+            sizes |= {"features of the projector": spec.projector_middle}
+        return sizes
+    experts, sizes = spec.block.experts, {"heads": spec.heads, "KV heads": spec.kv_heads}
     if experts is None:
         sizes["features of the feed-forward"] = spec.ffn
     else:
@@ -42,11 +85,13 @@ def check_tensor(plan: Plan, spec: ModelSpec, *, whole_vocabulary: bool) -> None
         sizes |= {"features of the shared expert": experts.shared_ffn} if experts.shared_ffn else {}
     if not whole_vocabulary:
         sizes["tokens of the vocabulary"] = spec.vocab
-    works = degrees(math.gcd(*sizes.values()), world_size=plan.mesh.world_size)
-    for name, size in sizes.items():
-        if size % tp:
-            raise UserError("P008", f"tp {tp} does not divide the {size:,} {name} of {spec.name}",
-                            where="plan.mesh.tp", fix=f"use tp of {works}")  # fmt: skip
+    return sizes
+
+
+def tower_degree(tower: str, plan: Plan) -> int:
+    """Return how many ranks share each matrix of the tower."""
+    own = plan.towers.get(tower)
+    return plan.mesh.tp if own is None or own.tp is None else own.tp
 
 
 def check_context(plan: Plan, spec: ModelSpec) -> None:
@@ -76,7 +121,7 @@ def check_positions(plan: Plan, recipe: Recipe, *, known: bool) -> None:
         raise UserError("P009", f"a sequence of {seq_len:,} does not split into the {pieces} equal pieces of cp "
                         f"{mesh.cp}", where="data.seq_len", fix=f"set it to {multiples_around(seq_len, pieces)}, or "
                         f"use cp of {works}")  # fmt: skip
-    if known and recipe.model.family == "decoder" and seq_len // mesh.cp % mesh.tp:
+    if known and recipe.model.family in ("decoder", "vlm") and seq_len // mesh.cp % mesh.tp:
         step = math.lcm(pieces, mesh.cp * mesh.tp)
         raise UserError("P008", f"tp {mesh.tp} does not divide the {seq_len // mesh.cp:,} positions of a rank",
                         where="data.seq_len", fix=f"set it to {multiples_around(seq_len, step)}, or use tp of "
@@ -99,7 +144,7 @@ def check_experts(plan: Plan, spec: ModelSpec) -> None:
                             fix=f"use ep of {works}")  # fmt: skip
 
 
-def check_stages(plan: Plan, spec: ModelSpec) -> None:
+def check_stages(plan: Plan, spec: Spec) -> None:
     """Raise unless the stages hold every layer once, as many stages as the schedule takes, none of them empty."""
     pp, stages, schedule = plan.mesh.pp, plan.pipeline.stages, plan.pipeline.schedule
     if pp == 1 and not stages:

@@ -3,6 +3,7 @@
 from trimaran.core import Plan, Recipe, UserError, show_bytes
 from trimaran.hardware import Cluster
 from trimaran.models import ModelSpec, Outline, outline_of
+from trimaran.models.stages import Spec
 from trimaran.planner.legal import check_sequence
 from trimaran.planner.question import Answer, Question
 from trimaran.planner.search import best_plans, nothing_fits, predicted
@@ -10,14 +11,14 @@ from trimaran.planner.simple import first_way
 from trimaran.planner.why import shortages
 
 
-def choose(recipe: Recipe, spec: ModelSpec | None, cluster: Cluster, outline: Outline | None = None) -> Plan:
+def choose(recipe: Recipe, spec: Spec | None, cluster: Cluster, outline: Outline | None = None) -> Plan:
     """Return the fastest legal plan with its prediction; of plans that are nearly alike, the plainest.
 
     Without an `outline` or a `spec` to draw one from there is nothing to predict, and the simplest way is taken. The
     same question always gets the same answer. Raises what is wrong with the pins, or by how much nothing fits.
     """
     check_sequence(recipe.data.seq_len, spec)
-    if outline is None and spec is not None:
+    if outline is None and isinstance(spec, ModelSpec):
         outline = outline_of(spec)
     question = Question(recipe=recipe, spec=spec, outline=outline, cluster=cluster, most_shown=1)
     if outline is None:

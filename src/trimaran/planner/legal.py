@@ -5,15 +5,17 @@ from trimaran.core.deepspeed import check_deepspeed
 from trimaran.core.extras import FP8_MULTIPLE, FP8_SMALLEST
 from trimaran.hardware import Cluster
 from trimaran.models import ModelSpec, module_names, refuse_unmatched
-from trimaran.planner.axes import check_axes, fills
+from trimaran.models.stages import Spec
+from trimaran.planner.axes import check_axes, fills, language_of
 from trimaran.planner.numbers import divisors, either
+from trimaran.planner.towers import check_towers
 
 # torch computes these on a CPU, whatever the catalogue's rates are; every GPU in it has fp16.
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 CPU_PRECISIONS, EVERY_GPU = PRECISIONS[:3], ("fp32", "fp16")
 
 
-def check_plan(plan: Plan, recipe: Recipe, spec: ModelSpec | None, cluster: Cluster) -> None:
+def check_plan(plan: Plan, recipe: Recipe, spec: Spec | None, cluster: Cluster) -> None:
     """Raise UserError for the first thing in `plan` that cannot run; return nothing when it can."""
     check_mesh(plan, cluster)
     if plan.engine == "deepspeed":
@@ -23,10 +25,11 @@ def check_plan(plan: Plan, recipe: Recipe, spec: ModelSpec | None, cluster: Clus
     check_batch(plan, recipe.train.global_batch)
     check_sequence(recipe.data.seq_len, spec)
     check_precision(plan, spec, cluster)
-    if recipe.model.family == "decoder" and spec is not None:
+    if recipe.model.family != "hf" and spec is not None:
         refuse_unmatched(recipe.train.precision, module_names(spec))
     check_memory(plan, spec)
     check_compiled(plan, cluster)
+    check_towers(plan, recipe)
     check_axes(plan, recipe, spec)
 
 
@@ -90,7 +93,7 @@ def check_comm(plan: Plan, steps: int) -> None:
                         f"or local_steps to {either(divisors(steps, most=64))}")  # fmt: skip
 
 
-def check_precision(plan: Plan, spec: ModelSpec | None, cluster: Cluster) -> None:
+def check_precision(plan: Plan, spec: Spec | None, cluster: Cluster) -> None:
     """Raise unless the device computes in the plan's precision, and the model has layers for fp8."""
     device, precision = cluster.device, plan.precision
     has = CPU_PRECISIONS if device.kind == "cpu" else dict.fromkeys((*EVERY_GPU, *device.peak_flops))
@@ -99,6 +102,14 @@ def check_precision(plan: Plan, spec: ModelSpec | None, cluster: Cluster) -> Non
                         fix=f"use {either([each for each in PRECISIONS if each in has])}, or leave it out")  # fmt: skip
     if precision != "fp8" or spec is None:
         return
+    if (language := language_of(spec)) is None:
+        raise UserError("P015", f"fp8 is for the products of a language, and {spec.name} has none",
+                        where="plan.precision", fix="use bf16")  # fmt: skip
+    check_fp8(plan, language)
+
+
+def check_fp8(plan: Plan, spec: ModelSpec) -> None:
+    """Raise unless the products of a decoder are large enough for fp8, and what tp leaves of them has its multiple."""
     tp, head_dim, experts = plan.mesh.tp, spec.head_dim, spec.block.experts
     widths = {"queries": spec.heads * head_dim, "keys": spec.kv_heads * head_dim}
     if ffn := experts.shared_ffn if experts else spec.ffn:
@@ -113,7 +124,7 @@ def check_precision(plan: Plan, spec: ModelSpec | None, cluster: Cluster) -> Non
                         where="plan.precision", fix="use bf16")  # fmt: skip
 
 
-def check_memory(plan: Plan, spec: ModelSpec | None) -> None:
+def check_memory(plan: Plan, spec: Spec | None) -> None:
     """Raise when recompute or offload ask for what is not there."""
     if plan.offload == "parameters" and plan.sharding != "parameters":
         raise UserError("P016", f"parameters are offloaded shard by shard, and sharding is {plan.sharding}",
@@ -149,8 +160,9 @@ def check_batch(plan: Plan, global_batch: int) -> None:
                     where="train.global_batch", fix=fix)  # fmt: skip
 
 
-def check_sequence(seq_len: int, spec: ModelSpec | None) -> None:
+def check_sequence(seq_len: int, spec: Spec | None) -> None:
     """Raise when the sequences are longer than the model has positions for."""
+    spec = language_of(spec)
     if spec is not None and seq_len > spec.max_seq_len:
         raise UserError("P005", f"seq_len is {seq_len:,}, and {spec.name} is made for at most {spec.max_seq_len:,}",
                         where="data.seq_len", fix=f"set data.seq_len to {spec.max_seq_len} or less, "

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from trimaran.core import Plan, UserError, nearest
+from trimaran.core import Plan, UserError
 from trimaran.core.deepspeed import check_deepspeed
 from trimaran.models import Layer, Opaque, Outline
 from trimaran.planner.axes import check_pipeline, takes_stages
@@ -19,12 +19,13 @@ from trimaran.planner.legal import (
 )
 from trimaran.planner.numbers import degrees
 from trimaran.planner.question import Question
+from trimaran.planner.towers import refuse_unknown
 
 
 def check_question(plan: Plan, question: Question) -> None:
     """Raise UserError for the first thing in `plan` that the question does not allow."""
     if question.outline is not None:
-        check_towers(plan, question.outline, trains=question.trains)
+        check_names(plan, question)
     if question.trains:
         check_plan(plan, question.recipe, question.spec, question.cluster)
     else:
@@ -54,16 +55,14 @@ def check_on_paper(plan: Plan, question: Question) -> None:
     check_depth(plan, outline)
 
 
-def check_towers(plan: Plan, outline: Outline, *, trains: bool) -> None:
-    """Raise unless every tower that the plan names is there; our trainer has but one way for the whole network."""
+def check_names(plan: Plan, question: Question) -> None:
+    """Raise unless every tower that the plan and the recipe name is there."""
+    outline = question.outline
+    assert outline is not None
     names = [tower.name for tower in outline.towers]
-    for name, own in plan.towers.items():
-        if name not in names:
-            raise UserError("P022", f"{outline.name} has no tower '{name}'{nearest(name, names)}",
-                            where=f"plan.towers.{name}", fix=f"its towers are {', '.join(names)}")  # fmt: skip
-        if trains and (own.sharding or own.recompute):
-            raise UserError("P023", "the trainer does the same in every tower", where=f"plan.towers.{name}",
-                            fix="set plan.sharding and plan.recompute for the whole network")  # fmt: skip
+    refuse_unknown(plan.towers, names, of=outline.name, code="P022", where="plan.towers")
+    refuse_unknown(question.recipe.train.optimizer.towers, names, of=outline.name, code="P052",
+                   where="train.optimizer.towers")  # fmt: skip
 
 
 def check_degrees(plan: Plan, outline: Outline, seq_len: int) -> None:

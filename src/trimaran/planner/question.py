@@ -6,7 +6,8 @@ from typing import Literal
 from trimaran.core import Bytes, Plan, Recipe
 from trimaran.cost import STACKS, STATE_BYTES, Job, Stack
 from trimaran.hardware import Cluster
-from trimaran.models import ModelSpec, Outline
+from trimaran.models import Outline
+from trimaran.models.stages import Spec
 
 Goal = Literal["throughput", "memory", "cost", "fewest-gpus"]
 GOALS: tuple[Goal, ...] = ("throughput", "memory", "cost", "fewest-gpus")
@@ -17,7 +18,7 @@ NOTHING = Bytes(0)
 class Question:
     """A recipe, the network that it names, the machines, and what to be good at.
 
-    What the recipe's plan pins stays. `spec` is the shape of our own decoder where the model is one; `outline` is None
+    What the recipe's plan pins stays. `spec` is the shape of our own network where the model is one; `outline` is None
     for a foreign model that nothing is known about, and then nothing can be predicted. `trains` asks for plans that our
     own trainer runs; without it, for any that a training system by the habits of `stack` could, with every axis that
     the outline allows: a Hugging Face model in stages, a tower that is sharded unlike the rest. At most `most_shown`
@@ -25,7 +26,7 @@ class Question:
     """
 
     recipe: Recipe
-    spec: ModelSpec | None
+    spec: Spec | None
     outline: Outline | None
     cluster: Cluster
     goal: Goal = "throughput"

@@ -6,10 +6,12 @@ from functools import lru_cache
 from itertools import product
 from typing import Any, NamedTuple
 
-from trimaran.core import Comm, Mesh, Pipeline, Plan
+from trimaran.core import Comm, Mesh, Pipeline, Plan, UserError
 from trimaran.core.plan import TowerPlan
-from trimaran.models import Tower, split_outline
-from trimaran.planner.axes import takes_micro_batches
+from trimaran.models import Tower, VlmSpec, split_outline
+from trimaran.models.perception import PerceptionSpec
+from trimaran.models.stages import Spec
+from trimaran.planner.axes import check_axes, takes_micro_batches
 from trimaran.planner.numbers import divisors
 from trimaran.planner.paper import split_sizes
 from trimaran.planner.question import Question
@@ -131,7 +133,7 @@ class Space:
 
     def goes(self, cut: Cut, share: Share, offload: str) -> bool:
         """Return whether share and offload go together: parameters leave by the shard, for which one rank will do."""
-        if offload == "parameters" and share.sharding != "parameters":
+        if offload == "parameters" and (share.sharding != "parameters" or (share.towers and self.question.trains)):
             return False
         alone = share.sharding != "none" and share.dp_shard * cut.grid.cp == 1
         return not alone or offload == "parameters" or self.pins.engine == "deepspeed"
@@ -220,6 +222,8 @@ class Space:
         plan = Plan.model_construct(
             mesh=mesh_of(dp_replicate=ep, tp=tp, cp=cp, ep=ep), comm=Comm.model_construct(context=context)
         )
+        if question.trains and isinstance(question.spec, VlmSpec | PerceptionSpec):
+            return self._trains_so(plan.model_copy(update={"towers": self.pins.towers}), question.spec)
         if any(
             size % degree
             for axis, degree in (("tp", tp), ("cp", cp), ("ep", ep))
@@ -231,6 +235,17 @@ class Space:
         whole = ours and (question.recipe.data.seq_len // cp % tp or outline.main.vocab % tp)
         opaque = any(not hasattr(block, "heads") for tower in outline.towers for block, _ in tower.runs)
         return not whole and not (opaque and tp * cp > 1)
+
+    def _trains_so(self, plan: Plan, spec: Spec) -> bool:
+        """Return whether our trainer cuts a network of several towers like this.
+
+        Blocks of which only totals are known, a perception model's convolutions, stay whole on every slice.
+        """
+        try:
+            check_axes(plan, self.question.recipe, spec)
+        except UserError:
+            return False
+        return True
 
     def _micro_batches(self) -> list[int]:
         question = self.question
@@ -292,7 +307,8 @@ class Space:
         """Return the towers beside the main one that may have their own way: deep enough to matter."""
         outline = self.question.outline
         assert outline is not None
-        free = not self.question.trains and not self.pinned("towers")
+        can = not self.question.trains or isinstance(self.question.spec, VlmSpec)
+        free = can and not self.pinned("towers")
         return [tower for tower in outline.towers[:-1] if free and tower.layers > 2]
 
     def _tower_levels(self) -> list[Level]:

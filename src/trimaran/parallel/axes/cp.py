@@ -1,5 +1,7 @@
 """Context parallelism: each rank holds a part of every sequence, and attention sees all of it."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -10,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from trimaran.core import Plan
 from trimaran.nets import Context, Network
-from trimaran.nets.context import attention, document_mask
+from trimaran.nets.context import Sight, attend
 from trimaran.parallel.mesh import RankMesh
 
 try:
@@ -45,12 +47,13 @@ class GatherContext(Context):
         same = self.mine(documents)[:, :, None] == documents[:, None, :]
         return (same & (places[:, None, :] <= self.mine(places)[:, :, None])).unsqueeze(1)
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None = None
-    ) -> Tensor:
+    def sight(self, documents: Tensor, lengths: Sequence[int] | None = None) -> Sight:
+        return self.mask(documents)  # a document may begin on one rank and end on another
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, sight: Sight, scale: float | None = None) -> Tensor:
         key, value = (self._in_order(_gather(each, 2, self._group), dim=2) for each in (key, value))
-        if mask is not None:
-            return attention(query, key, value, mask, scale=scale)
+        if sight is not None:
+            return attend(query, key, value, sight, scale=scale)
         repeats = query.shape[1] // key.shape[1]
         key, value = (each.repeat_interleave(repeats, dim=1) for each in (key, value))
         length = query.shape[2] // 2
@@ -92,14 +95,9 @@ class ExchangeContext(Context):
     def mine(self, whole: Tensor) -> Tensor:
         return whole.chunk(self._size, dim=1)[self._rank]
 
-    def mask(self, documents: Tensor) -> Tensor:
-        return document_mask(documents)
-
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None = None
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, sight: Sight, scale: float | None = None) -> Tensor:
         query, key, value = (self._exchange(each, split=1, join=2) for each in (query, key, value))
-        return self._exchange(attention(query, key, value, mask, scale=scale), split=2, join=1)
+        return self._exchange(attend(query, key, value, sight, scale=scale), split=2, join=1)
 
     def total(self, mine: Tensor) -> Tensor:
         return _total(mine, self._group)

@@ -1,12 +1,11 @@
 """Replicated parameters: every rank holds its part of the model whole and gradients are averaged."""
 
-# The composable forms keep parameter names; they sit under underscores, so they are imported here and nowhere else.
+# The composable form keeps parameter names; it sits under an underscore, so it is imported here and nowhere else.
 from torch.distributed._composable.replicate import replicate
-from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_split
 
 from trimaran.core import Plan
 from trimaran.nets import Network
-from trimaran.parallel.axes.fsdp import divide_as_everywhere, experts_of
+from trimaran.parallel.axes.fsdp import divide_as_everywhere, experts_of, replicate_split
 from trimaran.parallel.comm.compress import bucket_mb
 from trimaran.parallel.mesh import RankMesh
 

@@ -1,6 +1,6 @@
 """Pipeline parallelism: each rank holds some of the layers, and micro-batches pass from stage to stage."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +20,10 @@ from torch.distributed.pipelining import (
 from trimaran.core import Plan
 from trimaran.models.stages import stages_of_rank
 from trimaran.nets import Decoder, Network
+from trimaran.parallel.axes.deal import dealt_towers
 from trimaran.parallel.mesh import RankMesh
 from trimaran.parallel.norm import local_gradient
+from trimaran.parallel.towers import tower_of
 
 Schedule = ScheduleGPipe | Schedule1F1B | ScheduleInterleaved1F1B | ScheduleZBVZeroBubble
 Compute = Callable[..., Tensor]  # the stream in (the first stage has none), the stream out; inputs come by keyword
@@ -59,21 +61,29 @@ def map_stages(plan: Plan, ranks: RankMesh) -> StageMap:
 class Stage(PipelineStage):
     """A stage as torch's schedules want it: one tensor comes in and one goes out, which on the last stage is the loss.
 
-    `stream` is like what passes between stages. Left alone, torch would find out by a trial step at the start, and send
-    it pickled. The methods are torch's own; each lets the time it takes be known.
+    `streams` are like what comes in and what leaves. Left alone, torch would find out by a trial step at the start, and
+    send it pickled. The methods are torch's own; each lets the time it takes be known.
     """
 
     def __init__(
-        self, module: nn.Module, number: int, stages: StageMap, *, stream: Tensor, compute: Compute, watch: Watch
+        self,
+        module: nn.Module,
+        number: int,
+        stages: StageMap,
+        *,
+        streams: tuple[Tensor, Tensor],
+        compute: Compute,
+        watch: Watch,
     ) -> None:
+        entering, leaving = streams
         loss = torch.empty((), device="meta", requires_grad=True)
         super().__init__(
             module,
             number,
             len(stages.owners),
-            stream.device,
-            input_args=() if number == 0 else (stream,),
-            output_args=(loss,) if number == stages.last else (stream,),
+            entering.device,
+            input_args=() if number == 0 else (entering,),
+            output_args=(loss,) if number == stages.last else (leaving,),
             group=stages.group,
         )
         self._compute, self._watch = compute, watch
@@ -140,21 +150,23 @@ def build_schedule(plan: Plan, stages: list[Stage]) -> Schedule:
             return ScheduleZBVZeroBubble(list(stages), **options)
 
 
-def empty_stream(network: Network, ranks: RankMesh, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return room for what passes between stages for `tokens` [B, T]: the hidden states of this rank's positions."""
-    assert network.spec is not None, "only our own decoder is cut into stages"
-    positions = network.context.mine(tokens).shape[1] // ranks.degrees.tp
-    shape = (len(tokens), positions, network.spec.hidden)
-    return torch.empty(shape, dtype=dtype, device=tokens.device, requires_grad=True)
+def empty_streams(
+    network: Network, ranks: RankMesh, inputs: Mapping[str, Tensor], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return room for what comes into a stage and for what leaves it, for one micro-batch of `inputs`."""
+    shapes = network.stream_shape(inputs, tp=ranks.degrees.tp)
+    entering, leaving = (torch.empty(shape, dtype=dtype, device=ranks.device, requires_grad=True) for shape in shapes)
+    return entering, leaving
 
 
-def relay(stages: StageMap, computes: Sequence[Compute], stream: Tensor) -> Tensor | None:
+def relay(stages: StageMap, computes: Sequence[Compute], entering: Sequence[Tensor]) -> Tensor | None:
     """Return what the last stage makes of one micro-batch, forward only; None on ranks without that stage.
 
-    The schedules are made for one shape and for backward; this is for the rest. `computes` are of the stages here.
+    The schedules are made for one shape and for backward; this is for the rest. `computes` are of the stages here, and
+    `entering` is like what comes into each of them.
     """
     given: tuple[Tensor, ...] = ()
-    for number, compute in zip(stages.here, computes, strict=True):
+    for number, compute, stream in zip(stages.here, computes, entering, strict=True):
         if number > 0 and number - 1 not in stages.here:
             arrived = torch.empty_like(stream, requires_grad=False)
             dist.recv(arrived, group=stages.group, group_src=stages.owners[number - 1])
@@ -165,25 +177,69 @@ def relay(stages: StageMap, computes: Sequence[Compute], stream: Tensor) -> Tens
     return given[0] if stages.has_last else None
 
 
-def counted_parameters(networks: Sequence[Network]) -> Iterator[nn.Parameter]:
-    """Yield this rank's parameters once: the last stage's copy of a tied embedding is counted by the first stage."""
+@dataclass(frozen=True, slots=True)
+class StageFacts:
+    """What every rank of a pipeline knows of all its stages."""
+
+    first_trained: int  # the first stage that has something to train: nobody before it needs a gradient
+    tied: tuple[int, ...]  # the stages with the two copies of an embedding that is the head as well
+
+    def needs_gradient(self, stage: int) -> bool:
+        """Return whether something before this stage is trained, so that the gradient of what comes in is of use."""
+        return stage > self.first_trained
+
+
+def survey_stages(networks: Sequence[Network], stages: StageMap, device: torch.device) -> StageFacts:
+    """Return what all ranks of the pipeline find in their stages. Every rank must call."""
+    table = torch.zeros(len(stages.owners), 2, dtype=torch.int32, device=device)
+    for number, network in zip(stages.here, networks, strict=True):
+        trained = any(each.requires_grad for each in network.module.parameters())
+        copy = _tied_embedding(network.module)
+        table[number, 0], table[number, 1] = trained, copy is not None and copy.requires_grad
+    dist.all_reduce(table, group=stages.group)
+    trained, tied = ([number for number, found in enumerate(row) if found] for row in table.T.tolist())
+    return StageFacts(first_trained=trained[0], tied=tuple(tied))
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What this rank trains: its parameters by tower, and those of whose gradient each tp rank knows an addend.
+
+    All ranks name the same towers, and may hold nothing of some.
+    """
+
+    towers: Mapping[str, Sequence[nn.Parameter]]
+    addends: Sequence[nn.Parameter] = ()
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [each for held in self.towers.values() for each in held]
+
+
+def trained_parameters(networks: Sequence[Network], plan: Plan) -> Trained:
+    """Return what is trained here, once: the last stage's copy of a tied embedding is counted by the other stage."""
+    towers, dealt = networks[0].towers, dealt_towers(networks[0], plan)
+    found: dict[str, list[nn.Parameter]] = {tower: [] for tower in towers}
     for network in networks:
-        copy = None
-        if isinstance(network.module, Decoder) and not network.module.is_first:
-            copy = _tied_embedding(network.module)
-        yield from (each for each in network.module.parameters() if each.requires_grad and each is not copy)
+        decoder = _decoder(network.module)
+        copy = _tied_embedding(network.module) if decoder is not None and decoder.is_last else None
+        for name, each in network.module.named_parameters():
+            if each.requires_grad and each is not copy:
+                found[tower_of(name, towers)].append(each)
+    return Trained(found, [each for tower in dealt for each in found[tower]])
 
 
-def sum_tied_gradients(networks: Sequence[Network], stages: StageMap) -> None:
+def sum_tied_gradients(networks: Sequence[Network], stages: StageMap, facts: StageFacts) -> None:
     """Give both copies of a tied embedding the sum of their gradients, shard by shard, so that they move alike."""
-    modules = [network.module for network in networks if isinstance(network.module, Decoder)]
-    copies = [weight for weight in map(_tied_embedding, modules) if weight is not None]
-    gradients = [local_gradient(weight)[0] for weight in copies]
+    here = {number: network for number, network in zip(stages.here, networks, strict=True) if number in facts.tied}
+    copies = [_tied_embedding(network.module) for network in here.values()]
+    gradients = [local_gradient(weight)[0] for weight in copies if weight is not None]
     if len(gradients) == 2:  # both are here, as in the shape of a V
         gradients[1].copy_(gradients[0].add_(gradients[1]))
     elif gradients:
         (mine,), theirs = gradients, torch.empty_like(gradients[0])
-        peer = stages.owners[0 if stages.has_last else stages.last]
+        (other,) = (number for number in facts.tied if number not in here)
+        peer = stages.owners[other]
         exchange = [
             dist.P2POp(dist.isend, mine, group=stages.group, group_peer=peer),
             dist.P2POp(dist.irecv, theirs, group=stages.group, group_peer=peer),
@@ -193,9 +249,15 @@ def sum_tied_gradients(networks: Sequence[Network], stages: StageMap) -> None:
         mine.add_(theirs)
 
 
-def _tied_embedding(module: Decoder) -> nn.Parameter | None:
+def _decoder(module: nn.Module) -> Decoder | None:
+    """Return our decoder, which may be a tower of something larger; None in a network or a stage without it."""
+    return next((each for each in module.modules() if isinstance(each, Decoder)), None)
+
+
+def _tied_embedding(module: nn.Module) -> nn.Parameter | None:
     """Return the embedding that is the head as well, where this stage has a copy of it and another stage the other."""
-    if not module.spec.tied or module.is_first == module.is_last or module.embed_tokens is None:
+    decoder = _decoder(module)
+    if decoder is None or not decoder.spec.tied or decoder.is_first == decoder.is_last or decoder.embed_tokens is None:
         return None
-    (weight,) = module.embed_tokens.parameters()
+    (weight,) = decoder.embed_tokens.parameters()
     return weight

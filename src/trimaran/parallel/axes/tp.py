@@ -19,16 +19,26 @@ from trimaran.core import Plan
 from trimaran.models import matches_module
 from trimaran.nets import Network
 from trimaran.parallel.mesh import RankMesh
+from trimaran.parallel.towers import tower_of, whole_towers
 
 Change = Callable[[Tensor, DeviceMesh], Tensor]
 
 
 def apply_tp(network: Network, plan: Plan, ranks: RankMesh) -> None:
-    """Split the modules that the network's plan names. Parameter names and ties do not change."""
+    """Split the modules that the network's plan names. Parameter names and ties do not change.
+
+    A tower that is to stay whole has its weights on every rank.
+    """
     if ranks.degrees.tp == 1:
         return
-    module, mesh, patterns = network.module, ranks.axes["tp"], network.tensor_plan(ranks.degrees.tp)
-    ties = _ties(module)
+    module, mesh = network.module, ranks.axes["tp"]
+    whole = whole_towers(network, plan)
+    patterns = {
+        pattern: style
+        for pattern, style in network.tensor_plan(ranks.degrees.tp).items()
+        if tower_of(pattern, network.towers) not in whole
+    }
+    ties, frozen = _ties(module), [name for name, each in module.named_parameters() if not each.requires_grad]
     for name, each in list(module.named_modules()):
         for pattern, style in patterns.items():
             if matches_module(name, pattern):
@@ -39,6 +49,8 @@ def apply_tp(network: Network, plan: Plan, ranks: RankMesh) -> None:
     for name, first in ties.items():
         owner, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(owner), leaf, module.get_parameter(first))
+    for name in frozen:  # some of torch's styles make parameters anew, and those are trained
+        module.get_parameter(name).requires_grad_(False)
 
 
 def _ties(module: nn.Module) -> dict[str, str]:
@@ -68,6 +80,34 @@ class Held(ParallelStyle):
             module.register_forward_pre_hook(lambda _, taken: _with_first(taken, self._enter, device_mesh))
         if self._leave is not None:
             module.register_forward_hook(lambda _, __, given: _with_first(given, self._leave, device_mesh))
+        return module
+
+
+class Placed(ParallelStyle):
+    """A module that puts rows into a stream of which each rank has a part of the positions.
+
+    It takes the stream, the rows, which every rank has whole, and for each position of the sequence its row. Each rank
+    knows an addend of the rows' gradient, and gets the sum.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        rank, size = device_mesh.get_local_rank(), device_mesh.size()
+
+        def enter(_: nn.Module, taken: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+            stream, rows, slots = taken
+            rows = _given_back_for_addends(_taken_as(Replicate())(rows, device_mesh), device_mesh)
+            return stream, rows, slots.chunk(size, dim=1)[rank]
+
+        module.register_forward_pre_hook(enter)
+        return module
+
+
+class Copied(RowwiseParallel):
+    """Rowwise, for the end of a block: FSDP warns of a block that returns a view, as a DTensor's local part is."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module = super()._apply(module, device_mesh)
+        module.register_forward_hook(lambda _, __, out: out.clone())
         return module
 
 
@@ -115,6 +155,7 @@ def _summed(x: Tensor, mesh: DeviceMesh) -> Tensor:
 STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
+    "rowwise-copied": Copied,
     "rowwise-to-sequence": partial(RowwiseParallel, output_layouts=Shard(1)),
     "embedding": partial(RowwiseParallel, input_layouts=Replicate()),
     "embedding-to-sequence": partial(RowwiseParallel, input_layouts=Replicate(), output_layouts=Shard(1)),
@@ -125,6 +166,7 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "heads": partial(Held, _taken_as(Shard(2)), _given_back),
     "replicated": partial(Held, _taken_as(Replicate()), _given_back),
     "parameters": Held,
+    "place": Placed,
     "mixture": partial(Held, _gathered_for_addends, _summed),
     "addend-colwise": partial(Held, _taken_as(Replicate(), gradient=Partial()), _given_back, weight=Shard(0)),
     "addend-rowwise": partial(Held, _taken_as(Shard(-1)), _given_back, weight=Shard(1)),

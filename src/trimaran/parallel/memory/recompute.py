@@ -6,6 +6,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+import torch.nn.attention.varlen  # its operator exists once it is imported
 from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import (
 from trimaran.core import Plan
 from trimaran.nets import Network
 from trimaran.parallel.mesh import RankMesh
+from trimaran.parallel.towers import recompute_of, tower_of_blocks
 
 aten, collective = torch.ops.aten, torch.ops._c10d_functional
 
@@ -32,6 +34,7 @@ KEPT: frozenset[Any] = frozenset(
         aten._scaled_dot_product_flash_attention_for_cpu.default,
         aten._scaled_dot_product_fused_attention_overrideable.default,
         torch.ops.higher_order.flex_attention,
+        torch.ops.torch_attn._varlen_attn.default,
         collective.reduce_scatter_tensor.default,
         collective.all_reduce.default,
         collective.all_to_all_single.default,
@@ -45,15 +48,18 @@ HALVED: frozenset[Any] = frozenset({aten.mm.default, aten.addmm.default, aten._g
 def apply_recompute(network: Network, plan: Plan, ranks: RankMesh) -> None:
     """Let blocks compute again in backward what they need there. Parameter names do not change.
 
-    A number k means every k-th block, from the first. This comes before compile, which then sees what is kept, and
-    before FSDP, which gathers a block's weights before it is computed again.
+    A number k means every k-th block of a tower, from its first. This comes before compile, which then sees what is
+    kept, and before FSDP, which gathers a block's weights before it is computed again.
     """
-    if plan.recompute == "none":
-        return
-    options = {"context_fn": _contexts} if plan.recompute == "selective" else {}
-    stride = plan.recompute if isinstance(plan.recompute, int) else 1
-    for block in network.blocks[::stride]:
-        _recompute(block, options)
+    by_tower: dict[str, list[nn.Module]] = {}
+    for tower, block in tower_of_blocks(network):
+        by_tower.setdefault(tower, []).append(block)
+    for tower, blocks in by_tower.items():
+        how = recompute_of(tower, plan)
+        if how != "none":
+            options = {"context_fn": _contexts} if how == "selective" else {}
+            for block in blocks[:: how if isinstance(how, int) else 1]:
+                _recompute(block, options)
 
 
 def _recompute(block: nn.Module, options: dict[str, Any]) -> None:

@@ -140,7 +140,8 @@ def common(plan: Plan, recipe: Recipe) -> dict[str, Any]:
         "fp16": plan.precision == "fp16",
         "torch_compile": plan.compile and plan.engine == "torch",
         "dataloader_drop_last": True,
-        "dataloader_num_workers": recipe.data.workers,
+        # Auto begins with none, and the Trainer does not add any on the way.
+        "dataloader_num_workers": 0 if recipe.data.workers == "auto" else recipe.data.workers,
     }
 
 

@@ -38,7 +38,7 @@ def emit_megatron(plan: Plan, question: Question) -> Emission:
     sharded = plan.sharding == "optimizer"
     refuse_cpu(TOOL, cluster)
     refuse_settings(TOOL, train, states=("fp32", "bf16") if sharded else ("fp32",))
-    if spec is None:
+    if not isinstance(spec, ModelSpec):
         raise unknown_model(TOOL, question.outline.name if question.outline else "this model",
                             "pretrain_gpt.py is written here for decoders like Llama and Qwen")  # fmt: skip
     refuse_network(TOOL, spec)

@@ -38,7 +38,7 @@ def emit_torchtitan(plan: Plan, question: Question) -> Emission:
     spec, cluster, recipe = question.spec, question.cluster, question.recipe
     refuse_cpu(TOOL, cluster)
     refuse_settings(TOOL, recipe.train)
-    if spec is None:
+    if not isinstance(spec, ModelSpec):
         raise unknown_model(TOOL, question.outline.name if question.outline else "this model",
                             "it is not a decoder like Llama or Qwen 3")  # fmt: skip
     refuse_network(TOOL, spec)

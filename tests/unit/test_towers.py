@@ -1,0 +1,180 @@
+"""Towers: which parameters are whose, what each learns at, and what a plan may not ask of one."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.seeing import SPEC
+from trimaran.core import DataSection, ModelSection, Plan, Recipe, TrainSection, UserError
+from trimaran.hardware import parse_cluster
+from trimaran.models import PRESETS, VLM_PRESETS, outline_for, spec_of
+from trimaran.models.stages import split_by_cost
+from trimaran.nets.family import network_of
+from trimaran.parallel.axes.deal import owners_of
+from trimaran.parallel.memory.recompute import apply_recompute
+from trimaran.parallel.towers import freeze_towers, tower_of, tower_of_blocks
+from trimaran.planner import Question, check_plan, choose, search
+from trimaran.planner.axes import check_tensor
+from trimaran.train.optimizer import LR_FACTOR, build_optimizer
+
+TOWERS = {"vision": "vision.", "projector": "projector.", "language": "language."}
+EIGHT = parse_cluster("8xH100")
+
+
+def seeing(**model: Any) -> Recipe:
+    section = ModelSection.model_validate({"family": "vlm", "preset": "qwen2-vl-7b"} | model)
+    data = DataSection.model_validate({"seq_len": 4096, "images_per_sample": 4})
+    return Recipe(model=section, data=data, train=TrainSection(global_batch=64))
+
+
+def refusal(plan: dict[str, Any], recipe: Recipe | None = None) -> UserError:
+    recipe = recipe or seeing()
+    with pytest.raises(UserError) as caught:
+        check_plan(Plan.model_validate(plan), recipe, spec_of(recipe.model), EIGHT)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("name", "towers", "tower"),
+    [
+        ("vision.layers.0.mlp.up_proj.weight", TOWERS, "vision"),
+        ("visionary.weight", TOWERS, "language"),
+        ("language", TOWERS, "language"),
+        ("layers.0.weight", {"all": ""}, "all"),
+        ("eye.left.weight", {"eyes": "eye.", "left": "eye.left."}, "left"),
+    ],
+)
+def test_a_parameter_belongs_to_the_tower_with_the_longest_prefix(
+    name: str, towers: dict[str, str], tower: str
+) -> None:
+    assert tower_of(name, towers) == tower
+
+
+def test_a_frozen_tower_has_no_gradient_and_no_state() -> None:
+    network = network_of(SPEC)
+    freeze_towers(network, ["vision"])
+    trained = {name for name, each in network.module.named_parameters() if each.requires_grad}
+    assert {tower_of(name, TOWERS) for name in trained} == {"projector", "language"}
+    optimizer = build_optimizer([network.module], TrainSection(), Plan(), TOWERS)
+    assert {name for group in optimizer.param_groups for name in group["param_names"]} == trained
+    with pytest.raises(UserError, match=r"M012.*did you mean 'vision'"):
+        freeze_towers(network, ["visoin"])
+
+
+def test_a_rank_that_trains_nothing_has_an_optimizer_too() -> None:
+    module = nn.Linear(4, 4).requires_grad_(False)
+    for states in ("fp32", "8bit"):
+        train = TrainSection.model_validate({"optimizer": {"states": states}})
+        optimizer = build_optimizer([module], train, Plan())
+        optimizer.step()
+        assert [group["params"] for group in optimizer.param_groups] == [[]]
+
+
+@pytest.mark.parametrize("states", ["fp32", "bf16"])
+def test_a_tower_learns_at_its_own_rate_and_decays_by_its_own_weight(states: str) -> None:
+    section = {"vision": {"lr": 1e-5}, "language": {"weight_decay": 0.5}}
+    train = TrainSection.model_validate({"lr": 1e-3, "optimizer": {"states": states, "towers": section}})
+    optimizer = build_optimizer([network_of(SPEC).module], train, Plan(), TOWERS)
+    found = {
+        (tower_of(name, TOWERS), each.ndim >= 2): (pytest.approx(group[LR_FACTOR]), group["weight_decay"])
+        for group in optimizer.param_groups
+        for name, each in zip(group["param_names"], group["params"], strict=True)
+    }
+    assert found == {
+        ("vision", True): (0.01, 0.1),
+        ("vision", False): (0.01, 0.0),
+        ("projector", True): (1.0, 0.1),
+        ("projector", False): (1.0, 0.0),
+        ("language", True): (1.0, 0.5),
+        ("language", False): (1.0, 0.0),
+    }
+    with pytest.raises(UserError, match=r"P052.*did you mean 'vision'"):
+        build_optimizer([nn.Linear(2, 2)], train_with("visoin"), Plan(), TOWERS)
+
+
+def train_with(tower: str) -> TrainSection:
+    return TrainSection.model_validate({"optimizer": {"towers": {tower: {"lr": 1e-5}}}})
+
+
+def test_every_kth_block_is_counted_inside_its_tower() -> None:
+    network = network_of(SPEC)  # two vision layers, the projector, two layers of language
+    plan = Plan.model_validate({"recompute": 2, "towers": {"vision": {"recompute": "full"}}})
+    apply_recompute(network, plan, None)  # pyrefly: ignore[bad-argument-type]
+    again = [(tower, "forward" in vars(block)) for tower, block in tower_of_blocks(network)]
+    assert again == [
+        ("vision", True), ("vision", True), ("projector", True), ("language", True), ("language", False),
+    ]  # fmt: skip
+
+
+def test_pictures_are_shared_out_by_size() -> None:
+    assert owners_of([4, 16, 8, 4], 2) == [1, 0, 1, 1]
+    assert owners_of([4], 2) == [0]
+    torch.manual_seed(0)
+    counts = torch.randint(1, 100, (64,)).tolist()
+    owners = owners_of(counts, 4)
+    loads = [sum(count for count, owner in zip(counts, owners, strict=True) if owner == rank) for rank in range(4)]
+    assert max(loads) <= 1.02 * sum(counts) / 4
+
+
+def test_a_pipeline_is_cut_by_cost_with_the_tower_in() -> None:
+    spec = VLM_PRESETS["qwen2-vl-2b"]
+    cheap, dear = (split_by_cost(spec, 4, seq_len=seq_len) for seq_len in (16384, 1024))
+    assert sum(cheap) == sum(dear) == spec.layers == 61
+    assert cheap[0] > spec.vision.layers, "beside a long text one picture is little"
+    assert dear[0] < cheap[0]
+
+
+@pytest.mark.parametrize(
+    ("plan", "code", "where"),
+    [
+        ({"towers": {"vision": {"sharding": "parameters"}}}, "P053", "plan.towers.vision.sharding"),
+        ({"towers": {"vision": {"tp": 2}}}, "P054", "plan.towers.vision.tp"),
+        ({"mesh": {"tp": 4, "dp_replicate": 2}, "towers": {"vision": {"tp": 2}}}, "P054", "plan.towers.vision.tp"),
+        ({"mesh": {"tp": 2, "dp_replicate": 4}, "towers": {"language": {"tp": 1}}}, "P054", "plan.towers.language.tp"),
+        ({"mesh": {"tp": 8}}, "P008", "plan.mesh.tp"),
+    ],
+)
+def test_what_a_tower_cannot_do_is_refused(plan: dict[str, Any], code: str, where: str) -> None:
+    whole = {"mesh": {"dp_replicate": 8}} | plan
+    data = Plan.model_validate(whole).mesh.dp
+    error = refusal(whole | {"micro_batch": 64 // data})
+    assert (error.code, error.where) == (code, where)
+
+
+def test_offloaded_parameters_are_shards_in_every_tower() -> None:
+    sharded = {"mesh": {"dp_shard": 8}, "sharding": "parameters", "micro_batch": 8, "offload": "parameters"}
+    assert refusal(sharded | {"towers": {"vision": {"sharding": "none"}}}).code == "P053"
+
+
+def test_a_vision_tower_that_norms_all_heads_together_stays_whole() -> None:
+    spec = VLM_PRESETS["internvl-26b"]
+    split = Plan.model_validate({"mesh": {"tp": 2}})
+    with pytest.raises(UserError, match="P054"):
+        check_tensor(split, spec)
+    with pytest.raises(UserError, match=r"P008.*vocabulary"):
+        check_tensor(split.model_copy(update={"towers": Plan.model_validate(
+            {"towers": {"vision": {"tp": 1}}}).towers}), spec)  # fmt: skip
+
+
+def test_a_model_of_scenes_has_no_sequences_to_cut() -> None:
+    recipe = Recipe(model=ModelSection(family="perception"), train=TrainSection(global_batch=64))
+    error = refusal({"mesh": {"dp_replicate": 4, "cp": 2}, "micro_batch": 16}, recipe)
+    assert (error.code, error.where) == ("P055", "plan.mesh.cp")
+
+
+def test_every_plan_for_a_model_that_sees_is_one_that_the_trainer_runs() -> None:
+    recipe = seeing(freeze=["vision"])
+    outline, spec = outline_for(recipe.model, recipe.data), spec_of(recipe.model)
+    answer = search(Question(recipe=recipe, spec=spec, outline=outline, cluster=EIGHT))
+    assert len(answer.ranked) > 3
+    for plan in answer.ranked:
+        check_plan(plan, recipe, spec, EIGHT)
+    assert choose(recipe, spec, EIGHT, outline).prediction is not None
+
+
+def test_a_tower_of_a_decoder_that_nobody_has_is_refused() -> None:
+    recipe = Recipe(train=train_with("vision"))
+    with pytest.raises(UserError, match=r"P052.*no tower 'vision'"):
+        choose(recipe, PRESETS["tiny"], EIGHT)

@@ -17,7 +17,7 @@ from trimaran.checkpoint.read import fill
 from trimaran.checkpoint.share import TORCH_DTYPES
 from trimaran.core import ModelSection, UserError
 from trimaran.models import model_folder, spec_of
-from trimaran.nets import Network, decoder_network
+from trimaran.nets import Network, network_of
 
 WEIGHTS = "model/"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -107,7 +107,7 @@ def hollow_network(section: ModelSection) -> Network:
     spec = spec_of(section)
     assert spec is not None, "only a foreign Hugging Face architecture has no spec"
     with torch.device("meta"):
-        return decoder_network(spec)
+        return network_of(spec)
 
 
 def refuse_occupied(folder: Path) -> None:

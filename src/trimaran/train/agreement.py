@@ -16,11 +16,13 @@ WISHES: tuple[Wish, ...] = ("stop", "save")
 class Agreed:
     """What the numbers of one step say, alike on every rank.
 
-    `refusal` says why its update was not applied, unless that was no trouble (see `Guard.read`).
+    `refusal` says why its update was not applied, unless that was no trouble (see `Guard.read`). `bad_data`: too many
+    samples could not be used.
     """
 
     stop: bool = False
     save: bool = False
+    bad_data: bool = False
     refusal: Refusal | None = None
 
     @property
@@ -31,6 +33,8 @@ class Agreed:
                 return Ending(step=self.refusal.good_step, reason="rewind", refusal=self.refusal)
             case Refusal(action="stop"):
                 return Ending(step=self.refusal.step, reason="numeric", refusal=self.refusal)
+        if self.bad_data:
+            return Ending(reason="data")
         return Ending(reason="stop") if self.stop else None
 
 
@@ -39,10 +43,10 @@ class Ending:
     """How a stretch of training ended: `step` steps are done.
 
     After `rewind` it goes on from there or from an earlier step: all that came after is to be forgotten, `refusal` says
-    why. `numeric`: the numbers went wrong and there is no way on.
+    why. `numeric`: the numbers went wrong and there is no way on. `data`: so did the samples.
     """
 
-    reason: Literal["done", "stop", "rewind", "numeric"]
+    reason: Literal["done", "stop", "rewind", "numeric", "data"]
     step: int = 0
     refusal: Refusal | None = None
 

@@ -8,26 +8,29 @@ from pathlib import Path
 import torch
 
 from trimaran.core import Plan, Recipe, TrainSection
-from trimaran.data import TokenShards, prepare
-from trimaran.data.loader import Loader, Share
-from trimaran.data.quarantine import Screen
-from trimaran.data.sequences import Sequences, split
+from trimaran.data.feed import Feed, Share
+from trimaran.data.loader import Loader
 from trimaran.nets import Network
 from trimaran.parallel import RankMesh, build_mesh
-from trimaran.parallel.axes.pp import StageMap, counted_parameters, map_stages
+from trimaran.parallel.axes.pp import StageMap, map_stages, trained_parameters
 from trimaran.parallel.comm.local_steps import meeting
 from trimaran.telemetry import Journal, RunDirectory
+from trimaran.train.bad_samples import Tally
 from trimaran.train.build import build_networks
+from trimaran.train.cargo import Cargo, Remember, load_cargo
 from trimaran.train.clock import Clock
 from trimaran.train.deepspeed import build_deepspeed
 from trimaran.train.evaluate import Evaluator
+from trimaran.train.features import keep_features
 from trimaran.train.guard import Guard, agreed_quarantine
 from trimaran.train.keeper import Keeper
 from trimaran.train.loss_scale import LossScale, build_loss_scale
+from trimaran.train.objective import Objective
 from trimaran.train.optimizer import build_optimizer
 from trimaran.train.pipeline import PipelineStepper
 from trimaran.train.place import Place
 from trimaran.train.report import Reporter
+from trimaran.train.room import room_of
 from trimaran.train.sentinel import Sentinel
 from trimaran.train.stepper import PlainStepper, Stepper
 from trimaran.train.stop import StopWish
@@ -42,7 +45,7 @@ class Crew:
 
     networks: tuple[Network, ...]
     stages: StageMap
-    shards: TokenShards
+    cargo: Cargo
     trainer: Trainer
 
 
@@ -53,71 +56,79 @@ def build_crew(
     recipe, plan, stop = run.read_recipe(), run.read_plan(), StopWish() if stop is None else stop
     if recipe.train.deterministic:
         torch.use_deterministic_algorithms(True)
-    shards = TokenShards.open(prepare(recipe.data, cache=cache))
     ranks = build_mesh(plan.mesh, device_type=place.device.type)
     networks = build_networks(recipe, plan, place, ranks)
-    shards.refuse_unknown(networks[0].vocabulary)
     if recipe.train.save:
         networks[0].disk_config()  # a shape that cannot be written down is a mistake to be told now, not at the end
     share = Share(rank=ranks.data_rank, dp=plan.mesh.dp, micro_batch=plan.micro_batch, grad_accum=plan.grad_accum)
-    training, holdout = split(shards, recipe.data)
+    cargo = load_cargo(recipe, networks[0], share, cache=cache, remember=_remember(recipe, plan, place, ties))
     clock = Clock(place.device)
-    guard = Guard(
-        recipe.faults, loss_scale=own_loss_scale(plan, recipe.train), quarantine=agreed_quarantine(run.quarantine)
-    )
-    stepper = build_stepper(networks, recipe.train, plan, ranks, clock, guard)
+    guard = build_guard(recipe, plan, run)
+    stepper = build_stepper(networks, recipe.train, plan, ranks, clock, guard, cargo.objective)
     state = stepper.state(recipe.train)
-    screen = partial(screen_of, guard, networks[0].vocabulary)
     stepper.set_training(True)  # transformers leaves a model that it has read in eval mode
     sentinel = Sentinel(state.pieces, device=place.device) if plan.engine == "torch" else None
     trainer = Trainer(
         recipe=recipe,
         plan=plan,
         device=place.device,
-        loader_from=partial(load_from, recipe, place, training, share, screen),
+        loader_from=partial(load_from, recipe, place, lambda: cargo.training(guard.quarantine.ids)),
         stepper=stepper,
         evaluator=Evaluator(
             recipe=recipe,
-            sequences=holdout,
-            share=share,
+            feed=cargo.holdout,
             stepper=stepper,
+            objective=cargo.objective,
             journal=journal,
             device=place.device,
             counts_samples=ranks.counts_samples,
             stop=stop,
-            screen=screen(),
             ties=ties,
         ),
-        keeper=Keeper(run, place, journal, ties, state, data=shards.digest),
-        reporter=Reporter(plan=plan, device=place.device, journal=journal, guard=guard, sentinel=sentinel),
+        keeper=Keeper(run, place, journal, ties, state, data=cargo.digest),
+        reporter=Reporter(
+            plan=plan,
+            device=place.device,
+            journal=journal,
+            guard=guard,
+            sentinel=sentinel,
+        ),
         clock=clock,
         ties=ties,
         reseed=partial(ranks.reseed, recipe.train.seed),
         stop=stop,
     )
-    return Crew(networks=networks, stages=map_stages(plan, ranks), shards=shards, trainer=trainer)
+    return Crew(networks=networks, stages=map_stages(plan, ranks), cargo=cargo, trainer=trainer)
 
 
-def load_from(
-    recipe: Recipe, place: Place, sequences: Sequences, share: Share, screen: Callable[[], Screen], start: int
-) -> Loader:
-    """Return a loader of the batches from step `start` on."""
+def _remember(recipe: Recipe, plan: Plan, place: Place, ties: Ties) -> Remember:
+    """Return what keeps the features of a frozen tower.
+
+    It enters section "start" anew with each part: all of them may take hours, and one no longer than a start may.
+    """
+    return partial(keep_features, recipe, plan, place, beat=partial(ties.enter, "start"))
+
+
+def build_guard(recipe: Recipe, plan: Plan, run: RunDirectory) -> Guard:
+    """Return who decides what becomes of bad steps and bad samples. All ranks ask together."""
+    return Guard(
+        recipe.faults,
+        loss_scale=own_loss_scale(plan, recipe.train),
+        quarantine=agreed_quarantine(run.quarantine),
+        tally=Tally(recipe.data.samples.max_bad),
+    )
+
+
+def load_from(recipe: Recipe, place: Place, feed: Callable[[], Feed], start: int) -> Loader:
+    """Return a loader of the batches from step `start` on. Which samples are left out may have changed by then."""
     return Loader(
-        sequences,
-        seed=recipe.train.seed,
-        share=share,
+        feed(),
         start_step=start,
         steps=recipe.train.steps,
         workers=recipe.data.workers,
         timeout_seconds=recipe.data.timeout_seconds,
-        pin_memory=place.device.type == "cuda",
-        screen=screen(),
+        room=room_of(place),
     )
-
-
-def screen_of(guard: Guard, vocabulary: int) -> Screen:
-    """Return how samples are let in from now on."""
-    return Screen(vocabulary=vocabulary, quarantined=guard.quarantine.ids)
 
 
 def own_loss_scale(plan: Plan, train: TrainSection) -> LossScale | None:
@@ -125,30 +136,33 @@ def own_loss_scale(plan: Plan, train: TrainSection) -> LossScale | None:
     return build_loss_scale(plan, train) if plan.engine == "torch" else None
 
 
-def build_stepper(
+def build_stepper(  # noqa: PLR0913 - the parts of a step
     networks: tuple[Network, ...],
     train: TrainSection,
     plan: Plan,
     ranks: RankMesh,
     clock: Clock,
     guard: Guard | None = None,
+    objective: Objective | None = None,
 ) -> Stepper:
     """Return the mode of training that the plan asks for, with its optimizer."""
     network, guard = networks[0], guard or Guard(loss_scale=own_loss_scale(plan, train))
     if plan.engine == "deepspeed":
-        return build_deepspeed(network, train, plan, ranks, clock, guard)
-    optimizer = build_optimizer([each.module for each in networks], train, plan)
-    counted = [*counted_parameters(networks)]
-    meet = meeting(plan, ranks, counted)
+        stepper = build_deepspeed(network, train, plan, ranks, clock, guard)
+        stepper.objective = objective or stepper.objective
+        return stepper
+    optimizer = build_optimizer([each.module for each in networks], train, plan, network.towers)
+    trained = trained_parameters(networks, plan)
+    meet = meeting(plan, ranks, trained.parameters)
     optimizer.register_step_post_hook(lambda *_: meet())
     updater = Updater(
         optimizer,
         ranks,
         clock,
-        counted=counted,
+        trained=trained,
         clip_norm=train.clip_norm,
         guard=guard,
     )
     if plan.mesh.pp > 1:
-        return PipelineStepper(networks, plan, ranks, updater, clock)
-    return PlainStepper(network, plan, ranks, updater, clock)
+        return PipelineStepper(networks, plan, ranks, updater, clock, objective)
+    return PlainStepper(network, plan, ranks, updater, clock, objective)

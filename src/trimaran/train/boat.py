@@ -1,7 +1,7 @@
 """Trimaran for one's own loop: plain PyTorch becomes distributed and token-exact in about five changed lines."""
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from trimaran.parallel.apply import SHARDING
 from trimaran.parallel.batch_norm import BATCH_NORM, apply_batch_norm, batch_norm_warning
 from trimaran.train.log_book import LogBook, LoopState
 from trimaran.train.place import TIMEOUT
+from trimaran.train.rounds import rounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class Boat:
         self.model, self.optimizer, self.plan, self.device = model, optimizer, plan, device
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._set_sync = gradient_sync(model, plan)
-        self._warned = False
+        self._warned, self._counts = False, True
         self._sums = torch.zeros(2, dtype=torch.float64, device=device)
         self._state = LoopState(model, optimizer, device)
         self._books: dict[Path, LogBook] = {}
@@ -64,6 +65,21 @@ class Boat:
             self._set_sync(start + stride >= rows)
             yield tree_map(lambda each: each[start : start + size].to(self.device, non_blocking=True), batch)  # noqa: B023
 
+    def rounds(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Yield the batches of this rank's own iterable, on the device, until every rank is out of them.
+
+        For data that every rank reads for itself, and of which some have more than others. All ranks take equally many
+        rounds. One that is out meets its last batch again (another rank's, if it never had one), and `backward` counts
+        nothing of it. Each batch of each rank is used exactly once.
+        """
+
+        def weigh(counts: bool) -> None:
+            self._counts = counts
+
+        self._set_sync(True)
+        self._warn(1)
+        yield from rounds(batches, self.device, weigh)
+
     def _warn(self, num_micro_batches: int) -> None:
         """Say once what BatchNorm makes of steps like this one."""
         warning = batch_norm_warning(self.model, num_ranks=self.world_size, num_micro_batches=num_micro_batches)
@@ -73,6 +89,8 @@ class Boat:
 
     def backward(self, loss: Tensor, *, num_tokens: int | Tensor) -> None:
         """Add the gradient of `loss`, which is summed over its `num_tokens` valid tokens and divided by nothing."""
+        if not self._counts:
+            loss, num_tokens = loss * 0.0, 0  # this rank is out of data, and takes part for the others
         (loss * self.world_size).backward()  # the reduction averages over the ranks; this makes it a sum again
         self._sums[0].add_(loss.detach())
         self._sums[1].add_(num_tokens)  # a plain number goes along with the kernel: the host does not wait

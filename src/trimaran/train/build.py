@@ -9,8 +9,9 @@ from torch import nn
 from trimaran.core import ModelSection, Plan, Recipe, UserError
 from trimaran.models import model_folder, module_names, refuse_unmatched, spec_of, weight_files
 from trimaran.models.stages import stage_ranges, stages_of_rank
-from trimaran.nets import Network, decoder_network, initialise, load_hf_weights
+from trimaran.nets import Network, initialise, network_of
 from trimaran.parallel import RankMesh, apply_plan, override_precision
+from trimaran.parallel.towers import freeze_towers
 from trimaran.train.place import Place
 
 
@@ -24,6 +25,7 @@ def build_networks(recipe: Recipe, plan: Plan, place: Place, ranks: RankMesh) ->
         network, fill = _hf_draft(recipe.model, recipe.train.seed)
         _refuse_long(network, recipe.data.seq_len)
         refuse_unmatched(recipe.train.precision, [name for name, _ in network.module.named_modules() if name])
+        freeze_towers(network, recipe.model.freeze)
         override_precision(network, recipe.train.precision, place.device)
         apply_plan(network, plan, ranks)
         fill(network.module, _first_device(plan, place))
@@ -34,13 +36,14 @@ def build_networks(recipe: Recipe, plan: Plan, place: Place, ranks: RankMesh) ->
     ranges = stage_ranges(spec, plan, seq_len=recipe.data.seq_len)
     with torch.device("meta"):
         here = stages_of_rank(plan.pipeline.schedule, plan.mesh.pp, ranks.rank("pp"), len(ranges))
-        networks = tuple(decoder_network(spec, ranges[stage]) for stage in here)
+        networks = tuple(network_of(spec, ranges[stage]) for stage in here)
     for network in networks:
+        freeze_towers(network, recipe.model.freeze)
         override_precision(network, recipe.train.precision, place.device)
         apply_plan(network, plan, ranks)
         network.module.to_empty(device=_first_device(plan, place))
         if recipe.model.path and weight_files(model_folder(recipe.model.path)):
-            load_hf_weights(network.module, model_folder(recipe.model.path))
+            network.load(model_folder(recipe.model.path))
         else:
             initialise(network.module, seed=recipe.train.seed, spec=spec)
     return networks
@@ -57,11 +60,10 @@ def load_trained(section: ModelSection, folder: Path) -> Network:
     if section.family == "hf":
         network = _hf_whole(section, folder)
     else:
-        trained = ModelSection(family="decoder", path=str(folder))
-        spec = spec_of(trained)
-        assert spec is not None, "our own decoder always has a spec"
-        network = decoder_network(spec)
-        load_hf_weights(network.module, folder)
+        spec = spec_of(ModelSection(family=section.family, path=str(folder)))
+        assert spec is not None, "our own networks always have a spec"
+        network = network_of(spec)
+        network.load(folder)
     network.module.to("cuda" if torch.cuda.is_available() else "cpu")
     return network
 

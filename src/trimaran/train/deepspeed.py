@@ -19,15 +19,17 @@ from trimaran.checkpoint.pieces import State
 from trimaran.core import Plan, TrainSection, UserError
 from trimaran.core.deepspeed import deepspeed_config
 from trimaran.core.extras import deepspeed_missing
-from trimaran.data.loader import StepBatch
+from trimaran.data.batch import Inputs, StepBatch
 from trimaran.nets import Network
 from trimaran.parallel import RankMesh, gradient_norm
 from trimaran.train.clock import Clock
 from trimaran.train.deepspeed_state import deepspeed_state
 from trimaran.train.guard import Guard
-from trimaran.train.optimizer import decay_groups
+from trimaran.train.objective import LanguageObjective, Objective, likeliest
+from trimaran.train.optimizer import LR_FACTOR, decay_groups
+from trimaran.train.parts import PartSums
 from trimaran.train.router import router_statistics
-from trimaran.train.stepper import NO_WISHES, Details, StepCount, losses_of, next_scores
+from trimaran.train.stepper import NO_WISHES, Details, StepCount, judged, losses_of, next_scores, share_of
 
 log = logging.getLogger(__name__)
 
@@ -57,35 +59,40 @@ class DeepSpeedStepper:
         self._network, self._called = network, replace(network, module=through)
         self._plan, self._ranks, self._clock = plan, ranks, clock
         self._engine, self._device, self._guard = engine, engine.device, guard
+        self.objective: Objective = LanguageObjective()
         self._loss = torch.zeros((), device=self._device)
         engine.basic_optimizer.register_step_pre_hook(self._ask_guard)
         self._of_update: dict[str, Any] = {}
         self._of_routers: Details = dict
+        self._of_parts: Details = dict
         self._norm: Tensor | None = None
 
     def step(self, batch: StepBatch, *, wishes: Sequence[bool] = NO_WISHES) -> Tensor:
         """See `Stepper.step`. DeepSpeed averages over all ranks, and is told to leave the accumulation alone."""
         count = StepCount(batch, self._ranks, self._guard, wishes=wishes)  # hidden behind the first forward
-        total = torch.zeros((), device=self._device)
+        total, parts = torch.zeros((), device=self._device), PartSums(self.objective, self._ranks)
         for index in range(self._plan.grad_accum):
             if index > 0:
                 self._engine.step()
-            loss, balance = losses_of(self._called, batch, index)
+            losses, balance = losses_of(self.objective, self._called, batch.micro(index))
+            loss = losses.total
             self._clock.lap("forward")
             num_valid = count.num_valid()
             self._clock.lap("comm")
             self._engine.backward((loss + balance) * (self._plan.mesh.data / num_valid), scale_wrt_gas=False)
             total += loss.detach()
+            parts.add(losses)
             self._clock.lap("backward")
         numbers = count.numbers(total)
         self._loss = numbers[0]
         self._of_routers = router_statistics([self._network], self._ranks)
+        self._of_parts = parts.read(batch)
         self._clock.lap("comm")
         return numbers
 
     def update(self, lr: float) -> tuple[Tensor, Tensor]:
         for group in self._engine.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group[LR_FACTOR]
         if self._plan.precision == "fp16":
             self._of_update = {"loss_scale": float(self._engine.optimizer.loss_scale)}
         if self._plan.sharding == "none":  # plain AdamW, whose gradients are whole and already averaged
@@ -98,14 +105,19 @@ class DeepSpeedStepper:
         return self._norm, self._guard.refuses(self._loss, self._norm)
 
     def details(self) -> Details:
-        of_update, of_routers = self._of_update, self._of_routers
-        return lambda: of_update | of_routers()
+        of_update, of_routers, of_parts = self._of_update, self._of_routers, self._of_parts
+        return lambda: of_update | of_routers() | of_parts()
 
     def evaluate(self, batch: StepBatch) -> Tensor:
-        return torch.stack([losses_of(self._called, batch, index)[0] for index in range(self._plan.grad_accum)]).sum()
+        rows = [judged(self.objective, self._called, batch.micro(index)) for index in range(self._plan.grad_accum)]
+        return share_of(torch.stack(rows).sum(0), self._ranks)
 
     def scores(self, ids: Tensor) -> Tensor:
         return next_scores(self._called, self._ranks, ids)
+
+    @torch.no_grad()
+    def guesses(self, inputs: Inputs) -> Tensor:
+        return likeliest(self._network, self._called.forward(inputs)[0]).cpu()
 
     def set_training(self, training: bool) -> None:
         self._engine.train(training)
@@ -139,7 +151,7 @@ def build_deepspeed(
     with redirect_stdout(StringIO()) as said:
         engine, *_ = deepspeed.initialize(
             model=network.module,
-            model_parameters=decay_groups(trained.values(), train),
+            model_parameters=decay_groups({each: name for name, each in trained.items()}, train, network.towers),
             config=config,
             dist_init_required=False,  # the process group is ours
         )

@@ -6,11 +6,11 @@ import torch
 import torch.distributed as dist
 
 from trimaran.core import Recipe
-from trimaran.data.loader import Loader, Share
-from trimaran.data.quarantine import Screen
-from trimaran.data.sequences import Sequences
+from trimaran.data.feed import Feed
+from trimaran.data.loader import Loader
 from trimaran.telemetry import Journal
 from trimaran.train.agreement import Poll
+from trimaran.train.objective import Objective
 from trimaran.train.stepper import Stepper
 from trimaran.train.stop import StopWish
 from trimaran.train.ties import Ties
@@ -18,17 +18,16 @@ from trimaran.train.ties import Ties
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluator:
-    """Measures the mean loss over a fixed set of held-out sequences."""
+    """Measures the mean loss over a fixed set of held-out samples; there may be none."""
 
     recipe: Recipe
-    sequences: Sequences
-    share: Share
+    feed: Feed | None
     stepper: Stepper
+    objective: Objective
     journal: Journal
     device: torch.device
     counts_samples: bool
     stop: StopWish
-    screen: Screen
     ties: Ties
 
     @torch.no_grad()
@@ -38,24 +37,27 @@ class Evaluator:
         Every batch asks whether any rank wishes to stop, so that nobody waits for the end of a long evaluation.
         """
         batches = self.recipe.train.evaluate.batches
-        if not batches or not len(self.sequences):
+        if not batches or self.feed is None:
             return False
-        seed = self.recipe.train.seed
-        sums, stop = torch.zeros(2, dtype=torch.float64, device=self.device), False
+        scores = self.objective.scores
+        sums, stop = torch.zeros(2 + 2 * len(scores), dtype=torch.float64, device=self.device), False
         self.stepper.set_training(False)
-        with Loader(self.sequences, seed=seed, share=self.share, steps=batches, screen=self.screen) as loader:
+        with Loader(self.feed, steps=batches) as loader:
             for host_batch in loader:
                 self.ties.enter("evaluation", step)
                 poll = Poll(bool(self.stop)) if batches > 1 else None
                 batch = host_batch.to(self.device)
-                sums[0] += self.stepper.evaluate(batch)
-                sums[1] += batch.num_valid * self.counts_samples
+                sums[1:] += self.stepper.evaluate(batch)
+                sums[0] += batch.num_valid * self.counts_samples
                 if stop := poll is not None and poll.wait():
                     break
         self.stepper.set_training(True)
         if stop:
             return True
         dist.all_reduce(sums)
-        total, tokens = sums.tolist()
-        self.journal.event("evaluation", step=step, loss=total / max(1, tokens), tokens=round(tokens))
+        tokens, total, *found = sums.tolist()
+        of = zip(scores, found[::2], found[1::2], strict=True)
+        right = {name: hits / count for name, hits, count in of if count}
+        told = {"accuracy": right} if right else {}
+        self.journal.event("evaluation", step=step, loss=total / max(1, tokens), tokens=round(tokens), **told)
         return False

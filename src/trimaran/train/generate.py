@@ -30,7 +30,7 @@ def generate_from_run(run: RunDirectory, prompt: str, *, tokens: int, temperatur
     tokenizer = open_tokenizer(json.loads((run.model / TOKENIZER).read_text(encoding="utf-8")), run.model)
     network = load_trained(recipe.model, run.model)
     device = next(network.module.parameters()).device
-    voice = Voice(lambda ids: network.forward(ids[None])[0][0, -1].float().cpu(), network.longest, device)
+    voice = Voice(lambda ids: network.forward({"tokens": ids[None]})[0][0, -1].float().cpu(), network.longest, device)
     network.module.eval()
     return write(voice, tokenizer, prompt, tokens=tokens, temperature=temperature, seed=seed)
 
@@ -42,8 +42,10 @@ def write(voice: Voice, tokenizer: Tokenizer, prompt: str, *, tokens: int, tempe
     return tokenizer.decode(generate(voice, ids, tokens=tokens, temperature=temperature, seed=seed).tolist())
 
 
-def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Put the tokenizer beside the weights, so that the folder can speak on its own."""
+def save_tokenizer(tokenizer: Tokenizer | None, folder: Path) -> None:
+    """Put the tokenizer, if there is one, beside the weights, so that the folder can speak on its own."""
+    if tokenizer is None:
+        return
     tokenizer.save(folder)
     (folder / TOKENIZER).write_text(json.dumps(tokenizer.describe()) + "\n", encoding="utf-8")
 

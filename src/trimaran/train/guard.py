@@ -1,4 +1,5 @@
-"""Bad steps: a loss or a gradient that is no number, or a loss that jumped. None of them moves the weights."""
+"""Bad steps: a loss or a gradient that is no number, a loss that jumped, or a batch that is not the same on the ranks
+that share it. None of them moves the weights."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from trimaran.core import FaultsSection, Mesh
 from trimaran.data.quarantine import Quarantine, read_quarantine
+from trimaran.train.bad_samples import Tally
 from trimaran.train.loss_scale import LossScale
 from trimaran.train.sentinel import Difference
 
@@ -28,7 +30,8 @@ Samples = Callable[[int, Sequence[int]], tuple[int, ...]]
 class Numbers:
     """What all ranks know of one step, alike, once it has reached the host.
 
-    `refused`: its update was not applied. `suspects` are the ranks whose own share of the loss was bad.
+    `refused`: its update was not applied. `suspects` are the ranks whose own share of the loss was bad. `apart`: ranks
+    that share a batch did not have the same one.
     """
 
     step: int
@@ -36,6 +39,7 @@ class Numbers:
     grad_norm: float
     refused: bool
     suspects: tuple[int, ...]
+    apart: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,9 +80,10 @@ class Guard:
         *,
         loss_scale: LossScale | None = None,
         quarantine: Quarantine | None = None,
+        tally: Tally | None = None,
     ) -> None:
         self._faults = faults or FaultsSection()
-        self.loss_scale, self.quarantine = loss_scale, quarantine or Quarantine()
+        self.loss_scale, self.quarantine, self.tally = loss_scale, quarantine or Quarantine(), tally or Tally()
         self._mean, self._good_steps, self._in_a_row = 0.0, 0, 0
         self._rewound: set[int] = set()  # not part of the state: a rewind must not forget that it has happened
 
@@ -115,7 +120,7 @@ class Guard:
             return None
         self._in_a_row += 1
         places = sorted({rank // (mesh.cp * mesh.tp) % mesh.dp for rank in numbers.suspects}) or range(mesh.dp)
-        sample_ids = samples(numbers.step - 1, places)
+        sample_ids = () if numbers.apart else samples(numbers.step - 1, places)
         return Refusal(
             step=numbers.step,
             good_step=numbers.step - 1,
@@ -124,7 +129,7 @@ class Guard:
             grad_norm=numbers.grad_norm,
             ranks=numbers.suspects,
             sample_ids=sample_ids,
-            action=self._action(numbers.step, sample_ids),
+            action=self._action(numbers, sample_ids),
         )
 
     def part(self, difference: Difference) -> Refusal:
@@ -152,26 +157,30 @@ class Guard:
 
     def state(self) -> dict[str, Any]:
         """Return what the next decision depends on, as plain data."""
-        return {"mean": self._mean, "good_steps": self._good_steps, "in_a_row": self._in_a_row}
+        counts = {"mean": self._mean, "good_steps": self._good_steps, "in_a_row": self._in_a_row}
+        return {**counts, "samples": self.tally.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._mean, self._good_steps = float(state["mean"]), int(state["good_steps"])
         self._in_a_row = int(state["in_a_row"])
+        self.tally.restore(state.get("samples", Tally().state()))  # older checkpoints have counted none
 
     def _reason(self, numbers: Numbers) -> str:
+        if numbers.apart:
+            return "a sample could be used by one rank and not by another that works on the same batch"
         if not math.isfinite(numbers.loss):
             return f"the loss is {numbers.loss}"
         if not math.isfinite(numbers.grad_norm):
             return f"the gradient norm is {numbers.grad_norm}"
         return f"the loss jumped from {self._mean:.4g} to {numbers.loss:.4g}"
 
-    def _action(self, step: int, sample_ids: Sequence[int]) -> Literal["skip", "rewind", "stop"]:
-        wanted = self._faults.not_finite
+    def _action(self, numbers: Numbers, sample_ids: Sequence[int]) -> Literal["skip", "rewind", "stop"]:
+        wanted = "skip" if numbers.apart else self._faults.not_finite  # it may have been a disk that is well again
         if self._in_a_row > self._faults.max_skips:
             return "stop"
         if wanted == "rewind":
             room = self._faults.max_quarantined - len(self.quarantine.ids | set(sample_ids))
-            return "stop" if step in self._rewound or room < 0 else "rewind"
+            return "stop" if numbers.step in self._rewound or room < 0 else "rewind"
         return wanted
 
 

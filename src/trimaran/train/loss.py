@@ -5,6 +5,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from trimaran.parallel import vocabulary_loss
+from trimaran.parallel.vocabulary import vocabulary_losses
 
 IGNORED = -100
 
@@ -14,3 +15,10 @@ def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
     if isinstance(logits, DTensor):
         return vocabulary_loss(logits, labels, ignored=IGNORED)
     return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the cross-entropy of each label, in fp32, in one row; 0 where it is `IGNORED`."""
+    if isinstance(logits, DTensor):
+        return vocabulary_losses(logits, labels, ignored=IGNORED)
+    return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED, reduction="none")

@@ -21,6 +21,7 @@ class Place:
     world_size: int
     local_rank: int
     device: torch.device
+    local_world_size: int = 1
 
 
 def place_of(environment: Mapping[str, str], *, on_cpu: bool = False) -> Place:
@@ -36,6 +37,7 @@ def place_of(environment: Mapping[str, str], *, on_cpu: bool = False) -> Place:
         world_size=int(environment.get("WORLD_SIZE", 1)),
         local_rank=local_rank,
         device=device,
+        local_world_size=int(environment.get("LOCAL_WORLD_SIZE", 1)),
     )
 
 

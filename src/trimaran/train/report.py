@@ -3,15 +3,17 @@
 import logging
 import resource
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from trimaran.core import PHASES, Plan, StepMetrics
+from trimaran.data.batch import StepBatch
 from trimaran.data.loader import Loader
+from trimaran.data.tuner import WAITING, WAITING_SECONDS
 from trimaran.telemetry import Journal
 from trimaran.train.agreement import Agreed
 from trimaran.train.clock import Reading
@@ -30,6 +32,7 @@ class Pending:
     numbers: Tensor
     reading: Reading
     details: Callable[[], dict[str, Any]]
+    loads: Mapping[str, Any] = field(default_factory=dict)  # what `Loader.facts` said
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,24 +45,39 @@ class Reporter:
     guard: Guard
     sentinel: Sentinel | None = None  # DeepSpeed keeps its weights where nobody else can look at them
 
+    def note(self, batch: StepBatch, loader: Loader) -> None:
+        """File what could not be used of this rank's samples of a step, and if they are loaded in a new way since."""
+        for change in loader.changes[-1:]:
+            if change.step == batch.step + 1:  # with a batch comes one change at most
+                now = {"workers": change.setting.workers, "depth": change.setting.depth, "pinned": change.setting.pin}
+                self.journal.event("loader", step=change.step, **now, reason=change.reason)
+        for each in batch.bad:
+            log.warning("step %d: sample %d is left out: %s", batch.step + 1, each.sample, each.reason)
+            self.journal.event("bad_sample", step=batch.step + 1, sample=each.sample, reason=each.reason)
+
     def read(self, pending: Pending, loader: Loader) -> Agreed:
         """Write the step's metrics; return what all ranks agreed on with it."""
         phases = dict.fromkeys(PHASES, 0.0) | pending.reading()  # waits for that step's marks, so the numbers are there
-        loss, tokens, stop, save, *bad, norm, refused = pending.numbers.tolist()
+        loss, tokens, stop, save, apart, *bad, norm, refused = pending.numbers.tolist()
         details = pending.details()
         suspects = tuple(rank for rank, each in enumerate(bad) if each) if refused else ()
-        numbers = Numbers(step=pending.step, loss=loss, grad_norm=norm, refused=refused > 0, suspects=suspects)
+        numbers = Numbers(
+            step=pending.step, loss=loss, grad_norm=norm, refused=refused > 0, suspects=suspects, apart=apart != 0
+        )
         refusal = self.guard.read(numbers, self.plan.mesh, loader.samples, scaled="loss_scale" in details)
         if refused:
             details["skipped"] = True
         if left_out := loader.num_quarantined(pending.step - 1):
             details["quarantined"] = left_out
-        self._write(pending, numbers, round(tokens), phases, details)
+        details |= waited(pending.loads, phases)
+        # Of samples only the answers have targets; what was read is more.
+        self._write(pending, numbers, round(details.get("rows", {}).get("tokens", tokens)), phases, details)
         if refusal is not None:
             log.warning("step %d was refused: %s", refusal.step, refusal.reason)
             if self.journal.rank == 0:
                 self.journal.event("skip", **refusal.as_dict())
-        return Agreed(stop=stop > 0, save=save > 0, refusal=refusal)
+        bad_data = self.guard.tally.too_many(details.get("rows", {}))
+        return Agreed(stop=stop > 0, save=save > 0, bad_data=bad_data, refusal=refusal)
 
     def compare(self, step: int, agreed: Agreed) -> Agreed:
         """Return what all ranks agreed on, with the news that replicas differ after `step`, if they do."""
@@ -94,6 +112,15 @@ class Reporter:
         )
         self.journal.step(metrics)
         log.info("step %d  loss %.4f  %.0f tokens/s", metrics.step, numbers.loss, metrics.tokens_per_second)
+
+
+def waited(loads: Mapping[str, Any], phases: Mapping[str, float]) -> dict[str, Any]:
+    """Return what the metrics tell of the loader: nothing, unless so much of the step went by that it looks for a way
+    to load faster. The device may have had enough to do while the host waited: then that cost nothing."""
+    lost = min(loads.get("last_seconds", 0.0), phases["data"])
+    if lost <= max(WAITING * sum(phases.values()), WAITING_SECONDS):
+        return {}
+    return {"loader": {"workers": loads["workers"], "depth": loads["depth"], "waited": lost}}
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -22,12 +22,12 @@ def router_statistics(networks: Sequence[Network], ranks: RankMesh) -> Callable[
     Only training counts. What is counted on several ranks (tp) or more than once (recompute) is so for the whole layer,
     and the numbers are means over layers of ratios: they stay the same.
     """
-    module, spec = networks[0].module, networks[0].spec
-    if not isinstance(module, Decoder) or spec is None or (experts := spec.block.experts) is None:
+    module = networks[0].module
+    if not isinstance(module, Decoder) or (experts := module.spec.block.experts) is None:
         return dict
     tallies = {layer: mixture.take_tally() for layer, mixture in _mixtures(networks)}
     device = next(iter(tallies.values())).device  # where it was counted; the weights may be elsewhere
-    table = torch.zeros(spec.layers, experts.num_experts + CENSUS, dtype=torch.float64, device=device)
+    table = torch.zeros(module.spec.layers, experts.num_experts + CENSUS, dtype=torch.float64, device=device)
     for layer, tally in tallies.items():
         table[layer] = tally
     if ranks.degrees.world_size > 1:

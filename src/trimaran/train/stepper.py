@@ -1,5 +1,7 @@
 """How one step's micro-batches become gradients. The mode is chosen once; the trainer only calls `step`."""
 
+import math
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -10,13 +12,14 @@ from torch.distributed.tensor import DTensor
 
 from trimaran.checkpoint.pieces import State
 from trimaran.core import Plan, TrainSection
-from trimaran.data.loader import StepBatch
+from trimaran.data.batch import Inputs, StepBatch
 from trimaran.nets import Network
 from trimaran.parallel import RankMesh, autocast, gradient_sync
 from trimaran.train.agreement import WISHES
 from trimaran.train.clock import Clock
 from trimaran.train.guard import Guard
-from trimaran.train.loss import summed_loss
+from trimaran.train.objective import LanguageObjective, Losses, Objective, likeliest
+from trimaran.train.parts import PartSums
 from trimaran.train.router import router_statistics
 from trimaran.train.update import Updater
 
@@ -30,8 +33,9 @@ class Stepper(Protocol):
     def step(self, batch: StepBatch, *, wishes: Sequence[bool] = NO_WISHES) -> Tensor:
         """Leave the gradient of the global batch's mean loss on the parameters.
 
-        Returns (mean loss, valid tokens, for each of WISHES the ranks that have it, for each rank 1 if its share of the
-        loss is bad), on the device.
+        Returns (mean loss, valid tokens, for each of WISHES the ranks that have it, 0 unless ranks that share a batch
+        had different ones, for each rank 1 if its share of the loss is bad), on the device. The loss of different
+        batches is no number, so that it moves nothing.
         """
         ...
 
@@ -47,11 +51,18 @@ class Stepper(Protocol):
         ...
 
     def evaluate(self, batch: StepBatch) -> Tensor:
-        """Return this rank's share of the batch's summed loss: the shares of all ranks add up to the whole."""
+        """Return this rank's share of the batch's summed loss, and behind it of the objective's scores, flat.
+
+        The shares of all ranks add up to the whole. fp64, on the device.
+        """
         ...
 
     def scores(self, ids: Tensor) -> Tensor:
         """Return the score of every token that may follow `ids` [length], on the CPU, alike on every rank."""
+        ...
+
+    def guesses(self, inputs: Inputs) -> Tensor:
+        """Return the likeliest token after each of one micro-batch, [B, T] on the CPU, for sequences of this rank."""
         ...
 
     def set_training(self, training: bool) -> None: ...
@@ -64,11 +75,21 @@ class Stepper(Protocol):
 class PlainStepper:
     """Forward and backward of each micro-batch in turn."""
 
-    def __init__(self, network: Network, plan: Plan, ranks: RankMesh, updater: Updater, clock: Clock) -> None:
+    def __init__(
+        self,
+        network: Network,
+        plan: Plan,
+        ranks: RankMesh,
+        updater: Updater,
+        clock: Clock,
+        objective: Objective | None = None,
+    ) -> None:
         self._network, self._plan, self._ranks, self._updater, self._clock = network, plan, ranks, updater, clock
+        self._objective = objective or LanguageObjective()
         self._device = ranks.device
         self._set_sync = gradient_sync(network.module, plan)
         self._of_routers: Details = dict
+        self._of_parts: Details = dict
         self._loss = torch.zeros((), device=self._device)
 
     def step(self, batch: StepBatch, *, wishes: Sequence[bool] = NO_WISHES) -> Tensor:
@@ -78,19 +99,22 @@ class PlainStepper:
         number: what remains is one division by the valid tokens of all ranks (law 1).
         """
         count = StepCount(batch, self._ranks, self._updater.guard, wishes=wishes)  # hidden behind the first forward
-        total = torch.zeros((), device=self._device)
+        total, parts = torch.zeros((), device=self._device), PartSums(self._objective, self._ranks)
         for index in range(self._plan.grad_accum):
             self._set_sync(index == self._plan.grad_accum - 1)
-            loss, balance = self._losses(batch, index)
+            losses, balance = self._losses(batch.micro(index))
+            loss = losses.total
             self._clock.lap("forward")
             num_valid = count.num_valid()
             self._clock.lap("comm")
             ((loss + balance) * (self._updater.scale * self._plan.mesh.data / num_valid)).backward()
             total += loss.detach()
+            parts.add(losses)
             self._clock.lap("backward")
         numbers = count.numbers(total)
         self._loss = numbers[0]
         self._of_routers = router_statistics([self._network], self._ranks)
+        self._of_parts = parts.read(batch)
         self._clock.lap("comm")
         return numbers
 
@@ -98,16 +122,22 @@ class PlainStepper:
         return self._updater.update(lr, self._loss)
 
     def details(self) -> Details:
-        of_update, of_routers = self._updater.details(), self._of_routers
-        return lambda: of_update | of_routers()
+        of_update, of_routers, of_parts = self._updater.details(), self._of_routers, self._of_parts
+        return lambda: of_update() | of_routers() | of_parts()
 
     def evaluate(self, batch: StepBatch) -> Tensor:
-        losses = [self._losses(batch, index)[0] for index in range(self._plan.grad_accum)]
-        return torch.stack(losses).sum() * (self._ranks.rank("tp") == 0)
+        with autocast(self._plan, self._device):
+            rows = [judged(self._objective, self._network, batch.micro(each)) for each in range(self._plan.grad_accum)]
+        return share_of(torch.stack(rows).sum(0), self._ranks)
 
     def scores(self, ids: Tensor) -> Tensor:
         with autocast(self._plan, self._device):
             return next_scores(self._network, self._ranks, ids)
+
+    @torch.no_grad()
+    def guesses(self, inputs: Inputs) -> Tensor:
+        with autocast(self._plan, self._device):
+            return likeliest(self._network, self._network.forward(inputs)[0]).cpu()
 
     def set_training(self, training: bool) -> None:
         self._network.module.train(training)
@@ -115,9 +145,9 @@ class PlainStepper:
     def state(self, train: TrainSection) -> State:
         return self._updater.state([self._network.module], train, self._plan)
 
-    def _losses(self, batch: StepBatch, index: int) -> tuple[Tensor, Tensor]:
+    def _losses(self, inputs: Inputs) -> tuple[Losses, Tensor]:
         with autocast(self._plan, self._device):
-            return losses_of(self._network, batch, index)
+            return losses_of(self._objective, self._network, inputs)
 
 
 class StepCount:
@@ -125,7 +155,7 @@ class StepCount:
 
     def __init__(self, batch: StepBatch, ranks: RankMesh, guard: Guard, *, wishes: Sequence[bool]) -> None:
         self._ranks, self._guard, self._num_valid = ranks, guard, batch.num_valid
-        here = (batch.num_valid if ranks.counts_samples else 0, *map(int, wishes))
+        here = (batch.num_valid if ranks.counts_samples else 0, *map(int, wishes), weighed(batch, ranks))
         # One by one, since a list would make the host wait for the device.
         self._counts = torch.stack([torch.full((), num, device=ranks.device) for num in here])
         self._counting: dist.Work | None = dist.all_reduce(self._counts, async_op=True)
@@ -145,19 +175,49 @@ class StepCount:
             sums[1 + dist.get_rank()] = self._guard.suspects(loss, self._num_valid)
         dist.all_reduce(sums)
         counts = self._counts.double()  # fp32 holds counts up to 16 million only
-        return torch.cat([sums[:1] / self.num_valid(), counts, sums[1:]])
+        mean = torch.where(self._counts[-1] == 0, sums[:1] / self.num_valid(), math.nan)
+        return torch.cat([mean, counts, sums[1:]])
 
 
-def losses_of(network: Network, batch: StepBatch, index: int) -> tuple[Tensor, Tensor]:
-    """Return the summed loss of this rank's positions of one micro-batch, and the balance loss."""
-    documents = None if batch.documents is None else batch.documents[index]
-    logits, balance = network.forward(batch.tokens[index], documents)
-    return summed_loss(logits, network.context.mine(batch.labels[index])), balance
+def weighed(batch: StepBatch, ranks: RankMesh) -> int:
+    """Return a number that adds up to 0 over the ranks that share a batch, if they could use the same samples of it.
+
+    A disk may fail one of them only. What it then puts in the place of the sample has the same shape, so nobody would
+    notice, and weights that are everybody's would part.
+    """
+    twins = ranks.degrees.world_size // ranks.degrees.dp
+    told = zlib.crc32(repr((batch.num_valid, [each.sample for each in batch.bad])).encode())
+    return told * (twins - 1) if ranks.counts_samples else -told
+
+
+def losses_of(objective: Objective, network: Network, inputs: Inputs) -> tuple[Losses, Tensor]:
+    """Return the losses of this rank's positions of one micro-batch, and the balance loss."""
+    output, balance = network.forward(inputs)
+    return objective.losses(network, output, inputs), balance
+
+
+def judged(objective: Objective, network: Network, inputs: Inputs) -> Tensor:
+    """Return the summed loss of this rank's positions of one micro-batch, and its scores, in a row."""
+    output, _ = network.forward(inputs)
+    return verdict(objective, network, output, inputs)
+
+
+def verdict(objective: Objective, network: Network, output: Tensor, inputs: Inputs) -> Tensor:
+    """Return the summed loss of `output`, and its scores, in a row."""
+    loss = objective.losses(network, output, inputs).total.double()
+    return torch.cat([loss.reshape(1), objective.score(network, output, inputs).flatten()])
+
+
+def share_of(row: Tensor, ranks: RankMesh) -> Tensor:
+    """Return this rank's share of a `verdict`: the loss is of its positions, the scores are of whole sequences."""
+    first = torch.ones_like(row)
+    first[1:] = ranks.rank("cp") == 0
+    return row * first * (ranks.rank("tp") == 0)
 
 
 def next_scores(network: Network, ranks: RankMesh, ids: Tensor) -> Tensor:
     """Return the logits after the last of `ids`, whole and on the CPU, though positions and vocabulary may be split."""
-    logits, _ = network.forward(padded(ids, ranks))
+    logits, _ = network.forward({"tokens": padded(ids, ranks)})
     return row_of(logits, len(ids) - 1, network, ranks).cpu()
 
 

@@ -49,6 +49,7 @@ class Trainer:
         self.clock.restart()
         for host_batch in loader:
             self.ties.enter("step" if host_batch.step > start + 1 else "first", host_batch.step)
+            self.reporter.note(host_batch, loader)
             batch = host_batch.to(self.device)
             self.clock.lap("data")
             self.reseed(batch.step)
@@ -72,7 +73,9 @@ class Trainer:
                 self.keeper.after_step(done, agreed)
                 self.clock.lap("checkpoint")
             reading = self.clock.read()
-            pending = Pending(step=done, lr=lr, numbers=numbers, reading=reading, details=self.stepper.details())
+            pending = Pending(
+                step=done, lr=lr, numbers=numbers, reading=reading, details=self.stepper.details(), loads=loader.facts()
+            )
             if ending is None and every and done % every == 0 and done < steps:
                 ending = Ending(reason="stop") if self.evaluator.run(step=done) else None
                 self.clock.restart()

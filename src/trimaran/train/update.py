@@ -1,6 +1,6 @@
 """The end of a step: clip by the global norm, move the weights, clear the gradients."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -9,16 +9,20 @@ from torch.optim import Optimizer
 
 from trimaran.core import Plan, TrainSection
 from trimaran.nets.shards import local_part
-from trimaran.parallel import RankMesh, gradient_norm
+from trimaran.parallel import RankMesh
+from trimaran.parallel.axes.deal import sum_addends
+from trimaran.parallel.axes.pp import Trained
+from trimaran.parallel.norm import gradient_squares
 from trimaran.train.clock import Clock
 from trimaran.train.guard import Guard
+from trimaran.train.optimizer import LR_FACTOR
 from trimaran.train.state import Counter, TrainingState, facts_of, forgotten
 
 
 class Updater:
     """Moves the weights once the gradients are those of the global batch.
 
-    `counted` are the parameters in the norm: all but the copies that another stage counts. A step that the guard
+    `trained` are the parameters in the norm: all but the copies that another stage counts. A step that the guard
     refuses moves neither weights nor moments, on any rank; the optimizer has to know of `found_inf`.
     """
 
@@ -28,15 +32,16 @@ class Updater:
         ranks: RankMesh,
         clock: Clock,
         *,
-        counted: Sequence[nn.Parameter],
+        trained: Trained,
         clip_norm: float,
         guard: Guard | None = None,
     ) -> None:
         self._optimizer, self._ranks, self._clock = optimizer, ranks, clock
-        self._counted, self._clip_norm, self.guard = counted, clip_norm, guard or Guard()
+        self._trained, self._clip_norm, self.guard = trained, clip_norm, guard or Guard()
         # Where the optimizer looks for the guard's word: beside the weights, which may be offloaded.
-        self._beside = optimizer.param_groups[0]["params"][0].device
-        self._details: dict[str, Any] = {}
+        held = (each for group in optimizer.param_groups for each in group["params"])
+        self._beside = next((each.device for each in held), ranks.device)  # a rank whose stages are frozen has nothing
+        self._details: Callable[[], dict[str, Any]] = dict
 
     @property
     def scale(self) -> float:
@@ -48,12 +53,16 @@ class Updater:
 
         Returns the gradient norm before clipping, without the scale, and 1.0 where the step was refused, else 0.0.
         """
-        norm = gradient_norm(self._counted, pp=self._ranks.degrees.pp).to(self._ranks.device)
+        if self._trained.addends:
+            sum_addends(self._trained.addends, self._ranks.group("tp"))
+        groups, pp = [*self._trained.towers.values()], self._ranks.degrees.pp
+        squares = gradient_squares(groups, pp=pp, device=self._beside).to(self._ranks.device)
+        norm = squares.sum().sqrt()
         self._clock.lap("comm")
         scale = self.scale
         if self.guard.loss_scale is not None:
             norm = norm / scale
-            self._details = {"loss_scale": scale}
+        self._details = self._reader(squares, scale)
         refused = self.guard.refuses(loss, norm)
         # What torch's fused kernel asks before it touches anything. A copy to the CPU must have arrived by then.
         self._optimizer.found_inf = refused.to(self._beside)  # pyrefly: ignore[missing-attribute]
@@ -61,9 +70,21 @@ class Updater:
         self._optimizer.zero_grad()
         return norm, refused
 
-    def details(self) -> dict[str, Any]:
-        """Return what the metrics line of the last step says about it."""
+    def details(self) -> Callable[[], dict[str, Any]]:
+        """Return a reader of what the metrics line of the last step says about it, for a step later."""
         return self._details
+
+    def _reader(self, squares: Tensor, scale: float) -> Callable[[], dict[str, Any]]:
+        scales = {"loss_scale": scale} if self.guard.loss_scale is not None else {}
+        if len(self._trained.towers) == 1:
+            return lambda: scales
+        copy, names = on_host_later(squares.sqrt() / scale), [*self._trained.towers]
+
+        def read() -> dict[str, Any]:
+            norms = zip(names, copy().tolist(), strict=True)
+            return scales | {"towers": {name: {"grad_norm": norm} for name, norm in norms}}
+
+        return read
 
     @property
     def counters(self) -> dict[str, Counter]:
@@ -86,7 +107,7 @@ class Updater:
         elif factor != 1:
             multiply_gradients(everything, norm.new_tensor(factor))
         for group in groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get(LR_FACTOR, 1.0)
         self._optimizer.step()
 
 
@@ -98,3 +119,18 @@ def multiply_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> No
             by_device.setdefault(each.grad.device, []).append(local_part(each.grad))
     for device, gradients in by_device.items():
         torch._foreach_mul_(gradients, factor.to(device))  # what torch's clipping calls
+
+
+def on_host_later(tensor: Tensor) -> Callable[[], Tensor]:
+    """Return what gives the tensor on the CPU, once its copy has arrived: nobody waits for it before."""
+    copy = tensor.to("cpu", non_blocking=True)
+    copied = torch.cuda.Event() if tensor.is_cuda else None
+    if copied is not None:
+        copied.record()
+
+    def read() -> Tensor:
+        if copied is not None:
+            copied.synchronize()
+        return copy
+
+    return read

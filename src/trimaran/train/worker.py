@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,17 @@ import torch.distributed as dist
 from trimaran import __version__
 from trimaran.checkpoint.export_hf import save_network
 from trimaran.core import EXIT_AGAIN, EXIT_DONE, EXIT_STUCK, EXIT_USER, UserError
-from trimaran.data.loader import LoaderFault
+from trimaran.data.feed import Feed
+from trimaran.data.loader import Loader, LoaderFault
+from trimaran.data.tokenizer import Tokenizer
 from trimaran.models import model_folder
+from trimaran.models.picture_rules import picture_rules
 from trimaran.telemetry import Journal, RunDirectory
 from trimaran.telemetry.lease import take
 from trimaran.train.agreement import Ending
+from trimaran.train.answers import answers, own_words
 from trimaran.train.assemble import Crew, build_crew
+from trimaran.train.bad_samples import too_many_bad
 from trimaran.train.generate import Voice, save_tokenizer, write
 from trimaran.train.keeper import Keeper
 from trimaran.train.place import Place, join
@@ -33,6 +39,8 @@ from trimaran.train.ties import ALONE, Ties
 from trimaran.train.witness import Witness
 
 log = logging.getLogger(__name__)
+
+ANSWERS = 6  # to questions that were held out, shown at the end
 
 
 def run_worker(run: RunDirectory, place: Place, *, cache: Path, ties: Ties = ALONE) -> int:
@@ -112,6 +120,8 @@ def _work(run: RunDirectory, place: Place, journal: Journal, cache: Path, ties: 
         return EXIT_AGAIN
     if ending.reason == "numeric":
         return _give_up(journal, keeper, ending, unkept)
+    if ending.reason == "data":
+        raise too_many_bad(trainer.reporter.guard.tally, run, ending.step)
     if trainer.recipe.train.save:
         _save(crew, run, journal, place, ending.step)
     if trainer.evaluator.run(step=ending.step):
@@ -162,21 +172,25 @@ def _save(crew: Crew, run: RunDirectory, journal: Journal, place: Place, step: i
         rank=place.rank,
         stages=crew.stages,
         origin=model_folder(origin) if origin else None,
-        beside=partial(save_tokenizer, crew.shards.tokenizer),
+        beside=partial(save_tokenizer, crew.cargo.tokenizer),
     )
     journal.event("saved", step=step, path=str(run.model), seconds=time.monotonic() - saving)
 
 
 def _write_sample(crew: Crew, journal: Journal, place: Place, step: int) -> None:
-    """Let the network write a few lines; every rank takes part, rank 0 files them."""
-    ask = crew.trainer.recipe.train.sample
-    if not ask.tokens:
+    """Let the network write a few lines, or answer a few questions; every rank takes part, rank 0 files them."""
+    ask, stepper = crew.trainer.recipe.train.sample, crew.trainer.stepper
+    tokenizer = crew.cargo.tokenizer
+    if not ask.tokens or tokenizer is None:
         return
-    stepper = crew.trainer.stepper
     stepper.set_training(False)
+    if "answers" in crew.cargo.objective.scores:
+        if crew.cargo.holdout is not None:
+            _answer(crew, crew.cargo.holdout, tokenizer, journal, step)
+        return
     text = write(
         Voice(stepper.scores, crew.networks[0].longest, place.device),
-        crew.shards.tokenizer,
+        tokenizer,
         ask.prompt,
         tokens=ask.tokens,
         temperature=ask.temperature,
@@ -184,3 +198,15 @@ def _write_sample(crew: Crew, journal: Journal, place: Place, step: int) -> None
     )
     if place.rank == 0:
         journal.event("sample", step=step, prompt=ask.prompt, text=text)
+
+
+def _answer(crew: Crew, holdout: Feed, tokenizer: Tokenizer, journal: Journal, step: int) -> None:
+    """File the first few questions that were held out with their answers."""
+    with Loader(holdout, steps=1) as loader:
+        inputs = next(loader).to(crew.trainer.device).micro(0)
+    rules = picture_rules(crew.trainer.recipe)
+    guesses = own_words(crew.trainer.stepper.guesses, inputs, image_token=rules.image_token if rules else None)
+    if journal.rank == 0:
+        for each in islice(dict.fromkeys(answers(inputs, guesses, tokenizer)), ANSWERS):
+            told = {"prompt": each.question, "text": each.said, "expected": each.expected, "right": each.right}
+            journal.event("sample", step=step, **told)

@@ -1,4 +1,4 @@
-"""`trimaran data`: text into token shards, and a look into them."""
+"""`trimaran data`: what a recipe's data is made of, text into token shards, and a look into them."""
 
 import json
 from pathlib import Path
@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal
 import typer
 import yaml
 
-from trimaran.app.cli.options import Json
-from trimaran.core import DataSection, show_bytes, show_count
+from trimaran.app.cli.options import Json, RecipeFile, Settings
+from trimaran.core import DataSection, UserError, show_bytes, show_count
 from trimaran.data import TokenShards, pack
 
-data = typer.Typer(help="Pack text into token shards, and look into them.", rich_markup_mode=None)
+data = typer.Typer(help="Look at the data of a recipe; pack text into token shards.", rich_markup_mode=None)
 
 Source = Literal["text", "jsonl", "datasets", "python-stdlib"]
 
@@ -63,6 +63,45 @@ def show_info(
     if verify:
         shards.verify()
     _show(shards, as_json=as_json, verified=verify)
+
+
+@data.command("inspect")
+def inspect_data(recipe: RecipeFile = None, settings: Settings = None, as_json: Json = False) -> None:
+    """Prepare the data of a recipe and show what it is made of: sources, lengths, pictures, bad samples, full rows.
+
+    \b
+    trimaran data inspect recipes/vlm-tiny.yaml
+    trimaran data inspect mine.yaml --set data.seq_len=2048 --json
+    """
+    import os
+
+    from rich.console import Console
+
+    from trimaran.app.cli.inspect import describe, show
+    from trimaran.app.cli.packing import packing_bar
+    from trimaran.app.cli.request import read_recipe
+    from trimaran.data import cache_folder, prepare
+    from trimaran.data.kinds import kind_of
+    from trimaran.data.samples import SampleIndex, prepare_samples
+    from trimaran.models.picture_rules import picture_rules
+
+    asked = read_recipe(recipe, settings or [])
+    kind = kind_of(asked)
+    if kind == "scenes":
+        raise UserError("T030", "scenes are simulated while they are loaded: there is nothing to prepare",
+                        where="data.source: scenes", fix="train on them as they are")  # fmt: skip
+    with packing_bar(Console(stderr=True)) as progress:
+        if kind == "text":
+            path = prepare(asked.data, cache=cache_folder(os.environ), progress=progress)
+            _show(TokenShards.open(path), as_json=as_json)
+            return
+        rules = picture_rules(asked)
+        path = prepare_samples(asked.data, rules=rules, cache=cache_folder(os.environ), progress=progress)
+    facts = describe(SampleIndex.open(path), asked.data, rules, asked.train.seed)
+    if as_json:
+        typer.echo(json.dumps(facts))
+    else:
+        show(facts, Console(highlight=False))
 
 
 def _show(shards: TokenShards, *, as_json: bool, verified: bool = False) -> None:

@@ -27,6 +27,9 @@ def generate(
     trimaran generate runs/stdlib-tiny --prompt "class "
     """
     directory = find_run(run)
+    if directory.read_recipe().model.family == "perception":
+        raise UserError("A016", "a perception model writes no text", where=str(directory.recipe),
+                        fix="see what it got right with `trimaran watch`")  # fmt: skip
     if not directory.model.is_dir():
         raise UserError("A009", "this run has no trained weights", where=str(directory.model),
                         fix="wait for the run to end, or train again with --set train.save=true")  # fmt: skip

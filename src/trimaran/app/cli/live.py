@@ -55,7 +55,8 @@ def _follow_in_lines(state: RunState, console: Console, over: Callable[[], bool]
         show_log(state.refresh(), console)
         show_incidents(state, console, told)
         for step, loss in state.evaluations[evaluated:]:
-            print_plain(console, f"step {step}  held-out loss {loss:.4f}")
+            right = "".join(f"  {name} {share:.1%}" for name, share in state.accuracy.items())
+            print_plain(console, f"step {step}  held-out loss {loss:.4f}{right}")
         evaluated = len(state.evaluations)
         if len(state.steps) != shown and (ended or shown <= 0 or time.monotonic() >= due):
             print_plain(console, line(state))

@@ -21,7 +21,7 @@ VERBS = {
     "checkpoints": "List what a run has kept; verify, compare, prune, import.",
     "export": "Make a checkpoint into a folder that other programs read.",
     "generate": "Let a trained model write.",
-    "data": "Pack text into token shards, and look into them.",
+    "data": "Look at the data of a recipe; pack text into token shards.",
     "bench": "Measure how fast this machine is, for the planner.",
     "presets": "List the model shapes that have a name.",
     "schema": "Print the JSON Schema of a recipe, for editors.",

@@ -33,9 +33,9 @@ def complete_lines(incomplete: str) -> list[str]:
 
 def complete_what(incomplete: str) -> list[str]:
     """Return what can be planned: presets, recipes, and the config.json and folders of models."""
-    from trimaran.models import PRESETS
+    from trimaran.models import PRESETS, VLM_PRESETS
 
-    return [*_starting(PRESETS, incomplete), *_files(incomplete, MODEL)]
+    return [*_starting(PRESETS | VLM_PRESETS, incomplete), *_files(incomplete, MODEL)]
 
 
 def complete_cluster(incomplete: str) -> list[str]:
@@ -93,7 +93,7 @@ def _fields(model: "type[BaseModel]", prefix: str) -> Iterator[tuple[str, tuple[
     """Yield every field that `--set` can name, with the words it can take where they are few."""
     from pydantic import BaseModel
 
-    from trimaran.models import PRESETS
+    from trimaran.models import PRESETS, VLM_PRESETS
 
     for name, field in model.model_fields.items():
         if field.exclude:
@@ -103,7 +103,7 @@ def _fields(model: "type[BaseModel]", prefix: str) -> Iterator[tuple[str, tuple[
         if section:
             yield from _fields(section, f"{prefix}{name}.")
         else:
-            words = tuple(PRESETS) if f"{prefix}{name}" == "model.preset" else ()
+            words = tuple(PRESETS | VLM_PRESETS) if f"{prefix}{name}" == "model.preset" else ()
             yield f"{prefix}{name}", words or tuple(str(each) for each in options if isinstance(each, str))
 
 

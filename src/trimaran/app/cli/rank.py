@@ -3,12 +3,14 @@
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
 from trimaran.app.cli.live import print_plain
 from trimaran.app.cli.options import own_name
+from trimaran.app.cli.ready import ready
 from trimaran.app.cli.request import Request
 from trimaran.app.cli.session import conclude
 from trimaran.app.cli.state import RunState
@@ -30,9 +32,10 @@ def run_as_rank(request: Request, path: Path, *, as_json: bool) -> int:
     """
 
     def make() -> RunDirectory:
-        if not holds_run(path) or open_run(path).read_recipe() != request.recipe:
-            return create_run(path, request.recipe, request.plan)
-        return _go_on(request, open_run(path), replan=False)
+        asked = replace(request, recipe=ready(request.recipe))
+        if not holds_run(path) or open_run(path).read_recipe() != asked.recipe:
+            return create_run(path, asked.recipe, asked.plan)
+        return _go_on(asked, open_run(path), replan=False)
 
     return _sail(request, make, as_json=as_json, news=f"training in {path}; `{own_name()} watch {path}` shows it")
 

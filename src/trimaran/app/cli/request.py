@@ -8,7 +8,8 @@ from pathlib import Path
 
 from trimaran.core import Plan, Recipe, UserError, nearest, parse_recipe
 from trimaran.hardware import Cluster, calibration_folder, detect, parse_cluster
-from trimaran.models import ModelSpec, Outline, outline_for, outline_if_told, refuse_freezing, spec_of
+from trimaran.models import Outline, outline_for, outline_if_told, refuse_freezing, spec_of
+from trimaran.models.stages import Spec
 from trimaran.planner import Question, choose
 
 MAX_RECIPE_BYTES = 1 << 20
@@ -19,7 +20,7 @@ class Request:
     """What is to run, on what, and how it was decided to split it. `spec` is None for a foreign Hugging Face model."""
 
     recipe: Recipe
-    spec: ModelSpec | None
+    spec: Spec | None
     outline: Outline | None
     cluster: Cluster
     plan: Plan
@@ -40,13 +41,18 @@ def ask(file: str | None, settings: Sequence[str], *, cluster: Cluster | None = 
     `cluster` is what `auto` means; without it, this machine. What `trains` need not be predicted: a Hugging Face model
     whose config.json does not tell its sizes has no outline then.
     """
-    recipe = _anchored(parse_recipe(_read(file), name=_name(file), overrides=settings), file)
+    recipe = read_recipe(file, settings)
     spec = spec_of(recipe.model)
     outline = (outline_if_told if trains else outline_for)(recipe.model, recipe.data)
     if cluster is None or recipe.cluster != "auto":
         visible, measured = os.environ.get("CUDA_VISIBLE_DEVICES"), calibration_folder(os.environ)
         cluster = parse_cluster(recipe.cluster, visible_devices=visible, calibrations=measured)
     return Question(recipe=recipe, spec=spec, outline=outline, cluster=cluster)
+
+
+def read_recipe(file: str | None, settings: Sequence[str]) -> Recipe:
+    """Return the recipe in `file` (`-`: standard input, None: the defaults) with `settings` on top."""
+    return _anchored(parse_recipe(_read(file), name=_name(file), overrides=settings), file)
 
 
 def torchrun_cluster(environment: Mapping[str, str]) -> Cluster:
@@ -80,7 +86,16 @@ def refuse_elsewhere(cluster: Cluster) -> None:
 
 def with_whole_paths(recipe: Recipe) -> Recipe:
     """Return the recipe with whole paths for the files that are there: a run is gone on with from any folder."""
-    data = {"path": _whole(recipe.data.path), "tokenizer": _whole(recipe.data.tokenizer)}
+    samples = recipe.data.samples
+    data: dict[str, object] = {
+        "path": _whole(recipe.data.path),
+        "tokenizer": _whole(recipe.data.tokenizer),
+        "samples": samples.model_copy(update={"images": _whole(samples.images)}),
+        "mixture": tuple(
+            source.model_copy(update={"path": _whole(source.path), "images": _whole(source.images)})
+            for source in recipe.data.mixture
+        ),
+    }
     changes: dict[str, object] = {
         "cluster": _whole(recipe.cluster) if recipe.cluster.endswith((".yaml", ".yml")) else recipe.cluster,
         "data": recipe.data.model_copy(update=data),

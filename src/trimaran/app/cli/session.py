@@ -1,7 +1,6 @@
 """One run on this machine, from packed data to the last line on the screen."""
 
 import json
-import os
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -10,6 +9,7 @@ from rich.console import Console
 
 from trimaran.app.cli.live import follow, print_plain
 from trimaran.app.cli.packing import packing_bar
+from trimaran.app.cli.ready import ready
 from trimaran.app.cli.request import Request
 from trimaran.app.cli.state import RunState
 from trimaran.app.cli.stop_button import HeldSupervisor, StopButton
@@ -19,10 +19,10 @@ from trimaran.core import EXIT_AGAIN, EXIT_DONE, Bytes, Recipe
 from trimaran.core.extras import refuse_missing_extras
 from trimaran.cost import STATE_BYTES
 from trimaran.cost.goodput import checkpoint_bytes
-from trimaran.data import TokenShards, cache_folder, prepare
+from trimaran.data.features import refuse_trained
 from trimaran.launch.keep import keep_plan, keep_recipe
 from trimaran.launch.local import start_local
-from trimaran.models import model_folder, spec_to_hf, weight_files
+from trimaran.models import ModelSpec, model_folder, spec_to_hf, weight_files
 from trimaran.telemetry import RunDirectory, create_run, refuse_full_disk, writing
 
 
@@ -33,8 +33,7 @@ def run_here(request: Request, path: Path, *, as_json: bool, quiet: bool) -> int
     """
     console = Console(stderr=as_json, highlight=False)
     _refuse_late_surprises(request, path)
-    _prepare_data(request, console)
-    run = create_run(path, request.recipe, request.plan)
+    run = create_run(path, _ready(request, console), request.plan)
     return attend(run, console, as_json=as_json, quiet=quiet)
 
 
@@ -42,12 +41,12 @@ def resume_here(request: Request, run: RunDirectory, *, replan: bool, as_json: b
     """Go on with `run` as `request` says, with its plan if `replan`, and return the exit code."""
     console = Console(stderr=as_json, highlight=False)
     _refuse_late_surprises(request, run.path)
-    _prepare_data(request, console)
+    recipe = _ready(request, console)
     with writing(run):
         TemporaryFile(dir=run.path).close()  # a supervisor that cannot write could not even say so
         if replan:
             keep_plan(run, request.plan)
-        keep_recipe(run, request.recipe)  # last: whoever is killed in between asks for the same plan again
+        keep_recipe(run, recipe)  # last: whoever is killed in between asks for the same plan again
     return attend(run, console, as_json=as_json, quiet=quiet)
 
 
@@ -86,12 +85,14 @@ def conclude(state: RunState, console: Console, code: int, *, as_json: bool) -> 
 def _refuse_late_surprises(request: Request, path: Path) -> None:
     """Raise now what a rank would find out minutes from here: a package, weights or room that are not there."""
     refuse_missing_extras(request.plan)
+    if request.recipe.data.samples.cache_features:
+        refuse_trained(request.recipe)
     if folder := request.recipe.model.path:
         weight_files(model_folder(folder))
-    if request.spec and request.recipe.train.save:
+    if isinstance(request.spec, ModelSpec) and request.recipe.train.save:
         spec_to_hf(request.spec)
-    if request.spec:
-        refuse_full_disk(path, _disk_bytes(request.recipe, request.spec.num_parameters, RunDirectory(path)))
+    if request.spec and request.outline:
+        refuse_full_disk(path, _disk_bytes(request.recipe, request.outline.num_parameters, RunDirectory(path)))
 
 
 def _disk_bytes(recipe: Recipe, num_parameters: int, run: RunDirectory) -> Bytes:
@@ -104,9 +105,6 @@ def _disk_bytes(recipe: Recipe, num_parameters: int, run: RunDirectory) -> Bytes
     return Bytes(coming * checkpoint_bytes(num_parameters, moment_bytes=moments) + weights)
 
 
-def _prepare_data(request: Request, console: Console) -> None:
-    """Pack what is not packed yet, so that the ranks find it, and refuse tokens that the model does not know."""
+def _ready(request: Request, console: Console) -> Recipe:
     with packing_bar(console) as progress:
-        path = prepare(request.recipe.data, cache=cache_folder(os.environ), progress=progress)
-    if request.spec:
-        TokenShards.open(path).refuse_unknown(request.spec.vocab)
+        return ready(request.recipe, progress)

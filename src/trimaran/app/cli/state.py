@@ -11,7 +11,7 @@ from typing import Any, Literal
 import psutil
 
 from trimaran.app.cli.logs import LogFollower, LogLine
-from trimaran.core import EXIT_AGAIN, EXIT_DONE, PHASES, Event, Incident, StepMetrics, UserError
+from trimaran.core import EXIT_AGAIN, EXIT_DONE, PHASES, Event, Incident, StepMetrics, UserError, show_count
 from trimaran.telemetry import Follower, RunDirectory, read_incidents
 from trimaran.telemetry.attempts import Attempts
 
@@ -26,9 +26,26 @@ DETAILS: dict[str, Callable[[Any], str]] = {
     "bubble": lambda told: f"{told['measured']:.0%} of the pipeline's time, {told['theoretical']:.0%} in theory",
     "router": lambda told: f"busiest expert {told['imbalance']:.2f} x the mean, {told['dropped']:.1%} dropped",
     "loss_scale": lambda told: f"{told:g}",
+    "towers": lambda told: "gradient norms " + _listed({name: each["grad_norm"] for name, each in told.items()}),
+    "losses": lambda told: _listed(told),
+    "loader": lambda told: (
+        f"{told['waited']:.2g} s waited for the batch; {told['workers']} processes, {told['depth']} batches ahead"
+    ),
+    "rows": lambda told: (
+        _rows(told) if "padding" in told else ", ".join(f"{show_count(each)} {name}" for name, each in told.items())
+    ),
 }
 _STEP_FIELDS = {field.name for field in fields(StepMetrics)} - {"details"}
 _EVENT_FIELDS = {field.name for field in fields(Event)}
+
+
+def _listed(told: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.3g}" for name, value in told.items())
+
+
+def _rows(told: dict[str, float]) -> str:
+    waste = told["padding"] / max(1.0, told["padding"] + told["tokens"])
+    return f"{waste:.1%} padding, the slowest rank has {told['slowest'] / told['cost']:.2f} x the mean"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +203,12 @@ class RunState:
         return [(step, math.nan if loss is None else loss) for step, loss in sorted(found.items())]
 
     @property
+    def accuracy(self) -> dict[str, float]:
+        """What of the held-out data was right when it was last looked at, by what was asked."""
+        found = [event.data.get("accuracy", {}) for event in self.of_kind("evaluation") if event.rank == 0]
+        return found[-1] if found else {}
+
+    @property
     def measured(self) -> Measured | None:
         if not self.steps:
             return None
@@ -210,7 +233,13 @@ class RunState:
     def details(self) -> list[tuple[str, str]]:
         """What only some plans have, of the last step: names and words."""
         told = self.steps[-1].details if self.steps else {}
-        return [(name, show(told[name])) for name, show in DETAILS.items() if name in told]
+        names = {"rows": "scenes a step"} if self.unit == "scenes" else {}
+        return [(names.get(name, name), show(told[name])) for name, show in DETAILS.items() if name in told]
+
+    @property
+    def unit(self) -> str:
+        """What is counted by the second."""
+        return "scenes" if self.recipe.model.family == "perception" else "tokens"
 
     @property
     def remaining_seconds(self) -> float | None:
@@ -239,6 +268,7 @@ class RunState:
             "first_loss": finite(self.losses[:1]),
             "final_loss": finite(self.losses[-1:]),
             "held_out_loss": finite(loss for _, loss in self.evaluations[-1:]),
+            "accuracy": self.accuracy,
             "tokens_per_second": measured.tokens_per_second if measured else None,
             "plan": self.plan.model_dump(mode="json"),
             "prediction": self.plan.prediction.model_dump(mode="json") if self.plan.prediction else None,

@@ -23,9 +23,7 @@ PEER_IS_GONE = ("closed by peer", "reset by peer")  # what a rank says when anot
 
 def summarise(state: RunState, console: Console) -> None:
     """Print the result of a run that ended well or was stopped."""
-    for event in state.of_kind("sample"):
-        console.print(Rule(Text("written by the model", style="dim"), style="dim"))
-        print_plain(console, printable(event.data["text"]).rstrip())
+    _written(state, console)
     console.print(Rule(style="dim"))
     if state.steps and (measured := state.measured):
         words = Text.assemble((state.status, f"bold {GREEN}" if state.status == "done" else "bold"), "  loss ")
@@ -36,7 +34,10 @@ def summarise(state: RunState, console: Console) -> None:
         if done := next((event for event in state.now("done") if event.rank == 0), None):
             words.append(f" and {show_seconds(done.data['seconds'])}")
         console.print(words, soft_wrap=True)
-        pace = f"{show_count(measured.tokens_per_second)} tokens/s, {show_seconds(measured.step_seconds)} a step"
+        if right := state.accuracy:
+            told = ", ".join(f"{name} {share:.1%}" for name, share in right.items())
+            console.print(Text.assemble("      right on held-out data: ", (told, "bold")), soft_wrap=True)
+        pace = f"{show_count(measured.tokens_per_second)} {state.unit}/s, {show_seconds(measured.step_seconds)} a step"
         print_plain(console, f"      {pace}, {show_bytes(measured.peak_bytes)} a rank")
         _compare(state, console)
         _faults(state, console)
@@ -47,6 +48,20 @@ def summarise(state: RunState, console: Console) -> None:
     print_plain(console, f"run   {state.run.path}")
     for label, command in zip(("next", "", ""), next_commands(state), strict=True):
         console.print(Text.assemble(f"{label:6}", (command, "bold")), soft_wrap=True)
+
+
+def _written(state: RunState, console: Console) -> None:
+    """Print what the model wrote when it was last asked: a run that was resumed has more of it."""
+    samples = state.of_kind("sample")
+    if samples:
+        console.print(Rule(Text("written by the model", style="dim"), style="dim"))
+    for data in (event.data for event in samples if event.step == samples[-1].step):
+        if "expected" not in data:
+            print_plain(console, printable(data["text"]).rstrip())
+            continue
+        said, expected = printable(data["text"]), printable(data["expected"])
+        words = Text.assemble(f"{printable(data['prompt'])}  ", (said, GREEN if data["right"] else RED))
+        console.print(words if data["right"] else words.append(f"  (right: {expected})", "dim"), soft_wrap=True)
 
 
 def _compare(state: RunState, console: Console) -> None:
@@ -78,7 +93,7 @@ def next_commands(state: RunState) -> list[str]:
     us, run, recipe = own_name(), typed(state.run.path), typed(state.run.recipe)
     longer = ["--set", f"train.steps={2 * state.recipe.train.steps}"] if state.status == "done" else []
     commands = [[us, "resume", run, *longer], [us, "watch", run]]
-    if state.status == "done" and state.of_kind("saved"):
+    if state.status == "done" and state.of_kind("saved") and state.recipe.model.family in ("decoder", "hf"):
         commands.insert(0, [us, "generate", run, "--prompt", "class "])
     else:
         commands.append([us, "plan", recipe])

@@ -47,10 +47,10 @@ def train(
         from trimaran.app.cli.rank import run_as_rank
 
         return run_as_rank(request, path, as_json=as_json)
-    from trimaran.data import check
+    from trimaran.app.cli.ready import look
 
     refuse_occupied(path)
-    check(request.recipe.data)
+    look(request.recipe)
     if dry_run:
         return _show_intention(request, RunDirectory(path), as_json=as_json)
     if request.cluster.num_nodes > 1:
@@ -63,7 +63,9 @@ def train(
 
 def _hand_over(request: Request, path: Path, *, as_json: bool) -> int:
     """Claim the run directory of a run on several nodes, and tell what to start on each of them."""
-    run = create_run(path, request.recipe, request.plan)
+    from trimaran.app.cli.ready import ready
+
+    run = create_run(path, ready(request.recipe) if request.recipe.data.epochs else request.recipe, request.plan)
     nodes = request.cluster.num_nodes
     command = [*local_command(run), f"--nodes={nodes}", "--address=IP"]
     if as_json:

@@ -63,7 +63,11 @@ def line(state: RunState) -> str:
         return _readiness(state)
     last = state.steps[-1]
     words = [f"step {last.step}/{state.recipe.train.steps}", f"loss {last.loss:.4f}"]
-    words += [f"{show_count(last.tokens_per_second)} tokens/s", f"lr {last.lr:.2e}", f"grad norm {last.grad_norm:.2f}"]
+    words += [
+        f"{show_count(last.tokens_per_second)} {state.unit}/s",
+        f"lr {last.lr:.2e}",
+        f"grad norm {last.grad_norm:.2f}",
+    ]
     words += [show_bytes(last.peak_bytes)]
     if remaining := state.remaining_seconds:
         words.append(f"{show_seconds(remaining)} left")
@@ -136,7 +140,7 @@ def _numbers(state: RunState) -> RenderableType:
     last, measured = state.steps[-1], state.measured
     assert measured is not None  # there are steps
     pairs = [
-        ("tokens/s", show_count(last.tokens_per_second), "median", show_count(measured.tokens_per_second)),
+        (f"{state.unit}/s", show_count(last.tokens_per_second), "median", show_count(measured.tokens_per_second)),
         ("lr", f"{last.lr:.2e}", "grad norm", f"{last.grad_norm:.2f}"),
         ("memory", show_bytes(last.peak_bytes), "mfu", f"{last.mfu:.1%}"),
     ]
@@ -167,11 +171,11 @@ def _comparison(state: RunState) -> RenderableType:
     table.add_column("")
     for column in ("predicted", "measured", "difference"):
         table.add_column(column, justify="right")
-    rows = (
+    rows = [
         ("step", predicted.step_seconds, measured.step_seconds, show_seconds),
         ("peak memory", predicted.peak_bytes, measured.peak_bytes, show_bytes),
         ("tokens/s", predicted.tokens_per_second, measured.tokens_per_second, show_count),
-    )
+    ][: 3 if state.unit == "tokens" else 2]  # of scenes, the prediction counts positions
     for name, before, after, show in rows:
         table.add_row(
             Text(name, style="dim"), show(before), show(after), difference(after, before, error=predicted.error)

@@ -5,16 +5,20 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal, get_args
 
 import yaml
 
 from trimaran.app.cli.request import ask
 from trimaran.core import ModelSection, UserError, nearest
-from trimaran.models import PRESETS, spec_of
+from trimaran.models import PRESETS, VLM_PRESETS, spec_of
 from trimaran.planner import Question
 
 USUAL_SEQ_LEN = 4096
 USUAL_TOKENS = 2**20  # of a step, where a bare model says nothing about batches: what pretraining runs start from
+
+Own = Literal["decoder", "vlm", "perception"]
+OWN: tuple[Own, ...] = get_args(Own)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,24 +58,31 @@ def _file_or_model(what: str | None) -> tuple[str | None, list[str]]:
         return what, []
     if what in PRESETS:
         return None, [f"model.preset={what}"]
+    if what in VLM_PRESETS:
+        return None, ["model.family=vlm", f"model.preset={what}"]
     path = Path(what).expanduser()
     if path.is_dir() or path.name == "config.json":
         return None, _model_settings(what)
     if path.exists():
         return what, []
-    near = nearest(what, [*PRESETS, *(str(each) for each in path.parent.glob("*.y*ml"))])
+    near = nearest(what, [*PRESETS, *VLM_PRESETS, *(str(each) for each in path.parent.glob("*.y*ml"))])
     raise UserError("A012", f"'{what}' is no recipe, no preset and no model's folder{near}", where="WHAT",
                     fix="name a YAML file, a preset (see `trimaran presets`), a config.json or its folder")  # fmt: skip
 
 
 def _model_settings(path: str) -> list[str]:
-    """Return the settings for a model on disk: as our decoder where it can be one, because that splits in every way."""
-    family = "decoder"
-    try:
-        spec_of(ModelSection(family="decoder", path=path))
-    except UserError:
-        family = "hf"  # what is wrong with the file itself is said when that is read
+    """Return the settings for a model on disk: as one of our own where it can be, because that splits in every way."""
+    # What is wrong with the file itself is said when `hf` reads it.
+    family = next((each for each in OWN if _describes(each, path)), "hf")
     return [f"model.family={family}", _setting("model.path", path)]
+
+
+def _describes(family: Own, path: str) -> bool:
+    """Return whether the config.json of `path` is one of a network of this family of ours."""
+    try:
+        return spec_of(ModelSection(family=family, path=path)) is not None
+    except UserError:
+        return False
 
 
 def _setting(field: str, value: object) -> str:

@@ -1,5 +1,5 @@
 """AdamW over the parameters that a plan left on this rank, its states whole, small or on the host."""
 
-from trimaran.train.optimizer.build import build_optimizer, decay_groups
+from trimaran.train.optimizer.build import LR_FACTOR, build_optimizer, decay_groups
 
-__all__ = ["build_optimizer", "decay_groups"]
+__all__ = ["LR_FACTOR", "build_optimizer", "decay_groups"]

@@ -1,6 +1,6 @@
 """AdamW over the parameters that a plan left on this rank."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -8,18 +8,27 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
 from trimaran.core import Plan, TrainSection
+from trimaran.core.recipe import TowerOptimizer
+from trimaran.parallel.towers import refuse_unknown, tower_of
 from trimaran.train.optimizer.adamw import LeanAdamW
 
+LR_FACTOR = "lr_factor"  # what a group's learning rate is of the schedule's
+WHOLE = {"all": ""}
+LIKE_THE_REST = TowerOptimizer()
 
-def build_optimizer(modules: Iterable[nn.Module], train: TrainSection, plan: Plan) -> Optimizer:
+
+def build_optimizer(
+    modules: Iterable[nn.Module], train: TrainSection, plan: Plan, towers: Mapping[str, str] = WHOLE
+) -> Optimizer:
     """Return an AdamW for all that is trained in the modules: a network, or this rank's stages of one.
 
-    Each group has the names of its parameters, in order, as `param_names`. States that are fp32 and stay on the device
-    are torch's own fused AdamW's; others are `LeanAdamW`'s.
+    Each group has the names of its parameters, in order, as `param_names`. `towers` has the prefix of those names for
+    each tower. States that are fp32 and stay on the device are torch's own fused AdamW's; others are `LeanAdamW`'s. A
+    rank whose stages are all frozen has one empty group.
     """
     constants = train.optimizer
     names = {each: name for module in modules for name, each in module.named_parameters() if each.requires_grad}
-    groups = named_groups(names, train)
+    groups = named_groups(names, train, towers)
     defaults = {
         "lr": train.lr,
         "betas": (constants.beta1, constants.beta2),
@@ -27,28 +36,41 @@ def build_optimizer(modules: Iterable[nn.Module], train: TrainSection, plan: Pla
         "weight_decay": constants.weight_decay,
     }
     on_host = plan.offload == "optimizer"
-    if constants.states == "fp32" and not on_host:
-        return AdamW(groups, fused=True, **defaults)
+    if not groups or (constants.states == "fp32" and not on_host):
+        return AdamW(groups or [{"params": []}], fused=True, **defaults)
     compiled = plan.compile and next(iter(names)).device.type == "cuda"
     return LeanAdamW(
         groups, defaults=defaults, states=constants.states, seed=train.seed, on_host=on_host, compiled=compiled
     )
 
 
-def named_groups(names: dict[nn.Parameter, str], train: TrainSection) -> list[dict[str, Any]]:
+def named_groups(
+    names: Mapping[nn.Parameter, str], train: TrainSection, towers: Mapping[str, str] = WHOLE
+) -> list[dict[str, Any]]:
     """Return `decay_groups` of named parameters, those of each mesh apart: torch's fused kernel takes no mixture."""
-    by_mesh: dict[object, list[nn.Parameter]] = {}
-    for each in names:
-        by_mesh.setdefault(each.device_mesh if isinstance(each, DTensor) else None, []).append(each)
-    groups = [group for alike in by_mesh.values() for group in decay_groups(alike, train)]
+    by_mesh: dict[object, dict[nn.Parameter, str]] = {}
+    for each, name in names.items():
+        by_mesh.setdefault(each.device_mesh if isinstance(each, DTensor) else None, {})[each] = name
+    groups = [group for alike in by_mesh.values() for group in decay_groups(alike, train, towers)]
     return [group | {"params": [(names[each], each) for each in group["params"]]} for group in groups]
 
 
-def decay_groups(trained: Iterable[nn.Parameter], train: TrainSection) -> list[dict[str, Any]]:
-    """Return the parameters in groups: matrices, which are decayed, and vectors (norms, biases), which are not."""
-    trained = list(trained)
-    groups: list[dict[str, Any]] = [
-        {"params": [each for each in trained if each.ndim >= 2], "weight_decay": train.optimizer.weight_decay},
-        {"params": [each for each in trained if each.ndim < 2], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+def decay_groups(
+    names: Mapping[nn.Parameter, str], train: TrainSection, towers: Mapping[str, str] = WHOLE
+) -> list[dict[str, Any]]:
+    """Return the parameters in groups: matrices, which are decayed, and vectors (norms, biases), which are not.
+
+    Towers that the recipe treats differently have groups of their own, with what their learning rate is of the
+    schedule's as `lr_factor`.
+    """
+    for tower in train.optimizer.towers:
+        refuse_unknown(tower, towers, code="P052", where=f"train.optimizer.towers.{tower}")
+    by_way: dict[tuple[bool, float, float], list[nn.Parameter]] = {}
+    for each, name in names.items():
+        own = train.optimizer.towers.get(tower_of(name, towers), LIKE_THE_REST)
+        decay = train.optimizer.weight_decay if own.weight_decay is None else own.weight_decay
+        factor = 1.0 if own.lr is None else own.lr / train.lr
+        vector = each.ndim < 2
+        by_way.setdefault((vector, factor, 0.0 if vector else decay), []).append(each)
+    ways = sorted(by_way, key=lambda way: way[0])  # matrices first, and towers in the order that they come in
+    return [{"params": by_way[way], "weight_decay": way[2], LR_FACTOR: way[1]} for way in ways]

@@ -17,7 +17,8 @@ from trimaran.checkpoint.pieces import Piece, State
 from trimaran.checkpoint.read import fill, refuse_leftovers
 from trimaran.checkpoint.share import TORCH_DTYPES, copy_in, lay_out, view_of, whole_of
 from trimaran.core import Plan, Recipe
-from trimaran.data.loader import Share, StepBatch
+from trimaran.data.batch import StepBatch, text_batch
+from trimaran.data.feed import Share
 from trimaran.parallel import RankMesh, build_mesh
 from trimaran.train.assemble import build_stepper
 from trimaran.train.build import build_networks
@@ -184,7 +185,7 @@ def batch_of(step: int, recipe: Recipe, plan: Plan, ranks: RankMesh) -> StepBatc
     labels[torch.arange(length)[None] >= torch.randint(length // 2, length + 1, (rows, 1), generator=draw)] = -100
     mine = torch.from_numpy(share.indices(step) - step * rows)
     tokens, labels = tokens[:, :-1][mine], labels[mine]
-    return StepBatch(step, tokens, labels, None, int((labels >= 0).sum()), ())
+    return text_batch(step, tokens, labels)
 
 
 def gather(row: np.ndarray) -> np.ndarray:

@@ -12,7 +12,7 @@ from tests.fault.harness import Supervised, lines, wait_for
 from trimaran.checkpoint.shelf import steps
 from trimaran.core import EXIT_DONE, Incident
 from trimaran.data import TokenShards, cache_folder, positions, prepare, split
-from trimaran.data.loader import Share
+from trimaran.data.feed import Share
 from trimaran.telemetry import RunDirectory
 
 pytestmark = pytest.mark.chaos

@@ -64,7 +64,7 @@ def test_the_loss_of_split_logits_is_that_of_whole_ones(num_ranks: int) -> None:
 
 def logits_under_tp() -> tuple[tuple[int, ...], tuple[int, ...], int]:
     network = network_under(Plan(mesh=Mesh(tp=2)))
-    logits, _ = network.forward(torch.arange(32).view(2, 16))
+    logits, _ = network.forward({"tokens": torch.arange(32).view(2, 16)})
     assert isinstance(logits, DTensor)
     held = sum(each.to_local().numel() for each in network.module.parameters() if isinstance(each, DTensor))
     return tuple(logits.shape), tuple(logits.to_local().shape), held
@@ -87,8 +87,8 @@ def attend_in_parts(kind: str, documents: torch.Tensor | None, tensors: list[tor
 
     query, key, value, weight = tensors
     parts = [mine(each).detach().requires_grad_() for each in (query, key, value)]
-    mask = None if documents is None else context.mask(documents)
-    out = context.attend(*parts, mask)
+    sight = None if documents is None else context.sight(documents)
+    out = context.attend(*parts, sight)
     (out * mine(weight)).sum().backward()
     # Whole again, in order, as every rank sees it.
     shown = (out, *(each.grad for each in parts))
@@ -123,7 +123,7 @@ def test_every_rank_of_a_causal_sequence_sees_equally_many_keys() -> None:
 
 def norm_after_backward(plan: Plan) -> bytes:
     network = network_under(plan)
-    logits, _ = network.forward(torch.arange(32).view(2, 16))
+    logits, _ = network.forward({"tokens": torch.arange(32).view(2, 16)})
     logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
     logits.square().mean().backward()
     return gradient_norm([*network.module.parameters()]).detach().numpy().tobytes()
@@ -160,7 +160,7 @@ def bytes_after_forward(sharding: str) -> tuple[int, int]:
     plan = Plan.model_validate({"mesh": {"dp_shard": 2}, "sharding": sharding})
     network = network_under(plan)
     at_rest = sum(each.to_local().numel() for each in network.module.parameters())
-    network.forward(torch.arange(32).view(2, 16))
+    network.forward({"tokens": torch.arange(32).view(2, 16)})
     here = [each.to_local() if isinstance(each, DTensor) else each for each in network.module.parameters()]
     return sum(each.numel() for each in here), at_rest
 

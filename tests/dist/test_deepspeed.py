@@ -17,10 +17,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.cases import slow
 from tests.parity import Trajectory, assert_same_course, sail, sail_to
 from tests.ranks import run_ranks
 from trimaran.core import Mesh, ModelSection, Plan, Recipe, UserError
-from trimaran.data.loader import StepBatch
+from trimaran.data.batch import text_batch
 from trimaran.parallel import build_mesh
 from trimaran.telemetry import RunDirectory, create_run
 from trimaran.train.assemble import build_stepper
@@ -95,7 +96,7 @@ def told(run: RunDirectory, kind: str) -> dict[str, Any]:
         ("optimizer", "none", "none"),
         ("gradients", "none", "none"),
         ("parameters", "none", "none"),
-        ("parameters", "none", "full"),
+        slow(("parameters", "none", "full")),
         ("gradients", "optimizer", "none"),
         ("parameters", "parameters", "none"),
     ],
@@ -200,7 +201,7 @@ def steps_with_logits_times(recipe: Recipe, plan: Plan, factors: list[float]) ->
     tokens = torch.arange(2 * 6 * 32).view(2, 6, 32) % 100
     before = state()
     for _ in factors:
-        stepper.step(StepBatch(0, tokens, tokens.flip(2), None, tokens.numel(), ()))
+        stepper.step(text_batch(0, tokens, tokens.flip(2)))
         norm, refused = stepper.update(1e-3)
         after = state()
         found.append((norm.item(), bool(refused), not all(map(torch.equal, before, after))))

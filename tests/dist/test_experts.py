@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from tests.cases import slow
 from tests.ranks import run_ranks
 from trimaran.core import Mesh, Plan
 from trimaran.models import PRESETS, Experts, ModelSpec
@@ -48,6 +49,7 @@ PRODUCTS: dict[str, dict[str, int]] = {
     "cp-ep": {"cp": 2, "ep": 2},
     "cp-ep-sharded": {"dp_shard": 2, "cp": 2, "ep": 2},
 }
+OTHERS = [name for name in PRODUCTS if name not in ("ep-2", "ep-tp", "ep-tp-replicated")]
 
 
 def start(mesh: Mesh) -> RankMesh:
@@ -150,7 +152,7 @@ def spec_for(kind: str) -> ModelSpec:
 
 def summed(network: Network, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Return the summed loss of this rank's positions and the balance loss, for sequences `tokens`."""
-    logits, balance = network.forward(tokens)
+    logits, balance = network.forward({"tokens": tokens})
     logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
     labels = network.context.mine(tokens.roll(-1, 1))
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"), balance
@@ -196,7 +198,13 @@ def alone(kind: str) -> Answer:
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [(name, kind) for name in PRODUCTS for kind in ("dropless", "capacity")] + [("ep-2-sharded", "uneven")],
+    [
+        *[(name, kind) for name in ("ep-2", "ep-tp") for kind in ("dropless", "capacity")],
+        *[(name, ("dropless", "capacity")[number % 2]) for number, name in enumerate(OTHERS)],
+        *[slow((name, ("capacity", "dropless")[number % 2])) for number, name in enumerate(OTHERS)],
+        *[slow(("ep-tp-replicated", kind)) for kind in ("dropless", "capacity")],
+        ("ep-2-sharded", "uneven"),
+    ],
 )
 def test_a_decoder_with_split_experts_has_the_gradients_of_one_process(name: str, kind: str) -> None:
     loss, gradients, statistics = alone(kind)

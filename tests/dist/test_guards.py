@@ -19,7 +19,8 @@ from tests.parity import plan_for
 from tests.ranks import run_ranks
 from trimaran.core import Plan, Recipe
 from trimaran.data import TokenShards, positions, prepare, split
-from trimaran.data.loader import Share, StepBatch
+from trimaran.data.batch import StepBatch
+from trimaran.data.feed import Share
 from trimaran.nets import Network
 from trimaran.nets.shards import local_part
 from trimaran.parallel.comm import compress
@@ -355,7 +356,7 @@ def with_a_flipped_bit(path: Path) -> int:
         answer = update(updater, lr, loss)
         updates.append(lr)
         if len(updates) == 3 and os.environ["RANK"] == "1":
-            updater._counted[0].data.view(torch.int32)[0, 0] ^= 1 << 20
+            next(iter(updater._trained.towers.values()))[0].data.view(torch.int32)[0, 0] ^= 1 << 20
         return answer
 
     Updater.update = flipping

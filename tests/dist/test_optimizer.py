@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from tests.cases import quick_or_slow
 from tests.parity import TOLERANCE, plan_for, sail
 from tests.ranks import run_ranks
 from trimaran.core import Plan, Recipe, TrainSection
@@ -50,7 +51,7 @@ def last_loss(states: str, folder: Path) -> float:
     return loss
 
 
-@pytest.mark.parametrize("states", LEAN)
+@pytest.mark.parametrize("states", quick_or_slow(LEAN, lambda states: states == "8bit"))
 def test_states_in_fewer_bits_train_as_well_within_a_five_hundredth(
     states: str, folder: Path, fp32_loss: float
 ) -> None:

@@ -10,11 +10,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from tests.cases import quick_or_slow, slow
 from tests.parity import Trajectory, assert_same_course, plan_for, sail, sail_to
 from tests.ranks import run_ranks
 from trimaran.core import ModelSection, Plan, Recipe
 from trimaran.data import TokenShards, prepare, split
-from trimaran.data.loader import Loader, Share
+from trimaran.data.feed import Share
+from trimaran.data.loader import Loader
+from trimaran.data.token_feed import TokenFeed
 from trimaran.parallel import build_mesh
 from trimaran.train.build import build_networks, load_trained
 from trimaran.train.place import join, place_of
@@ -27,6 +30,7 @@ PLANS = {
     "fsdp-4": {"dp_shard": 4},
     "hsdp-2x2": {"dp_replicate": 2, "dp_shard": 2},
 }
+QUICK = {("one-process", 4), ("ddp-2", 1), ("ddp-4", 4), ("fsdp-2", 4), ("fsdp-4", 1), ("hsdp-2x2", 1)}
 SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64}
 
 
@@ -90,8 +94,9 @@ def reference(harbour: Path, preset: str) -> Trajectory:
     return sail(recipe, plan_for(recipe, grad_accum=1), harbour / "runs")
 
 
-@pytest.mark.parametrize("grad_accum", [1, 4])
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(
+    ("name", "grad_accum"), quick_or_slow([(name, count) for name in PLANS for count in (1, 4)], QUICK.__contains__)
+)
 def test_every_plan_trains_the_same_trajectory(harbour: Path, name: str, grad_accum: int) -> None:
     recipe = recipe_for(harbour)
     course = sail(recipe, plan_for(recipe, grad_accum=grad_accum, **PLANS[name]), harbour / "runs")
@@ -119,7 +124,7 @@ def test_the_ranks_really_count_different_tokens(harbour: Path) -> None:
     counts = []
     for rank in range(4):
         share = Share(rank=rank, dp=4, micro_batch=4, grad_accum=1)
-        with Loader(training, seed=recipe.train.seed, share=share, steps=recipe.train.steps) as loader:
+        with Loader(TokenFeed(training, seed=recipe.train.seed, share=share), steps=recipe.train.steps) as loader:
             counts.append([batch.num_valid for batch in loader])
     assert all(len(set(of_step)) > 1 for of_step in zip(*counts, strict=True))
 
@@ -151,7 +156,7 @@ def test_a_hugging_face_model_trains_the_same_trajectory(harbour: Path, hf_model
 
 
 @pytest.mark.parametrize("kind", ["hf_model", "hf_mixture"])
-@pytest.mark.parametrize("name", ["one-process", "ddp-2", "fsdp-2"])
+@pytest.mark.parametrize("name", ["one-process", slow("ddp-2"), "fsdp-2"])
 def test_a_saved_model_is_what_transformers_would_have_saved(
     harbour: Path, name: str, kind: str, request: pytest.FixtureRequest
 ) -> None:
@@ -165,7 +170,9 @@ def test_a_saved_model_is_what_transformers_would_have_saved(
     assert not report["unexpected_keys"]
     assert model.config.architectures == [type(model).__name__]
     tokens = torch.arange(8)[None]
-    assert torch.allclose(model(tokens).logits, load_trained(recipe.model, folder).forward(tokens)[0], atol=1e-6)
+    assert torch.allclose(
+        model(tokens).logits, load_trained(recipe.model, folder).forward({"tokens": tokens})[0], atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("family", ["decoder", "hf"])

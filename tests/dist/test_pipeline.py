@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from tests.cases import quick_or_slow
 from tests.parity import assert_same_course, plan_for, sail_to, trajectory_of
 from tests.ranks import run_ranks
 from trimaran.core import ModelSection, Pipeline, Plan, Recipe
@@ -76,8 +77,14 @@ def assert_same_voyage(run: RunDirectory, reference: RunDirectory) -> None:
     assert noted(run, "sample", "text") == noted(reference, "sample", "text")
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("schedule", "tied"),
+    # Tied ones with the other schedules are below, sharded or cut by hand.
+    quick_or_slow(
+        [(schedule, tied) for schedule in SCHEDULES for tied in (False, True)],
+        lambda case: case in {("gpipe", False), ("1f1b", True), ("interleaved", False), ("zero-bubble", False)},
+    ),
+)
 def test_every_schedule_trains_evaluates_and_writes_as_one_process_does(
     harbour: Path, schedule: str, tied: bool
 ) -> None:
@@ -86,15 +93,20 @@ def test_every_schedule_trains_evaluates_and_writes_as_one_process_does(
     assert_same_voyage(run, alone(harbour, "tiny", tied))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", quick_or_slow(SCHEDULES, {"1f1b", "zero-bubble"}.__contains__))
 def test_experts_of_every_stage_get_their_balance_gradient(harbour: Path, schedule: str) -> None:
     recipe = recipe_for(harbour, "tiny-moe")
     run = sail_to(recipe, plan_with(recipe, schedule), harbour / "runs")
     assert_same_voyage(run, alone(harbour, "tiny-moe", False))
 
 
-@pytest.mark.parametrize("sharding", SHARDED)
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero-bubble"])
+@pytest.mark.parametrize(
+    ("schedule", "sharding"),
+    quick_or_slow(
+        [(schedule, sharding) for schedule in SCHEDULES[1:] for sharding in SHARDED],
+        lambda case: case in {("1f1b", "dp_shard"), ("interleaved", "zero-1"), ("zero-bubble", "dp_replicate")},
+    ),
+)
 def test_stages_are_sharded_and_replicated(harbour: Path, schedule: str, sharding: str) -> None:
     recipe = recipe_for(harbour, tied=True)
     run = sail_to(recipe, plan_with(recipe, schedule, **SHARDED[sharding]), harbour / "runs")

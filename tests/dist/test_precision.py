@@ -2,6 +2,7 @@
 
 import json
 import os
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from tests.cases import quick_or_slow
 from tests.parity import plan_for, sail_to
 from tests.ranks import run_ranks
 from trimaran.core import Plan, Recipe
@@ -142,13 +144,27 @@ def test_an_overflow_on_one_rank_makes_all_ranks_skip_and_halve(harbour: Path, n
     assert all(np.array_equal(mine[2], theirs[2]) for mine, theirs in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("name", ["ddp-2", "fsdp-2", "tp-2"])
-@pytest.mark.parametrize("shape", [{"tied": True}, {"tied": False}], ids=["tied", "untied"])
-def test_modules_with_an_arithmetic_of_their_own_follow_one_process(harbour: Path, name: str, shape: dict) -> None:
+def patchwork(harbour: Path, *, tied: bool) -> Recipe:
     recipe = recipe_for(harbour, precision={"lm_head": "fp32", "layers.*.mlp.down_proj": "fp32", "layers.1": "fp16"})
-    model = recipe.model.model_copy(update={"shape": SHAPE | shape})
-    recipe = recipe.model_copy(update={"model": model})
-    alone = lines(recipe, plan_in("bf16", recipe, "one-process"), harbour)
+    model = recipe.model.model_copy(update={"shape": SHAPE | {"tied": tied}})
+    return recipe.model_copy(update={"model": model})
+
+
+@lru_cache
+def patchwork_alone(harbour: Path, *, tied: bool) -> list[dict[str, float]]:
+    recipe = patchwork(harbour, tied=tied)
+    return lines(recipe, plan_in("bf16", recipe, "one-process"), harbour)
+
+
+@pytest.mark.parametrize(
+    ("name", "tied"),
+    quick_or_slow(
+        [(name, tied) for name in ("ddp-2", "fsdp-2", "tp-2") for tied in (True, False)],
+        lambda case: case in {("ddp-2", True), ("fsdp-2", False), ("tp-2", True)},
+    ),
+)
+def test_modules_with_an_arithmetic_of_their_own_follow_one_process(harbour: Path, name: str, tied: bool) -> None:
+    recipe, alone = patchwork(harbour, tied=tied), patchwork_alone(harbour, tied=tied)
     course = lines(recipe, plan_in("bf16", recipe, name), harbour)
     assert column(course, "loss") == pytest.approx(column(alone, "loss"), rel=1e-4)
     assert column(course, "loss_scale") == [START] * 16  # something in it is fp16
@@ -164,15 +180,30 @@ def test_a_network_with_fp32_modules_is_evaluated_and_speaks_in_bf16(harbour: Pa
     assert told == ["start", "ready", "evaluation", "evaluation", "sample", "done"]
 
 
-@pytest.mark.parametrize("name", ["one-process", "ddp-2", "fsdp-2", "tp-2"])
-@pytest.mark.parametrize(("plan", "all_modules"), [("bf16", "fp32"), ("fp16", "fp32"), ("fp32", "bf16")])
+@lru_cache
+def short_and_plain(harbour: Path, precision: str) -> list[dict[str, float]]:
+    recipe = recipe_for(harbour, steps=6)
+    return lines(recipe, plan_in(precision, recipe, "one-process"), harbour)
+
+
+OTHERS = (("bf16", "fp32"), ("fp16", "fp32"), ("fp32", "bf16"))
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "all_modules"),
+    quick_or_slow(
+        [(name, *each) for name in ("one-process", "ddp-2", "fsdp-2", "tp-2") for each in OTHERS],
+        lambda case: (
+            case[0] == "one-process" or case[1] == {"ddp-2": "bf16", "fsdp-2": "fp16", "tp-2": "fp32"}[case[0]]
+        ),
+    ),
+)
 def test_all_modules_in_another_precision_are_that_precision(
     harbour: Path, name: str, plan: str, all_modules: str
 ) -> None:
     recipe = recipe_for(harbour, precision={"*": all_modules}, steps=6)
     course = lines(recipe, plan_in(plan, recipe, name), harbour)
-    plain = recipe_for(harbour, steps=6)
-    reference = lines(plain, plan_in(all_modules, plain, "one-process"), harbour)
+    reference = short_and_plain(harbour, all_modules)
     # In bf16 the order of sums shows: gradients of several ranks are added in another order than those of one.
     tolerance = 1e-5 if all_modules == "fp32" else 2e-3
     assert column(course, "loss") == pytest.approx(column(reference, "loss"), rel=tolerance)

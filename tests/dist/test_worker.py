@@ -13,6 +13,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests.disks import mounted
+from tests.cases import slow
 from tests.parity import assert_same_course, plan_for, sail, sail_to, trajectory_of
 from tests.ranks import run_ranks
 from trimaran.checkpoint.durable import Disk
@@ -68,7 +69,7 @@ def test_loader_processes_change_nothing_but_who_loads(folder: Path) -> None:
     assert_same_course(sail(processes, plan, folder), sail(threads, plan, folder), tolerance=0)
 
 
-@pytest.mark.parametrize("degrees", [{}, {"dp_replicate": 2}, {"dp_shard": 2}])
+@pytest.mark.parametrize("degrees", [slow({}), {"dp_replicate": 2}, {"dp_shard": 2}])
 def test_bf16_follows_fp32_within_its_precision(folder: Path, degrees: dict[str, int]) -> None:
     recipe = recipe_with()
     fp32 = sail(recipe, plan_for(recipe, grad_accum=1), folder)
@@ -82,8 +83,8 @@ def test_bf16_follows_fp32_within_its_precision(folder: Path, degrees: dict[str,
     "fields",
     [
         {"dp_shard": 2},
-        {"dp_shard": 2, "sharding": "optimizer"},
-        {"dp_shard": 2, "pp": 2},
+        slow({"dp_shard": 2, "sharding": "optimizer"}),
+        slow({"dp_shard": 2, "pp": 2}),
         {"pp": 2, "pipeline": {"schedule": "zero-bubble", "stages": (1, 1, 1, 1)}},
         {"cp": 2, "sharding": "parameters", "offload": "parameters"},
     ],

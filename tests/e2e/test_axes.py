@@ -18,6 +18,7 @@ def events(run: Path, rank: int, kind: str) -> list[dict]:
     return [each for each in lines(run / "events" / f"rank-{rank}.jsonl") if each["kind"] == kind]
 
 
+@pytest.mark.chaos  # what it trains, tests/dist/test_matrix.py shows quicker
 def test_slices_of_stages_train_and_save_what_one_process_does(tmp_path: Path) -> None:
     short = ["--set", "train.steps=4", "--set", "train.evaluate.every=2", "--set", "train.sample.tokens=4"]
     split = ["--set", "cluster=4xcpu", "--set", "plan={mesh: {tp: 2, pp: 2}, grad_accum: 4}"]

@@ -209,7 +209,7 @@ def test_an_export_is_a_folder_that_trains_on(trained: RunDirectory, tmp_path: P
     load_hf_weights(again.module, folder)
     tokens = torch.arange(12)[None]
     with torch.no_grad():
-        assert torch.equal(again.forward(tokens)[0], network.forward(tokens)[0])
+        assert torch.equal(again.forward({"tokens": tokens})[0], network.forward({"tokens": tokens})[0])
     capsys.readouterr()
     assert asked(capsys, "export", str(trained.path), code=2)["error"]["code"] == "K024"
 

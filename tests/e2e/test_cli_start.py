@@ -155,8 +155,12 @@ def test_presets_are_a_table_and_an_object(capsys: pytest.CaptureFixture[str]) -
     table = capsys.readouterr().out
     assert max(map(len, table.splitlines())) <= 80
     assert re.search(r"^llama-3-8b +8\.0B +32 +4096 +32/8 +14336 +128256 +8192", table, re.MULTILINE)
+    assert re.search(r"^qwen2-vl-7b +8\.3B", table, re.MULTILINE)
+    assert "…" not in table
     assert main(["presets", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["llama-3-8b"]["parameters"] == 8_030_261_248
+    named = json.loads(capsys.readouterr().out)
+    assert named["llama-3-8b"]["parameters"] == 8_030_261_248
+    assert {"vlm/qwen2-vl-7b", "perception/tiny"} <= named.keys()
 
 
 def complete(words: str, *, cwd: Path | None = None) -> list[str]:

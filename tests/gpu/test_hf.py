@@ -29,7 +29,7 @@ def test_a_model_filled_on_a_gpu_is_the_one_that_transformers_loads(name: str, t
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="sdpa").cuda()
     assert {each.device.type for each in (*network.module.parameters(), *network.module.buffers())} == {"cuda"}
     with torch.no_grad():
-        ours, expected = network.forward(TOKENS.cuda())[0], theirs(TOKENS.cuda()).logits
+        ours, expected = network.forward({"tokens": TOKENS.cuda()})[0], theirs(TOKENS.cuda()).logits
     torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -59,7 +59,7 @@ def test_our_attention_is_theirs_on_a_gpu(name: str, documents: torch.Tensor | N
     network = opened(save_model(name, tmp_path))
     documents = None if documents is None else documents.cuda()
     with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
-        before = network.forward(TOKENS.cuda(), documents)[0]
+        before = network.forward({"tokens": TOKENS.cuda(), "documents": documents})[0]
         network.use_context(Context())
-        after = network.forward(TOKENS.cuda(), documents)[0]
+        after = network.forward({"tokens": TOKENS.cuda(), "documents": documents})[0]
     torch.testing.assert_close(after.float(), before.float(), atol=2e-2, rtol=2e-2)

@@ -57,7 +57,7 @@ def tokens_of(sequences: int, length: int) -> Tensor:
 
 def loss_of(network: Network, tokens: Tensor, *, low: bool = True) -> Tensor:
     with torch.autocast("cuda", torch.bfloat16, enabled=low):
-        logits, balance = network.forward(tokens)
+        logits, balance = network.forward({"tokens": tokens})
     return F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten()) + balance
 
 

@@ -106,7 +106,7 @@ def test_statistics_are_read_later_and_are_there_then() -> None:
     network = decoder_network(spec)
     initialise(network.module, seed=0, spec=spec)
     network.module.cuda()
-    network.forward(torch.arange(64, device="cuda").reshape(2, 32))
+    network.forward({"tokens": torch.arange(64, device="cuda").reshape(2, 32)})
     nothing: Any = None
     torch.cuda.set_sync_debug_mode("error")
     try:

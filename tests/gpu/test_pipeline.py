@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from trimaran.core import Mesh, Pipeline, Plan, TrainSection
-from trimaran.data.loader import StepBatch
+from trimaran.data.batch import StepBatch, text_batch
 from trimaran.models import PRESETS, ModelSpec
 from trimaran.nets import decoder_network, initialise
 from trimaran.parallel import RankMesh, build_mesh
@@ -41,8 +41,7 @@ def batch(device: torch.device) -> StepBatch:
     labels = tokens.roll(-1, dims=-1)
     labels[0, 0, :20] = -100
     documents = torch.arange(SEQ_LEN).div(24, rounding_mode="floor").int().expand_as(tokens)
-    count = int((labels != -100).sum())
-    return StepBatch(0, tokens, labels, documents, count, tuple(range(2 * ACCUMULATION))).to(device)
+    return text_batch(0, tokens, labels, documents, tuple(range(2 * ACCUMULATION))).to(device)
 
 
 def stepper(spec: ModelSpec, plan: Plan, layers: list[range], ranks: RankMesh) -> tuple[Stepper, Clock]:
@@ -81,5 +80,5 @@ def test_a_schedule_on_one_gpu_trains_as_the_plain_network(
         assert phases["backward"] > 0
     held_out = [each.evaluate(batch(device)).item() for each in (piped, plain)]
     assert held_out[0] == pytest.approx(held_out[1], rel=1e-4)
-    ids = batch(device).tokens[0, 0, :9]
+    ids = batch(device).arrays["tokens"][0, 0, :9]
     assert torch.allclose(piped.scores(ids), plain.scores(ids), atol=1e-3)

@@ -17,6 +17,7 @@ from trimaran.core import Mesh, Plan, Recipe
 from trimaran.models import PRESETS
 from trimaran.nets import Network, decoder_network, initialise
 from trimaran.parallel import RankMesh, autocast, build_mesh, override_precision
+from trimaran.parallel.axes.pp import Trained
 from trimaran.parallel.fp8 import apply_fp8
 from trimaran.telemetry import create_run
 from trimaran.train.clock import Clock
@@ -99,7 +100,7 @@ def network_on_gpu(**patterns: str) -> Network:
 def gradients(network: Network, plan: Plan) -> None:
     tokens = torch.randint(0, SPEC.vocab, (2, 128), generator=torch.Generator().manual_seed(7)).cuda()
     with autocast(plan, torch.device("cuda")):
-        logits, _ = network.forward(tokens)
+        logits, _ = network.forward({"tokens": tokens})
     F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten()).backward()
 
 
@@ -121,7 +122,7 @@ def test_every_large_layer_of_the_blocks_multiplies_in_fp8(ranks: RankMesh) -> N
 def test_an_fp32_head_is_fp32_on_a_gpu() -> None:
     network = network_on_gpu(lm_head="fp32")
     with autocast(PLANS["bf16"], torch.device("cuda")):
-        logits, _ = network.forward(torch.zeros(1, 16, dtype=torch.int64, device="cuda"))
+        logits, _ = network.forward({"tokens": torch.zeros(1, 16, dtype=torch.int64, device="cuda")})
     assert logits.dtype == torch.float32
 
 
@@ -129,7 +130,8 @@ def test_a_bf16_update_never_waits_for_the_device(ranks: RankMesh) -> None:
     network = network_on_gpu()
     parameters = list(network.module.parameters())
     clock = Clock(torch.device("cuda"))
-    updater = Updater(torch.optim.AdamW(parameters, fused=True), ranks, clock, counted=parameters, clip_norm=1.0)
+    trained, optimizer = Trained({"language": parameters}), torch.optim.AdamW(parameters, fused=True)
+    updater = Updater(optimizer, ranks, clock, trained=trained, clip_norm=1.0)
     loss = torch.ones((), device="cuda")
     for mode in ("default", "error"):  # the first time, nccl and the optimizer set themselves up
         gradients(network, PLANS["bf16"])

@@ -18,7 +18,7 @@ def test_every_completed_field_is_one_that_set_takes() -> None:
 
 
 def test_words_and_presets_complete_after_the_equals_sign() -> None:
-    assert complete_setting("model.preset=tiny-") == ["model.preset=tiny-moe"]
+    assert complete_setting("model.preset=tiny-") == ["model.preset=tiny-moe", "model.preset=tiny-tiled"]
     assert complete_setting("plan.precision=") == [f"plan.precision={each}" for each in ("fp32", "bf16", "fp16", "fp8")]
     assert complete_setting("train.lr=") == []
     for setting in complete_setting("plan.sharding="):

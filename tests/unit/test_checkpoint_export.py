@@ -102,7 +102,7 @@ def test_a_decoder_speaks_from_its_export_as_it_did_before(model: str, tmp_path:
     again = decoder_network(spec)
     load_hf_weights(again.module, model_folder(str(tmp_path / "hf")))
     with torch.no_grad():
-        assert torch.equal(again.forward(TOKENS)[0], network.forward(TOKENS)[0])
+        assert torch.equal(again.forward({"tokens": TOKENS})[0], network.forward({"tokens": TOKENS})[0])
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)

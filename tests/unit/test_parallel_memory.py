@@ -79,7 +79,7 @@ NETWORKS: dict[str, Callable[[], Network]] = {
 
 
 def loss_of(network: Network, tokens: Tensor) -> Tensor:
-    logits, balance = network.forward(tokens)
+    logits, balance = network.forward({"tokens": tokens})
     return F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten()) + balance
 
 

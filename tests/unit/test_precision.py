@@ -40,7 +40,7 @@ def output_dtypes(network: Network, precision: str) -> dict[str, torch.dtype]:
         if isinstance(each, nn.Linear):
             each.register_forward_hook(lambda _, __, out, name=name: seen.update({name: out.dtype}))
     with autocast(Plan.model_validate({"precision": precision}), CPU):
-        logits, _ = network.forward(TOKENS)
+        logits, _ = network.forward({"tokens": TOKENS})
     logits.float().square().mean().backward()
     assert all(each.grad is not None and each.grad.isfinite().all() for each in network.module.parameters())
     return seen
@@ -84,7 +84,7 @@ def test_one_module_computes_in_low_precision_inside_an_fp32_plan() -> None:
 
 def test_low_precision_really_rounds() -> None:
     plain, rounded = network_of(DENSE), network_of(DENSE, **{"layers__*__mlp": "bf16"})
-    difference = (plain.forward(TOKENS)[0] - rounded.forward(TOKENS)[0]).abs().max()
+    difference = (plain.forward({"tokens": TOKENS})[0] - rounded.forward({"tokens": TOKENS})[0]).abs().max()
     assert 1e-6 < difference < 1e-2
 
 
@@ -109,10 +109,10 @@ def test_names_do_not_change_and_a_copy_is_a_copy() -> None:
 def test_blocks_with_an_arithmetic_of_their_own_are_one_graph() -> None:
     network = network_of(DENSE, **{"layers__*__mlp": "fp32", "layers__*__self_attn__o_proj": "fp16"})
     with autocast(Plan(precision="bf16"), CPU):
-        plain, _ = network.forward(TOKENS)
+        plain, _ = network.forward({"tokens": TOKENS})
         for block in network.blocks:
             block.compile(backend="eager", fullgraph=True)
-        compiled, _ = network.forward(TOKENS)
+        compiled, _ = network.forward({"tokens": TOKENS})
     torch.testing.assert_close(compiled, plain)
 
 
@@ -164,7 +164,7 @@ def test_the_router_is_fp32_whatever_is_asked(precision: str, patterns: dict[str
     assert MIXED.block.experts is not None
     router = Products((MIXED.block.experts.num_experts, MIXED.hidden))
     with router, autocast(Plan.model_validate({"precision": precision}), CPU):
-        network.forward(TOKENS)
+        network.forward({"tokens": TOKENS})
     assert router.seen == {torch.float32}
 
 
@@ -215,6 +215,6 @@ def test_large_layers_of_the_blocks_become_fp8_under_their_names() -> None:
     assert [name for name, _ in network.module.named_parameters()] == [
         name for name, _ in plain.module.named_parameters()
     ]
-    losses: list[Tensor] = [each.forward(TOKENS)[0].float().square().mean() for each in (network, plain)]
+    losses: list[Tensor] = [each.forward({"tokens": TOKENS})[0].float().square().mean() for each in (network, plain)]
     losses[0].backward()
     assert 0 < abs(losses[0] - losses[1]) < 0.02 * losses[1]

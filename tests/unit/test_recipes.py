@@ -7,7 +7,7 @@ import pytest
 
 from trimaran.core import Recipe, parse_recipe
 from trimaran.hardware import parse_cluster
-from trimaran.models import spec_of
+from trimaran.models import outline_for, spec_of
 from trimaran.planner import choose
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -17,7 +17,8 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 def test_every_recipe_has_a_plan_that_fits_here(path: Path) -> None:
     recipe = parse_recipe(path.read_text(), name=path.name)
     assert recipe.name == path.stem
-    plan = choose(recipe, spec_of(recipe.model), parse_cluster(recipe.cluster))
+    outline = outline_for(recipe.model, recipe.data)
+    plan = choose(recipe, spec_of(recipe.model), parse_cluster(recipe.cluster), outline)
     assert plan.global_batch == recipe.train.global_batch
     assert plan.prediction is not None
     assert plan.prediction.fits

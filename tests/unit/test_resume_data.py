@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trimaran.data.loader import Share
+from trimaran.data.feed import Share
 from trimaran.data.order import positions
 
 

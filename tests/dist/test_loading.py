@@ -1,0 +1,165 @@
+"""What a run tells of its loader, and what it does about samples that only some ranks can read."""
+
+import os
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.dist.test_guards import BAD, assert_skipped, events, lines, recipe_with, run_of, watch
+from tests.parity import plan_for
+from tests.ranks import run_ranks
+from trimaran.app.cli.main import main
+from trimaran.core import Recipe
+from trimaran.data.features import FeatureStore
+from trimaran.data.feed import Load
+from trimaran.data.sample_feed import SampleFeed
+from trimaran.data.samples.index import SampleIndex
+from trimaran.data.sequences import Sample, Sequences
+from trimaran.data.tuner import Room
+from trimaran.telemetry import RunDirectory
+from trimaran.train import assemble, features
+from trimaran.train.place import place_of
+from trimaran.train.report import waited
+from trimaran.train.ties import Ties
+from trimaran.train.worker import run_worker
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for runs, beside one with ten pictures of many shapes and their captions."""
+    (folder := tmp_path_factory.mktemp("loading") / "runs").mkdir()
+    (pictures := folder.parent / "pictures").mkdir()
+    draw = np.random.default_rng(0)
+    for number in range(10):
+        height, width = draw.integers(32, 64, 2)
+        file = pictures / f"{number:02d}.png"
+        Image.fromarray(draw.integers(0, 255, (height, width, 3), dtype=np.uint8)).save(file)
+        file.with_suffix(".txt").write_text(f"picture {number}, {width} by {height}")
+    return folder
+
+
+def seeing(folder: Path, **model: Any) -> Recipe:
+    """A recipe for a model that sees the folder's pictures."""
+    tree = recipe_with().model_dump(exclude={"model", "plan", "cluster"})
+    data = {"source": "image-folder", "path": str(folder.parent / "pictures"), "seq_len": 64, "holdout": 0}
+    kept = {"samples": {"cache_features": bool(model)}}
+    return Recipe.model_validate(tree | {"model": {"family": "vlm", "preset": "tiny"} | model, "data": data | kept})
+
+
+def work(path: Path) -> int:
+    return run_worker(RunDirectory(path), place_of(os.environ), cache=path.parents[1] / "cache")
+
+
+def with_a_disk_that_fails(path: Path) -> tuple[int, list[tuple[bool, bool]]]:
+    """Train where rank 1 alone cannot read the pictures of the bad step. Returns what `watch` saw, too."""
+    load, read, at = SampleFeed.load, SampleIndex.picture_bytes, [0]
+
+    def loading(feed: SampleFeed, step: int, told: Any) -> Load:
+        at[0] = step + 1
+        return load(feed, step, told)
+
+    def reading(index: SampleIndex, number: int) -> bytes:
+        if at[0] == BAD and os.environ["RANK"] == "1":
+            raise OSError("the disk does not answer")
+        return read(index, number)
+
+    SampleFeed.load, SampleIndex.picture_bytes = loading, reading  # pyrefly: ignore[bad-assignment]
+    found = watch()
+    return work(path), found
+
+
+@pytest.mark.parametrize(
+    "fields", [pytest.param({"tp": 2}, marks=pytest.mark.chaos), {"pp": 2, "grad_accum": 2}], ids=str
+)
+def test_ranks_that_share_a_batch_and_cannot_use_the_same_of_it_move_nothing(
+    folder: Path, fields: dict[str, Any]
+) -> None:
+    recipe = seeing(folder)
+    run = run_of(folder, recipe, plan_for(recipe, **({"grad_accum": 1} | fields)))
+    data = assert_skipped(run, run_ranks(2, with_a_disk_that_fails, run.path))
+    assert data["reason"] == "a sample could be used by one rank and not by another that works on the same batch"
+    assert (data["sample_ids"], data["action"]) == ([], "skip")
+    assert not events(run, "bad_sample", 0)
+    (*_, last) = events(run, "bad_sample", 1)
+    assert last["step"] == BAD
+    assert "the disk does not answer" in last["data"]["reason"]
+    assert lines(run.metrics)[BAD - 1]["loss"] is None
+
+
+def with_slow_samples(path: Path) -> int:
+    """Train on sequences that take their time, with a loader that looks soon."""
+    get = Sequences.__getitem__
+
+    def slowly(sequences: Sequences, index: int) -> Sample:
+        time.sleep(0.02)
+        return get(sequences, index)
+
+    Sequences.__getitem__ = slowly  # pyrefly: ignore[bad-assignment]
+    assemble.room_of = lambda _: Room(cores=2, free_bytes=1 << 30)
+    return work(path)
+
+
+def test_each_change_of_the_loader_is_an_event_and_waiting_is_in_the_metrics(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trimaran.data.waits.WINDOW_SECONDS", 0.1)
+    recipe = recipe_with(train={"steps": 30})
+    run = run_of(folder, recipe, plan_for(recipe, grad_accum=1))
+    assert run_ranks(1, with_slow_samples, run.path) == [0]
+    first, *more = events(run, "loader")
+    assert first["data"]["workers"] == 2
+    assert first["data"].keys() == {"workers", "depth", "pinned", "reason"}
+    assert "spent waiting for batches" in first["data"]["reason"]
+    steps = [each["step"] for each in (first, *more)]
+    assert steps == sorted(set(steps))
+    told = [line.get("loader") for line in lines(run.metrics)]
+    assert told[0] is None  # nothing could have come any sooner
+    assert (told[1]["workers"], told[1]["depth"]) == (0, 2)
+    assert 0.02 < told[1]["waited"] <= lines(run.metrics)[1]["phases"]["data"]
+
+
+@pytest.mark.parametrize(
+    ("waited_seconds", "data_seconds", "other_seconds", "told"),
+    [
+        (0.05, 0.06, 0.94, True),
+        (0.05, 0.001, 0.999, False),  # the device had enough to do
+        (0.01, 0.02, 0.98, False),  # a hundredth of the time
+        (0.0004, 0.0005, 0.0005, False),  # the price of handing a batch over
+    ],
+)
+def test_only_waiting_that_cost_something_is_told(
+    waited_seconds: float, data_seconds: float, other_seconds: float, told: bool
+) -> None:
+    loads = {"workers": 3, "depth": 5, "last_seconds": waited_seconds}
+    found = waited(loads, {"data": data_seconds, "forward": other_seconds})
+    assert found == ({"loader": {"workers": 3, "depth": 5, "waited": waited_seconds}} if told else {})
+
+
+def with_small_parts(path: Path) -> tuple[int, int]:
+    """Train on kept features, in parts of one picture. Returns how often the rank showed that it was at the start."""
+    entered: list[str] = []
+    features.FeatureStore = partial(FeatureStore, part_bytes=1)  # pyrefly: ignore[bad-assignment]
+    Ties.enter = lambda self, section, step=0: entered.append(section)
+    return work(path), entered.count("start")
+
+
+def test_each_part_of_the_features_shows_that_all_ranks_live(folder: Path) -> None:
+    recipe = seeing(folder, freeze=["vision"])
+    run = run_of(folder, recipe, plan_for(recipe, grad_accum=1, dp_shard=2))
+    assert run_ranks(2, with_small_parts, run.path) == [(0, 5), (0, 5)]
+
+
+def test_features_of_a_trained_tower_are_refused_before_anything_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRIMARAN_CACHE", str(tmp_path / "cache"))
+    command = ["train", "--run-dir", str(tmp_path / "run"), "--set", "model={family: vlm, preset: tiny}"]
+    sets = ["data={source: shapes, seq_len: 256, samples: {cache_features: true}}", "cluster=1xcpu"]
+    assert main([*command, *(word for each in sets for word in ("--set", each))]) == 2
+    assert "T062: the vision tower is trained" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,79 @@
+"""A network that is no stack of transformer layers, under every axis that applies: the trajectory of one process."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.cases import quick_or_slow
+from tests.parity import Trajectory, assert_same_course, differences, plan_for, sail
+from trimaran.core import ModelSection, Recipe
+from trimaran.models import spec_of
+from trimaran.models.perception import PerceptionSpec
+from trimaran.nets import initialise
+from trimaran.nets.perception import perception_network
+
+SHAPE = {
+    "cameras": 3, "height": 8, "width": 16, "camera_widths": [8, 8], "lidar_layers": 1, "fusion_layers": 2,
+    "hidden": 16, "heads": 2, "ffn": 16, "cells": 8,
+}  # fmt: skip
+RECIPE = Recipe.model_validate(
+    {
+        "name": "scenes",
+        "model": {"family": "perception", "shape": SHAPE},
+        "data": {"source": "scenes", "workers": 0},
+        "train": {"steps": 3, "global_batch": 8, "schedule": {"warmup_steps": 0}, "evaluate": {"batches": 1}},
+        "checkpoint": {"every": 0, "memory": 0},
+    }
+)
+PLANS = {
+    "ddp": {"dp_replicate": 2, "grad_accum": 2},
+    "zero-1": {"dp_shard": 2, "grad_accum": 2, "sharding": "optimizer"},
+    "zero-2": {"dp_shard": 2, "grad_accum": 2, "sharding": "gradients", "recompute": "selective"},
+    "zero-3": {"dp_shard": 2, "grad_accum": 1, "recompute": "full"},
+    "hsdp": {"dp_replicate": 2, "dp_shard": 2, "grad_accum": 1},
+    "tp": {"tp": 2, "grad_accum": 1},
+    "pp": {"pp": 2, "grad_accum": 4},
+    "pp-in-the-camera": {"pp": 2, "grad_accum": 2, "pipeline": {"schedule": "gpipe", "stages": (2, 8)}},
+    "tp-fsdp": {"tp": 2, "dp_shard": 2, "grad_accum": 1},
+    "pp-interleaved": {"pp": 2, "grad_accum": 2, "pipeline": {"schedule": "interleaved", "stages": (3, 3, 2, 2)}},
+}
+
+SLOW = ("zero-1", "zero-2", "hsdp", "tp-fsdp", "pp-interleaved")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("perception") / "runs"
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> Trajectory:
+    folder.mkdir()
+    return sail(RECIPE, plan_for(RECIPE, grad_accum=1), folder)
+
+
+@pytest.mark.parametrize("name", quick_or_slow(PLANS, lambda name: name not in SLOW))
+def test_every_plan_trains_like_one_process(name: str, folder: Path, reference: Trajectory) -> None:
+    course = sail(RECIPE, plan_for(RECIPE, **PLANS[name]), folder)
+    assert_same_course(course, reference)
+
+
+def test_bf16_stays_near(folder: Path, reference: Trajectory) -> None:
+    course = sail(RECIPE, plan_for(RECIPE, dp_shard=2, grad_accum=1, precision="bf16"), folder)
+    loss, _, _ = differences(course, reference)
+    assert 0 < loss < 0.02
+
+
+def test_a_frozen_tower_stays_what_it_was(folder: Path, reference: Trajectory) -> None:
+    frozen = RECIPE.model_copy(update={"model": ModelSection(family="perception", shape=SHAPE, freeze=("camera",))})
+    alone = sail(frozen, plan_for(frozen, grad_accum=1), folder)
+    shared = sail(frozen, plan_for(frozen, dp_shard=2, grad_accum=1), folder)
+    assert_same_course(shared, alone)
+    assert alone.losses[0] == reference.losses[0]
+    assert alone.losses[-1] != reference.losses[-1]
+    spec = spec_of(frozen.model)
+    assert isinstance(spec, PerceptionSpec)
+    first = perception_network(spec).module
+    initialise(first, seed=frozen.train.seed, spec=spec)
+    for name, value in first.named_parameters():
+        assert alone.weights[name].equal(value) == name.startswith("camera."), name

@@ -1,0 +1,198 @@
+"""The model that sees on a GPU: the same numbers as on the CPU, and the host never waits."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from trimaran.core import Plan
+from trimaran.data.batch import StepBatch
+from trimaran.models import VLM_PRESETS, VlmSpec
+from trimaran.nets import Network, Vlm, initialise, network_of
+from trimaran.nets.patch_layout import lay_out
+from trimaran.parallel.memory.compile import apply_compile
+from trimaran.parallel.towers import freeze_towers
+from trimaran.train.objective import LanguageObjective
+
+pytestmark = pytest.mark.gpu
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+TINY = VLM_PRESETS["tiny"]
+WINDOWED = replace(TINY, vision=replace(TINY.vision, window=32, full_layers=(2,)))
+SPECS = {"native": TINY, "windowed": WINDOWED, "tiled": VLM_PRESETS["tiny-tiled"]}
+VARIOUS = ((4, 6), (10, 8), (12, 4))
+PICTURES = pytest.mark.parametrize("seen", [True, False], ids=["pictures", "no pictures"])
+NEAR = 0.03  # of the norm of a gradient, in bf16
+
+Grids = Sequence[tuple[int, int]]
+
+
+@pytest.fixture(params=SPECS)
+def spec(request: pytest.FixtureRequest) -> VlmSpec:
+    return SPECS[request.param]
+
+
+def grids_for(spec: VlmSpec, *, seen: bool = True) -> Grids:
+    return () if not seen else ((6, 6),) * 3 if spec.vision.variant == "tiled" else VARIOUS
+
+
+def step_of(spec: VlmSpec, shapes: Grids) -> StepBatch:
+    """A step of one micro-batch: a row with two documents and up to two pictures, and a row with up to one."""
+    random = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, 256, (1, 2, 64), generator=random)
+    labels = torch.randint(0, 256, (1, 2, 64), generator=random)
+    labels[:, :, ::3] = -100
+    counts = [rows * columns // 4 for rows, columns in shapes]
+    for (row, start), count in zip(((0, 3), (0, 32), (1, 9)), counts, strict=False):
+        tokens[0, row, start : start + count] = spec.image_token
+    documents = torch.zeros(1, 2, 64, dtype=torch.int32)
+    documents[0, 0, 31:] = 1
+    total = sum(rows * columns for rows, columns in shapes)
+    arrays = {
+        "tokens": tokens,
+        "labels": labels,
+        "documents": documents,
+        "patches": torch.randint(0, 256, (total, 3 * spec.vision.patch**2), generator=random, dtype=torch.uint8),
+        "grids": torch.tensor(shapes, dtype=torch.int32).view(-1, 2),
+    }
+    if spec.sections:
+        arrays["positions"] = torch.randint(0, 64, (1, 3, 2, 64), generator=random)
+    num_valid = int((labels >= 0).sum())
+    return StepBatch(0, arrays, num_valid, cuts={"patches": (0, total), "grids": (0, len(shapes))})
+
+
+def network_on(spec: VlmSpec, device: torch.device, freeze: Sequence[str] = ()) -> Network:
+    network = network_of(spec)
+    initialise(network.module, seed=0, spec=spec)
+    freeze_towers(network, freeze)
+    network.module.to(device)
+    return network
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What a step left behind, on the CPU: its mean loss, and the gradients of what is trained."""
+
+    loss: float
+    grads: dict[str, Tensor]
+
+    def off(self, other: "Trained") -> float:
+        """Return the largest difference of a gradient, over the norm of all."""
+        assert self.grads.keys() == other.grads.keys()
+        whole = torch.stack([each.norm() for each in other.grads.values()]).norm()
+        return max(float((each - other.grads[name]).norm() / whole) for name, each in self.grads.items())
+
+
+def backward(network: Network, batch: StepBatch, device: torch.device, *, half: bool = False) -> Tensor:
+    """Leave the gradients of the step's mean loss, which returns. The batch is on the device already."""
+    network.module.zero_grad()
+    inputs = batch.micro(0)
+    with torch.autocast(device.type, torch.bfloat16, enabled=half):
+        logits, _ = network.forward(inputs)
+        loss = LanguageObjective().losses(network, logits, inputs).total / batch.num_valid
+    loss.backward()
+    return loss
+
+
+def trained(network: Network, batch: StepBatch, device: torch.device, *, half: bool = False) -> Trained:
+    loss = backward(network, batch.to(device), device, half=half)
+    named = network.module.named_parameters()
+    return Trained(loss.item(), {name: each.grad.cpu().clone() for name, each in named if each.grad is not None})
+
+
+@PICTURES
+def test_losses_and_gradients_are_those_of_the_cpu(spec: VlmSpec, seen: bool) -> None:
+    batch = step_of(spec, grids_for(spec, seen=seen))
+    wanted = trained(network_on(spec, CPU), batch, CPU)
+    found = trained(network_on(spec, GPU), batch, GPU)
+    assert found.loss == pytest.approx(wanted.loss, rel=1e-4)
+    assert found.off(wanted) < 1e-3
+    tower = [each for name, each in found.grads.items() if name.startswith("vision.")]
+    assert tower, "it takes part where nothing is seen, too"
+    assert any(each.any() for each in tower) == seen
+
+
+@PICTURES
+def test_the_host_never_waits_for_the_device_in_half_precision(spec: VlmSpec, seen: bool) -> None:
+    host = step_of(spec, grids_for(spec, seen=seen))
+    wanted = trained(network_on(spec, CPU), host, CPU)
+    network, batch = network_on(spec, GPU), host.to(GPU)
+    backward(network, batch, GPU, half=True)  # libraries that are loaded at the first use may wait
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        backward(network, batch, GPU, half=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    found = trained(network, host, GPU, half=True)
+    assert found.loss == pytest.approx(wanted.loss, rel=1e-2)
+    assert found.off(wanted) < NEAR
+
+
+def test_a_frozen_tower_changes_no_other_gradient_and_has_none(spec: VlmSpec) -> None:
+    batch = step_of(spec, grids_for(spec))
+    whole = trained(network_on(spec, GPU), batch, GPU)
+    frozen = trained(network_on(spec, GPU, ["vision"]), batch, GPU)
+    rest = {name: each for name, each in whole.grads.items() if not name.startswith("vision.")}
+    assert frozen.loss == pytest.approx(whole.loss, rel=1e-6)
+    assert frozen.off(replace(whole, grads=rest)) < 1e-5
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])
+def test_features_take_the_place_of_patches(spec: VlmSpec, half: bool) -> None:
+    batch = step_of(spec, grids_for(spec))
+    network = network_on(spec, GPU, ["vision"])
+    wanted = trained(network, batch, GPU, half=half)
+    assert isinstance(network.module, Vlm)
+    with torch.no_grad(), torch.autocast(GPU.type, torch.bfloat16, enabled=half):
+        features = network.module.encode(batch.arrays["patches"].to(GPU), batch.arrays["grids"].to(GPU)).cpu()
+    kept = features.view(torch.uint16) if features.dtype == torch.bfloat16 else features  # as they lie on the disk
+    others = {name: each for name, each in batch.arrays.items() if name not in ("patches", "grids")}
+    cached = replace(batch, arrays=others | {"features": kept}, cuts={"features": (0, len(kept))})
+    found = trained(network_on(spec, GPU, ["vision"]), cached, GPU, half=half)
+    assert found.loss == pytest.approx(wanted.loss, rel=1e-3 if half else 1e-5)
+    assert found.off(wanted) < (NEAR if half else 1e-4)
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])
+def test_compiled_blocks_take_other_pictures_without_being_compiled_again(spec: VlmSpec, half: bool) -> None:
+    eager, compiled = network_on(spec, GPU), network_on(spec, GPU)
+    apply_compile(compiled, Plan(compile=True), None)  # pyrefly: ignore[bad-argument-type]
+    torch._dynamo.reset()
+    counters.clear()
+    if spec.vision.variant == "tiled":
+        courses: list[Grids] = [((6, 6),) * number for number in (3, 2, 0, 1, 3, 0, 2)]
+    else:
+        courses = [VARIOUS, ((4, 4), (8, 6)), (), ((6, 8),), ((2, 2), (4, 10), (6, 4)), (), ((8, 8), (2, 12))]
+    graphs = []
+    for shapes in courses:
+        batch = step_of(spec, shapes)
+        found, wanted = (trained(each, batch, GPU, half=half) for each in (compiled, eager))
+        assert found.loss == pytest.approx(wanted.loss, rel=1e-2 if half else 1e-5)
+        assert found.off(wanted) < (NEAR if half else 1e-4)
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] > 0
+    assert graphs[-1] == graphs[-3], f"each step compiles: {graphs}"
+
+
+def test_windows_are_the_same_when_the_host_does_not_know_the_pictures() -> None:
+    grids = torch.tensor(VARIOUS, dtype=torch.int32)
+    patches = torch.zeros(int(grids.prod(1).sum()), 192, dtype=torch.uint8, device=GPU)
+    told = lay_out(WINDOWED.vision, 2, patches, grids.to(GPU), host=grids)
+    untold = lay_out(WINDOWED.vision, 2, patches, grids.to(GPU))
+    for one, other in ((told.whole, untold.whole), (told.windows, untold.windows)):
+        assert one is not None
+        assert other is not None
+        first, second = ([run(each.ids[0].tolist())] for each in (one, other))
+        assert first == second
+    assert untold.windows is not None
+    assert untold.windows.longest == 16
+
+
+def run(ids: list[int]) -> list[int]:
+    """Return where the runs of equal ids begin."""
+    return [0, *(place for place, (one, other) in enumerate(pairwise(ids), start=1) if one != other)]

@@ -23,7 +23,8 @@ from torch.nn import functional as F
 
 from trimaran.core import Plan, Recipe
 from trimaran.data import cache_folder
-from trimaran.data.loader import Loader, StepBatch
+from trimaran.data.batch import StepBatch
+from trimaran.data.loader import Loader
 from trimaran.data.sequences import Sequences, split
 from trimaran.hardware import parse_cluster
 from trimaran.models import spec_of

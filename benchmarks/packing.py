@@ -1,0 +1,247 @@
+"""What packing, buckets and balance bring on a realistic mix (`mix.py`), against random batches padded to the longest.
+
+usage: python benchmarks/packing.py [--json RESULTS.json] [--samples 1000000]
+
+Three tables: how much of a batch is padding; how much longer the slowest rank takes than the mean, for the costs of
+published models; and useful tokens a second of a real forward and backward of a model that sees (0.4B language and a
+90M eye in bf16 on a GPU; the tiny preset in fp32 on a CPU, with everything an eighth as large). A useful token is one
+of a sample, a picture's included. The padded batches have no mask to pay for and their patches are packed as ours are:
+only the text is padded. Both sides take turns, so that whatever the machine does meanwhile meets both.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from benchmarks.mix import IMAGE_TOKEN, Mix
+from torch import Tensor
+
+from trimaran.core import DataSection, ModelSection, PictureRules, RowCost
+from trimaran.data.balance import deal_rows, in_order, slowest
+from trimaran.data.chart import Batching, Chart, ChartRules, draw_chart
+from trimaran.data.costs import measure
+from trimaran.data.feed import Share
+from trimaran.data.order import positions
+from trimaran.data.picture_sheet import PictureSheet
+from trimaran.data.piece import Scribe
+from trimaran.data.sample_feed import SampleFeed, SampleRows, SampleTerms
+from trimaran.data.sequences import IGNORED
+from trimaran.models import outline_if_told
+from trimaran.models.presets import PRESETS
+from trimaran.models.presets_vlm import VLM_PRESETS
+from trimaran.models.row_cost import row_cost
+from trimaran.models.vlm import ProjectorSpec, VisionSpec, VlmSpec
+from trimaran.nets.initialise import initialise
+from trimaran.nets.vlm_network import vlm_network
+from trimaran.train.loss import summed_loss
+
+SEQ_LEN = 4096
+RULES = PictureRules(patch=14, merge=2, image_token=IMAGE_TOKEN, max_pixels=768 * 28 * 28)
+PADDED_SAMPLES = 8  # of a padded micro-batch
+MODELS = ("qwen2-vl-2b", "qwen2-vl-7b", "internvl-26b")
+Inputs = Mapping[str, Tensor]
+
+
+def chart_of(mix: Mix, rules: PictureRules, batching: Batching, seq_len: int) -> Chart:
+    asked = ChartRules(seq_len=seq_len, batching=batching, pictures=rules)
+    return draw_chart(mix, np.arange(mix.num_samples), measure(mix, rules), asked)
+
+
+def waste_table(num_samples: int) -> list[dict[str, Any]]:
+    """Return for each way the share of padding, and how long its rows took to be found."""
+    mix = Mix(num_samples)
+    lengths = np.minimum(measure(mix, RULES).lengths, SEQ_LEN)
+    mixed = lengths[positions(0, np.arange(num_samples), num_samples)]
+    groups = mixed[: num_samples // PADDED_SAMPLES * PADDED_SAMPLES].reshape(-1, PADDED_SAMPLES)
+    padded = 1 - groups.sum() / (groups.max(1).sum() * PADDED_SAMPLES)
+    found = [{"way": f"padded to the longest of {PADDED_SAMPLES}", "padding": padded, "seconds": 0.0}]
+    for batching in ("bucket", "pack"):
+        began = time.perf_counter()
+        chart = chart_of(mix, RULES, batching, SEQ_LEN)
+        seconds = time.perf_counter() - began
+        waste = 1 - lengths[chart.samples].sum() / (len(chart) * SEQ_LEN)
+        found.append({"way": batching, "padding": waste, "seconds": seconds})
+    return found
+
+
+def balance_table() -> list[dict[str, Any]]:
+    """Return for each model and number of ranks how much longer the slowest takes than the mean: 512 rows a step."""
+    mix = Mix(100_000)
+    measures, chart = measure(mix, RULES), chart_of(mix, RULES, "pack", SEQ_LEN)
+    found = []
+    for model in MODELS:
+        outline = outline_if_told(ModelSection(family="vlm", preset=model), DataSection(seq_len=SEQ_LEN))
+        assert outline is not None
+        cost = row_cost(outline)
+        excess = measures.excess(cost, SEQ_LEN)
+        rows = SEQ_LEN + np.add.reduceat(excess[chart.samples], chart.offsets[:-1])
+        for dp in (8, 64):
+            share = Share(rank=0, dp=dp, micro_batch=1, grad_accum=512 // dp)
+            found.append({"model": model, "ranks": dp, **_balance(rows, share)})
+    return found
+
+
+def _balance(rows: np.ndarray, share: Share) -> dict[str, float]:
+    ratios: dict[str, list[float]] = {"in_order": [], "dealt": [], "dealt_in_sum": []}
+    seconds = []
+    for step in range(16):
+        batch = rows[positions(0, np.arange(512) + 512 * step, len(rows))]
+        began = time.perf_counter()
+        places = deal_rows(batch, share)
+        seconds.append(time.perf_counter() - began)
+        mean = batch.sum() / share.dp
+        ratios["in_order"].append(slowest(batch, in_order(share)) / mean)
+        ratios["dealt"].append(slowest(batch, places) / mean)
+        ratios["dealt_in_sum"].append(batch[places].sum((0, 2)).max() / mean)
+    means = {name: statistics.mean(each) for name, each in ratios.items()}
+    return means | {"worst_dealt": max(ratios["dealt"]), "milliseconds": 1000 * statistics.median(seconds)}
+
+
+class Side:
+    """One way to make batches: gives micro-batches on the device, and how many useful tokens each has."""
+
+    def __init__(self, name: str, batches: list[tuple[dict[str, Tensor], int]]) -> None:
+        self.name, self.batches = name, batches
+        self.seconds, self.tokens = 0.0, 0
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+
+def packed_side(mix: Mix, rules: PictureRules, batching: Batching, share: Share, seq_len: int, steps: int) -> Side:
+    chart = chart_of(mix, rules, batching, seq_len)
+    rows = SampleRows(mix, chart, measure(mix, rules))
+    feed = SampleFeed(rows, SampleTerms(rules=rules, cost=RowCost(patch=0.2)), share=share)
+    batches = []
+    for step in range(steps):
+        load = feed.load(step, lambda _: None)
+        batch = {name: each if name in load.cuts else each[0] for name, each in load.arrays.items()}
+        batches.append((_tensors(batch), int(load.facts["tokens"])))
+    return Side(batching, batches)
+
+
+def padded_side(mix: Mix, rules: PictureRules, seq_len: int, steps: int) -> Side:
+    """Return random batches, each padded to its longest sample."""
+    scribe, measures = Scribe(rules, seq_len), measure(mix, rules)
+    fitting = np.flatnonzero(measures.lengths <= seq_len)
+    order = fitting[positions(1, np.arange(steps * PADDED_SAMPLES), len(fitting))]
+    batches = []
+    for ids in order.reshape(steps, PADDED_SAMPLES).tolist():
+        sheet = PictureSheet(mix, rules, int(measures.patches[ids].sum()), None)
+        pieces = []
+        for each in ids:
+            numbers = range(*mix.first_picture[each : each + 2].tolist())
+            pieces.append(scribe.spell(mix.sample(each), mix.picture_sizes[numbers.start : numbers.stop]))
+            sheet.put(numbers, pieces[-1].grids)
+        longest = max(map(len, pieces))
+        tokens, labels = np.zeros((len(ids), longest), dtype=np.int64), np.full((len(ids), longest), IGNORED)
+        for row, piece in enumerate(pieces):
+            tokens[row, : len(piece)], labels[row, : len(piece)] = piece.tokens, piece.labels
+        arrays = {"tokens": tokens, "labels": labels, **sheet.arrays()}
+        batches.append((_tensors(arrays), sum(map(len, pieces))))
+    return Side(f"padded to the longest of {PADDED_SAMPLES}", batches)
+
+
+def _tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
+    """Return tensors on the device; documents and grids stay on the host too, where kernels are told their lengths."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    host = {f"host_{name}": torch.from_numpy(arrays[name]) for name in ("documents", "grids") if name in arrays}
+    return host | {name: torch.from_numpy(each).to(device) for name, each in arrays.items()}
+
+
+def spec_here() -> VlmSpec:
+    """Return a model of half a billion parameters on a GPU, and a toy without one."""
+    if not torch.cuda.is_available():
+        return VLM_PRESETS["tiny"]
+    return replace(
+        VLM_PRESETS["qwen2-vl-2b"],
+        vision=VisionSpec(layers=12, hidden=768, heads=12, ffn=3072, patch=14, frames=2),
+        projector=ProjectorSpec(merge=2, hidden=4 * 768),
+        language=replace(PRESETS["qwen2.5-0.5b"], vocab=32000),
+        image_token=IMAGE_TOKEN,
+        sections=(),
+        max_pixels=RULES.max_pixels,
+    )
+
+
+def speed_table(seconds: float) -> list[dict[str, Any]]:
+    """Return useful tokens a second of each way."""
+    spec, gpu = spec_here(), torch.cuda.is_available()
+    rules = replace(spec.pictures(), positions="line", image_token=spec.image_token)
+    seq_len = SEQ_LEN if gpu else SEQ_LEN // 8
+    mix = Mix(8000, scale=1.0 if gpu else 1 / 8, image_token=spec.image_token)
+    share = Share(rank=0, dp=1, micro_batch=2, grad_accum=1)
+    sides = [padded_side(mix, rules, seq_len, 24)]
+    sides += [packed_side(mix, rules, batching, share, seq_len, 24) for batching in ("bucket", "pack")]
+    work = _worker(spec, gpu)
+    for number in range(4):
+        for side in sides:
+            work(side.batches[number][0])
+    began, number = time.perf_counter(), 0
+    while time.perf_counter() - began < seconds:
+        for side in sides:
+            batch, tokens = side.batches[number % len(side.batches)]
+            start = time.perf_counter()
+            work(batch)
+            side.seconds += time.perf_counter() - start
+            side.tokens += tokens
+        number += 1
+    return [
+        {"way": side.name, "tokens_per_second": side.rate, "against_padded": side.rate / sides[0].rate}
+        for side in sides
+    ]
+
+
+def _worker(spec: VlmSpec, gpu: bool) -> Callable[[Inputs], None]:
+    """Return a forward and backward that waits for the device."""
+    network = vlm_network(spec)
+    initialise(network.module, seed=0, spec=spec)
+    if gpu:
+        network.module.to("cuda", torch.bfloat16)
+
+    def work(batch: Inputs) -> None:
+        logits, _ = network.forward(batch)
+        summed_loss(logits, batch["labels"]).backward()
+        network.module.zero_grad()
+        if gpu:
+            torch.cuda.synchronize()
+
+    return work
+
+
+def show(title: str, rows: list[dict[str, Any]]) -> None:
+    print(f"\n{title}")
+    names = list(rows[0])
+    print(" | ".join(names))
+    for row in rows:
+        print(" | ".join(f"{each:.4g}" if isinstance(each, float) else str(each) for each in row.values()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--samples", type=int, default=1_000_000)
+    parser.add_argument("--seconds", type=float, default=40.0)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    result = {"device": device, "torch": torch.__version__, "seq_len": SEQ_LEN, "samples": options.samples}
+    result["waste"] = waste_table(options.samples)
+    show(f"padding as a share of all tokens; seconds to find rows for {options.samples:,} samples", result["waste"])
+    result["balance"] = balance_table()
+    show("slowest rank over the mean, 512 rows a step, ranks in step in every micro-step", result["balance"])
+    result["speed"] = speed_table(options.seconds)
+    show(f"useful tokens a second, forward and backward, {device}", result["speed"])
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -7,7 +7,7 @@ BIN := .venv/bin
 help:
 	@echo "make demo    environment, then plan and train the default recipe on this machine"
 	@echo "make test    environment, then the whole test suite"
-	@echo "make chaos   every fault of docs/guides/fault-tolerance.md for real (20 minutes)"
+	@echo "make chaos   every fault of docs/guides/fault-tolerance.md for real, and what is too slow for make test (30 minutes)"
 	@echo "make soak    a fault a minute for 30 minutes; MINUTES=5 for less"
 	@echo "make check   format, lint, types and the layer map, in seconds"
 	@echo "make matrix  every axis and product of axes against one process; writes docs/parity.md (10 minutes)"

@@ -11,6 +11,7 @@ from trimaran.hardware import Cluster
 from trimaran.planner.best import ALIKE, Found, allowed, find, lean_plans, mesh_key_of
 from trimaran.planner.hints import hints_for, ways_out
 from trimaran.planner.lean import Lean, first_that_fits, leanest, sizes, smallest_cluster
+from trimaran.planner.paper import check_names
 from trimaran.planner.question import NOTHING, Answer, Miss, Question
 from trimaran.planner.scales import Scales
 from trimaran.planner.simple import first_way
@@ -53,6 +54,7 @@ def search(question: Question) -> Answer:
 
 def best_plans(question: Question) -> Result:
     """Return the plans that fit, best by the question's goal first, one of each mesh."""
+    check_names(question.pins, question)  # which no plan would pass: there is nothing to search for
     return _BY_GOAL[question.goal](question)
 
 

@@ -36,7 +36,7 @@ def test_a_worse_prediction_breaks_a_bound() -> None:
 def test_our_trainer_was_measured_in_at_least_12_promised_configurations() -> None:
     rows = [each.run.row for each in said()[OWN] if promised(each)]
     assert len(rows) >= 12
-    assert {row["preset"] for row in rows} == {"llama-3.2-1b", "llama-3.2-3b"}
+    assert {row["preset"] for row in rows} == {"llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b"}
     assert {row["compile"] for row in rows} == {True, False}
     assert {row["recompute"] for row in rows} >= {"none", "selective", "full"}
 

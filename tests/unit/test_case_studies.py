@@ -58,7 +58,10 @@ def test_7b_on_one_80_gb_gpu_sends_its_moments_to_the_host() -> None:
     # With the moments on the host 8 bytes are left: 25.1 GiB of weights and as many of gradients, 29 GiB for the rest.
     plan, told = best("7b-one-80gb")
     assert plan.offload == "optimizer"
-    assert told.memory["weights"] == told.memory["gradients"] == pytest.approx(4 * parameters, rel=0.001)
+    assert told.memory["weights"] == 4 * parameters
+    # The loss leaves those of the head and of its input, in 16 bits, to be added.
+    left = 2 * 32000 * 4096 + 2 * plan.micro_batch * 4096 * 4096
+    assert told.memory["gradients"] == 4 * parameters + left
     assert "optimizer" not in told.memory
     assert told.host_bytes == pytest.approx(8 * parameters, rel=0.4)  # pinned memory comes in powers of two
     # 16 sequences of 4096 tokens: 6 operations a weight that multiplies, and attention's 6 x 32 x 4096^2 a sequence.

@@ -8,19 +8,17 @@ from trimaran.core import Plan, UserError
 from trimaran.core.extras import refuse_missing_extras
 
 
-@pytest.mark.parametrize(
-    ("plan", "package", "code"),
-    [(Plan(precision="fp8"), "torchao", "P032"), (Plan(engine="deepspeed"), "deepspeed", "P037")],
-)
-def test_a_missing_package_is_told_with_how_to_install_it(plan: Plan, package: str, code: str) -> None:
-    if find_spec(package):
+def test_a_missing_package_is_told_with_how_to_install_it() -> None:
+    plan = Plan(engine="deepspeed")
+    if find_spec("deepspeed"):
         refuse_missing_extras(plan)
         return
-    with pytest.raises(UserError, match=package) as told:
+    with pytest.raises(UserError, match="deepspeed") as told:
         refuse_missing_extras(plan)
-    assert told.value.code == code
+    assert told.value.code == "P037"
     assert "pip install" in told.value.fix
 
 
 def test_a_plain_plan_needs_none() -> None:
     refuse_missing_extras(Plan())
+    refuse_missing_extras(Plan(precision="fp8"))

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.accuracy.former import FORMER
 
 from trimaran.core import GIB, Bytes, Comm, Flops, Mesh, Plan
 from trimaran.cost import Job, find_stack
@@ -17,6 +18,8 @@ from trimaran.hardware import Cluster, find_device
 from trimaran.models import PRESETS, Experts, Layer, ModelSpec, Opaque, Outline, Tower, outline_of
 from trimaran.nets.attention import rotation_at
 from trimaran.nets.decoder import Layer as RealLayer
+from trimaran.nets.joint import joint_slices
+from trimaran.nets.mixture import FeedForward
 
 # A layer: attention 4 * (4 + 2 + 2 + 4) = 48, feed-forward 3 * 4 * 8 = 96, norms 8. Ends: 2 * 10 * 4, final norm 4.
 PAGE = ModelSpec(name="page", layers=2, hidden=4, heads=2, kv_heads=1, head_dim=2, ffn=8, vocab=10, max_seq_len=64)
@@ -125,7 +128,7 @@ def test_weights_are_whole_for_as_long_as_the_plan_keeps_them(sharding: str, com
 
 def test_autocast_keeps_a_bf16_copy_of_every_matrix_that_multiplies() -> None:
     for precision in ("bf16", "fp16"):
-        plan = plan_of(precision=precision, micro_batch=8)
+        plan = plan_of(precision=precision, micro_batch=8, mesh={"dp_replicate": 2})
         assert memory(plan, outline_of(PAGE), seq_len=64).terms["casts"] == 2 * (2 * (48 + 96) + 40)
     assert "casts" not in memory(plan_of(micro_batch=8), outline_of(PAGE), seq_len=64).terms
 
@@ -134,11 +137,13 @@ def test_autocast_keeps_a_bf16_copy_of_every_matrix_that_multiplies() -> None:
     ("plan", "expected"),
     [
         (Plan(), 32 + 32 + (4 * 16 + 8) + 4 * 32),
-        (Plan(precision="bf16"), 32 + 40 + (2 * 12 + 8) + 2 * 32),
-        (Plan(precision="bf16", compile=True), 32 + 8 + (2 * 12 + 8) + 2 * 24),
+        (Plan(precision="fp16"), 32 + 16 + (2 * 12 + 8) + 2 * 32),
+        (Plan(precision="fp16", compile=True), 16 + 16 + (2 * 12 + 8) + 2 * 24),
+        (Plan(precision="bf16", compile=True), 16 + 16 + (2 * 12 + 8) + 2 * 16),
     ],
 )
-def test_a_layer_keeps_what_its_operators_save(plan: Plan, expected: int) -> None:
+def test_a_layer_keeps_what_its_operators_save(plan: Plan, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trimaran.core.plan.JOINED", True)
     assert layer(plan).none == expected
     assert layer(plan, cpu=True).none == expected + 8 * 4  # norms are not fused there
 
@@ -169,7 +174,7 @@ def test_megatron_splits_no_norm_unless_asked_and_nanotron_every_one() -> None:
 def test_the_parts_of_a_sequence_split_its_tokens_but_gathered_keys_are_all_there() -> None:
     gather = Plan(mesh=Mesh(cp=2), precision="bf16")
     exchange = gather.model_copy(update={"comm": Comm(context="exchange")})
-    alone = layer(Plan(precision="bf16")).none
+    alone = layer(Plan(precision="bf16", mesh=Mesh(dp_replicate=2))).none
     assert layer(exchange).none == alone
     assert layer(gather).none == alone + 2 * (2 * 4 * 2 - 2 * 2)
 
@@ -204,8 +209,30 @@ def test_activations_and_logits_grow_with_the_tokens_of_a_micro_batch() -> None:
 def test_the_layer_at_work_is_there_when_backward_computes_it_again() -> None:
     small_loss = replace(PAGE, vocab=1)
     terms = memory(Plan(micro_batch=8, recompute="full"), outline_of(small_loss), seq_len=64).terms
-    assert terms["activations"] == 512 * (2 * 16 + 264)
+    assert terms["activations"] == 512 * (2 * 16 + 264 + 4 * (3 * 8 + 2 * 4))  # and its gradients: of 8 and 4 features
     assert "logits" not in terms
+
+
+def test_a_device_of_its_own_keeps_matrices_in_two_halves_and_gradients_as_products_leave_them() -> None:
+    alone, sums = (states(plan_of(precision="bf16", grad_accum=num)) for num in (1, 4))
+    assert (alone.weights, alone.masters, alone.optimizer) == (2 * 388, 2 * 388, 8 * 388)
+    assert (alone.gradients, alone.early, alone.twice) == (2 * 388, 0, 0)
+    assert (sums.gradients, sums.early, sums.twice) == (4 * 388, 4 * 388, 2 * 40)  # one 16-bit gradient at a time
+    assert "casts" not in memory(plan_of(precision="bf16", micro_batch=8), outline_of(PAGE), seq_len=64).terms
+    for whole in (plan_of(), plan_of(precision="fp16"), plan_of(precision="bf16", offload="optimizer")):
+        assert (states(whole).weights, states(whole).masters) == (4 * 388, 0)
+    assert states(plan_of(precision="bf16"), stack="torchtitan").weights == 4 * 388
+
+
+def test_a_tied_embedding_and_what_is_frozen_stay_whole_beside_halves() -> None:
+    tied = states(plan_of(precision="bf16"), replace(PAGE, tied=True))
+    assert (tied.weights, tied.masters) == (2 * 308 + 4 * 40, 2 * 308)
+    assert (tied.gradients, tied.twice) == (2 * 308 + 4 * 40, 4 * 40)
+    outline = outline_of(PAGE)
+    frozen = replace(outline, towers=(replace(outline.main, frozen=True),))
+    seen = scene_of(Job(outline=frozen, seq_len=64), H200, plan_of(precision="bf16"))
+    held = states_of(seen, parts_of(frozen, seen.plan, seq_len=64)[0])
+    assert (held.weights, held.masters, held.gradients) == (4 * 388, 0, 0)
 
 
 def test_the_peak_is_the_loss_for_long_batches_and_the_last_gradient_for_short_ones() -> None:
@@ -292,10 +319,15 @@ def test_of_an_opaque_block_its_own_totals_count() -> None:
     assert again["activations"] == 9 * (3 * 10 + 1000)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_operator_list_is_what_the_reference_layer_saves(precision: str) -> None:
+@pytest.mark.parametrize(("precision", "joint"), [("fp32", False), ("bf16", False), ("bf16", True)])
+def test_the_operator_list_is_what_the_reference_layer_saves(
+    precision: str, joint: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trimaran.core.plan.JOINED", joint)
     spec = replace(PRESETS["tiny"], hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=160)
     real, (rows, length) = RealLayer(spec), (4, 128)
+    if joint:
+        join(real)
     rotation = rotation_at(torch.arange(length)[None], spec.block.rope, spec.head_dim)
     known = {each.untyped_storage().data_ptr() for each in (*real.parameters(), *rotation)}
     saved: dict[int, torch.Tensor] = {}
@@ -306,11 +338,26 @@ def test_the_operator_list_is_what_the_reference_layer_saves(precision: str) -> 
 
     watched = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
     with watched, torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-        real(torch.randn(rows, length, spec.hidden, requires_grad=True), rotation, None)
+        stream = torch.randn(rows, length, spec.hidden, requires_grad=True)
+        real(stream.bfloat16() if precision == "bf16" else stream, rotation, None)
     weight_casts = {2 * each.numel() for each in real.parameters()} if precision == "bf16" else set()
     sizes = [each.untyped_storage().nbytes() for where, each in saved.items() if where not in known]
     per_token = sum(size for size in sizes if size not in weight_casts) / (rows * length)
-    assert per_token == pytest.approx(layer(plan_of(precision=precision), spec, cpu=True).none, rel=0.02)
+    mesh = {} if joint else {"dp_replicate": 2}  # weights in halves, or whole
+    told = layer(plan_of(precision=precision, mesh=mesh), spec, cpu=not joint)
+    assert per_token == pytest.approx(told.none, rel=0.02)
+
+
+def join(real: RealLayer) -> None:
+    """Make the layer what a device of its own has: weights of 16 bits, side by side."""
+    for linear in (each for each in real.modules() if isinstance(each, torch.nn.Linear)):
+        linear.weight.data = linear.weight.data.bfloat16()
+    assert isinstance(real.mlp, FeedForward)
+    for part in (real.self_attn, real.mlp):
+        for weight, home in joint_slices(part.projections, torch.bfloat16):
+            weight.data = home.copy_(weight.data)
+        part.joint = True
+    real.joint = True
 
 
 def test_on_a_cpu_the_process_and_the_holes_in_its_heap_count() -> None:
@@ -351,7 +398,8 @@ def test_nanotron_logs_its_first_rank_and_megatron_its_last() -> None:
 )
 def test_one_h200_needed_what_is_said(fields: dict[str, Any], measured: float) -> None:
     plan = plan_of(**{"micro_batch": 4, "precision": "bf16", "compile": True, **fields})
-    assert memory(plan, ONE_B, seq_len=4096).peak / GIB == pytest.approx(measured, rel=0.025)
+    found = memory_of(Job(outline=ONE_B, seq_len=4096, stack=FORMER), H200, plan)
+    assert found.peak / GIB == pytest.approx(measured, rel=0.025)
 
 
 @pytest.mark.parametrize(

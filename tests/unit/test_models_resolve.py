@@ -199,6 +199,9 @@ def test_towers_are_frozen_by_name(folder: Path) -> None:
         outline_for(section.model_copy(update={"freeze": ("vison",)}))
     with pytest.raises(UserError, match=r"M012.*nothing is left to train"):
         outline_for(ModelSection(freeze=("language",)))
+    (folder / "config.json").write_text(json.dumps(LLAVA | {"image_token_index": 300}))
+    refuse_freezing(section)
+    (folder / "config.json").write_text(json.dumps(LLAVA | {"model_type": "gemma3"}))
     with pytest.raises(UserError, match="M014"):
         refuse_freezing(section)
     refuse_freezing(ModelSection())

@@ -7,7 +7,7 @@ import pytest
 
 from trimaran.core import DataSection, Plan, Recipe, TrainSection, UserError
 from trimaran.hardware import parse_cluster
-from trimaran.models import PRESETS
+from trimaran.models import PRESETS, spec_of
 from trimaran.planner import check_plan
 
 TINY = PRESETS["tiny"]
@@ -214,3 +214,27 @@ def test_weights_stay_split_only_over_ranks_that_share_them(sharding: str, resha
 )
 def test_deepspeed_is_asked_only_for_what_it_does(plan: dict[str, Any]) -> None:
     assert refusal(plan | {"engine": "deepspeed"}).code == "P039"
+
+
+@pytest.mark.parametrize("loss", ["fused", "chunked"])
+@pytest.mark.parametrize(
+    ("plan", "why"),
+    [
+        ({"mesh": {"dp_replicate": 4, "tp": 2}, "micro_batch": 8}, "tp splits"),
+        ({"mesh": {"dp_replicate": 4, "pp": 2}, "micro_batch": 4, "grad_accum": 2}, "pipeline"),
+        ({"mesh": {"dp_shard": 8}, "sharding": "parameters", "micro_batch": 4, "engine": "deepspeed"}, "DeepSpeed"),
+    ],
+)
+def test_a_head_that_is_split_or_called_by_others_ends_in_logits(plan: dict[str, Any], why: str, loss: str) -> None:
+    check(plan)
+    error = refusal(plan | {"loss": loss})
+    assert (error.code, error.where) == ("P056", "plan.loss")
+    assert why in error.what
+
+
+def test_a_perception_model_has_no_head_for_a_loss_of_tokens() -> None:
+    recipe = Recipe.model_validate({"model": {"family": "perception"}, "train": {"global_batch": 8}})
+    plan = Plan.model_validate({"mesh": {"dp_replicate": 8}, "loss": "fused"})
+    with pytest.raises(UserError, match="P056"):
+        check_plan(plan, recipe, spec_of(recipe.model), EIGHT)
+    check_plan(plan.model_copy(update={"loss": "logits"}), recipe, spec_of(recipe.model), EIGHT)

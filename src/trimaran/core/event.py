@@ -6,7 +6,9 @@ from typing import Any, Literal
 EventKind = Literal[
     "start",
     "resume",  # data: tier (memory | disk), from_step, seconds
-    "ready",
+    "ready",  # the network is built and filled. data: seconds, phases {join, network, data, optimizer, keep}, copies
+    "started",  # the first step is done. data: seconds, phases, compile {compiles, seconds, cache_hits, cache_misses}
+    "recompile",  # something was compiled after the first steps. data: what, why
     "evaluation",
     "checkpoint",  # one is complete. data: path, seconds, stall_seconds, bytes, written_bytes
     "loader",  # batches are loaded in another way from now on. data: workers, depth, pinned, reason

@@ -5,22 +5,15 @@ from importlib.util import find_spec
 from trimaran.core.errors import UserError
 from trimaran.core.plan import Plan
 
-# What torchao makes fp8: layers with at least so many features (below that the casts cost more than the product
+# What is multiplied in fp8: layers with at least so many features (below that the casts cost more than the product
 # saves), in multiples of the 16 bytes that a tensor core reads at a time.
 FP8_SMALLEST, FP8_MULTIPLE = 256, 16
 
 
 def refuse_missing_extras(plan: Plan) -> None:
     """Raise when the plan needs a package that is not installed here. Nothing is imported."""
-    if plan.precision == "fp8" and find_spec("torchao") is None:
-        raise torchao_missing()
     if plan.engine == "deepspeed" and find_spec("deepspeed") is None:
         raise deepspeed_missing("No module named 'deepspeed'")
-
-
-def torchao_missing() -> UserError:
-    return UserError("P032", "fp8 needs the torchao package", where="plan.precision",
-                     fix="pip install 'trimaran[fp8]', or use bf16")  # fmt: skip
 
 
 def deepspeed_missing(reason: str) -> UserError:

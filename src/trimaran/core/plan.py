@@ -11,6 +11,10 @@ Degree = Annotated[int, Field(ge=1, le=65536)]
 Axis = Literal["dp_replicate", "dp_shard", "tp", "pp", "cp", "ep"]
 Sharding = Literal["none", "optimizer", "gradients", "parameters"]
 Recompute = Literal["none", "selective", "full"] | Annotated[int, Field(ge=1)]
+Loss = Literal["logits", "fused", "chunked"]
+# Off until the gradients of a compiled joint layer have been compared with those of its parts on a GPU, which
+# tests/gpu/test_joint.py does: its operators are right there, and the speed of the whole looked too good.
+JOINED = False
 AXES: tuple[Axis, ...] = ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep")
 
 
@@ -97,6 +101,8 @@ class Plan(BaseModel):
     """One way to run a recipe on a cluster. Batch, accumulation and degrees are set here and nowhere else.
 
     A recipe's `plan:` is this same type: what a person pinned is its `model_fields_set`, the planner fills in the rest.
+    `loss` says how the head meets the loss: `logits` are kept whole for backward; or, `fused`, their gradient takes
+    their place at once; or, `chunked`, only some rows of them exist at a time.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -110,6 +116,7 @@ class Plan(BaseModel):
     recompute: Recompute = "none"
     offload: Literal["none", "optimizer", "parameters", "activations"] = "none"
     compile: bool = False
+    loss: Loss = "logits"
     comm: Comm = Comm()
     engine: Literal["torch", "deepspeed"] = "torch"
     towers: Annotated[dict[str, TowerPlan], Field(description="what single towers of a VLM do differently")] = {}
@@ -118,6 +125,25 @@ class Plan(BaseModel):
     @property
     def global_batch(self) -> int:
         return self.mesh.dp * self.micro_batch * self.grad_accum
+
+    @property
+    def splits_weights(self) -> bool:
+        """Whether each matrix is kept as two halves: the upper is what products take, the lower what it lacks.
+
+        Together they are the fp32 weight, bit for bit. It pays where no other rank has to see the gradients, which are
+        16 bits wide then, as the products have left them.
+        """
+        alone = self.mesh.world_size == 1 and self.sharding == "none" and self.engine == "torch"
+        return alone and self.precision in ("bf16", "fp8") and self.offload in ("none", "activations")
+
+    @property
+    def joins_projections(self) -> bool:
+        """Whether projections of the same input are one product (`nets/joint.py`).
+
+        Only weights in halves lie side by side without a copy at every step. In fp8 every layer has a scale of its own,
+        and selective recompute counts products, of which it keeps every second.
+        """
+        return JOINED and self.splits_weights and self.precision == "bf16" and self.recompute != "selective"
 
     @property
     def num_stages(self) -> int:
@@ -147,6 +173,7 @@ class Plan(BaseModel):
         extras += [self.pipeline.schedule] if self.mesh.pp > 1 else []
         extras += [f"recompute {self.recompute}"] if self.recompute != "none" else []
         extras += [f"offload {self.offload}"] if self.offload != "none" else []
+        extras += [f"loss {self.loss}"] if self.loss != "logits" else []
         extras += ["compiled"] if self.compile else []
         extras += [self.engine] if self.engine != "torch" else []
         return ", ".join([str(self.mesh), self.precision, batch, *extras])

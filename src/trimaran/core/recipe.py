@@ -190,7 +190,7 @@ class CheckpointSection(BaseModel):
     """When the state of training is kept, where, and for how long.
 
     `every` and `memory` are steps: between checkpoints on disk, and between copies in host memory that outlive a killed
-    rank. `auto` is as often as costs at most a hundredth of the time.
+    rank. `auto` is as often as costs at most a two-hundredth of the time.
     """
 
     model_config = STRICT

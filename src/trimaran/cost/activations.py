@@ -3,10 +3,14 @@
 from functools import lru_cache
 from typing import NamedTuple
 
-from trimaran.cost.memory_habits import Saved
+from trimaran.cost.memory_habits import JOINT, Saved
 from trimaran.cost.part import Part, Piece
 from trimaran.cost.scene import Scene
-from trimaran.models import Layer
+from trimaran.models import Layer, Tower
+
+# Tensors as wide as the feed-forward that its backward holds besides what was kept: gradients of what it multiplies and
+# of their product; where products are joint, also what it computes again. What others hold was fitted as a whole.
+BACK = (3, 4)
 
 
 class LayerBytes(NamedTuple):
@@ -21,7 +25,8 @@ class Kept(NamedTuple):
     """Bytes of one micro-batch on a rank: what all layers keep, and one of them; one that is computed again.
 
     `casts` are 16-bit copies of whole weights that autocast keeps from forward to backward, but of layers that are
-    computed again; `passing` is what slices exchange.
+    computed again; `passing` is what slices exchange, `back` the gradients inside the layer at work in backward: of the
+    stream, and of what a feed-forward multiplies.
     """
 
     layers: float = 0
@@ -29,14 +34,15 @@ class Kept(NamedTuple):
     again: float = 0
     casts: float = 0
     passing: float = 0
+    back: float = 0
 
 
 class Way(NamedTuple):
-    """How a rank goes through a tower: positions of a micro-batch, what is computed again, whether weights are cast."""
+    """How a rank goes through a tower: positions of a micro-batch, what is computed again, bytes of a weight's cast."""
 
     positions: int
     how: str | int
-    casts: bool
+    casts: int
 
 
 class Look(NamedTuple):
@@ -52,6 +58,7 @@ class Look(NamedTuple):
     samples: int
     ep: int
     ways: tuple[tuple[str, Way], ...]
+    back: int
 
 
 @lru_cache(maxsize=4096)
@@ -121,12 +128,13 @@ def kept_on(scene: Scene, part: Part, *, gathered: float) -> Kept:
     job, plan, ways = scene.job, scene.plan, {}
     for holding in part.holdings:
         tower = holding.tower
-        casts = scene.autocasts and job.sharding_of(tower, plan) == "none"
+        casts = _casts(scene, tower) if job.sharding_of(tower, plan) == "none" else 0
         ways[tower.name] = Way(job.positions(tower, plan), job.recompute_of(tower, plan), casts)
     parts = plan.mesh.cp if job.stack.name == "trimaran" and plan.comm.context == "gather" else 1
     look = Look(
-        scene.saved, scene.width, scene.tp, parts, scene.cpu, gathered,
+        scene.saved, scene.width, scene.tp, parts, scene.cpu and scene.saved is not JOINT, gathered,
         scene.habits.regathers[1] if scene.tp > 1 else 0, plan.micro_batch, plan.mesh.ep, tuple(ways.items()),
+        BACK[scene.saved is JOINT] if job.stack.name == "trimaran" else 0,
     )  # fmt: skip
     return _kept(part, look)
 
@@ -150,6 +158,7 @@ def _together(first: Kept, second: Kept) -> Kept:
         max(first.again, second.again),
         first.casts + second.casts,
         max(first.passing, second.passing),
+        max(first.back, second.back),
     )
 
 
@@ -162,9 +171,15 @@ def _of_layers(look: Look, piece: Piece, way: Way) -> Kept:
         layers=way.positions * (kept_bytes(each, way.how, count) + count * look.gathered * layer.hidden),
         one=way.positions * kept_bytes(each, way.how, 1),
         again=way.positions * each.none if again else 0,
-        casts=2 * (count - again) * matrices if way.casts else 0,
+        casts=way.casts * (count - again) * matrices,
         passing=way.positions * layer.hidden * look.passing,
+        back=way.positions * look.width * (look.back * layer.active_ffn + 2 * layer.hidden) / tp if look.back else 0,
     )
+
+
+def _casts(scene: Scene, tower: Tower) -> int:
+    """Return the bytes of a weight's cast. A half is what products take; what is frozen stays whole, and is cast."""
+    return scene.width if scene.halves and tower.frozen else scene.casts
 
 
 def _of_opaque(look: Look, piece: Piece, way: Way) -> Kept:

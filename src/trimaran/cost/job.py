@@ -34,6 +34,11 @@ class Job:
         return plan.sharding if own is None or own.sharding is None else own.sharding
 
 
+def splits_weights(job: Job, plan: Plan) -> bool:
+    """Return whether matrices are kept as two halves of 16 bits: by our own trainer, on a device of its own."""
+    return job.stack.name == "trimaran" and plan.splits_weights
+
+
 def frees_weights(plan: Plan, sharding: str) -> bool:
     """Return whether a block's gathered weights are freed after its forward, to be gathered again for its backward.
 

@@ -6,10 +6,12 @@ from typing import NamedTuple
 from trimaran.core import Bytes, Plan
 from trimaran.cost.activations import kept_on
 from trimaran.cost.job import Job
+from trimaran.cost.loss import SUM_BYTES, loss_of, piece_rows
 from trimaran.cost.part import Part, distinct_parts
 from trimaran.cost.scene import Scene, scene_of
 from trimaran.cost.states import PINNED, States, states_of
 from trimaran.hardware import Cluster
+from trimaran.models import Tower
 
 # glibc's heap has holes: resident memory grows by 1.6 bytes for each byte of activations (1.0 with mmap alone).
 HEAP_SHARE = 0.6
@@ -112,14 +114,16 @@ def _load(scene: Scene, part: Part, gathered: float) -> Load:
     when one is computed again and the gradients begin or are complete; the sum of the last gradient; or the update.
     """
     states, kept, flying = states_of(scene, part), kept_on(scene, part, gathered=gathered), part.flying
-    head, casts, host = _head(scene, part), kept.casts, states.host
+    head, casts, host = head_of(scene, part), kept.casts, states.host
     alive, rest = kept.layers * flying, kept.layers * max(0, flying - 1)
     if scene.offload == "activations":  # the layer at work alone, and the weights that its products were given
         host, alive, rest, casts = host + PINNED * alive, kept.one, kept.one, 0
-    first, working, cast = alive + head.activations + kept.passing, kept.again + kept.passing, casts + head.casts
+    first, cast = alive + head.activations + kept.passing, casts + head.casts
+    working = kept.again + kept.back + kept.passing
+    left = 0 if states.working else head.gradients  # what is sharded has room for its root's gradients there
     moment = max(
-        (first, head.logits, cast, states.gathered, states.early, 0),
-        (alive + working, 0, cast, states.working, states.early, 0),
+        (first, head.logits, cast, states.gathered, states.early + head.gradients, 0),
+        (alive + working, 0, cast, states.working, states.early + left, 0),
         (rest + working, 0, 0, states.working, states.gradients, 0),
         (rest, 0, 0, 0, states.gradients + states.twice, 0),
         (0, 0, 0, 0, states.gradients, states.passing),
@@ -140,20 +144,37 @@ def _load(scene: Scene, part: Part, gathered: float) -> Load:
     return Load(states, moment, held, taken + usual * passing, taken + worst * passing, host)
 
 
-def _head(scene: Scene, part: Part) -> Moment:
+def head_of(scene: Scene, part: Part) -> Moment:
     """Return what the last norm and the head keep, and the logits while a loss turns into a gradient.
 
-    GPipe has the logits of all micro-batches waiting. Tensor parallelism splits the vocabulary.
+    GPipe has the logits of all micro-batches waiting. Tensor parallelism splits the vocabulary. A loss that is fused
+    with the head has the gradients of both right then, in place of anything that waits.
     """
     if (tower := part.head_tower) is None:
         return Moment()
     positions, plan = scene.job.positions(tower, scene.plan) / scene.tp, scene.plan
+    whole = scene.habits.weight == 4 or (scene.halves and (tower.tied or tower.frozen))
+    casts = scene.width == 2 and whole and scene.job.sharding_of(tower, plan) == "none"
+    kept = Moment(
+        activations=positions * scene.saved.stream * tower.hidden,
+        casts=2 * tower.head_parameters / scene.tp if casts else 0,
+    )
+    if (loss := loss_of(scene.job, plan)) != "logits":
+        return kept._replace(**_fused(scene, tower, chunked=loss == "chunked"))
     at_loss, waits = scene.habits.logits
     if scene.pp > 1 and plan.pipeline.schedule == "gpipe":
         at_loss += (plan.grad_accum - 1) * waits
-    casts = scene.width == 2 and scene.habits.weight == 4 and scene.job.sharding_of(tower, plan) == "none"
-    return Moment(
-        activations=positions * scene.saved.stream * tower.hidden,
-        logits=positions * at_loss * tower.outputs,
-        casts=2 * tower.head_parameters / scene.tp if casts else 0,
-    )
+    return kept._replace(logits=positions * at_loss * tower.outputs)
+
+
+def _fused(scene: Scene, tower: Tower, *, chunked: bool) -> dict[str, float]:
+    """Return the logits of a fused loss, all or a piece of them, and the gradients of the head and of its input.
+
+    Without our kernel, on a CPU, the scores pass through fp32 beside the logits.
+    """
+    rows = scene.job.positions(tower, scene.plan)
+    at_once = piece_rows(rows, tower.outputs, scene.width) if chunked else rows
+    each = scene.width + SUM_BYTES * scene.cpu
+    summed = SUM_BYTES if chunked and at_once < rows else scene.width
+    weight = 0 if tower.frozen else summed * tower.head_parameters
+    return {"logits": each * at_once * tower.outputs, "gradients": scene.width * rows * tower.hidden + weight}

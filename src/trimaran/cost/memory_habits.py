@@ -77,22 +77,19 @@ def _saved(eager: Saved, **others: Saved) -> dict[str, Saved]:
     return {"fp8": eager.in_fp8(), "compiled fp8": told["compiled"].in_fp8(), "compiled fp32": told["fp32"]} | told
 
 
-# Both norms of our decoder keep the fp32 stream. Each projection has its own cast of its input (one for all when
-# compiled), or in fp32 keeps what both norms return; SwiGLU keeps gate, its silu, up and their product. Sharded weights
-# are gathered in 16 bit, and the stream then is 16 bit as well: compiled norms keep that, eager ones an fp32 cast.
-# A compiled fp8 block computes the inputs of its products again, casts and all (one H200: 51.6 GiB instead of 59.4).
-OURS = Saved(stream=8, inputs=10, input=4)
-OURS_COMPILED = replace(OURS, inputs=2, gated=3)
+# The stream of our decoder has 16 bits from the embedding on. Eager norms keep an fp32 cast of it, compiled ones what
+# came in; projections keep what both norms return; SwiGLU keeps gate, its silu, up and their product.
+# A compiled fp8 block computes the inputs of its products again, casts and all.
+OURS = Saved(stream=8, inputs=4)
+OURS_COMPILED = Saved(stream=4, inputs=4, gated=3)
+# Weights in halves lie side by side, and products of the same input are one (nets/joint.py): its backward computes
+# SwiGLU again.
+JOINT = Saved(stream=4, inputs=4, gated=2)
 TRIMARAN = _saved(
     OURS,
     compiled=OURS_COMPILED,
-    fp32=replace(OURS, inputs=8, repeats=True),
-    **{
-        "compiled fp8": replace(OURS_COMPILED, inputs=0, gated=2),
-        "sharded eager": replace(OURS, input=2),
-        "sharded compiled": replace(OURS_COMPILED, stream=4, input=2),
-        "sharded compiled fp8": replace(OURS_COMPILED, stream=4, input=2, inputs=0, gated=2),
-    },
+    fp32=Saved(stream=8, inputs=8, input=4, repeats=True),
+    **{"compiled fp8": replace(OURS_COMPILED, inputs=0, gated=2)},
 )
 # torchtitan's norms cast up: 6 bytes each; keys are repeated; its selective recompute begins with the first product.
 TORCHTITAN = Saved(stream=12, inputs=4, repeats=True, selective="first")
@@ -137,3 +134,6 @@ MEMORY_HABITS = {
 }  # fmt: skip
 # Our trainer with DeepSpeed under it: everything is 16 bit but gradients, which add up in fp32 (core/deepspeed.py).
 ENGINE = replace(MEMORY_HABITS["trimaran"], saved=_saved(Saved(stream=4, inputs=4)), weight=2, fsdp="no")
+# And on a device of its own (`Plan.splits_weights`): the upper half of each matrix is what products take, the lower one
+# lies beside it, and gradients have 16 bits, as the products left them.
+HALVES = replace(MEMORY_HABITS["trimaran"], weight=2, gradient=2, saved=TRIMARAN | {"eager": JOINT, "compiled": JOINT})

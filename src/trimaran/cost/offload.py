@@ -2,7 +2,7 @@
 
 from trimaran.core import Plan
 from trimaran.cost.activations import kept_on
-from trimaran.cost.job import Job, frees_weights
+from trimaran.cost.job import Job, frees_weights, splits_weights
 from trimaran.cost.pace import Pace
 from trimaran.cost.scene import scene_of
 from trimaran.hardware import Cluster
@@ -18,6 +18,25 @@ HOST_UPDATE_BANDWIDTH = 46e9
 # Bytes that an update moves for each parameter, by those of its moments: AdamW reads 16 and writes 12, clipping reads 8
 # and writes 4; smaller moments are read and written by operators of their own. Measured on one H200.
 UPDATE_BYTES = {8.0: 40, 4.0: 110, 2.03: 240}
+# Our kernel reads weight and gradient and writes the weight, and moments both ways; a weight in two halves has a 16-bit
+# gradient. To sum the squares of the gradients takes as long as 3.4 bytes more, whatever their width (one H200).
+KERNEL_BYTES = {"whole": 12 + 3.4, "halves": 10 + 3.4}
+# Of the memory's bandwidth, what an update reaches (one H200); a core streams what is measured.
+UPDATE_SHARE = {"cuda": 0.72, "cpu": 1.0}
+KERNEL_SHARE = 0.82
+
+
+def update_seconds(job: Job, cluster: Cluster, plan: Plan, owned: float) -> float:
+    """Return how long a rank updates so many parameters, where they are: on its device, or on its host."""
+    kind, moved = cluster.device.kind, UPDATE_BYTES[job.state_bytes] * owned
+    if kind == "cpu":
+        return moved / (cluster.device.memory_bandwidth * UPDATE_SHARE[kind])
+    if plan.offload == "parameters":
+        return host_update_seconds(moved, cluster)
+    if job.stack.time.update == "torch" or plan.engine == "deepspeed":
+        return moved / (cluster.device.memory_bandwidth * UPDATE_SHARE[kind])
+    each = KERNEL_BYTES["halves" if splits_weights(job, plan) else "whole"] + 2 * job.state_bytes
+    return each * owned / (cluster.device.memory_bandwidth * KERNEL_SHARE)
 
 
 def least_offloads(job: Job, cluster: Cluster) -> dict[str, float]:

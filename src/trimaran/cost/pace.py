@@ -8,10 +8,11 @@ from typing import NamedTuple
 from trimaran.core import Mesh, Pipeline, Plan
 from trimaran.core.plan import TowerPlan
 from trimaran.cost.collective import Ring, all_gather_seconds, all_to_all_seconds, ring_of, send_seconds
-from trimaran.cost.job import Job
+from trimaran.cost.job import Job, splits_weights
+from trimaran.cost.loss import loss_of
 from trimaran.cost.part import Part, Piece, parts_of
 from trimaran.cost.roofline import Rates
-from trimaran.cost.work import IMBALANCE, Cut, Passes, head_passes, layer_passes, opaque_passes
+from trimaran.cost.work import IMBALANCE, Cut, Passes, fused_passes, head_passes, layer_passes, opaque_passes
 from trimaran.hardware import Link
 from trimaran.models import Layer, Opaque
 
@@ -33,9 +34,17 @@ class Ask(NamedTuple):
     micro_batch: int
     recompute: str | int
     towers: tuple[tuple[str, TowerPlan], ...]
+    kind: "Kind"
+    context: str
+
+
+class Kind(NamedTuple):
+    """How blocks and the loss run: `splits` is whether matrices are kept as two halves, which are not cast."""
+
     is_compiled: bool
     is_fp8: bool
-    context: str
+    splits: bool
+    loss: str
 
 
 class Unit(NamedTuple):
@@ -75,7 +84,8 @@ def ask_of(job: Job, rates: Rates, levels: tuple[Link, ...], plan: Plan) -> Ask:
     cut = (pipeline.schedule, pipeline.stages) if mesh.pp > 1 else ("1f1b", ())
     return Ask(
         job, rates, levels, (mesh.tp, mesh.pp, mesh.cp, mesh.ep), cut, plan.micro_batch, plan.recompute,
-        tuple(plan.towers.items()), plan.compile, plan.precision == "fp8", plan.comm.context,
+        tuple(plan.towers.items()),
+        Kind(plan.compile, plan.precision == "fp8", splits_weights(job, plan), loss_of(job, plan)), plan.comm.context,
     )  # fmt: skip
 
 
@@ -114,16 +124,24 @@ def _pace(ask: Ask, plan: Plan, part: Part) -> Pace:
     forward = sum(unit.count * unit.forward for unit in units)
     backward = sum(unit.count * unit.backward for unit in units)
     if ask.rates.width == 2:
-        backward += ask.job.stack.time.passing.cast * part.parameters / ask.rates.stream
+        backward += ask.job.stack.time.passing.cast * _cast(ask, part) / ask.rates.stream
     near = ask.levels[0].name  # what waits for a network waits on the host as well
     busy = forward + backward + sum(seconds for key, seconds in waits.items() if key.endswith(near))
     slower = (1 + (host / busy) ** HOST_POWER) ** (1 / HOST_POWER) if busy else 1.0
     idle = busy * (slower - 1) / (forward + backward) if busy else 0.0
-    root = _root(ask, part)
+    root, ends = _root(ask, part)
     for key, seconds in _edge_waits(ask, plan, part):
         waits[key] += seconds
-    forward, backward = forward * (1 + idle) + root.forward, backward * (1 + idle) + root.backward
+    forward, backward = forward * (1 + idle) + ends[0], backward * (1 + idle) + ends[1]
     return Pace(part, forward, backward, waits, (*units, root), forward + backward + sum(waits.values()))
+
+
+def _cast(ask: Ask, part: Part) -> int:
+    """Return how many parameters are cast for a micro-batch; of matrices in halves, those that are frozen or shared."""
+    if not ask.kind.splits:
+        return part.parameters
+    shared = sum(holding.root for holding in part.holdings if holding.tower.tied and not holding.tower.frozen)
+    return part.frozen + shared
 
 
 def _unit(ask: Ask, plan: Plan, piece: Piece) -> tuple[Unit, float]:
@@ -133,7 +151,7 @@ def _unit(ask: Ask, plan: Plan, piece: Piece) -> tuple[Unit, float]:
         passes, dense, experts = opaque_passes(block, ask.micro_batch, ask.rates), float(block.parameters), 0.0
     else:
         cut = Cut(job.positions(piece.tower, plan), piece.tower.places(job.seq_len)[1], mesh.tp, mesh.ep)
-        passes = layer_passes(block, cut, ask.rates, job.stack.time, compiled=ask.is_compiled, fp8=ask.is_fp8)
+        passes = layer_passes(block, cut, ask.rates, job.stack.time, compiled=ask.kind.is_compiled, fp8=ask.kind.is_fp8)
         dense = block.dense_weights / mesh.tp + block.router_weights + block.extras
         experts = block.expert_weights / (mesh.tp * mesh.ep)
     trains, reaches = _gradients(ask, piece)
@@ -227,15 +245,24 @@ def _host_seconds(ask: Ask, piece: Piece) -> float:
     sliced = 0.0
     if tp > 1:
         sliced = host.sliced + (tp * host.crossing if pp > 1 and len(ask.levels) > 1 else 0.0)
-    return (host.compiled if ask.is_compiled else host.eager) + sliced
+    return (host.compiled if ask.kind.is_compiled else host.eager) + sliced
 
 
-def _root(ask: Ask, part: Part) -> Unit:
-    """Return what lies in no block: embedding, head, and the loss."""
+def _root(ask: Ask, part: Part) -> tuple[Unit, tuple[float, float]]:
+    """Return what lies in no block, embedding, head and loss, and how long it is at work in forward and in backward.
+
+    A fused loss has its gradients in forward. They travel with those of the blocks all the same, so the unit has as
+    long to hide them as it has with logits.
+    """
     main, weights = ask.job.outline.main, float(part.root)
     if (tower := part.head_tower) is None:
-        return Unit(1, weights, 0.0, not main.frozen, None, 0.0, 0.0)
+        return Unit(1, weights, 0.0, not main.frozen, None, 0.0, 0.0), (0.0, 0.0)
     positions = ask.micro_batch * tower.places(ask.job.seq_len)[0] // ask.degrees[2]
-    passes = head_passes(tower, Cut(positions, 0, ask.degrees[0], 1), ask.rates, ask.job.stack.time)
-    backward = passes.to_input + passes.to_weights * (not tower.frozen)
-    return Unit(1, weights, 0.0, not main.frozen, None, passes.forward, backward)
+    cut, loss = Cut(positions, 0, ask.degrees[0], 1), ask.kind.loss
+    passes = head_passes(tower, cut, ask.rates, ask.job.stack.time)
+    ends = passes.forward, passes.to_input + passes.to_weights * (not tower.frozen)
+    unit = Unit(1, weights, 0.0, not main.frozen, None, *ends)
+    if loss != "logits":
+        fused = fused_passes(tower, cut, ask.rates, chunked=loss == "chunked")
+        ends = fused.forward + fused.to_weights * (not tower.frozen), fused.to_input
+    return unit, ends

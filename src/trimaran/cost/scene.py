@@ -3,8 +3,8 @@
 from typing import NamedTuple
 
 from trimaran.core import Plan
-from trimaran.cost.job import WIDTH, Job
-from trimaran.cost.memory_habits import ENGINE, MemoryHabits, Saved
+from trimaran.cost.job import WIDTH, Job, splits_weights
+from trimaran.cost.memory_habits import ENGINE, HALVES, MemoryHabits, Saved
 from trimaran.hardware import Cluster
 
 KIND = {"fp32": " fp32", "fp8": " fp8"}
@@ -13,8 +13,8 @@ KIND = {"fp32": " fp32", "fp8": " fp8"}
 class Scene(NamedTuple):
     """A job and a plan, as one rank sees them.
 
-    `shards` are the ranks that share what is sharded, `data` those that see different tokens. `autocasts` is whether
-    whole weights are cast for each product.
+    `shards` are the ranks that share what is sharded, `data` those that see different tokens. `casts` are bytes of the
+    copy that autocast makes of each whole weight, and keeps for backward.
     """
 
     job: Job
@@ -28,18 +28,24 @@ class Scene(NamedTuple):
     pp: int
     shards: int
     data: int
-    autocasts: bool
+    casts: int
+
+    @property
+    def halves(self) -> bool:
+        """Whether matrices are kept as two halves of 16 bits."""
+        return self.habits is HALVES
 
 
 def scene_of(job: Job, cluster: Cluster, plan: Plan) -> Scene:
     """Return the plan's scene. On a CPU nothing is offloaded to anywhere."""
     mesh, precision, cpu = plan.mesh, plan.precision, cluster.device.kind == "cpu"
-    habits = ENGINE if plan.engine == "deepspeed" and job.stack.name == "trimaran" else job.stack.memory
+    habits = _habits(job, plan)
+    kept = job.stack.memory if habits is HALVES and not plan.joins_projections else habits
     return Scene(
         job=job,
         plan=plan,
         habits=habits,
-        saved=_saved(habits, precision, compiled=plan.compile, sharded=plan.sharding != "none"),
+        saved=_saved(kept, precision, compiled=plan.compile, sharded=plan.sharding != "none"),
         cpu=cpu,
         offload="none" if cpu else plan.offload,
         width=WIDTH[precision],
@@ -47,8 +53,17 @@ def scene_of(job: Job, cluster: Cluster, plan: Plan) -> Scene:
         pp=mesh.pp,
         shards=mesh.shards,
         data=mesh.data,
-        autocasts=habits.weight == 4 and precision in ("bf16", "fp16"),
+        casts=2 if habits.weight == 4 and precision in ("bf16", "fp16") else 0,
     )
+
+
+def _habits(job: Job, plan: Plan) -> MemoryHabits:
+    """Return the stack's habits; ours are others with DeepSpeed underneath, and on a device of its own."""
+    if job.stack.name != "trimaran":
+        return job.stack.memory
+    if plan.engine == "deepspeed":
+        return ENGINE
+    return HALVES if splits_weights(job, plan) else job.stack.memory
 
 
 def _saved(habits: MemoryHabits, precision: str, *, compiled: bool, sharded: bool) -> Saved:

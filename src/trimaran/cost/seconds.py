@@ -5,8 +5,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from trimaran.core import Plan, Seconds
-from trimaran.cost.job import Job
-from trimaran.cost.offload import UPDATE_BYTES, host_update_seconds, offload_seconds
+from trimaran.cost.job import Job, splits_weights
+from trimaran.cost.offload import offload_seconds, update_seconds
 from trimaran.cost.pace import Pace, ask_of, paces_of
 from trimaran.cost.roofline import rates_of
 from trimaran.cost.states import owned
@@ -16,7 +16,7 @@ from trimaran.hardware import Cluster, Link
 # What computing gets longer because all wait for the slowest, for each doubling of the nodes (llm-foundry's 13B loses
 # 0.02 from 2 to 16), or of the ranks that share one machine's cores with all else that runs there.
 SLOWEST_SHARE = {"cuda": 0.005, "cpu": 0.15}
-UPDATE_SHARE = {"cuda": 0.72, "cpu": 1.0}  # of the memory's bandwidth: one H200; a core streams what is measured
+SUMMED_BYTES = 10  # of each parameter whose 16-bit gradient is added to a sum in fp32: read 2 and 4, write 4
 ALWAYS = ("forward", "backward", "comm", "optimizer")
 
 
@@ -38,17 +38,15 @@ def seconds_of(job: Job, cluster: Cluster, plan: Plan) -> StepTime:
     slowest, heaviest, everyone = paces_of(ask_of(job, rates, levels, plan))
     forward, backward = count * slowest.forward, count * slowest.backward
     if plan.sharding == "none":  # sharded sums are small
-        backward += (count - 1) * habits.passing.added * slowest.part.trained / rates.stream
+        added = SUMMED_BYTES if splits_weights(job, plan) else habits.passing.added
+        backward += (count - 1) * added * slowest.part.trained / rates.stream
     exposed = {key: count * seconds for key, seconds in slowest.waits.items()} | exposed_traffic(
         way_of(levels, plan, rates, habits), plan, heaviest
     )
     if jitters := math.log2(cluster.world_size if device.kind == "cpu" else cluster.num_nodes):
         exposed["waiting for the slowest rank"] = SLOWEST_SHARE[device.kind] * jitters * (forward + backward)
     updated = _updated(job, plan, heaviest)
-    moved = UPDATE_BYTES[job.state_bytes] * updated
-    update = moved / (device.memory_bandwidth * UPDATE_SHARE[device.kind])
-    if plan.offload == "parameters" and device.kind != "cpu":
-        update = host_update_seconds(moved, cluster)
+    update = update_seconds(job, cluster, plan, updated)
     terms = {
         "forward": forward,
         "backward": backward,

@@ -9,6 +9,7 @@ from trimaran.cost.part import Holding, Part
 from trimaran.cost.scene import Scene
 
 MASTER = 4  # bytes a parameter
+HALF = 2
 # Memory that a device may copy from comes in powers of two: a third more than asked for, on average.
 PINNED = 1.33
 
@@ -47,6 +48,8 @@ def owned(mesh: Mesh, holding: Holding, sharding: str) -> float:
 
 
 def _states(scene: Scene, part: Part, holding: Holding) -> States:
+    if scene.halves:
+        return _halves(scene, holding)
     habits, sharding = scene.habits, scene.job.sharding_of(holding.tower, scene.plan)
     accumulates = scene.plan.grad_accum > 1
     count, mine = holding.dense + holding.experts, owned(scene.plan.mesh, holding, sharding)
@@ -77,6 +80,29 @@ def _states(scene: Scene, part: Part, holding: Holding) -> States:
     twice = trained * adds * 4 * holding.root if sharding == "none" and not habits.whole else 0
     states = States(weights, masters, optimizer, summed + loose, early + loose, twice, gathered, working)
     return states._replace(passing=max(0, passing - loose), host=host)
+
+
+def _halves(scene: Scene, holding: Holding) -> States:
+    """Return the states of a tower on a device of its own, whose matrices are kept as two halves.
+
+    What is frozen stays whole, and so does an embedding that is the head as well. Over several micro-batches 16-bit
+    gradients are added to sums in fp32, one parameter at a time.
+    """
+    tower, count = holding.tower, holding.dense + holding.experts
+    if tower.frozen:
+        return States(weights=MASTER * count)
+    shared = holding.root if tower.tied else 0
+    split, sums = count - shared, scene.plan.grad_accum > 1
+    gradients = (MASTER if sums else HALF) * split + MASTER * shared
+    adds = MASTER * shared if shared else sums * HALF * holding.root / 2  # embedding and head are as large
+    return States(
+        weights=HALF * split + MASTER * shared,
+        masters=HALF * split,
+        optimizer=scene.job.state_bytes * count,
+        gradients=gradients,
+        early=gradients if sums else 0,
+        twice=adds,
+    )
 
 
 def _sums_whole(scene: Scene, sharding: str) -> bool:

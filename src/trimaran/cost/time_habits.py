@@ -24,6 +24,10 @@ class Traffic(NamedTuple):
 # fp32, and what inductor makes of them.
 EAGER = Traffic(96, 62, 14)
 COMPILED = Traffic(44, 6, 8)
+# Our decoder with its stream in 16 bits: kernels of whole steps on one H200, compiled; eager, half of what the fp32
+# stream moved.
+NARROW = Traffic(48, 62, 14)
+NARROW_COMPILED = Traffic(30, 6, 6)
 # By count: one kernel a norm (reads 2 and writes 2), a residual (4 and 2), the rotation (2 and 2), silu (2 and 2), a
 # product (4 and 2); copies of tokens are made (2 and 2), weighed (2 and 2) and added up (4) by one kernel each.
 FUSED = Traffic(20, 4, 10, 12)
@@ -69,7 +73,7 @@ class TimeHabits:
     `hidden_slices` is the share of tensor parallelism's talk that computing hides, `hides` the share of computing
     behind which the gradients of replicas travel, and all that is sharded. Above `crowded` of a device's memory the
     allocator looks for room again and again. What `sends_once` sends a token to each node with experts for it, which
-    hands it on.
+    hands it on. A GPU's `update` is torch's own, or one kernel a parameter that clips on its way.
     """
 
     attention: Literal["torch", "flash-1", "flash-2"] = "torch"
@@ -83,12 +87,15 @@ class TimeHabits:
     hides: tuple[float, float] = (1.0, 1.0)
     crowded: float = 0.94  # assumed: between those that were published
     sends_once: bool = False
+    update: Literal["torch", "kernel"] = "torch"
 
 
 _TITAN = TimeHabits()
 TIME_HABITS = {
     # Autocast reads fp32 weights and writes 16-bit ones. Nobody has run us on a full device yet: nanotron's warning.
-    "trimaran": replace(_TITAN, passing=Passing(cast=6), crowded=0.88),
+    "trimaran": replace(
+        _TITAN, eager=NARROW, compiled=NARROW_COMPILED, passing=Passing(cast=6), crowded=0.88, update="kernel"
+    ),
     "torchtitan": replace(_TITAN, attention="flash-2"),
     # Fused kernels; gradients are added up in fp32 as their product is written. Half of tensor parallelism's gathers
     # run beside a product (async_tensor_model_parallel_allreduce of its linear layers). Its dispatchers for mixtures

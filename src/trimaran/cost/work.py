@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
+from trimaran.cost.loss import SUM_BYTES, piece_rows
 from trimaran.cost.roofline import Rates, attention_seconds, product_seconds
 from trimaran.cost.time_habits import TimeHabits
 from trimaran.models import Layer, Opaque, Tower
@@ -13,6 +14,8 @@ BACKWARD_MOVES = 1.6  # times forward's bytes: whole steps on an H200, eager and
 IMBALANCE = 1.2  # how much more than its share the busiest rank of a mixture gets; 1 where all experts are on it
 # Casting a product's operands to fp8: a maximum is found (read 2), then the cast (read 2, write 1), in two layouts.
 CAST_BYTES = 6
+# Of a fused loss: our kernel reads a score twice and writes its gradient in its place, 16 bits each.
+SCORE_BYTES = 6
 
 
 class Cut(NamedTuple):
@@ -73,6 +76,29 @@ def head_passes(tower: Tower, cut: Cut, rates: Rates, habits: TimeHabits) -> Pas
     to_input = product_seconds(cut.positions, tower.hidden, columns, rates)
     to_weights = product_seconds(tower.hidden, columns, cut.positions, rates)
     return Passes(there + scores / 2, to_input + scores / 2, to_weights, 0.0, 0.0)
+
+
+def fused_passes(tower: Tower, cut: Cut, rates: Rates, *, chunked: bool) -> Passes:
+    """Return how long the head takes whose loss is fused with it: gradients follow scores at once, all or in pieces.
+
+    Each piece adds to the gradient of the head's weight, in fp32. Backward only scales what is there.
+    """
+    rates, outputs, hidden, rows = (
+        rates._replace(products=rates.head_products),
+        tower.outputs,
+        tower.hidden,
+        cut.positions,
+    )
+    each = piece_rows(rows, outputs, rates.width) if chunked else rows
+    pieces = -(-rows // each)
+    there = pieces * product_seconds(each, outputs, hidden, rates)
+    to_input = pieces * product_seconds(each, hidden, outputs, rates)
+    to_weights = pieces * product_seconds(hidden, outputs, each, rates)
+    scores = SCORE_BYTES * rows * outputs / rates.stream
+    if pieces > 1:
+        to_weights += 2 * SUM_BYTES * pieces * tower.head_parameters / rates.stream
+    scaled = 2 * rates.width * (tower.head_parameters + rows * hidden) / rates.stream
+    return Passes(there + scores + to_input, scaled, to_weights, 0.0, 0.0)
 
 
 def opaque_passes(block: Opaque, samples: int, rates: Rates) -> Passes:

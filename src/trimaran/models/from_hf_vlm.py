@@ -13,6 +13,7 @@ from trimaran.models.vlm import ProjectorSpec, VisionBlock, VisionEnds, VisionSp
 from trimaran.models.vlm_flaw import first_vlm_flaw
 
 OWN = "trimaran_vlm"
+FOREIGN = ("qwen2_vl", "qwen2_5_vl", "llava")  # what transformers has classes for
 ACTIVATIONS: dict[str, Literal["gelu", "quick-gelu", "silu"]] = {
     "gelu": "gelu",
     "quick_gelu": "quick-gelu",

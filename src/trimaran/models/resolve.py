@@ -8,7 +8,7 @@ from typing import Any
 from trimaran.core import DataSection, ModelSection, UserError, nearest
 from trimaran.models.flaw import first_flaw
 from trimaran.models.from_hf import spec_from_hf, unsupported
-from trimaran.models.from_hf_vlm import vlm_from_disk
+from trimaran.models.from_hf_vlm import FOREIGN, vlm_from_disk
 from trimaran.models.hf_vision import Images
 from trimaran.models.json_file import read_json
 from trimaran.models.outline import Outline, outline_of
@@ -38,21 +38,34 @@ def spec_of(section: ModelSection) -> Spec | None:
         return _reshaped(_preset(section.preset or DEFAULT_PRESET), section.shape)
     folder = model_folder(section.path)
     config = read_json(folder / "config.json", limit_bytes=MAX_CONFIG_BYTES)
+    if section.family == "hf" and config.get("model_type") in FOREIGN:
+        return _foreign_vlm(config, folder)
     if section.family == "hf" and unsupported(config):
         return None
     spec = spec_from_hf(config, where=str(folder / "config.json"))
     return _reshaped(replace(spec, name=folder.resolve().name), section.shape)
 
 
+def _foreign_vlm(config: Mapping[str, Any], folder: Path) -> VlmSpec | None:
+    """Return the shape of a Hugging Face model that sees; None where we cannot bring pictures to it.
+
+    It can be planned all the same, and who trains it is told why not.
+    """
+    try:
+        return replace(vlm_from_disk(config, where=str(folder / "config.json")), name=folder.resolve().name)
+    except UserError:
+        return None
+
+
 def outline_for(section: ModelSection, data: DataSection | None = None) -> Outline:
     """Return the outline of the network that `section` asks for, with the pictures that `data` has for each sample."""
     images = _images(data)
     spec = spec_of(section)
-    if isinstance(spec, VlmSpec):
+    if isinstance(spec, VlmSpec) and section.family == "vlm":
         outline = vlm_outline(spec, images)
     elif isinstance(spec, PerceptionSpec):
         outline = perception_outline(spec)
-    elif spec:
+    elif isinstance(spec, ModelSpec):
         outline = outline_of(spec)
     else:
         assert section.path is not None, "only a folder can hold a network that is not our decoder"
@@ -87,8 +100,8 @@ def outline_named(text: str) -> Outline:
 
 
 def refuse_freezing(section: ModelSection) -> None:
-    """Raise when towers of a Hugging Face model are to stay as they are: that can be planned, and not trained."""
-    if section.freeze and section.family == "hf":
+    """Raise when parts of a Hugging Face model are to stay as they are, and where they are is known on paper only."""
+    if section.freeze and section.family == "hf" and not isinstance(spec_of(section), VlmSpec):
         raise UserError("M014", f"training does not freeze {', '.join(section.freeze)} of a Hugging Face model",
                         where="model.freeze", fix="use family vlm for what it knows, remove model.freeze, or "
                         "use `trimaran plan`")  # fmt: skip

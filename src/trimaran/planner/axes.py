@@ -14,7 +14,7 @@ SEVERAL_STAGES = ("interleaved", "zero-bubble")
 def check_axes(plan: Plan, recipe: Recipe, spec: Spec | None) -> None:
     """Raise when a degree does not divide what it splits. Of a foreign model only the worker knows the shape."""
     if recipe.model.family == "hf":
-        check_foreign(plan)
+        check_foreign(plan, spec)
     check_pipeline(plan, recipe)
     if isinstance(spec, PerceptionSpec):
         check_scenes(plan)
@@ -41,13 +41,17 @@ def check_scenes(plan: Plan) -> None:
                             fix=f"set {axis} to 1, and use dp_shard, dp_replicate, pp or tp")  # fmt: skip
 
 
-def check_foreign(plan: Plan) -> None:
+def check_foreign(plan: Plan, spec: Spec | None) -> None:
     """Raise for the axes that cut a network's forward: a Hugging Face model's is not ours."""
-    for axis, what in (("pp", "is not cut into stages"), ("ep", "keeps its experts together")):
+    refused, sees = {"pp": "is not cut into stages", "ep": "keeps its experts together"}, isinstance(spec, VlmSpec)
+    fix = "use tp or dp_shard, or family decoder where the architecture is Llama's or Qwen's"
+    if sees:
+        refused |= {"tp": "that sees stays whole", "cp": "that sees takes whole sequences"}
+        fix = "use dp_shard or dp_replicate, or family vlm, which every axis cuts"
+    for axis, what in refused.items():
         if getattr(plan.mesh, axis) > 1:
             raise UserError("P013", f"a Hugging Face model {what}: its forward is not ours to cut",
-                            where=f"plan.mesh.{axis}", fix="use tp or dp_shard, or family decoder where the "
-                            "architecture is Llama's or Qwen's")  # fmt: skip
+                            where=f"plan.mesh.{axis}", fix=fix)  # fmt: skip
 
 
 def check_tensor(plan: Plan, spec: Spec, *, whole_vocabulary: bool = False) -> None:

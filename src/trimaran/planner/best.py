@@ -8,6 +8,7 @@ from itertools import count
 from typing import NamedTuple
 
 from trimaran.core import Plan, UserError
+from trimaran.planner.losses import PIECES
 from trimaran.planner.paper import check_question
 from trimaran.planner.scales import Scales
 from trimaran.planner.space import OFFLOADS, SHARDINGS, Cut, Grid, Level, Share, Space, Way
@@ -78,7 +79,8 @@ def plainness(found: Found) -> tuple[float, ...]:
     axes = axes_of(mesh_key_of(plan))
     again = {"none": 0, "selective": 1, "full": 3}.get(str(plan.recompute), 2)
     return (
-        axes, found.full, OFFLOADS.index(plan.offload), len(plan.towers), again, SHARDINGS.index(plan.sharding),
+        axes, found.full, OFFLOADS.index(plan.offload), len(plan.towers), again, plan.loss == PIECES,
+        SHARDINGS.index(plan.sharding),
         mesh.dp_replicate > 1 and mesh.dp_shard > 1, mesh.pp, plan.num_stages // mesh.pp, mesh.tp, mesh.cp, mesh.ep,
         mesh.dp_shard, plan.comm.context != "gather",
     )  # fmt: skip

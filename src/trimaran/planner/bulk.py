@@ -9,6 +9,7 @@ from trimaran.core import Plan, Prediction, UserError, show_bytes
 from trimaran.cost import Job, predict
 from trimaran.hardware import Cluster
 from trimaran.models import Layer
+from trimaran.planner.legal import check_loss
 from trimaran.planner.line import cluster_of, job_of, plan_of, tidy
 
 MAX_LINE_BYTES = 1 << 20
@@ -40,8 +41,9 @@ def predict_line(line: Mapping[str, Any]) -> dict[str, Any]:
     cluster = cluster_of(_section(line, "cluster"))
     plan, why = plan_of(_section(line, "plan"), cluster.world_size)
     plan, obstacle = _runnable(plan, job)
+    plan, headless = _with_a_loss(plan, job)
     found = predict(job, cluster, plan)
-    why = obstacle or why or ("" if found.fits else _too_big(found, cluster))
+    why = obstacle or headless or why or ("" if found.fits else _too_big(found, cluster))
     answer = {
         "id": line.get("id"),
         "fits": not why,
@@ -115,6 +117,19 @@ def _runnable(plan: Plan, job: Job) -> tuple[Plan, str]:
         return plan, ""
     pipeline = plan.pipeline.model_copy(update={"stages": cut})
     return plan.model_copy(update={"mesh": mesh.model_copy(update=degrees), "pipeline": pipeline}), why
+
+
+def _with_a_loss(plan: Plan, job: Job) -> tuple[Plan, str]:
+    """Return the plan and '', or the same with logits, and why our trainer's head cannot end in the loss it names.
+
+    Other stacks have a loss of their own, whatever the line says.
+    """
+    try:
+        if job.stack.name == "trimaran":
+            check_loss(plan, None)
+    except UserError as error:
+        return plan.model_copy(update={"loss": "logits"}), error.what
+    return plan, ""
 
 
 def _too_big(found: Prediction, cluster: Cluster) -> str:

@@ -5,6 +5,7 @@ from trimaran.core.deepspeed import check_deepspeed
 from trimaran.core.extras import FP8_MULTIPLE, FP8_SMALLEST
 from trimaran.hardware import Cluster
 from trimaran.models import ModelSpec, module_names, refuse_unmatched
+from trimaran.models.perception import PerceptionSpec
 from trimaran.models.stages import Spec
 from trimaran.planner.axes import check_axes, fills, language_of
 from trimaran.planner.numbers import divisors, either
@@ -29,7 +30,8 @@ def check_plan(plan: Plan, recipe: Recipe, spec: Spec | None, cluster: Cluster) 
         refuse_unmatched(recipe.train.precision, module_names(spec))
     check_memory(plan, spec)
     check_compiled(plan, cluster)
-    check_towers(plan, recipe)
+    check_loss(plan, spec)
+    check_towers(plan, recipe, spec)
     check_axes(plan, recipe, spec)
 
 
@@ -141,6 +143,22 @@ def check_compiled(plan: Plan, cluster: Cluster) -> None:
         raise UserError("P020", f"torch cannot compile blocks for a CPU that tp splits and recompute {plan.recompute} "
                         "computes again", where="plan.compile",
                         fix="set compile to false, or recompute to selective or none")  # fmt: skip
+
+
+def check_loss(plan: Plan, spec: Spec | None) -> None:
+    """Raise where the head cannot end in the loss: it must be whole on this rank, and our own to call."""
+    if plan.loss == "logits":
+        return
+    reasons = {
+        "tp splits the vocabulary, and each rank would judge by its part": plan.mesh.tp > 1,
+        "the schedule of a pipeline asks its last stage for logits": plan.mesh.pp > 1,
+        "DeepSpeed's engine is given logits": plan.engine == "deepspeed",
+        "a perception model answers with no tokens": isinstance(spec, PerceptionSpec),
+    }
+    for why, holds in reasons.items():
+        if holds:
+            raise UserError("P056", f"the head cannot end in a {plan.loss} loss: {why}", where="plan.loss",
+                            fix="set plan.loss to logits, or leave it out")  # fmt: skip
 
 
 def check_batch(plan: Plan, global_batch: int) -> None:

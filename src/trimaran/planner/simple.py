@@ -8,6 +8,7 @@ from trimaran.core import Mesh, Plan, UserError
 from trimaran.models import split_outline
 from trimaran.planner.axes import fills
 from trimaran.planner.legal import check_mesh
+from trimaran.planner.losses import losses_of
 from trimaran.planner.numbers import divisors, multiples_around
 from trimaran.planner.paper import check_question
 from trimaran.planner.question import Question
@@ -38,6 +39,7 @@ def simple_ways(question: Question) -> Iterator[Plan]:
         for mesh in meshes(question):
             for sharding in shardings(pins, mesh):
                 fill = {"mesh": mesh, "sharding": sharding, "recompute": recompute}
+                fill["loss"] = losses_of(question).on(mesh.tp, mesh.pp)
                 fill |= fillings(question, mesh, sharding)
                 split = pins.model_copy(update={field: value for field, value in fill.items() if field not in kept})
                 check_mesh(split, question.cluster)

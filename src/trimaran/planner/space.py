@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 from trimaran.core import Comm, Mesh, Pipeline, Plan, UserError
 from trimaran.core.plan import TowerPlan
-from trimaran.models import Tower, VlmSpec, split_outline
+from trimaran.models import ModelSpec, Tower, VlmSpec, split_outline
 from trimaran.models.perception import PerceptionSpec
 from trimaran.models.stages import Spec
 from trimaran.planner.axes import check_axes, takes_micro_batches
+from trimaran.planner.losses import PIECES, losses_of
 from trimaran.planner.numbers import divisors
 from trimaran.planner.paper import split_sizes
 from trimaran.planner.question import Question
@@ -21,7 +22,8 @@ MAX_MICRO_BATCH = {"cuda": 64, "cpu": 16}
 MAX_MICRO_BATCH_TOKENS = 32_768
 MIN_POSITIONS = 128  # of a sequence on one rank: fewer do not fill one tile of a matrix product
 MOST_STAGES_A_RANK = 8
-EVERY = (8, 4, 2)  # which layers may be computed again
+EVERY, FINELY = (8, 4, 2), (8, 6, 4, 3, 2)  # which layers may be computed again
+FEW_DEVICES = 8  # on which there is little else to choose
 SHARDINGS = ("none", "optimizer", "gradients", "parameters")
 OFFLOADS = ("none", "activations", "optimizer", "parameters")
 
@@ -56,10 +58,11 @@ class Share(NamedTuple):
 
 
 class Level(NamedTuple):
-    """What is computed again in backward; `towers` are those that do it differently."""
+    """What is not kept: computed again in backward, where `towers` may do it differently, and how the loss is made."""
 
     recompute: str | int
     towers: tuple[tuple[str, str | int], ...] = ()
+    loss: str = ""  # the usual one
 
 
 class Way(NamedTuple):
@@ -74,7 +77,7 @@ class Space:
     """All plans that a question leaves open."""
 
     def __init__(self, question: Question) -> None:
-        self.question, self.pins = question, question.pins
+        self.question, self.pins, self.losses = question, question.pins, losses_of(question)
         self._shares: dict[tuple[int, int], list[Share]] = {}
 
     def pinned(self, field: str) -> bool:
@@ -139,6 +142,13 @@ class Space:
         return not alone or offload == "parameters" or self.pins.engine == "deepspeed"
 
     def levels(self, cut: Cut) -> tuple[Level, ...]:
+        """Return what need not be kept. Where logits are large they may also be made in pieces."""
+        grid, levels = cut.grid, self._recomputes(cut)
+        if not self.losses.come_in_pieces(grid.micro_batch, tp=grid.tp, pp=cut.pp, cp=grid.cp):
+            return levels
+        return (*levels, *(level._replace(loss=PIECES) for level in levels))
+
+    def _recomputes(self, cut: Cut) -> tuple[Level, ...]:
         """Return what may be computed again. A backward that is cut in two can do nothing twice."""
         if self.pinned("recompute") or self.pins.towers:
             return (Level(self.pins.recompute),)
@@ -148,8 +158,9 @@ class Space:
         if self.pins.compile and cut.grid.tp > 1 and self.question.cluster.device.kind == "cpu":
             return Level("none"), Level("selective")  # torch cannot compile the others there
         layers = self.question.outline.layers
-        every = [Level(each) for each in EVERY if each <= layers]
-        return (Level("none"), Level("selective"), *every, *self._tower_levels(), Level("full"))
+        every = FINELY if self.question.cluster.world_size <= FEW_DEVICES else EVERY
+        some = [Level(each) for each in every if each <= layers]
+        return (Level("none"), Level("selective"), *some, *self._tower_levels(), Level("full"))
 
     def offloads(self) -> tuple[str, ...]:
         """Return what may live on the host: nothing on a CPU, where the host is all there is."""
@@ -171,6 +182,7 @@ class Space:
             "recompute": level.recompute,
             "offload": offload,
             "compile": self._compiled(cut),
+            "loss": self.losses.on(grid.tp, cut.pp, level.loss),
             "comm": comm_of(pins.comm, grid.context),
             "engine": pins.engine,
             "towers": pins.towers or towers_of(share.towers, level.towers),
@@ -201,8 +213,10 @@ class Space:
         question, comm = self.question, self.pins.comm
         if self.pins.engine == "deepspeed" or comm.compression != "none" or comm.local_steps > 1:
             return False
+        if axis in ("tp", "pp") and self.losses.pins_fusion:
+            return False
         if question.trains and question.recipe.model.family == "hf":
-            return axis in ("tp", "cp") and question.spec is not None
+            return axis in ("tp", "cp") and isinstance(question.spec, ModelSpec)
         return True
 
     def _reach(self) -> int:

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from trimaran.core import Plan, Recipe, UserError, nearest
 from trimaran.core.plan import TowerPlan
+from trimaran.models import Spec, VlmSpec
 from trimaran.planner.numbers import either
 
 # What ends in the loss, and so has the stream that tensor parallelism splits along the sequence.
@@ -18,10 +19,10 @@ def refuse_unknown(names: Iterable[str], towers: list[str], *, of: str, code: st
                             fix=f"its towers are {', '.join(towers)}")  # fmt: skip
 
 
-def check_towers(plan: Plan, recipe: Recipe) -> None:
+def check_towers(plan: Plan, recipe: Recipe, spec: Spec | None) -> None:
     """Raise for what a tower cannot do by itself."""
     for name, own in plan.towers.items():
-        if recipe.model.family == "hf" and own != TowerPlan():
+        if recipe.model.family == "hf" and not isinstance(spec, VlmSpec) and own != TowerPlan():
             raise UserError("P023", "the trainer does the same in every tower of a Hugging Face model",
                             where=f"plan.towers.{name}",
                             fix="set plan.sharding and plan.recompute for the whole network")  # fmt: skip

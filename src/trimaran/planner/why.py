@@ -8,6 +8,7 @@ from trimaran.cost import predict
 from trimaran.cost.step import HOST_SHARE
 from trimaran.hardware import Cluster
 from trimaran.planner.best import ALIKE, FULL
+from trimaran.planner.losses import PIECES, WHOLE
 from trimaran.planner.paper import check_question
 from trimaran.planner.question import Miss, Question
 
@@ -44,6 +45,8 @@ def variations(best: Plan) -> Iterator[Plan]:
         changes.append({"sharding": "none", "mesh": mesh})
     if best.offload != "none":
         changes.append({"offload": "none"})
+    if best.loss != "logits":
+        changes.append({"loss": WHOLE if best.loss == PIECES else "logits"})
     yield from (best.model_copy(update=change) for change in changes)
 
 
@@ -132,6 +135,8 @@ def _talk(mine: Prediction, its: Prediction) -> str:
 def _computing(best: Plan, plan: Plan, longer: float) -> str:
     if (plan.recompute, plan.towers) != (best.recompute, best.towers):
         return f"recompute costs {show_seconds(longer)} more"
+    if plan.loss != best.loss:
+        return f"loss {plan.loss} costs {show_seconds(longer)} more"
     return f"smaller products compute {show_seconds(longer)} longer"
 
 

@@ -1,0 +1,101 @@
+"""The planner says how the head meets the loss: fused, in pieces where memory is short, or as was pinned."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.unit.test_planner_search import ask
+from trimaran.core import GIB, Bytes, Plan, Recipe
+from trimaran.cost import find_stack, predict
+from trimaran.hardware import Cluster, parse_cluster
+from trimaran.models import PRESETS, ModelSpec
+from trimaran.planner.bulk import predict_line
+from trimaran.planner.choose import choose
+from trimaran.planner.search import search
+
+EIGHT_B = PRESETS["llama-3.1-8b"]
+
+
+def plan_for(spec: ModelSpec, text: str, *, batch: int, seq_len: int = 4096, **pins: Any) -> Plan:
+    wish = {"data": {"seq_len": seq_len}, "train": {"global_batch": batch}}
+    recipe = Recipe.model_validate(wish | ({"plan": pins} if pins else {}))
+    return choose(recipe, spec, parse_cluster(text))
+
+
+def test_a_whole_language_model_fuses_its_loss_and_one_that_is_cut_keeps_its_logits() -> None:
+    one_b = PRESETS["llama-3.2-1b"]
+    assert plan_for(one_b, "H200", batch=4).loss == "fused"
+    assert plan_for(PRESETS["tiny"], "2xcpu", batch=4, seq_len=64).loss == "fused"
+    assert plan_for(one_b, "8xH100", batch=64).loss == "fused"
+    for mesh in ({"tp": 2}, {"pp": 2}):
+        assert plan_for(one_b, "2xH100", batch=8, mesh=mesh).loss == "logits"
+    assert plan_for(one_b, "H200", batch=4, sharding="optimizer", engine="deepspeed").loss == "logits"
+
+
+@pytest.mark.parametrize("loss", ["logits", "fused", "chunked"])
+def test_a_pinned_loss_stays_and_cuts_nothing_that_it_cannot_have(loss: str) -> None:
+    plan = plan_for(PRESETS["llama-3-70b"], "8x8xH100", batch=64, loss=loss)
+    assert plan.loss == loss
+    assert loss == "logits" or plan.mesh.tp == plan.mesh.pp == 1
+
+
+def test_other_systems_keep_their_logits() -> None:
+    question = replace(ask(EIGHT_B, "8xH100", batch=64, seq_len=4096), trains=False, stack=find_stack("megatron"))
+    assert {plan.loss for plan in search(question).ranked} == {"logits"}
+
+
+def test_pieces_are_taken_where_whole_logits_would_fill_the_device() -> None:
+    pins = {"micro_batch": 4, "offload": "none", "recompute": "none"}
+    question = ask(PRESETS["llama-3.2-3b"], "H200", batch=4, seq_len=4096, plan=pins)
+    job, plan = question.job, plan_for(PRESETS["llama-3.2-3b"], "H200", batch=4, **pins)
+    whole, pieces = (
+        predict(job, question.cluster, plan.model_copy(update={"loss": each})).device_bytes
+        for each in ("fused", "chunked")
+    )
+    assert whole > pieces + GIB
+
+    def best(most: float) -> Plan:
+        device = replace(question.cluster.device, memory_bytes=Bytes(int(most)))
+        return search(replace(question, cluster=Cluster(device=device))).ranked[0]
+
+    assert best(whole / 0.85).loss == "fused"
+    assert best(whole / 0.99).loss == "chunked"  # where a step would wait for the allocator
+    assert best(pieces / 0.99).loss == "chunked"  # where nothing else fits
+
+
+def test_8b_trains_on_one_h200_with_nothing_on_the_host() -> None:
+    for batch in (1, 2, 4, 8):
+        plan = plan_for(EIGHT_B, "H200", batch=batch)
+        assert plan.prediction is not None
+        assert (plan.offload, plan.mesh.world_size) == ("none", 1)
+        assert plan.prediction.device_bytes < 0.9 * 150.1e9, "room for what was not foreseen"
+        # Weights in halves, moments and gradients: 14 bytes; no more micro-batches than must be, which add 2 more.
+        held = sum(plan.prediction.memory[term] for term in ("weights", "masters", "optimizer"))
+        assert held == 12 * EIGHT_B.num_parameters
+    assert plan_for(EIGHT_B, "H200", batch=1).recompute == "none"
+
+
+def test_an_answer_names_the_loss_and_what_another_would_cost() -> None:
+    answer = search(ask(PRESETS["llama-3.2-1b"], "H200", batch=4, seq_len=4096))
+    assert "loss fused" in str(answer.ranked[0])
+    (miss,) = (each for each in answer.misses if each.plan.loss == "logits" and each.plan.mesh == answer.ranked[0].mesh)
+    assert "loss logits" in miss.why
+
+
+def test_a_line_of_predict_may_name_the_loss_and_means_logits_without_it() -> None:
+    model = {"layers": 16, "hidden": 2048, "heads": 32, "kv_heads": 8, "ffn": 8192, "vocab": 128_256, "seq_len": 4096}
+    line = {"model": model, "cluster": {"gpu": "H200", "gpus": 1}}
+    told = [predict_line(line | {"plan": {"micro_batch": 4} | loss})["peak_bytes"]
+            for loss in ({}, {"loss": "logits"}, {"loss": "fused"}, {"loss": "chunked"})]  # fmt: skip
+    assert told[0] == told[1] > told[2] > told[3]
+
+
+def test_a_line_of_predict_whose_head_cannot_end_in_the_loss_is_answered_with_logits_and_why() -> None:
+    model = {"layers": 16, "hidden": 2048, "heads": 32, "kv_heads": 8, "ffn": 8192, "vocab": 128_256, "seq_len": 4096}
+    line = {"model": model, "cluster": {"gpu": "H200", "gpus": 2}}
+    cut = {"mesh": {"tp": 2}, "micro_batch": 4}
+    wished, plain = (predict_line(line | {"plan": cut | loss}) for loss in ({"loss": "fused"}, {}))
+    assert "tp splits the vocabulary" in wished["why"]
+    assert (wished["fits"], wished["peak_bytes"]) == (False, plain["peak_bytes"])
+    assert predict_line(line | {"plan": cut | {"loss": "fused"}, "stack": "torchtitan"})["fits"]

@@ -1,13 +1,15 @@
 """Hugging Face models on a GPU: filled in place, and attending through our context."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.hf_models import CONFIGS, SMALL, save_model
-from trimaran.nets import Context
 from trimaran.nets.hf import HfNetwork, hf_network
 from trimaran.nets.hf_build import open_hf_model
 
@@ -53,13 +55,51 @@ def test_filling_takes_no_more_of_the_gpu_than_the_weights(saved: bool, tmp_path
     assert num_bytes <= torch.cuda.max_memory_allocated() - before <= 1.1 * num_bytes
 
 
-@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["causal", "documents"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
-def test_our_attention_is_theirs_on_a_gpu(name: str, documents: torch.Tensor | None, tmp_path: Path) -> None:
-    network = opened(save_model(name, tmp_path))
-    documents = None if documents is None else documents.cuda()
+def test_our_attention_is_theirs_on_a_gpu(name: str, tmp_path: Path) -> None:
+    theirs = AutoModelForCausalLM.from_pretrained(save_model(name, tmp_path), dtype=torch.float32).cuda()
+    network = opened(tmp_path)
+    packed = {"documents": DOCUMENTS.cuda(), "host_documents": DOCUMENTS}
     with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
-        before = network.forward({"tokens": TOKENS.cuda(), "documents": documents})[0]
-        network.use_context(Context())
-        after = network.forward({"tokens": TOKENS.cuda(), "documents": documents})[0]
-    torch.testing.assert_close(after.float(), before.float(), atol=2e-2, rtol=2e-2)
+        halves = [theirs(each).logits.float() for each in TOKENS.cuda().split(12, dim=1)]
+        for more, wanted in (({}, theirs(TOKENS.cuda()).logits.float()), (packed, torch.cat(halves, dim=1))):
+            found = network.forward({"tokens": TOKENS.cuda()} | more)[0].float()
+            torch.testing.assert_close(found, wanted, atol=2e-2, rtol=2e-2)
+
+
+class Shapes(TorchDispatchMode):
+    """Remembers the shape of everything that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        tree_map_only(torch.Tensor, lambda each: self.seen.add(tuple(each.shape)), out)
+        return out
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "documents"])
+def test_no_mask_is_made_and_the_host_never_waits(packed: bool, tmp_path: Path) -> None:
+    CONFIGS["llama"].save_pretrained(tmp_path)
+    network, length = opened(tmp_path), 56
+    documents = (torch.arange(length) >= 20).int().expand(2, -1).contiguous()
+    inputs = {"tokens": torch.arange(2 * length, device="cuda").view(2, -1) % 96}
+    inputs |= {"documents": documents.cuda(), "host_documents": documents} if packed else {}
+
+    def step() -> None:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            logits, _ = network.forward(inputs)
+        logits.float().logsumexp(-1).sum().backward()
+
+    step()  # libraries that are loaded at the first use may wait
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with Shapes() as shapes:
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert not [each for each in shapes.seen if each[-2:] == (length, length)]
+    assert [each for each in shapes.seen if length in each]

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from trimaran.models import ModelSpec, Rope
 from trimaran.nets.context import Context, Sight
-
-Rotation = tuple[Tensor, Tensor]
+from trimaran.nets.joint import Rotation, project, turned_heads
 
 
 class RMSNorm(nn.RMSNorm):
@@ -18,7 +17,8 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.weight is not None
-        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+        # On CUDA autocast makes it fp32, result and all.
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -34,17 +34,31 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(width, spec.hidden, bias=False)
         self.q_norm = RMSNorm(spec.head_dim, eps=block.norm_eps) if block.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(spec.head_dim, eps=block.norm_eps) if block.qk_norm else nn.Identity()
-        self.context = Context()
+        self.context, self.joint = Context(), False
+
+    @property
+    def projections(self) -> tuple[nn.Linear, ...]:
+        """What may be one product. It is, where `joint` says that the weights lie as `nets.joint` wants them."""
+        plain = isinstance(self.q_norm, nn.Identity)
+        return (self.q_proj, self.k_proj, self.v_proj) if plain else ()
 
     def forward(self, x: Tensor, rotation: Rotation, sight: Sight) -> Tensor:
         """Return what each position of `x` [B, T, hidden] gathers."""
+        query, key, value = self._joint_heads(x, rotation) if self.joint else self._heads(x, rotation)
+        out = self.context.attend(query, key, value, sight)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def _joint_heads(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        heads, kv_heads = (each.out_features // self.head_dim for each in (self.q_proj, self.k_proj))
+        return turned_heads(project(x, self.projections), rotation, (heads, kv_heads))
+
+    def _heads(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         heads = (*x.shape[:-1], -1, self.head_dim)
         query = self.q_norm(self.q_proj(x).view(heads)).transpose(1, 2)
         key = self.k_norm(self.k_proj(x).view(heads)).transpose(1, 2)
         value = self.v_proj(x).view(heads).transpose(1, 2)
         query, key = (rotate(each, rotation).to(value.dtype) for each in (query, key))
-        out = self.context.attend(query, key, value, sight)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+        return query, key, value
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:

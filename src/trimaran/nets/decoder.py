@@ -7,9 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from trimaran.models import ModelSpec
+from trimaran.nets.arithmetic import own_dtype
 from trimaran.nets.attention import Attention, RMSNorm, Rotation, rotation_at
 from trimaran.nets.context import Context, Sight, document_positions
-from trimaran.nets.mixture import FeedForward, Mixture
+from trimaran.nets.joint import normed
+from trimaran.nets.mixture import FeedForward, Mixture, as_autocast
 
 
 class Layer(nn.Module):
@@ -22,15 +24,23 @@ class Layer(nn.Module):
         self.self_attn = Attention(spec)
         self.post_attention_layernorm = RMSNorm(spec.hidden, eps=spec.block.norm_eps)
         self.mlp = Mixture(experts, spec.hidden) if experts else FeedForward(spec.hidden, spec.ffn)
+        self.joint = False
 
     def forward(self, x: Tensor, rotation: Rotation, sight: Sight) -> tuple[Tensor, Tensor]:
-        """Return the stream after this layer and the layer's balance loss, which is zero without experts."""
-        x = x + self.self_attn(self.input_layernorm(x), rotation, sight)
-        inner = self.post_attention_layernorm(x)
+        """Return the stream after this layer and the layer's balance loss, which is zero without experts.
+
+        The stream keeps its dtype, whatever arithmetic a module inside may have of its own.
+        """
+        x, inner = self._normed(x, self.input_layernorm)
+        x = x + self.self_attn(inner, rotation, sight).to(x.dtype)
+        x, inner = self._normed(x, self.post_attention_layernorm)
         if isinstance(self.mlp, Mixture):
             out, balance = self.mlp(inner)
-            return x + out, balance
-        return x + self.mlp(inner), torch.zeros((), device=x.device)
+            return x + out.to(x.dtype), balance
+        return x + self.mlp(inner).to(x.dtype), torch.zeros((), device=x.device)
+
+    def _normed(self, x: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        return normed(x, norm) if self.joint else (x, norm(x))
 
 
 class Decoder(nn.Module):
@@ -105,7 +115,9 @@ class Decoder(nn.Module):
 
     def _embed(self, tokens: Tensor) -> Tensor:
         assert self.embed_tokens is not None, "a later stage is given its stream"
-        return self.embed_tokens(self.context.mine(tokens))
+        stream = self.embed_tokens(self.context.mine(tokens))
+        # From here on it has the dtype of the products, on every plan: there is nothing that memory moves more often.
+        return stream if own_dtype(self.embed_tokens) == torch.float32 else as_autocast(stream)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # Moving off the meta device makes new parameters, one for each name.

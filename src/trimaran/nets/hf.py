@@ -1,5 +1,6 @@
-"""Any local causal language model that transformers knows. An extra, so only the hf family imports this."""
+"""Any local language model that transformers knows. An extra, so only the hf family imports this."""
 
+import logging
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,17 +12,21 @@ from torch import Tensor, nn
 
 from trimaran.core import UserError
 from trimaran.models import Spec, model_folder, weight_files
+from trimaran.models.from_hf_vlm import FOREIGN
 from trimaran.nets.context import Context, document_positions
-from trimaran.nets.hf_attention import context_of, give_context, has_windows
+from trimaran.nets.hf_attention import SIGHT, context_of, give_attention, give_context, has_windows, is_sighted
+from trimaran.nets.hf_probe import probe
+from trimaran.nets.hf_stream import cast_stream
 from trimaran.nets.hf_tensor_plan import hf_tensor_plan
 from trimaran.nets.hf_weights import whole
 from trimaran.nets.network import Network
+from trimaran.nets.segments import run_lengths
 
 try:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils.logging import disable_progress_bar
 except ImportError:
-    AutoConfig = AutoModelForCausalLM = disable_progress_bar = None
+    AutoConfig = AutoModelForCausalLM = AutoModelForImageTextToText = disable_progress_bar = None
 try:
     from transformers.core_model_loading import revert_weight_conversion
 except ImportError:  # transformers before 5 keeps weights in memory as they are on disk
@@ -29,15 +34,23 @@ except ImportError:  # transformers before 5 keeps weights in memory as they are
 
 SETTINGS: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "sdpa"}
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class HfNetwork(Network):
     """A Hugging Face causal language model. It has no balance loss: transformers sums its own over the whole batch.
 
-    `architecture` is the class that the model was loaded as; a plan changes the class that Python sees.
+    `architecture` is the class that the model was loaded as; a plan changes the class that Python sees. `ending` is the
+    module whose output the logits are, as it returned it; None where the model does something with it afterwards.
     """
 
     architecture: str
+    ending: nn.Module | None
+
+    @property
+    def head(self) -> nn.Module | None:
+        return self.ending
 
     @property
     def vocabulary(self) -> int:
@@ -59,19 +72,34 @@ class HfNetwork(Network):
         return hf_tensor_plan(self.module, degree)
 
     def forward(self, inputs: Mapping[str, Tensor], *stream: Tensor) -> tuple[Tensor, Tensor]:
-        tokens, documents = inputs["tokens"], inputs.get("documents")
-        given = context_of(self.module)
-        where: dict[str, Tensor] = {}
-        if documents is not None:
-            where = {"position_ids": self.context.mine(document_positions(documents))}
-            # Positions that start anew tell transformers the documents as well, and it knows the windows of each layer.
-            # Where there are none we say it ourselves: it would wait for the device to see whether there are any.
-            if not has_windows(self.module):
-                where["attention_mask"] = self.context.mask(documents)
-        elif given is not None:
-            where = {"position_ids": given.mine(torch.arange(tokens.shape[1], device=tokens.device)[None])}
+        tokens = inputs["tokens"]
+        where = self._where(inputs)
         logits = self.module(input_ids=self.context.mine(tokens), use_cache=False, **where).logits
         return logits, torch.zeros((), device=logits.device)
+
+    @property
+    def fringe(self) -> tuple[nn.Module, ...]:
+        """The norms around the blocks, where they are not torch's own, which are one kernel anyway."""
+        inside = {part for block in self.blocks for part in block.modules()}
+        around = (part for part in self.module.modules() if part not in inside and "Norm" in type(part).__name__)
+        return tuple(part for part in around if not type(part).__module__.startswith("torch."))
+
+    def _where(self, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return what tells the model where each token stands, and which others it may see."""
+        tokens, documents, given = inputs["tokens"], inputs.get("documents"), context_of(self.module)
+        if documents is None:
+            if given is None:
+                return {}
+            return {"position_ids": given.mine(torch.arange(tokens.shape[1], device=tokens.device)[None])}
+        where: dict[str, Any] = {"position_ids": self.context.mine(document_positions(documents))}
+        if is_sighted(self.module):
+            host = inputs.get("host_documents")
+            where[SIGHT] = self.context.sight(documents, None if host is None else run_lengths(host))
+        # Positions that start anew tell transformers the documents as well, and it knows the windows of each layer.
+        # Where there are none we say it ourselves: it would wait for the device to see whether there are any.
+        elif not has_windows(self.module):
+            where["attention_mask"] = self.context.mask(documents)
+        return where
 
     def disk_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights a block at a time: transformers may fuse those of one block in memory."""
@@ -94,8 +122,18 @@ class HfNetwork(Network):
 
 
 def hf_network(module: nn.Module, spec: Spec | None) -> HfNetwork:
-    """Return a Hugging Face model with the blocks that its authors say must not be split."""
-    return HfNetwork(module, blocks_of(module), spec, type(module).__name__)
+    """Return a Hugging Face model with the blocks that its authors say must not be split, made ready to be fast.
+
+    It gets our attention where its own is the plain one; the log tells where it is not. Nothing may be split yet.
+    """
+    found, architecture = probe(module), type(module).__name__
+    if found.unlike:
+        log.info("%s keeps its own attention: it %s", architecture, found.unlike)
+    else:
+        give_attention(module)
+    cast_stream(module)
+    head = module.get_output_embeddings() if found.ends_in_head else None  # pyrefly: ignore[not-callable]
+    return HfNetwork(module, blocks_of(module), spec, architecture, head)
 
 
 def blocks_of(module: nn.Module) -> tuple[nn.Module, ...]:
@@ -119,10 +157,14 @@ def hf_config(path: Path, *, trust_remote_code: bool) -> Any:
 
 def hf_model(config: Any, *, trust_remote_code: bool) -> Any:
     """Return the model of a config with fp32 weights, random where they have memory."""
-    assert AutoModelForCausalLM is not None, "there is no config without transformers"
-    model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **SETTINGS)
+    model = _loader(config).from_config(config, trust_remote_code=trust_remote_code, **SETTINGS)
     model.config.use_cache = False
     return model
+
+
+def _loader(config: Any) -> Any:
+    """Return the class of transformers that makes a model of the config."""
+    return AutoModelForImageTextToText if config.model_type in FOREIGN else AutoModelForCausalLM
 
 
 def load_hf_model(path: Path, *, trust_remote_code: bool, seed: int) -> nn.Module:
@@ -136,9 +178,8 @@ def load_hf_model(path: Path, *, trust_remote_code: bool, seed: int) -> nn.Modul
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
     try:
         if has_weights:
-            assert AutoModelForCausalLM is not None, "there is no config without transformers"
             options |= {"config": config, "use_safetensors": True, "output_loading_info": True}
-            model, report = AutoModelForCausalLM.from_pretrained(folder, **options, **SETTINGS)
+            model, report = _loader(config).from_pretrained(folder, **options, **SETTINGS)
             missing = sorted(report["missing_keys"])
         else:
             torch.manual_seed(seed)

@@ -1,5 +1,6 @@
-"""A part of each sequence in a Hugging Face model: its attention asks our context instead of looking around itself."""
+"""Our attention in a Hugging Face model: it asks a context which positions are here, and documents need no mask."""
 
+from collections.abc import Mapping
 from inspect import signature
 from typing import Any
 
@@ -7,6 +8,7 @@ from torch import Tensor, nn
 
 from trimaran.core import UserError
 from trimaran.nets.context import Context
+from trimaran.nets.segments import Segments, attention, segment_attention
 
 try:
     from transformers import AttentionInterface
@@ -14,8 +16,11 @@ except ImportError:
     AttentionInterface = None
 
 NAME = "trimaran"
+PACKED = "trimaran_flash"  # transformers asks a kernel of this name for all pictures at once, not for each by itself
 STRANGE = ("dropout", "sliding_window", "softcap", "s_aux", "position_bias")  # what our attention cannot do
 CONTEXT = "trimaran_context"  # the attribute of every module that may attend
+SIGHT = "trimaran_sight"  # the argument that says who may look at whom, from the model's call down to its attention
+SIGHTED = "trimaran_sighted"  # the attribute of a model that passes this argument on
 
 
 def give_context(module: Any, context: Context) -> None:
@@ -23,7 +28,7 @@ def give_context(module: Any, context: Context) -> None:
 
     Call it before the module's class changes: transformers looks at the source of that class.
     """
-    if why := _unlike_ours(module):
+    if why := unlike_ours(module):
         raise _unshared(module, why)
     assert AttentionInterface is not None, "there is no model without transformers"
     AttentionInterface.register(NAME, _attend)
@@ -37,6 +42,24 @@ def give_context(module: Any, context: Context) -> None:
 def context_of(module: nn.Module) -> Context | None:
     """Return what `give_context` gave, if anything."""
     return getattr(module, CONTEXT, None)
+
+
+def give_attention(module: Any) -> None:
+    """Give our attention to a model that passes SIGHT on to it. Then no mask is made, of documents neither."""
+    give_context(module, Context())
+    setattr(module, SIGHTED, True)
+
+
+def pack_pictures(vision: Any) -> None:
+    """Let a tower of a model that has our attention tell it where each picture ends: `Segments` as `cu_seqlens`."""
+    assert AttentionInterface is not None, "there is no model without transformers"
+    AttentionInterface.register(PACKED, _attend)
+    vision.config._attn_implementation = PACKED  # its setter would look for a package that has such a kernel
+
+
+def is_sighted(module: nn.Module) -> bool:
+    """Return whether the model takes the argument SIGHT in place of a mask."""
+    return getattr(module, SIGHTED, False)
 
 
 def has_windows(module: Any) -> bool:
@@ -58,16 +81,33 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """Return what each query gathers, [B, T, heads, head_dim], as transformers expects it of an attention function."""
     # What a config does not tell, the call does.
-    if strange := [name for name in STRANGE if isinstance(options.get(name), Tensor) or options.get(name)]:
-        raise _unshared(module, f"attends with {strange[0]}")
-    context = context_of(module)
-    assert context is not None, "this attention is chosen by give_context, which gives a context"
+    if strange := strange_option(options):
+        raise _unshared(module, f"attends with {strange}")
+    context = context_of(module) or Context()  # another model of the same configuration was given none
     query, key = query.to(value.dtype), key.to(value.dtype)  # their rotation may have made them wider than they were
-    out = context.attend(query, key, value, attention_mask, scale=options.get("scaling"))
+    sight, scale = options.get(SIGHT), options.get("scaling")
+    if isinstance(pictures := options.get("cu_seq_lens_q"), Segments):
+        out = segment_attention(query, key, value, pictures, causal=False, scale=scale)
+    elif looks_ahead(module, options):
+        out = attention(query, key, value, attention_mask, causal=False, scale=scale)
+    else:
+        out = context.attend(query, key, value, attention_mask if sight is None else sight, scale=scale)
     return out.transpose(1, 2).contiguous(), None
 
 
-def _unlike_ours(module: Any) -> str:
+def strange_option(options: Mapping[str, Any]) -> str:
+    """Return what in the options of a call our attention cannot do, or nothing."""
+    return next((name for name in STRANGE if isinstance(options.get(name), Tensor) or options.get(name)), "")
+
+
+def looks_ahead(module: nn.Module, options: Mapping[str, Any]) -> bool:
+    """Return whether tokens see those behind them, as the call says, or else the module."""
+    causal = options.get("is_causal")
+    return not (getattr(module, "is_causal", True) if causal is None else causal)
+
+
+def unlike_ours(module: Any) -> str:
+    """Return why the model's attention is not the plain one, as far as its configuration tells."""
     config = module.config.get_text_config()
     if has_windows(module):
         return "does not look all the way back in every layer"

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from trimaran.models import Experts as ExpertsSpec
 from trimaran.nets.context import Context
+from trimaran.nets.joint import gated
 from trimaran.nets.router import CENSUS, Routing, route
 from trimaran.nets.shards import computing_part
 
@@ -21,8 +22,16 @@ class FeedForward(nn.Module):
         self.gate_proj = nn.Linear(hidden, width, bias=False)
         self.up_proj = nn.Linear(hidden, width, bias=False)
         self.down_proj = nn.Linear(width, hidden, bias=False)
+        self.joint = False
+
+    @property
+    def projections(self) -> tuple[nn.Linear, ...]:
+        """What may be one product. It is, where `joint` says that the weights lie as `nets.joint` wants them."""
+        return (self.gate_proj, self.up_proj)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.joint:
+            return gated(x, self.gate_proj, self.up_proj, self.down_proj)
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 

@@ -59,6 +59,16 @@ class Network:
         return tensor_plan(self._decoder)
 
     @property
+    def fringe(self) -> tuple[nn.Module, ...]:
+        """Modules outside of the blocks that are compiled as well: of many small steps, each of which costs a pass."""
+        return ()
+
+    @property
+    def head(self) -> nn.Module | None:
+        """The module whose product is the logits, as they leave the network; None where there is none such."""
+        return self.module.lm_head  # pyrefly: ignore[bad-return]
+
+    @property
     def vocabulary(self) -> int:
         """How many token ids the network knows."""
         return self._decoder.vocab

@@ -77,6 +77,12 @@ def lay_out(spec: VisionSpec, merge: int, patches: Tensor, grids: Tensor, *, hos
     )
 
 
+def rows_and_columns(grids: Tensor, total: int, merge: int) -> Tensor:
+    """Return [P, 2]: where each of the `total` patches stands in its picture."""
+    places = _Places.of(grids, total, merge)
+    return torch.stack([places.row, places.column], 1)
+
+
 def empty_group(spec: VisionSpec, merge: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the patches and the grid of one black group: what the tower sees where there is no picture."""
     pixels = CHANNELS * spec.patch * spec.patch

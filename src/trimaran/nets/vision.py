@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trimaran.models.vlm import CHANNELS, VisionSpec
+from trimaran.models.vlm import CHANNELS, VisionEnds, VisionSpec
 from trimaran.nets.attention import RMSNorm, Rotation, rotate
 from trimaran.nets.patch_layout import Layout
 from trimaran.nets.segments import Segments, segment_attention
@@ -99,6 +99,14 @@ def _scaled(x: Tensor, scale: Tensor | None) -> Tensor:
     return x if scale is None else x * scale.to(x.dtype)
 
 
+def normed(patches: Tensor, ends: VisionEnds) -> Tensor:
+    """Return `patches` u8 [P, channel x row x column] in fp32, as a tower takes them: around 0, with a spread of 1."""
+    # With numbers in place of tensors: a tensor of three numbers would have to be copied to the device each time.
+    channels = patches.unflatten(1, (CHANNELS, -1)).float().div(FULL_BRIGHTNESS).unbind(1)
+    each = [(channel - mean) / std for channel, mean, std in zip(channels, ends.mean, ends.std, strict=True)]
+    return torch.stack(each, 1).flatten(1)
+
+
 class Stem(nn.Module):
     """Pixels in, the stream out: patches normed and multiplied, and in a tiled tower the class token and positions."""
 
@@ -115,7 +123,7 @@ class Stem(nn.Module):
     def forward(self, patches: Tensor, layout: Layout) -> Tensor:
         """Return the stream [1, T, hidden] of `patches` u8 [P, channel x row x column], in the layout's order."""
         weight = self._weight()
-        x = F.linear(self._normed(patches).to(weight.dtype), weight, self.patch_embed.bias)
+        x = F.linear(normed(patches, self.spec.ends).to(weight.dtype), weight, self.patch_embed.bias)
         if self.class_token is None and self.positions is None:
             x = layout.ordered(x)
         else:
@@ -123,13 +131,6 @@ class Stem(nn.Module):
         if self.norm is not None:
             x = self.norm(x)
         return x.unsqueeze(0)
-
-    def _normed(self, patches: Tensor) -> Tensor:
-        # With numbers in place of tensors: a tensor of three numbers would have to be copied to the device each time.
-        channels = patches.unflatten(1, (CHANNELS, -1)).float().div(FULL_BRIGHTNESS).unbind(1)
-        ends = self.spec.ends
-        normed = [(each - mean) / std for each, mean, std in zip(channels, ends.mean, ends.std, strict=True)]
-        return torch.stack(normed, 1).flatten(1)
 
     def _weight(self) -> Tensor:
         """Return what a picture is multiplied with: a film that stands still is the same in every frame."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from trimaran.models.to_hf_vlm import vlm_to_disk
 from trimaran.models.vlm import VlmSpec
@@ -24,6 +24,10 @@ class VlmNetwork(Network):
 
     module: Vlm
     spec: VlmSpec
+
+    @property
+    def head(self) -> nn.Module | None:
+        return None if self.module.language is None else self.module.language.lm_head
 
     @property
     def vocabulary(self) -> int:

@@ -57,6 +57,10 @@ class PerceptionNetwork(Network):
         return TENSOR_PLAN
 
     @property
+    def head(self) -> None:
+        return None
+
+    @property
     def vocabulary(self) -> int:
         return 0
 

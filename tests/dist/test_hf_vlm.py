@@ -1,0 +1,159 @@
+"""Hugging Face models that see: the same course under every plan, and a run from pictures to files."""
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText, LlavaConfig, Qwen2VLConfig
+
+from tests.cases import slow
+from tests.parity import plan_for, sail
+from tests.ranks import run_ranks
+from tests.seeing import SEQ_LEN, SPEC, STEPS, TRAIN, Course, assert_alike, batch_of, plan_of
+from trimaran.core import ModelSection, Plan, Recipe, TrainSection
+from trimaran.data.feed import Share
+from trimaran.models import spec_of
+from trimaran.nets.hf_build import open_hf_model
+from trimaran.nets.hf_vlm import HfVlmNetwork, network_of_hf
+from trimaran.nets.hf_weights import whole
+from trimaran.parallel import apply_plan, build_mesh
+from trimaran.parallel.towers import freeze_towers
+from trimaran.train.assemble import build_stepper
+from trimaran.train.clock import Clock
+from trimaran.train.place import join, place_of
+
+CPU = torch.device("cpu")
+TEXT = {
+    "vocab_size": SPEC.vocab,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]},
+}
+TOKENS = {"image_token_id": SPEC.image_token, "vision_start_token_id": 258, "vision_end_token_id": 259}
+CLIP = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
+
+
+def qwen(patch: int, **fields: Any) -> Qwen2VLConfig:
+    eye = {"depth": 2, "embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2, "num_heads": 2, "patch_size": patch}
+    return Qwen2VLConfig(text_config=TEXT, vision_config=eye, video_token_id=261, **TOKENS, **fields)
+
+
+def llava() -> LlavaConfig:
+    text = {name: value for name, value in TEXT.items() if name != "rope_scaling"} | {"model_type": "llama"}
+    eye = CLIP | {"model_type": "clip_vision_model", "image_size": 32, "patch_size": 8}
+    return LlavaConfig(text_config=text, vision_config=eye, image_token_index=SPEC.image_token)
+
+
+def built(folder: Path, plan: Plan, freeze: tuple[str, ...]) -> HfVlmNetwork:
+    if not torch.distributed.is_initialized():
+        join(place_of(os.environ))
+    module, fill = open_hf_model(folder, trust_remote_code=False, seed=5)
+    network = network_of_hf(module, spec_of(ModelSection(family="hf", path=str(folder))))
+    assert isinstance(network, HfVlmNetwork)
+    freeze_towers(network, freeze)
+    apply_plan(network, plan, build_mesh(plan.mesh, device_type="cpu"))
+    fill(module, CPU)
+    return network
+
+
+def take_course(folder: Path, plan: Plan, freeze: tuple[str, ...] = ()) -> Course:
+    """Train for a few steps on rows of which half have no picture, and in one step none has."""
+    network, section = built(folder, plan, freeze), TrainSection.model_validate(TRAIN)
+    ranks = build_mesh(plan.mesh, device_type="cpu")
+    stepper = build_stepper((network,), section, plan, ranks, Clock(CPU))
+    stepper.set_training(True)
+    share = Share(rank=ranks.data_rank, dp=plan.mesh.dp, micro_batch=plan.micro_batch, grad_accum=plan.grad_accum)
+    losses, norms = [], []
+    for step in range(STEPS):
+        losses.append(stepper.step(batch_of(step, share).to(CPU))[0].item())
+        norms.append(stepper.update(section.lr)[0].item())
+    weights = {name: whole(each).numpy().copy() for name, each in network.module.named_parameters()}
+    return Course(losses, norms, [], weights)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the configuration of a small model whose patches are those of tests/seeing.py."""
+    folder = tmp_path_factory.mktemp("qwen")
+    qwen(SPEC.vision.patch).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Course:
+    return run_ranks(1, take_course, folder, plan_of())[0]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        plan_of(mesh={"dp_replicate": 2}),
+        plan_of(mesh={"dp_shard": 2}, sharding="parameters", recompute="full"),
+        slow(plan_of(mesh={"dp_shard": 2}, sharding="optimizer", towers={"vision": {"recompute": "full"}})),
+        slow(plan_of(mesh={"dp_shard": 2}, sharding="parameters", loss="fused")),
+    ],
+    ids=str,
+)
+def test_every_plan_takes_the_course_of_one_process(plan: Plan, folder: Path, alone: Course) -> None:
+    assert_alike(run_ranks(plan.mesh.world_size, take_course, folder, plan), alone)
+
+
+def test_a_head_that_ends_in_the_loss_takes_the_same_course(folder: Path, alone: Course) -> None:
+    assert_alike(run_ranks(1, take_course, folder, plan_of(loss="fused")), alone)
+
+
+def test_a_frozen_tower_stays_as_it_is(folder: Path, alone: Course) -> None:
+    plan = plan_of(mesh={"dp_shard": 2}, sharding="parameters")
+    for course in run_ranks(2, take_course, folder, plan, ("vision",)):
+        before = built_weights(folder)
+        kept = {name for name, each in course.weights.items() if np.array_equal(each, before[name])}
+        prefix, projector = "model.visual.", "model.visual.merger."
+        frozen = {name for name in before if name.startswith(prefix) and not name.startswith(projector)}
+        assert kept == frozen
+        assert course.losses[0] == pytest.approx(alone.losses[0], rel=1e-5)
+
+
+def built_weights(folder: Path) -> dict[str, np.ndarray]:
+    module, fill = open_hf_model(folder, trust_remote_code=False, seed=5)
+    fill(module, CPU)
+    return {name: each.detach().numpy() for name, each in module.named_parameters()}
+
+
+def pictures_in(folder: Path) -> None:
+    draw = np.random.default_rng(0)
+    for number in range(8):
+        height, width = draw.integers(24, 40, 2)
+        file = folder / f"{number:02d}.png"
+        Image.fromarray(draw.integers(0, 255, (height, width, 3), dtype=np.uint8)).save(file)
+        file.with_suffix(".txt").write_text(f"picture {number}, {width} by {height}")
+
+
+@pytest.mark.parametrize("config", [partial(qwen, 4, tie_word_embeddings=True), slow(llava)], ids=["qwen", "llava"])
+def test_a_run_from_pictures_to_files_that_transformers_reads(config: Any, tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "pictures").mkdir()
+    pictures_in(tmp_path / "pictures")
+    config().save_pretrained(tmp_path / "model")
+    samples = {"min_pixels": 256, "max_pixels": 1024}
+    data = {"source": "image-folder", "path": str(tmp_path / "pictures"), "seq_len": 2 * SEQ_LEN, "image_size": 32}
+    model = ModelSection(family="hf", path=str(tmp_path / "model"))
+    train = {"steps": 3, "global_batch": 4, "lr": 3e-3, "sample": {"tokens": 0}}
+    tree = {"model": model, "data": data | {"samples": samples, "holdout": 0}, "train": train}
+    recipe = Recipe.model_validate(tree)
+    course = sail(recipe, plan_for(recipe, grad_accum=2, dp_replicate=2), tmp_path / "runs")
+    assert course.losses[-1] < course.losses[0]
+    read = AutoModelForImageTextToText.from_pretrained(tmp_path / "runs" / "0" / "model", dtype=torch.float32)
+    names = dict(read.named_parameters())
+    assert len(names) >= len(course.weights)
+    assert all(torch.isfinite(each).all() for each in names.values())

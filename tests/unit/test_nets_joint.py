@@ -1,0 +1,89 @@
+"""Projections of the same input as one product."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trimaran.models import PRESETS, ModelSpec
+from trimaran.nets.attention import Attention, rotation_at
+from trimaran.nets.decoder import Layer
+from trimaran.nets.joint import joint_slices
+from trimaran.nets.mixture import FeedForward
+
+
+def joined(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Return the module with its joint projections in one piece of memory, all matrices in `dtype`."""
+    for each in module.modules():
+        if isinstance(each, Attention | FeedForward) and each.projections:
+            for weight, home in joint_slices(each.projections, dtype):
+                weight.data = home.copy_(weight.data)
+            each.joint = True
+        if isinstance(each, Layer):
+            each.joint = True
+    for weight in module.parameters():
+        if weight.ndim > 1 and weight.dtype != dtype:
+            weight.data = weight.data.to(dtype)
+    return module
+
+
+def run(layer: nn.Module, x: Tensor, spec: ModelSpec) -> tuple[Tensor, list[Tensor]]:
+    rotation = rotation_at(torch.arange(x.shape[1])[None], spec.block.rope, spec.head_dim)
+    x = x.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=x.dtype == torch.bfloat16):
+        out, _ = layer(x, rotation, None)
+    weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+    (out * weight).sum().backward()
+    return out.detach(), [x.grad.float(), *(each.grad.float() for each in layer.parameters())]
+
+
+def pair(spec: ModelSpec, dtype: torch.dtype) -> tuple[Layer, Layer]:
+    torch.manual_seed(0)
+    apart, joint = Layer(spec), Layer(spec)
+    joint.load_state_dict(apart.state_dict())
+    return apart, joined(joint, dtype)
+
+
+@pytest.mark.parametrize("name", ["tiny", "qwen2.5-0.5b"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_joint_layer_computes_what_its_parts_do(name: str, compiled: bool) -> None:
+    spec = small(PRESETS[name])
+    apart, joint = pair(spec, torch.float32)
+    if compiled:
+        joint.compile(backend="aot_eager")
+    x = torch.randn(2, 16, spec.hidden)
+    (out, gradients), (joint_out, joint_gradients) = run(apart, x, spec), run(joint, x, spec)
+    assert torch.allclose(joint_out, out, rtol=1e-5, atol=1e-5)
+    for ours, theirs in zip(joint_gradients, gradients, strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_in_half_precision_it_differs_by_rounding_alone() -> None:
+    spec = small(PRESETS["tiny"])
+    apart, joint = pair(spec, torch.bfloat16)
+    x = torch.randn(2, 16, spec.hidden).to(torch.bfloat16)
+    (out, gradients), (joint_out, joint_gradients) = run(apart, x, spec), run(joint, x, spec)
+    assert relative(joint_out.float(), out.float()) < 0.01
+    for ours, theirs in zip(joint_gradients, gradients, strict=True):
+        assert relative(ours, theirs) < 0.02
+
+
+def test_who_changes_a_parameter_in_place_changes_the_joint() -> None:
+    spec = small(PRESETS["tiny"])
+    _, joint = pair(spec, torch.float32)
+    x = torch.randn(1, 4, spec.hidden)
+    before, _ = run(joint, x, spec)
+    with torch.no_grad():
+        joint.mlp.up_proj.weight.zero_()
+    after, _ = run(joint, x, spec)
+    assert not torch.equal(before, after)
+    assert [name for name, _ in joint.named_parameters()] == [name for name, _ in Layer(spec).named_parameters()]
+
+
+def small(spec: ModelSpec) -> ModelSpec:
+    return replace(spec, layers=1, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=96, vocab=128)
+
+
+def relative(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours - theirs).norm() / theirs.norm())

@@ -177,7 +177,7 @@ def test_a_network_with_fp32_modules_is_evaluated_and_speaks_in_bf16(harbour: Pa
     run = sail_to(recipe, plan_in("bf16", recipe, name), harbour / "runs")
     kinds = [json.loads(line)["kind"] for line in run.events(0).read_text().splitlines()]
     told = [kind for kind in kinds if kind != "checkpoint"]  # which comes when it is written
-    assert told == ["start", "ready", "evaluation", "evaluation", "sample", "done"]
+    assert told == ["start", "ready", "evaluation", "started", "evaluation", "sample", "done"]
 
 
 @lru_cache

@@ -69,7 +69,6 @@ def bf16(folder: Path) -> list[float]:
 
 @pytest.mark.parametrize("name", ["fp8", "fp8-compiled", "fp8-sharded"])
 def test_fp8_follows_bf16_within_two_percent(folder: Path, bf16: list[float], name: str) -> None:
-    pytest.importorskip("torchao")
     ours = losses(name, folder)
     assert ours == pytest.approx(bf16, rel=0.02)
     assert ours != bf16
@@ -105,7 +104,6 @@ def gradients(network: Network, plan: Plan) -> None:
 
 
 def test_every_large_layer_of_the_blocks_multiplies_in_fp8(ranks: RankMesh) -> None:
-    pytest.importorskip("torchao")
     plan = PLANS["fp8"]
     network = network_on_gpu()
     names = [name for name, _ in network.module.named_parameters()]

@@ -1,13 +1,12 @@
 """Arithmetic: of a plan, of single modules, and the loss scale that fp16 needs."""
 
 import copy
-import sys
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from trimaran.core import Plan, TrainSection, UserError
@@ -15,7 +14,6 @@ from trimaran.models import PRESETS, ModelSpec, module_names, refuse_unmatched
 from trimaran.nets import Network, decoder_network, initialise
 from trimaran.nets.attention import RMSNorm
 from trimaran.parallel import autocast, override_precision
-from trimaran.parallel.fp8 import convert, load_torchao, refuse_device
 from trimaran.parallel.precision import gathered
 from trimaran.train.loss_scale import LARGEST, LossScale, build_loss_scale
 
@@ -191,30 +189,3 @@ def test_only_fp16_has_a_loss_scale() -> None:
     assert build_loss_scale(Plan(precision="bf16"), TrainSection(precision={"lm_head": "fp32"})) is None
     assert build_loss_scale(Plan(precision="fp16"), TrainSection()) is not None
     assert build_loss_scale(Plan(precision="fp32"), TrainSection(precision={"lm_head": "fp16"})) is not None
-
-
-def test_fp8_without_the_means_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="P031: a CPU does not compute in fp8"):
-        refuse_device("cpu")
-    monkeypatch.setitem(sys.modules, "torchao.float8", None)
-    with pytest.raises(UserError, match="P032"):
-        load_torchao()
-    with pytest.raises(UserError, match="P034"):
-        convert(network_of(DENSE), config=None)
-
-
-def test_large_layers_of_the_blocks_become_fp8_under_their_names() -> None:
-    float8 = pytest.importorskip("torchao.float8")
-    spec = replace(DENSE, hidden=256, heads=4, kv_heads=2, head_dim=64, ffn=512)
-    network, plain = network_of(spec, layers__1__mlp="bf16"), network_of(spec)
-    convert(network, float8.Float8LinearConfig(emulate=True))
-    names = {name for name, each in network.module.named_modules() if type(each).__name__ == "Float8Linear"}
-    few = {f"layers.0.mlp.{part}_proj" for part in ("gate", "up", "down")}
-    # Two key-value heads of 64 make 128 features: too few.
-    assert names == few | {f"layers.{layer}.self_attn.{part}_proj" for layer in range(2) for part in ("q", "o")}
-    assert [name for name, _ in network.module.named_parameters()] == [
-        name for name, _ in plain.module.named_parameters()
-    ]
-    losses: list[Tensor] = [each.forward({"tokens": TOKENS})[0].float().square().mean() for each in (network, plain)]
-    losses[0].backward()
-    assert 0 < abs(losses[0] - losses[1]) < 0.02 * losses[1]

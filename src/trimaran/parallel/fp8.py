@@ -1,14 +1,14 @@
-"""Linear layers whose products are fp8, by torchao. An extra, and for GPUs that have fp8."""
+"""Linear layers whose products are fp8, for GPUs that have it."""
 
 import logging
-from typing import Any
 
 import torch
 from torch import nn
 
 from trimaran.core import Plan, UserError
-from trimaran.core.extras import FP8_MULTIPLE, FP8_SMALLEST, torchao_missing
+from trimaran.core.extras import FP8_MULTIPLE, FP8_SMALLEST
 from trimaran.nets import Network
+from trimaran.parallel.fp8_linear import Fp8Linear
 from trimaran.parallel.mesh import RankMesh
 from trimaran.parallel.precision import own_dtype
 from trimaran.parallel.towers import tower_of_blocks
@@ -21,29 +21,28 @@ CAPABILITY = (8, 9)  # Ada; Hopper is 9.0
 def apply_fp8(network: Network, plan: Plan, ranks: RankMesh) -> None:
     """Let the large linear layers of the blocks multiply in fp8, in place. Comes first; names do not change.
 
-    Each tensor has one scale, found anew in every step. Weights stay fp32, and what goes in and comes out is bf16. The
-    head, routers, experts, small layers and those with an arithmetic of their own are left as they are; so is a tower
-    that sees, whose products have any number of rows, where fp8 wants multiples.
+    Each tensor has one scale, found anew in every step. Weights stay as they are, and what goes in and comes out is
+    bf16. The head, routers, experts, small layers and those with an arithmetic of their own are left as they are; so is
+    a tower that sees, whose products are small and have any number of rows.
     """
     if plan.precision != "fp8":
         return
     refuse_device(ranks.axes.device_type)
     if not plan.compile:
         log.warning("fp8 without plan.compile is slower than bf16: the casts are not fused")
-    convert(network, load_torchao().Float8LinearConfig())
+    convert(network)
 
 
-def convert(network: Network, config: Any) -> None:
-    """Turn the linear layers that are worth it into torchao's."""
+def convert(network: Network) -> None:
+    """Give the linear layers that are worth it the class that multiplies in fp8."""
     blocks = [block for tower, block in tower_of_blocks(network) if tower == "language"]
-    if not any(_worth(each) for block in blocks for each in block.modules()):
+    worth = [each for block in blocks for each in block.modules() if _worth(each)]
+    if not worth:
         raise UserError("P034", "no layer of this model is large enough for fp8", where="plan.precision",
                         fix=f"use bf16: fp8 takes linear layers of at least {FP8_SMALLEST} x {FP8_SMALLEST} "
                         f"features, both multiples of {FP8_MULTIPLE}")  # fmt: skip
-    for block in blocks:
-        load_torchao().convert_to_float8_training(
-            block, config=config, module_filter_fn=lambda module, name: _worth(module)
-        )
+    for each in worth:
+        each.__class__ = Fp8Linear
 
 
 def refuse_device(device_type: str) -> None:
@@ -53,16 +52,6 @@ def refuse_device(device_type: str) -> None:
         name = torch.cuda.get_device_name() if on_gpu else "a CPU"
         raise UserError("P031", f"{name} does not compute in fp8", where="plan.precision",
                         fix="use bf16, or a GPU that has fp8: Ada, Hopper or newer")  # fmt: skip
-
-
-def load_torchao() -> Any:
-    """Return `torchao.float8`, or say how to install it."""
-    try:
-        # An extra that takes seconds to import.
-        import torchao.float8  # noqa: PLC0415  # pyrefly: ignore[missing-import]
-    except ImportError:
-        raise torchao_missing() from None
-    return torchao.float8
 
 
 def _worth(module: nn.Module) -> bool:

@@ -30,11 +30,28 @@ def _squares_here(parameters: Sequence[nn.Parameter], pp: int, device: torch.dev
     num_ranks = dist.get_world_size() // pp
     by_copies: dict[int, list[Tensor]] = {}
     for each in parameters:
-        if each.grad is not None:
+        if gradient_of(each) is not None:
             gradient, shards = local_gradient(each)
             by_copies.setdefault(num_ranks // shards, []).append(gradient)
-    squares = [torch.nn.utils.get_total_norm(held).square() / copies for copies, held in by_copies.items()]
+    squares = [_total_norm(held).square() / copies for copies, held in by_copies.items()]
     return torch.stack(squares).sum() if squares else torch.zeros((), device=device)
+
+
+def _total_norm(held: Sequence[Tensor]) -> Tensor:
+    """Return the norm over all tensors, in fp32 at least: torch's own gives that of bf16 tensors in bf16."""
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for each in held:
+        by_kind.setdefault((each.device, each.dtype), []).append(each)
+    norms: list[Tensor] = []
+    for (_, dtype), alike in by_kind.items():
+        norms += torch._foreach_norm(alike, 2.0, dtype=torch.promote_types(dtype, torch.float32))
+    return torch.linalg.vector_norm(torch.stack([each.to(norms[0].device) for each in norms]))
+
+
+def gradient_of(parameter: Tensor) -> Tensor | None:
+    """Return the gradient that moves a parameter: `main_grad`, where its micro-batches are summed apart, or `grad`."""
+    summed = getattr(parameter, "main_grad", None)
+    return parameter.grad if summed is None else summed
 
 
 def local_gradient(parameter: nn.Parameter) -> tuple[Tensor, int]:
@@ -42,7 +59,7 @@ def local_gradient(parameter: nn.Parameter) -> tuple[Tensor, int]:
 
     Where each rank knows an addend (a norm that saw some of the positions), the addends are summed first.
     """
-    gradient = parameter.grad
+    gradient = gradient_of(parameter)
     assert gradient is not None
     if not isinstance(gradient, DTensor):
         return gradient, 1

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import wraps
+from functools import partial, wraps
 from types import MethodType
 from typing import Any
 
@@ -13,16 +13,16 @@ from torch.utils._pytree import tree_map
 from trimaran.core import Plan
 from trimaran.models import matches_module
 from trimaran.nets import Network
+from trimaran.nets.arithmetic import MARK, own_dtype
 from trimaran.nets.mixture import Mixture
 
 # What fp8 leaves alone, and what goes into and comes out of its products, is bf16.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # never called: what is asked of them is asked of what they hold
-MARK = "_own_dtype"
 
 
 def autocast(plan: Plan, device: torch.device) -> AbstractContextManager[object]:
-    """Return the context that forward runs in. Weights, gradients and optimizer states are fp32 in every plan."""
+    """Return the context that forward runs in. Weights are fp32 in every plan, if only in two halves."""
     dtype = DTYPES[plan.precision]
     return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype=dtype)
 
@@ -49,11 +49,6 @@ def override_precision(network: Network, patterns: Mapping[str, str], device: to
                 visit(child, f"{name}.{child_name}" if name else child_name, asked, around)
 
     visit(network.module, "", None, None)
-
-
-def own_dtype(module: nn.Module) -> torch.dtype | None:
-    """Return the arithmetic that the recipe gave this module; None where it is the plan's."""
-    return getattr(module, MARK, None)
 
 
 def gathered(network: Network, plan: Plan) -> list[tuple[nn.Module, torch.dtype | None]]:
@@ -91,23 +86,25 @@ def _shares(module: nn.Module, root: nn.Module) -> bool:
 def _compute_in(module: nn.Module, dtype: torch.dtype, device_type: str) -> None:
     """Change the module's forward in place: it computes in `dtype`, and its surroundings can work with what it returns.
 
-    fp32 is autocast switched off, so that what comes in must be fp32 already. Around a region of fp32 nobody casts, so
-    what leaves it is cast here.
+    fp32 is autocast switched off, so that what comes in must be fp32 already. In a region of fp32 nobody casts, so what
+    enters it is cast here; and between regions of bf16 and fp16 all that passes is, since autocast refuses to mix them.
     """
     inner: Any = module.forward.__func__  # pyrefly: ignore[missing-attribute]
     low = dtype != torch.float32
 
     @wraps(inner)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        cast_around = torch.is_autocast_enabled(device_type)
-        if not low:
-            args, kwargs = tree_map(_as_fp32, args), tree_map(_as_fp32, kwargs)
+        around = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else torch.float32
+        args, kwargs = tree_map(partial(_fit, dtype), (args, kwargs))
         with torch.autocast(device_type, dtype=dtype if low else None, enabled=low):
             out = inner(self, *args, **kwargs)
-        return out if cast_around or not low else tree_map(_as_fp32, out)
+        return tree_map(partial(_fit, around), out)
 
     module.forward = MethodType(forward, module)  # bound, so that a copy of the module has a copy of it
 
 
-def _as_fp32(value: Any) -> Any:
-    return value.float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+def _fit(dtype: torch.dtype, value: Any) -> Any:
+    """Return `value` as a region of `dtype` can take it: fp32 takes nothing else, and 16 bits take fp32 as well."""
+    takes = {dtype, torch.float32}
+    known = not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dtype in takes
+    return value if known else value.to(dtype)

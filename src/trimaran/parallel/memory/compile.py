@@ -12,5 +12,6 @@ def apply_compile(network: Network, plan: Plan, ranks: RankMesh) -> None:
     of it. Offload of activations is around the compiled block, whichever of the two comes first.
     """
     if plan.compile:
-        for block in network.blocks:
+        fringe = network.fringe if ranks.degrees.tp == 1 else ()
+        for block in (*network.blocks, *fringe):
             block.compile()

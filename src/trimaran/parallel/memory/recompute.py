@@ -42,7 +42,9 @@ KEPT: frozenset[Any] = frozenset(
 )
 # Of these it keeps every second, beginning with the second: the keys, the output of attention and one half of a gated
 # feed-forward. A block's last product, which no backward needs, falls to the others.
-HALVED: frozenset[Any] = frozenset({aten.mm.default, aten.addmm.default, aten._grouped_mm.default})
+HALVED: frozenset[Any] = frozenset(
+    {aten.mm.default, aten.addmm.default, aten._scaled_mm.default, aten._grouped_mm.default}
+)
 
 
 def apply_recompute(network: Network, plan: Plan, ranks: RankMesh) -> None:

@@ -1,0 +1,136 @@
+"""Products in fp8 on a GPU that has them: how near they come, with and without our kernels, and what they save."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trimaran.core import Plan
+from trimaran.models import PRESETS
+from trimaran.nets import Network, decoder_network, initialise
+from trimaran.parallel import autocast, fp8_linear
+from trimaran.parallel.fp8 import CAPABILITY, convert
+from trimaran.parallel.fp8_linear import DIGITS, RANGE, Fp8Linear, cast, cast_both, cast_turned, largest, turned
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() < CAPABILITY, reason="a GPU without fp8"
+    ),
+]
+
+FORWARD, BACKWARD = 0.042, 0.065  # see tests/unit/test_fp8.py
+SPEC = replace(PRESETS["tiny"], layers=2, hidden=1024, heads=16, kv_heads=4, head_dim=64, ffn=4096, tied=False)
+
+
+@pytest.fixture(params=[False, True], ids=["compiler", "kernels"])
+def own_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(fp8_linear, "OWN_KERNELS", request.param)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda").to(dtype)
+
+
+def off(ours: Tensor | None, true: Tensor) -> float:
+    assert ours is not None
+    return float((ours.detach().double() - true).norm() / true.norm())
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_three_products_come_near_the_true_ones(own_kernels: None, compiled: bool, dtype: torch.dtype) -> None:
+    layer = nn.Linear(512, 768, device="cuda", dtype=dtype)
+    layer.__class__ = Fp8Linear
+    run = torch.compile(layer, fullgraph=True) if compiled else layer
+    for rows in (1024, 1000):  # the second is no multiple of 16
+        layer.zero_grad()
+        x, gradient = numbers(rows, 512).requires_grad_(), 1e-3 * numbers(rows, 768, seed=3)
+        run(x).backward(gradient)
+        true, weight, far = x.detach().double(), layer.weight.detach().double(), gradient.double()
+        assert off(run(x), true @ weight.T + layer.bias.detach()) < FORWARD
+        assert off(x.grad, far @ weight) < BACKWARD
+        assert off(layer.weight.grad, far.T @ true) < BACKWARD
+        assert layer.weight.grad is not None
+        assert layer.weight.grad.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", [DIGITS, RANGE], ids=str)
+@pytest.mark.parametrize("source", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(256, 512), (208, 48), (16, 16)], ids=str)
+def test_the_kernels_give_the_same_bits_as_torch(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], source: torch.dtype, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(fp8_linear, "OWN_KERNELS", True)
+    x = numbers(*shape, dtype=source)
+    most = largest(x)
+    expected = cast(x, most, dtype).view(torch.uint8)
+    plain, other = cast_both(x, most, dtype)
+    assert torch.equal(plain.view(torch.uint8), expected)
+    for each in (other, cast_turned(x, most, dtype), turned(plain)):
+        assert each.is_contiguous()
+        assert torch.equal(each.view(torch.uint8), expected.t())
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_one_bad_value_is_never_hidden(own_kernels: None, bad: float) -> None:
+    for spoilt in range(3):
+        tensors = [numbers(64, 256), numbers(128, 256, seed=1), numbers(64, 128, seed=2)]
+        tensors[spoilt][3, 5] = bad
+        x, weight = tensors[0].requires_grad_(), tensors[1].requires_grad_()
+        out = fp8_linear.linear(x, weight)
+        out.backward(tensors[2])
+        assert x.grad is not None
+        assert weight.grad is not None
+        assert out.isfinite().all() == (spoilt == 2)
+        assert not (x.grad.isfinite().all() and weight.grad.isfinite().all())
+
+
+def network_on_gpu(in_fp8: bool) -> Network:
+    network = decoder_network(SPEC)
+    initialise(network.module, seed=0, spec=SPEC)
+    network.module.to("cuda")
+    if in_fp8:
+        convert(network)
+    for block in network.blocks:
+        block.compile()
+    return network
+
+
+def step(network: Network, tokens: Tensor) -> Tensor:
+    with autocast(Plan(precision="fp8"), torch.device("cuda")):
+        logits, _ = network.forward({"tokens": tokens})
+    loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+    loss.backward()
+    return loss.detach()
+
+
+def test_compiled_blocks_take_less_memory_than_in_bf16_and_wait_for_nobody(own_kernels: None) -> None:
+    tokens = torch.randint(0, SPEC.vocab, (8, 2048), generator=torch.Generator().manual_seed(7)).cuda()
+    peaks, losses, found = {}, {}, {}
+    for name in ("bf16", "fp8"):
+        torch._dynamo.reset()
+        network = network_on_gpu(in_fp8=name == "fp8")
+        step(network, tokens)
+        network.module.zero_grad()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            loss = step(network, tokens)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        peaks[name], losses[name] = torch.cuda.max_memory_allocated() - before, float(loss)
+        found[name] = [each.grad.double() for each in network.module.parameters() if each.grad is not None]
+    assert peaks["fp8"] < peaks["bf16"], peaks
+    assert losses["fp8"] == pytest.approx(losses["bf16"], rel=0.002)
+    assert losses["fp8"] != losses["bf16"]
+    for ours, theirs in zip(found["fp8"], found["bf16"], strict=True):
+        assert off(ours, theirs) < 0.3  # e5m2 has two digits, and errors add up from layer to layer

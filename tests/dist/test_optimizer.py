@@ -14,6 +14,7 @@ from tests.cases import quick_or_slow
 from tests.parity import TOLERANCE, plan_for, sail
 from tests.ranks import run_ranks
 from trimaran.core import Plan, Recipe, TrainSection
+from trimaran.parallel import gradient_norm
 from trimaran.train.optimizer import build_optimizer
 
 LEAN = ["bf16", "8bit"]
@@ -153,3 +154,28 @@ def replica(states: str) -> dict[str, Any]:
 def test_replicas_stay_the_same_bit_for_bit(states: str) -> None:
     first, second = run_ranks(2, replica, states)
     assert all((first[name] == second[name]).all() for name in first)
+
+
+def norms_of_halves() -> tuple[float, float, float]:
+    """Return the norm of bf16 gradients, of bf16 and fp32 ones together, and of those that were summed apart."""
+    dist.init_process_group("gloo")
+    generator = torch.Generator().manual_seed(0)
+    narrow = [nn.Parameter(torch.zeros(300, 400, dtype=torch.bfloat16)) for _ in range(3)]
+    wide = nn.Parameter(torch.zeros(1000))
+    for each in narrow:
+        each.grad = torch.randn(each.shape, generator=generator).bfloat16()
+    wide.grad = torch.randn(1000, generator=generator)
+    norms = [gradient_norm(narrow), gradient_norm([*narrow, wide])]
+    for each in narrow:
+        each.main_grad = torch.ones(each.shape)  # pyrefly: ignore[missing-attribute]
+    return float(norms[0]), float(norms[1]), float(gradient_norm(narrow))
+
+
+def test_the_norm_of_16_bit_gradients_is_summed_in_32() -> None:
+    generator = torch.Generator().manual_seed(0)
+    narrow = torch.stack([torch.randn((300, 400), generator=generator).bfloat16() for _ in range(3)]).double()
+    wide = torch.randn(1000, generator=generator).double()
+    of_narrow, of_both, of_sums = run_ranks(1, norms_of_halves)[0]
+    assert of_narrow == pytest.approx(float(narrow.norm()), rel=1e-5)
+    assert of_both == pytest.approx(float((narrow.square().sum() + wide.square().sum()).sqrt()), rel=1e-5)
+    assert of_sums == 600.0

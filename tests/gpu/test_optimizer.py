@@ -44,28 +44,12 @@ def fill_gradients(module: nn.Module) -> None:
         parameter.grad = torch.randn_like(parameter)
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("states", FORMATS)
-def test_states_on_the_host_change_no_bit(states: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.compiler.reset()
+def test_states_on_the_host_change_no_bit(states: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adamw, "PIECE", 16 * 300)  # so that parameters cross in several pieces
-    here, there = (trained(states, compile=compiled, offload=each) for each in ("none", "optimizer"))
+    here, there = (trained(states, offload=each) for each in ("none", "optimizer"))
     for (name, one), other in zip(here.named_parameters(), there.parameters(), strict=True):
         assert torch.equal(one, other), name
-
-
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("states", ["bf16", "8bit"])
-def test_a_gpu_rounds_as_a_cpu_does(states: str, compiled: bool) -> None:
-    torch.compiler.reset()
-    there = Oddities()
-    train(there, build(there, states), range(10))
-    first, course, reference = (
-        torch.cat([each.detach().cpu().flatten() for each in module.parameters()])
-        for module in (Oddities(), trained(states, compile=compiled), there)
-    )
-    # Of the way that it went. Other noise would make it 4e-3 in bf16; a last bit may tip a rounding now and then.
-    assert (course - reference).norm() <= 5e-4 * (reference - first).norm()
 
 
 @pytest.mark.parametrize(("states", "num_bytes"), [("fp32", 8), ("bf16", 4), ("8bit", 2 + 8 / 256)])
@@ -103,14 +87,13 @@ def test_offloading_takes_the_states_off_the_device(states: str) -> None:
 
 
 @pytest.mark.parametrize("offload", ["none", "optimizer"])
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("states", FORMATS)
-def test_an_update_never_waits_for_the_device(states: str, compiled: bool, offload: str) -> None:
-    torch.compiler.reset()
+def test_an_update_never_waits_for_the_device(states: str, offload: str) -> None:
     module = Oddities().cuda()
-    optimizer = build(module, states, compile=compiled, offload=offload)
-    train(module, optimizer, range(2))  # tables are made, and code is compiled
+    optimizer = build(module, states, offload=offload)
+    train(module, optimizer, range(2))  # tables are made, and kernels compiled
     fill_gradients(module)
+    optimizer.found_inf, optimizer.factor = torch.zeros((), device="cuda"), torch.ones((), device="cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
         optimizer.step()

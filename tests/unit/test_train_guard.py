@@ -169,7 +169,7 @@ def test_a_refused_step_leaves_weights_moments_and_counters_bit_by_bit(states: s
         optimizer = AdamW(groups, lr=0.1, fused=True)
     else:
         defaults = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-        optimizer = LeanAdamW(groups, defaults=defaults, states=states, seed=0, on_host=False, compiled=False)
+        optimizer = LeanAdamW(groups, defaults=defaults, states=states, seed=0, on_host=False, lows={})
 
     def step(gradient: float, found_inf: float) -> list[torch.Tensor]:
         for weight in weights.values():

@@ -13,7 +13,8 @@ from trimaran.core import Plan, TrainSection
 from trimaran.train.optimizer import adamw, build_optimizer
 from trimaran.train.optimizer.blocks import codebook, quantised, restored
 from trimaran.train.optimizer.ferry import Ferry
-from trimaran.train.optimizer.rounding import numbers, scrambled, to_bf16
+from trimaran.train.optimizer.moments import SALT, Constants, words
+from trimaran.train.optimizer.rounding import runs, salt, scrambled, to_bf16
 
 CPU = torch.device("cpu")
 FORMATS = ["fp32", "bf16", "8bit"]
@@ -124,6 +125,14 @@ def test_states_on_the_host_change_no_bit(states: str, monkeypatch: pytest.Monke
         assert torch.equal(one, other[1]), name
 
 
+def test_a_load_crosses_alone_whatever_was_in_its_place_before() -> None:
+    loads = [{"a": torch.ones(4), "b": torch.ones(2)} if number % 2 else {"b": torch.ones(3)} for number in range(8)]
+    for load, arrived in zip(loads, Ferry(CPU).cross(loads), strict=True):
+        assert [*arrived] == [*load]
+        arrived["b"].add_(1)
+    assert all((load["b"] == 2).all() for load in loads)
+
+
 @pytest.mark.parametrize("offload", ["none", "optimizer"])
 @pytest.mark.parametrize("states", FORMATS)
 def test_a_run_goes_on_from_its_state_dict_as_if_it_had_not_stopped(states: str, offload: str) -> None:
@@ -158,10 +167,16 @@ def test_a_parameter_without_a_gradient_stays(states: str) -> None:
 # Rounding by chance.
 
 
+def moved_by(steps: range, name: str = "0/weight") -> Tensor:
+    """Return what the numbers of the values of a parameter are moved by at these steps."""
+    constants = Constants(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    return words(torch.tensor([*steps]).float(), torch.tensor(salt(name)).int(), constants)[:, SALT]
+
+
 def noise(steps: range, shape: tuple[int, int]) -> Tensor:
-    parameter = torch.empty(shape)
-    places = [numbers(parameter, slice(None), key=f"0/weight/{step}") for step in steps]
-    return torch.stack([scrambled(rows[:, None] + columns) for rows, columns in places])
+    (start,), length = runs(torch.empty(shape), slice(0, shape[0]))
+    places = torch.arange(length, dtype=torch.int32).view(shape)
+    return torch.stack([scrambled(start + each + places) for each in moved_by(steps)])
 
 
 def test_rounding_is_right_on_average_and_always_to_a_neighbour() -> None:
@@ -203,12 +218,15 @@ def test_the_bits_of_the_noise_are_fair_and_know_nothing_of_each_other() -> None
         assert (alike - 0.5).abs().max() < 6 * spread * 1.1
 
 
-def test_every_value_has_a_number_of_its_own() -> None:
+def test_a_value_has_one_number_in_whichever_rows_it_is_met() -> None:
     parameter = torch.empty(3, 5, 7)
-    rows, columns = numbers(parameter, slice(None), key="a")
-    assert (rows[:, None] + columns).unique().numel() == parameter.numel()
-    assert torch.equal(numbers(parameter, slice(4, 9), key="a")[0], rows[4:9])
-    assert not torch.equal(numbers(parameter, slice(None), key="b")[0], rows)
+    for rows in (slice(0, 15), slice(4, 9)):
+        starts, length = runs(parameter, rows)
+        assert (starts.tolist(), length) == ([7 * rows.start], 7 * (rows.stop - rows.start))
+
+
+def test_names_and_steps_have_noise_of_their_own() -> None:
+    assert len({*moved_by(range(1, 1000)).tolist(), *moved_by(range(1, 1000), "0/bias").tolist()}) == 2 * 999
 
 
 def test_a_second_moment_falls_where_rounding_to_the_nearest_holds_it() -> None:

@@ -58,10 +58,15 @@ class LanguageObjective:
         if not self.parts or "sources" not in inputs:
             return Losses(summed_loss(output, labels))
         each = token_losses(output, labels)
-        sources = network.context.mine(inputs["sources"]).flatten().long()
-        found = torch.stack([each.detach(), (labels.flatten() != IGNORED).float()], dim=1)
-        parts = found.new_zeros(len(self.parts), 2).index_add_(0, sources, found)
-        return Losses(each.sum(), parts)
+        return self.told_apart(network, each.sum(), each.detach(), inputs)
+
+    def told_apart(self, network: Network, total: Tensor, each: Tensor, inputs: Inputs) -> Losses:
+        """Return the losses of one micro-batch whose summed loss and whose loss of `each` position are known."""
+        if not self.parts or "sources" not in inputs:
+            return Losses(total)
+        labels, sources = (network.context.mine(inputs[name]).flatten() for name in ("labels", "sources"))
+        found = torch.stack([each, (labels != IGNORED).float()], dim=1)
+        return Losses(total, found.new_zeros(len(self.parts), 2).index_add_(0, sources.long(), found))
 
     def score(self, network: Network, output: Tensor, inputs: Inputs) -> Tensor:
         if not self.scores:

@@ -118,10 +118,16 @@ def _gather(held: Sequence[Piece], device: torch.device) -> np.ndarray:
     mine = torch.zeros(int(length), 2, dtype=torch.int64, device=device)
     if held:
         mine[: len(held), 0] = torch.tensor([_name(each) for each in held], device=device)
-        mine[: len(held), 1] = torch.stack([bit_sum(each.tensor).to(device) for each in held])
+        mine[: len(held), 1] = torch.stack([bit_sum(each).to(device) for each in _tensors(held)])
     gathered = torch.empty(dist.get_world_size() * mine.shape[0], 2, dtype=torch.int64, device=device)
     gather_single(gathered, mine)
     return gathered.reshape(-1, *mine.shape).cpu().numpy()
+
+
+def _tensors(held: Sequence[Piece]) -> list[Tensor]:
+    tensors = [each.tensor for each in held if isinstance(each.tensor, Tensor)]
+    assert len(tensors) == len(held), "what a rank holds in another form it holds alone: nobody has a replica"
+    return tensors
 
 
 def bit_sum(tensor: Tensor) -> Tensor:

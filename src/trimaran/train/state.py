@@ -14,6 +14,7 @@ from trimaran.checkpoint.parts import Index
 from trimaran.checkpoint.pieces import Piece
 from trimaran.core import Plan, TrainSection
 from trimaran.nets.shards import local_part, local_slices
+from trimaran.train.halves import halves_of
 from trimaran.train.optimizer.kept import OptimizerState
 
 log = logging.getLogger(__name__)
@@ -93,7 +94,8 @@ class TrainingState:
     def _of_modules(self) -> Iterator[Piece]:
         for name, each in self._parameters:
             if local_part(each).numel():
-                yield piece_of(f"model/{name}", each, frozen=not each.requires_grad)
+                piece = piece_of(f"model/{name}", each, frozen=not each.requires_grad)
+                yield replace(piece, tensor=halves_of(each) or piece.tensor)
         for name, each in self._buffers:
             yield replace(piece_of(f"model/{name}", each, frozen=False), fluid=True)
 

@@ -3,6 +3,7 @@
 import math
 import zlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -18,12 +19,14 @@ from trimaran.parallel import RankMesh, autocast, gradient_sync
 from trimaran.train.agreement import WISHES
 from trimaran.train.clock import Clock
 from trimaran.train.guard import Guard
+from trimaran.train.head_loss import LossHead, loss_head
 from trimaran.train.objective import LanguageObjective, Losses, Objective, likeliest
 from trimaran.train.parts import PartSums
 from trimaran.train.router import router_statistics
 from trimaran.train.update import Updater
 
 Details = Callable[[], dict[str, Any]]
+Judge = Callable[[Inputs], tuple[Losses, Tensor]]  # a micro-batch in; this rank's losses and the balance loss out
 NO_WISHES = (False,) * len(WISHES)
 
 
@@ -87,6 +90,7 @@ class PlainStepper:
         self._network, self._plan, self._ranks, self._updater, self._clock = network, plan, ranks, updater, clock
         self._objective = objective or LanguageObjective()
         self._device = ranks.device
+        self._judge = judge_of(self._objective, network, plan)
         self._set_sync = gradient_sync(network.module, plan)
         self._of_routers: Details = dict
         self._of_parts: Details = dict
@@ -127,7 +131,7 @@ class PlainStepper:
 
     def evaluate(self, batch: StepBatch) -> Tensor:
         with autocast(self._plan, self._device):
-            rows = [judged(self._objective, self._network, batch.micro(each)) for each in range(self._plan.grad_accum)]
+            rows = [self._verdict(batch.micro(each)) for each in range(self._plan.grad_accum)]
         return share_of(torch.stack(rows).sum(0), self._ranks)
 
     def scores(self, ids: Tensor) -> Tensor:
@@ -147,7 +151,12 @@ class PlainStepper:
 
     def _losses(self, inputs: Inputs) -> tuple[Losses, Tensor]:
         with autocast(self._plan, self._device):
-            return losses_of(self._objective, self._network, inputs)
+            return self._judge(inputs)
+
+    def _verdict(self, inputs: Inputs) -> Tensor:
+        if self._objective.scores:  # only logits tell what would have been said
+            return judged(self._objective, self._network, inputs)
+        return self._judge(inputs)[0].total.double().reshape(1)
 
 
 class StepCount:
@@ -188,6 +197,22 @@ def weighed(batch: StepBatch, ranks: RankMesh) -> int:
     twins = ranks.degrees.world_size // ranks.degrees.dp
     told = zlib.crc32(repr((batch.num_valid, [each.sample for each in batch.bad])).encode())
     return told * (twins - 1) if ranks.counts_samples else -told
+
+
+def judge_of(objective: Objective, network: Network, plan: Plan) -> Judge:
+    """Return what makes the losses of a micro-batch: from logits, or, where the plan says so, at the head already."""
+    if isinstance(objective, LanguageObjective) and (head := loss_head(network, plan)) is not None:
+        return partial(losses_at_head, head, objective, network)
+    return partial(losses_of, objective, network)
+
+
+def losses_at_head(
+    head: LossHead, objective: LanguageObjective, network: Network, inputs: Inputs
+) -> tuple[Losses, Tensor]:
+    """Return what `losses_of` does; no logits come out of the network."""
+    with head.judging(network.context.mine(inputs["labels"])):
+        losses, balance = network.forward(inputs)
+    return objective.told_apart(network, losses[0], losses[1:].detach(), inputs), balance
 
 
 def losses_of(objective: Objective, network: Network, inputs: Inputs) -> tuple[Losses, Tensor]:

@@ -16,6 +16,7 @@ from trimaran.parallel.norm import gradient_squares
 from trimaran.train.clock import Clock
 from trimaran.train.guard import Guard
 from trimaran.train.optimizer import LR_FACTOR
+from trimaran.train.optimizer.adamw import LeanAdamW
 from trimaran.train.state import Counter, TrainingState, facts_of, forgotten
 
 
@@ -101,11 +102,13 @@ class Updater:
 
     def _move(self, lr: float, norm: Tensor, factor: float) -> None:
         groups = self._optimizer.param_groups
-        everything = [each for group in groups for each in group["params"]]
+        factors = torch.full_like(norm, factor)
         if self._clip_norm:
-            multiply_gradients(everything, factor * (self._clip_norm / (norm + 1e-6)).clamp(max=1.0))
-        elif factor != 1:
-            multiply_gradients(everything, norm.new_tensor(factor))
+            factors = factors * (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
+        if isinstance(self._optimizer, LeanAdamW):  # multiplies on its way through the gradients
+            self._optimizer.factor = factors.to(self._beside)
+        elif self._clip_norm or factor != 1:
+            multiply_gradients((each for group in groups for each in group["params"]), factors)
         for group in groups:
             group["lr"] = lr * group.get(LR_FACTOR, 1.0)
         self._optimizer.step()

@@ -1,6 +1,7 @@
-"""AdamW whose states are small, or live on the host, or both."""
+"""AdamW whose states are small, or live on the host, and whose weights may be two halves."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -9,19 +10,28 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from trimaran.nets.shards import local_part
+from trimaran.parallel.norm import gradient_of
 from trimaran.train.optimizer.ferry import Ferry
-from trimaran.train.optimizer.moments import Constants, Exact, Moments, Piece, Quantised, Rounded, States
+from trimaran.train.optimizer.moments import FORMATS, Constants, Moments, Piece, States, move, words
+from trimaran.train.optimizer.rounding import Runs, runs, salt
 
+Kernel = Callable[[Piece, States, Tensor | None], None]
 SMALL = 4096  # values: a parameter with fewer is not worth eight bits
 PIECE = 2**23  # values that are moved at once: bounds what a step needs besides the states
 ROWS = 16  # of which a piece has a multiple, so that each begins where a vector of any type may
+NOT_MOMENTS = ("step", "low")
 
 
 class LeanAdamW(Optimizer):
     """AdamW with its moments in one of three formats, on the parameters' device or on the host.
 
     Takes groups of named parameters. It works on the part of each parameter that is here, whatever meshes they are
-    split over. States are plain tensors, shaped as that part, and exist from the start.
+    split over. States are plain tensors, shaped as that part, and exist from the start. A parameter in `lows` is bf16
+    and the upper half of a weight; its lower half (see `halves`), given there, is moved with it.
+
+    Before a step, `factor` may say what the gradients are to be multiplied by, and `found_inf` (torch's own AdamW has
+    it too) that nothing is to move: each a tensor of one element beside the weights. On a GPU the host looks at
+    neither, and waits for nothing.
     """
 
     def __init__(
@@ -32,47 +42,52 @@ class LeanAdamW(Optimizer):
         states: str,
         seed: int,
         on_host: bool,
-        compiled: bool,
+        lows: Mapping[Any, Tensor],
     ) -> None:
         super().__init__(groups, defaults)
-        self._seed = seed
-        self.found_inf: Tensor | None = None  # torch's own AdamW has it too
-        formats: dict[str, Moments] = {
-            "fp32": Exact(),
-            "bf16": Rounded(compiled=compiled),
-            "8bit": Quantised(compiled=compiled),
-        }
+        self.found_inf: Tensor | None = None
+        self.factor: Tensor | None = None
         self._moments: dict[Tensor, Moments] = {}
-        for parameter in (each for group in self.param_groups for each in group["params"]):
-            self._moments[parameter] = moments = formats[_format_of(parameter, states)]
-            self.state[parameter] = {"step": torch.tensor(0.0)} | _zeros(moments, local_part(parameter), on_host)
+        self._runs: dict[tuple[Tensor, int, int], Runs] = {}  # they stay from step to step
+        self._counts: list[tuple[Tensor, Tensor]] = []  # for each group its parameters' steps, and their salts
+        for group in self.param_groups:
+            device, names = group["params"][0].device, group["param_names"]
+            steps = torch.zeros(len(names), device=device)
+            self._counts.append((steps, torch.tensor([salt(f"{seed}/{name}") for name in names]).int().to(device)))
+            for parameter, step in zip(group["params"], steps, strict=True):
+                self._moments[parameter] = moments = FORMATS[_format_of(parameter, states)]
+                low = {"low": lows[parameter]} if parameter in lows else {}
+                self.state[parameter] = {"step": step} | _zeros(moments, local_part(parameter), on_host) | low
         device = next(iter(self._moments)).device
-        self._ferry = Ferry(device) if on_host else None
+        self._ferry, self._kernel = Ferry(device) if on_host else None, _kernel_for(device)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyrefly: ignore[bad-override]
-        """Move the weights that have a gradient, unless `found_inf` says that it is none.
-
-        The host looks at that, and waits for the device once a step: how states cross from the host and back is for it
-        to arrange.
-        """
+        """Move the weights that have a gradient, unless `found_inf` says that it is none."""
         assert closure is None, "the gradients are there already"
-        if self.found_inf is not None and bool(self.found_inf):
+        if self._kernel is None and self.found_inf is not None and bool(self.found_inf):
             return
         pieces, copies = [], []
-        for group in self.param_groups:
-            for name, parameter in zip(group["param_names"], group["params"], strict=True):
-                if parameter.grad is not None:
-                    weight = local_part(parameter)
-                    table = weight.contiguous().view(_table(weight))
-                    copies += [] if weight.is_contiguous() else [(weight, table)]
-                    pieces += self._pieces(name, parameter, table, group)
+        for number, group in enumerate(self.param_groups):
+            constants = Constants(**{key: group[key] for key in ("lr", "betas", "eps", "weight_decay")})
+            for parameter, its_words in self._started(number, constants):
+                own = [local_part(parameter), self.state[parameter].get("low")]
+                tables = [None if each is None else _as_table(each) for each in own]
+                copies += [(one, table) for one, table in zip(own, tables, strict=True) if not _same(one, table)]
+                pieces += self._pieces(parameter, tables, its_words, constants)
         loads = [piece.states for piece in pieces]
         arrived = iter(loads) if self._ferry is None else self._ferry.cross(loads)
-        for number, states in enumerate(arrived):
-            self._moments[pieces[number].parameter].move(pieces[number], states)
-        for weight, table in copies:  # of a weight that does not lie row by row in memory
-            weight.copy_(table.view(weight.shape))
+        for piece, states in zip(pieces, arrived, strict=True):
+            self._move(piece, states)
+        for tensor, table in copies:  # of what does not lie row by row in memory
+            tensor.copy_(table.view(tensor.shape))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, and those that were summed apart (see `gradient_of`)."""
+        super().zero_grad(set_to_none)
+        for parameter in self._moments:
+            if hasattr(parameter, "main_grad"):
+                parameter.main_grad = None  # pyrefly: ignore[missing-attribute]
 
     def wait(self) -> None:
         """Return when all states are where they belong: those on the host may be on their way."""
@@ -98,33 +113,62 @@ class LeanAdamW(Optimizer):
             for key, value in states.items():
                 value.copy_(saved[key])
 
-    def _pieces(self, name: str, parameter: Tensor, weight: Tensor, group: dict[str, Any]) -> Iterator[Piece]:
-        gradient, states = parameter.grad, self.state[parameter]
+    def _started(self, number: int, constants: Constants) -> Iterator[tuple[Tensor, Tensor]]:
+        """Count a step of the parameters of a group that have a gradient, and yield each with its words."""
+        parameters, (steps, salts) = self.param_groups[number]["params"], self._counts[number]
+        places = [place for place, each in enumerate(parameters) if gradient_of(each) is not None]
+        if not places:
+            return
+        # A refused step does not count. Without a kernel it has not come this far.
+        one = 1.0 if self.found_inf is None or self._kernel is None else 1.0 - self.found_inf.reshape(())
+        # Not `_foreach_add_`, which reads a number that is on the device back to the host.
+        for counted in [steps] if len(places) == len(parameters) else [steps[place] for place in places]:
+            counted.add_(one)
+        table = words(steps, salts, constants)
+        yield from ((parameters[place], table[place]) for place in places)
+
+    def _pieces(
+        self, parameter: Tensor, tables: list[Tensor | None], its_words: Tensor, constants: Constants
+    ) -> Iterator[Piece]:
+        (weight, low), gradient, states = tables, gradient_of(parameter), self.state[parameter]
         assert gradient is not None
+        assert weight is not None
         if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
-            assert gradient.placements == parameter.placements, f"the gradient of {name} is split in another way"
-        states["step"] += 1
-        constants = Constants(
-            step=int(states["step"]),
-            lr=group["lr"],
-            betas=group["betas"],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-        )
-        gradient = local_part(gradient).contiguous().view(weight.shape)
-        tables = {key: value.view(_table(value)) for key, value in states.items() if key != "step"}
+            assert gradient.placements == parameter.placements, "the gradient is split as its parameter is"
+        gradient = _as_table(local_part(gradient))
+        moments = {key: _as_table(value) for key, value in states.items() if key not in NOT_MOMENTS}
         height = max(ROWS, PIECE // max(1, weight.shape[1]) // ROWS * ROWS)
-        for start in range(0, len(weight) if weight.numel() else 0, height):
+        if self._kernel is not None and self._ferry is None:
+            height = len(weight)  # it needs no memory besides
+        for start in range(0, len(weight) if weight.numel() else 0, max(1, height)):
             rows = slice(start, min(start + height, len(weight)))
             yield Piece(
                 weight=weight[rows],
+                low=None if low is None else low[rows],
                 gradient=gradient[rows],
-                states={key: value[rows] for key, value in tables.items()},
+                states={key: value[rows] for key, value in moments.items()},
+                factor=self.factor,
+                step=states["step"],
+                words=its_words,
                 constants=constants,
                 parameter=parameter,
-                rows=rows,
-                key=f"{self._seed}/{name}/{constants.step}",
+                runs=self._runs_of(parameter, rows),
             )
+
+    def _runs_of(self, parameter: Tensor, rows: slice) -> Runs | None:
+        """Return how the values of these rows are numbered, where their moments are rounded by chance."""
+        if self.state[parameter]["exp_avg"].dtype != torch.bfloat16:
+            return None
+        key = (parameter, rows.start, rows.stop)
+        if key not in self._runs:
+            self._runs[key] = runs(parameter, rows)
+        return self._runs[key]
+
+    def _move(self, piece: Piece, states: States) -> None:
+        if self._kernel is None:
+            move(piece, states, self._moments[piece.parameter])
+        else:
+            self._kernel(piece, states, self.found_inf)
 
 
 def _format_of(parameter: Tensor, states: str) -> str:
@@ -143,7 +187,20 @@ def _zeros(moments: Moments, part: Tensor, on_host: bool) -> States:
     }
 
 
-def _table(tensor: Tensor) -> tuple[int, int]:
-    """Return the shape of the table whose rows are the tensor's last dimension."""
+def _kernel_for(device: torch.device) -> Kernel | None:
+    """Return our own kernel, which needs Triton; none on a CPU."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return None
+    from trimaran.train.kernels.adamw import move_on_gpu  # noqa: PLC0415  Triton is there where CUDA is
+
+    return move_on_gpu
+
+
+def _as_table(tensor: Tensor) -> Tensor:
+    """Return the tensor as a table whose rows are its last dimension: a view, or a copy where it lies otherwise."""
     width = tensor.shape[-1] if tensor.ndim else 1
-    return (tensor.numel() // max(1, width), width)
+    return tensor.contiguous().view(tensor.numel() // max(1, width), width)
+
+
+def _same(tensor: Tensor | None, table: Tensor | None) -> bool:
+    return tensor is None or table is None or tensor.data_ptr() == table.data_ptr()

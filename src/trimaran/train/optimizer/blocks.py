@@ -24,6 +24,13 @@ def codebook(device: torch.device, *, signed: bool) -> Tensor:
     return torch.tensor(sorted(values), device=device)
 
 
+@cache
+def edges(device: torch.device, *, signed: bool) -> Tensor:
+    """Return for each of 256 codes the least value that it stands for: half way to the code before it."""
+    book = codebook(device, signed=signed)
+    return torch.cat([book.new_full((1,), -torch.inf), (book[1:] + book[:-1]) / 2])
+
+
 def num_blocks(width: int) -> int:
     """Return how many scales a row has. A block never crosses a row, so shards of whole rows have the same blocks."""
     return -(-width // BLOCK)

@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
@@ -15,16 +16,22 @@ from trimaran.train.optimizer.adamw import LeanAdamW
 LR_FACTOR = "lr_factor"  # what a group's learning rate is of the schedule's
 WHOLE = {"all": ""}
 LIKE_THE_REST = TowerOptimizer()
+NO_HALVES: Mapping[nn.Parameter, Tensor] = {}
 
 
 def build_optimizer(
-    modules: Iterable[nn.Module], train: TrainSection, plan: Plan, towers: Mapping[str, str] = WHOLE
+    modules: Iterable[nn.Module],
+    train: TrainSection,
+    plan: Plan,
+    towers: Mapping[str, str] = WHOLE,
+    lows: Mapping[nn.Parameter, Tensor] = NO_HALVES,
 ) -> Optimizer:
     """Return an AdamW for all that is trained in the modules: a network, or this rank's stages of one.
 
     Each group has the names of its parameters, in order, as `param_names`. `towers` has the prefix of those names for
-    each tower. States that are fp32 and stay on the device are torch's own fused AdamW's; others are `LeanAdamW`'s. A
-    rank whose stages are all frozen has one empty group.
+    each tower. `lows` has the lower halves of the parameters that are upper ones. On a CPU, whole weights with fp32
+    states are torch's own fused AdamW's; all others are `LeanAdamW`'s. A rank whose stages are all frozen has one empty
+    group.
     """
     constants = train.optimizer
     names = {each: name for module in modules for name, each in module.named_parameters() if each.requires_grad}
@@ -36,12 +43,15 @@ def build_optimizer(
         "weight_decay": constants.weight_decay,
     }
     on_host = plan.offload == "optimizer"
-    if not groups or (constants.states == "fp32" and not on_host):
+    ours = constants.states != "fp32" or on_host or lows or all(_gains(each) for each in names)
+    if not groups or not ours:
         return AdamW(groups or [{"params": []}], fused=True, **defaults)
-    compiled = plan.compile and next(iter(names)).device.type == "cuda"
-    return LeanAdamW(
-        groups, defaults=defaults, states=constants.states, seed=train.seed, on_host=on_host, compiled=compiled
-    )
+    return LeanAdamW(groups, defaults=defaults, states=constants.states, seed=train.seed, on_host=on_host, lows=lows)
+
+
+def _gains(parameter: nn.Parameter) -> bool:
+    """Return whether our kernel moves it faster than torch's: one pass over the gradient, with the clipping in it."""
+    return parameter.device.type == "cuda" and parameter.dtype == torch.float32
 
 
 def named_groups(

@@ -63,9 +63,10 @@ class Ferry:
         with self._torch.stream(self._inward):
             if berth.left is not None:
                 self._inward.wait_event(berth.left)
+            rooms = {key: berth.memory[key, host.dtype][: host.numel()] for key, host in load.items()}
+            berth.states = {key: rooms[key].view(host.shape) for key, host in load.items()}
             for key, host in load.items():
-                there = berth.memory[key, host.dtype][: host.numel()].view(host.shape)
-                berth.states[key] = there.copy_(host, non_blocking=True)
+                berth.states[key].copy_(host, non_blocking=True)
             berth.arrived = self._inward.record_event()
         return berth
 
@@ -76,7 +77,7 @@ class Ferry:
             berth.left = self._outward.record_event()
 
     def _room(self, loads: Sequence[States]) -> dict[Slot, Tensor]:
-        """Return memory for the largest of the loads, state by state: compiled code wants no two of one memory."""
+        """Return memory for the largest of the loads, state by state."""
         sizes: dict[Slot, int] = {}
         for key, host in (item for load in loads for item in load.items()):
             sizes[key, host.dtype] = max(sizes.get((key, host.dtype), 0), host.numel())

@@ -13,6 +13,7 @@ from trimaran.checkpoint.pieces import Piece
 from trimaran.checkpoint.share import whole_of
 from trimaran.core import UserError
 from trimaran.nets.shards import local_part, local_slices
+from trimaran.train.halves import halves_of
 from trimaran.train.optimizer.adamw import LeanAdamW
 from trimaran.train.optimizer.grid import SCALE, Grid, Recut, grid_of, kept_grids
 
@@ -20,6 +21,7 @@ log = logging.getLogger(__name__)
 
 FORMATS = {"F32": "fp32", "BF16": "bf16", "U8": "8bit"}
 MOMENTS = ("exp_avg", "exp_avg_sq")
+LOW = "low"  # the lower half of a weight
 Named = list[tuple[str, nn.Parameter]]
 
 
@@ -86,6 +88,8 @@ class OptimizerState:
         in_blocks = isinstance(self._optimizer, LeanAdamW)
         for name, parameter in self._named:
             for state, value in self._optimizer.state[parameter].items():
+                if state == LOW and halves_of(parameter) is not None:
+                    continue  # a part of the weight, which is kept whole
                 if isinstance(value, Tensor) and (local := local_part(value)).numel():
                     scales = in_blocks and state.endswith(SCALE)
                     place = _place_of_scales(parameter) if scales else _place(parameter, local, f"{state} of {name}")
@@ -128,10 +132,12 @@ class OptimizerState:
         here, columns = local_slices(parameter)[-1], parameter.shape[-1]
         grid = Grid(columns, width or columns)
         first, last = grid.block(here.start), grid.block(here.stop - 1)
-        kept = piece.tensor.new_empty((*piece.tensor.shape[:-1], last - first + 1))
+        scales = piece.tensor
+        assert isinstance(scales, Tensor), "states are kept as they are"
+        kept = scales.new_empty((*scales.shape[:-1], last - first + 1))
         recut = Recut(
             codes=self._optimizer.state[parameter][moment],
-            scales=piece.tensor,
+            scales=scales,
             kept=kept,
             grid=grid,
             columns=range(here.start, here.stop),

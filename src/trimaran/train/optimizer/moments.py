@@ -1,26 +1,26 @@
 """How AdamW's two moments are kept, and how a step moves weights and moments."""
 
-import math
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
 from trimaran.train.optimizer.blocks import codebook, num_blocks, quantised, restored
-from trimaran.train.optimizer.rounding import numbers, scrambled, to_bf16
+from trimaran.train.optimizer.halves import join, split
+from trimaran.train.optimizer.rounding import Runs, scrambled, to_bf16
 
 States = dict[str, Tensor]
 Shape = tuple[int, ...]
+KEEP, SIZE, ROOT, SALT = range(4)  # the words that a step has for each parameter, see `words`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
-    """What a step's arithmetic depends on besides tensors. `step` counts from 1."""
+    """What the arithmetic of a group of parameters depends on besides tensors."""
 
-    step: int
     lr: float
     betas: tuple[float, float]
     eps: float
@@ -29,15 +29,23 @@ class Constants:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Rows of one parameter's part on this rank, as a table whose rows are the last dimension."""
+    """Rows of one parameter's part on this rank, as a table whose rows are the last dimension.
+
+    `weight` is fp32, or its upper half where there is a lower one, `low`. `gradient` is still to be multiplied by
+    `factor`. `step` is what the parameter's steps count up to with this one, on the device, and `words` what follows
+    from it. `runs` number the values where moments are rounded by chance.
+    """
 
     weight: Tensor
+    low: Tensor | None
     gradient: Tensor
     states: States
+    factor: Tensor | None
+    step: Tensor
+    words: Tensor
     constants: Constants
     parameter: Tensor
-    rows: slice
-    key: str
+    runs: Runs | None
 
 
 class Moments(Protocol):
@@ -47,8 +55,8 @@ class Moments(Protocol):
         """Return the shape and type of each state of a part with this shape. All of them begin as zeros."""
         ...
 
-    def move(self, piece: Piece, states: States) -> None:
-        """Update weights and states in place. `states` are the piece's, on the device of its weights."""
+    def move(self, weight: Tensor, gradient: Tensor, states: States, piece: Piece) -> None:
+        """Update weights, fp32 and whole, and states in place."""
         ...
 
 
@@ -58,15 +66,15 @@ class Exact:
     def layout(self, shape: Shape) -> dict[str, tuple[Shape, torch.dtype]]:
         return {"exp_avg": (shape, torch.float32), "exp_avg_sq": (shape, torch.float32)}
 
-    def move(self, piece: Piece, states: States) -> None:
+    def move(self, weight: Tensor, gradient: Tensor, states: States, piece: Piece) -> None:
         constants = piece.constants
         adamw(
-            [piece.weight],
-            [piece.gradient],
+            [weight],
+            [gradient],
             [states["exp_avg"]],
             [states["exp_avg_sq"]],
             [],
-            [torch.full((), constants.step - 1.0, device=piece.weight.device)],  # the kernel's caller adds one
+            [piece.step - 1],  # the kernel's caller adds one
             fused=True,
             amsgrad=False,
             beta1=constants.betas[0],
@@ -84,22 +92,23 @@ class Rounded:
     Rounded to the nearest, a second moment that should shrink by less than half a bf16 step would stay for ever.
     """
 
-    def __init__(self, *, compiled: bool) -> None:
-        self._move = _chosen(_move_rounded, compiled)
-
     def layout(self, shape: Shape) -> dict[str, tuple[Shape, torch.dtype]]:
         return {"exp_avg": (shape, torch.bfloat16), "exp_avg_sq": (shape, torch.bfloat16)}
 
-    def move(self, piece: Piece, states: States) -> None:
-        where = numbers(piece.parameter, piece.rows, key=piece.key)
-        self._move(*_bare(piece, states), where, _scalars(piece.constants))
+    def move(self, weight: Tensor, gradient: Tensor, states: States, piece: Piece) -> None:
+        before = (states["exp_avg"].float(), states["exp_avg_sq"].float())
+        first, second = _moments(gradient, *before, piece.constants.betas)
+        _move_weight(weight, first, second, piece)
+        assert piece.runs is not None
+        starts, length = piece.runs
+        places = torch.arange(length, device=starts.device, dtype=torch.int32)
+        noise = scrambled((starts + piece.words[SALT])[:, None] + places).view(weight.shape)
+        states["exp_avg"].copy_(to_bf16(first, noise))
+        states["exp_avg_sq"].copy_(to_bf16(second, noise >> 16))
 
 
 class Quantised:
     """Both moments in eight bits a value and a scale a block: 2.03 bytes a value."""
-
-    def __init__(self, *, compiled: bool) -> None:
-        self._move = _chosen(_move_quantised, compiled)
 
     def layout(self, shape: Shape) -> dict[str, tuple[Shape, torch.dtype]]:
         scales = (*shape[:-1], num_blocks(shape[-1]))
@@ -110,74 +119,56 @@ class Quantised:
             "exp_avg_sq_scale": (scales, torch.float32),
         }
 
-    def move(self, piece: Piece, states: States) -> None:
-        books = [codebook(piece.weight.device, signed=signed) for signed in (True, False)]
-        self._move(*_bare(piece, states), books, _scalars(piece.constants))
+    def move(self, weight: Tensor, gradient: Tensor, states: States, piece: Piece) -> None:
+        signed, unsigned = (codebook(weight.device, signed=signed) for signed in (True, False))
+        first, second = _moments(
+            gradient,
+            restored(states["exp_avg"], states["exp_avg_scale"], signed),
+            restored(states["exp_avg_sq"], states["exp_avg_sq_scale"], unsigned),
+            piece.constants.betas,
+        )
+        _move_weight(weight, first, second, piece)
+        codes, scales = quantised(first, signed)
+        states["exp_avg"].copy_(codes)
+        states["exp_avg_scale"].copy_(scales)
+        # A second moment is never called zero: where the next gradient is, the first would be divided by epsilon alone.
+        codes, scales = quantised(second, unsigned, lowest=1)
+        states["exp_avg_sq"].copy_(codes)
+        states["exp_avg_sq_scale"].copy_(scales)
 
 
-def _chosen(function: Callable[..., None], compiled: bool) -> Callable[..., None]:
-    return torch.compile(function, dynamic=True) if compiled else function
+FORMATS: Mapping[str, Moments] = {"fp32": Exact(), "bf16": Rounded(), "8bit": Quantised()}
 
 
-def _bare(piece: Piece, states: States) -> tuple[Tensor, Tensor, States]:
-    """Return weights, gradient and states over the same memory, but views of nothing.
+def move(piece: Piece, states: States, moments: Moments) -> None:
+    """Update weights and states in place. `states` are the piece's, on the device of its weights."""
+    weight = piece.weight if piece.low is None else join(piece.weight, piece.low)
+    gradient = piece.gradient.to(weight.dtype)
+    moments.move(weight, gradient if piece.factor is None else gradient * piece.factor, states, piece)
+    if piece.low is not None:
+        upper, lower = split(weight)
+        piece.weight.copy_(upper)
+        piece.low.copy_(lower)
 
-    Of a view, compiled code asks which tensor it belongs to, and is compiled again for each kind of answer.
+
+def words(steps: Tensor, salts: Tensor, constants: Constants) -> Tensor:
+    """Return four words of 32 bits, int32 [N, 4], for parameters that take these steps, which count from 1.
+
+    The first three are fp32: the share of a weight that decay leaves, the learning rate over the first moment's bias
+    correction, and the root of the second's. They come from fp64, as 1 - beta^step does not survive fp32. The last
+    word is what the numbers of the values (see `rounding.runs`) are moved by at this step.
     """
-    return piece.weight.data, piece.gradient.data, {key: value.data for key, value in states.items()}
-
-
-class Scalars(NamedTuple):
-    """A step's constants for our own arithmetic.
-
-    What changes from step to step is a scalar tensor, for compiled code keeps plain numbers for good.
-    """
-
-    betas: tuple[float, float]
-    eps: float
-    keep: Tensor  # the share of a weight that decay leaves
-    size: Tensor  # the learning rate over the first moment's bias correction
-    root: Tensor  # of the second moment's bias correction
-
-
-def _scalars(constants: Constants) -> Scalars:
-    first, second = (1 - beta**constants.step for beta in constants.betas)
-    changing = (1 - constants.lr * constants.weight_decay, constants.lr / first, math.sqrt(second))
-    return Scalars(constants.betas, constants.eps, *(torch.tensor(each, dtype=torch.float32) for each in changing))
-
-
-def _move_rounded(
-    weight: Tensor, gradient: Tensor, states: States, where: tuple[Tensor, Tensor], scalars: Scalars
-) -> None:
-    first, second = _moments(gradient, states["exp_avg"].float(), states["exp_avg_sq"].float(), scalars.betas)
-    _move_weight(weight, first, second, scalars)
-    noise = scrambled(where[0][:, None] + where[1])
-    states["exp_avg"].copy_(to_bf16(first, noise))
-    states["exp_avg_sq"].copy_(to_bf16(second, noise >> 16))
-
-
-def _move_quantised(weight: Tensor, gradient: Tensor, states: States, books: list[Tensor], scalars: Scalars) -> None:
-    signed, unsigned = books
-    first, second = _moments(
-        gradient,
-        restored(states["exp_avg"], states["exp_avg_scale"], signed),
-        restored(states["exp_avg_sq"], states["exp_avg_sq_scale"], unsigned),
-        scalars.betas,
-    )
-    _move_weight(weight, first, second, scalars)
-    codes, scales = quantised(first, signed)
-    states["exp_avg"].copy_(codes)
-    states["exp_avg_scale"].copy_(scales)
-    # A second moment is never called zero: where the next gradient is, the first would be divided by epsilon alone.
-    codes, scales = quantised(second, unsigned, lowest=1)
-    states["exp_avg_sq"].copy_(codes)
-    states["exp_avg_sq_scale"].copy_(scales)
+    first, second = (1 - beta ** steps.double() for beta in constants.betas)
+    keep = torch.full_like(first, 1 - constants.lr * constants.weight_decay)
+    numbers = torch.stack([keep, constants.lr / first, second.sqrt()], dim=1).float()
+    return torch.cat([numbers.view(torch.int32), scrambled(salts + steps.int())[:, None]], dim=1)
 
 
 def _moments(gradient: Tensor, first: Tensor, second: Tensor, betas: tuple[float, float]) -> tuple[Tensor, Tensor]:
     return first.lerp(gradient, 1 - betas[0]), second * betas[1] + gradient.square() * (1 - betas[1])
 
 
-def _move_weight(weight: Tensor, first: Tensor, second: Tensor, scalars: Scalars) -> None:
+def _move_weight(weight: Tensor, first: Tensor, second: Tensor, piece: Piece) -> None:
     """Move the weights by moments that have not been rounded yet."""
-    weight.copy_(weight * scalars.keep - first / (second.sqrt() / scalars.root + scalars.eps) * scalars.size)
+    keep, size, root = piece.words[:SALT].view(torch.float32)
+    weight.copy_(weight * keep - first / (second.sqrt() / root + piece.constants.eps) * size)

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from trimaran.nets.shards import local_slices
 
+Runs = tuple[Tensor, int]
+
 
 def to_bf16(values: Tensor, noise: Tensor) -> Tensor:
     """Return fp32 `values` in bf16. Of `noise`, int32, the lower sixteen bits decide: the nearer bf16 is the likelier.
@@ -18,21 +20,29 @@ def to_bf16(values: Tensor, noise: Tensor) -> Tensor:
     return torch.where(values.isfinite(), rounded, values).bfloat16()
 
 
-def numbers(parameter: Tensor, rows: slice, *, key: str) -> tuple[Tensor, Tensor]:
-    """Return int32 vectors, for rows and columns: their sums number the values of this rank's part of `parameter`.
+def salt(key: str) -> int:
+    """Return 32 bits that belong to `key`, as the number that they are in an int32."""
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "little", signed=True)
 
-    A value has the same number whoever holds it, and another at another `key`. The part is a table whose rows are the
-    last dimension; `rows` says which of them are meant.
+
+def runs(parameter: Tensor, rows: slice) -> Runs:
+    """Return the numbers of the first values, int32, of runs of values that are numbered on, and the length of a run.
+
+    The runs are those of some rows of this rank's part of `parameter`, which is a table whose rows are the last
+    dimension. A value has the same number whoever holds it: its place in the whole. Where only the first dimension is
+    split, or none, there is one run; otherwise each row is one.
     """
-    digest = hashlib.sha256(key.encode()).digest()
-    device, here = parameter.device, local_slices(parameter)
-    start = torch.full((1,), int.from_bytes(digest[:4], "little"), device=device, dtype=torch.int64)
+    here, device = local_slices(parameter), parameter.device
+    width = here[-1].stop - here[-1].start if here else 1
+    if all(each == slice(0, size) for each, size in zip(here[1:], parameter.shape[1:], strict=True)):
+        above = here[0].start * parameter.shape[1:].numel() if here else 0
+        first = (above + rows.start * width + 2**31) % 2**32 - 2**31
+        return torch.full((1,), first, device=device, dtype=torch.int32), (rows.stop - rows.start) * width
+    starts = torch.zeros(1, device=device, dtype=torch.int64)
     for each, size in zip(here[:-1], parameter.shape, strict=False):
-        start = (start[:, None] * size + torch.arange(each.start, each.stop, device=device)).flatten()
-    width = parameter.shape[-1] if parameter.ndim else 1
-    columns = here[-1] if here else slice(0, 1)
-    # The casts, and all arithmetic from here on, wrap around at 2^32.
-    return (start[rows] * width).int(), torch.arange(columns.start, columns.stop, device=device).int()
+        starts = (starts[:, None] * size + torch.arange(each.start, each.stop, device=device)).flatten()
+    # The cast, and all arithmetic from here on, wraps around at 2^32.
+    return (starts[rows] * parameter.shape[-1] + here[-1].start).int(), width
 
 
 def scrambled(number: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from trimaran.checkpoint.ownership import own
 from trimaran.checkpoint.parts import Entry, Index, Part, Whole
 from trimaran.checkpoint.pieces import Piece, State
 from trimaran.checkpoint.read import fill, refuse_leftovers
-from trimaran.checkpoint.share import TORCH_DTYPES, copy_in, lay_out, view_of, whole_of
+from trimaran.checkpoint.share import TORCH_DTYPES, copy_in, copy_out, lay_out, view_of, whole_of
 from trimaran.core import Plan, Recipe
 from trimaran.data.batch import StepBatch, text_batch
 from trimaran.data.feed import Share
@@ -172,7 +172,9 @@ def share_of(state: State) -> list[Held]:
 
 
 def held(piece: Piece) -> Held:
-    return Held(piece.key, whole_of(piece), piece.start, tuple(piece.tensor.shape), to_bytes(piece.tensor))
+    values = torch.empty(piece.tensor.shape, dtype=piece.tensor.dtype)
+    copy_out(piece.tensor, values)
+    return Held(piece.key, whole_of(piece), piece.start, tuple(piece.tensor.shape), to_bytes(values))
 
 
 def batch_of(step: int, recipe: Recipe, plan: Plan, ranks: RankMesh) -> StepBatch:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from tests.ranks import run_ranks
 from trimaran.core import Plan, TrainSection
@@ -20,6 +19,7 @@ from trimaran.models import PRESETS, VLM_PRESETS, VlmSpec
 from trimaran.models.stages import stage_ranges, stages_of_rank
 from trimaran.nets import initialise
 from trimaran.nets.family import network_of
+from trimaran.nets.hf_weights import whole
 from trimaran.parallel import apply_plan, build_mesh
 from trimaran.parallel.towers import freeze_towers
 from trimaran.train.assemble import build_stepper
@@ -118,9 +118,7 @@ def take_course(spec: VlmSpec, plan: Plan, train: Mapping[str, Any], freeze: tup
         found = stepper.details()().get("towers", {})
         towers.append({tower: each["grad_norm"] for tower, each in found.items()})
     weights = {
-        name: (each.full_tensor() if isinstance(each, DTensor) else each).detach().numpy().copy()
-        for network in networks
-        for name, each in network.module.named_parameters()
+        name: whole(each).numpy().copy() for network in networks for name, each in network.module.named_parameters()
     }
     return Course(losses, norms, towers, weights)
 

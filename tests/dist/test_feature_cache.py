@@ -73,7 +73,7 @@ def test_training_on_kept_features_is_the_same_and_never_runs_the_tower(
 def test_a_tower_that_is_trained_has_no_features_to_keep(pictures: Path) -> None:
     with pytest.raises(UserError, match="T062: the vision tower is trained"):
         refuse_trained(recipe_of(pictures, cached=True, freeze=("language",)))
-    with pytest.raises(UserError, match="T062: there are no pictures"):
+    with pytest.raises(UserError, match="T062: only the family vlm keeps features"):
         refuse_trained(Recipe())
 
 

@@ -76,6 +76,7 @@ def test_a_recipe_becomes_a_trained_model(tmp_path: Path) -> None:
     assert [each["kind"] for each in events] == [
         "start",
         "ready",
+        "started",
         "evaluation",
         "evaluation",
         "checkpoint",
@@ -84,6 +85,9 @@ def test_a_recipe_becomes_a_trained_model(tmp_path: Path) -> None:
         "sample",
         "done",
     ]
+    assert [*events[1]["data"]["phases"]] == ["join", "network", "data", "optimizer", "keep"]
+    assert 0 < sum(events[1]["data"]["phases"].values()) <= events[1]["data"]["seconds"]
+    assert events[2]["data"]["seconds"] == pytest.approx(metrics[0]["step_seconds"])
     assert [each["step"] for each in events if each["kind"] == "evaluation"] == [5, 10, 12]
     (sample,) = [each["data"] for each in events if each["kind"] == "sample"]
     assert sample["text"].startswith(sample["prompt"])

@@ -11,7 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from trimaran.checkpoint.memory import Berth, MemorySource
+from trimaran.checkpoint.copier import Copier, DeviceCopier
+from trimaran.checkpoint.memory import Berth, Label, MemorySource
+from trimaran.checkpoint.pieces import Piece
+from trimaran.checkpoint.share import lay_out
 from trimaran.core import Plan, Recipe
 from trimaran.telemetry import RunDirectory, create_run
 
@@ -75,3 +78,48 @@ def test_a_killed_rank_goes_on_from_memory_with_every_bit(tmp_path: Path, offloa
     assert all(len(entry.parts) == 1 for entry in source.index.values())
     for descriptor in (spare, fd):
         os.close(descriptor)
+
+
+ENDING = """
+import os, sys, torch
+from trimaran.checkpoint.copier import DeviceCopier
+from trimaran.checkpoint.memory import Berth
+from trimaran.checkpoint.share import Share
+device = torch.device("cuda", 0)
+torch.zeros(1, device=device)
+berth = Berth(os.memfd_create("test"))
+berth.lay_out(8, num_bytes=1 << 30, items_bytes=100, take=False)
+copier = DeviceCopier(Share((), 1 << 30), berth, device)
+print(copier.is_ready)
+sys.exit(75)
+"""
+
+
+def test_a_process_that_ends_while_memory_is_pinned_ends_as_it_wanted() -> None:
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (75, "False\n", "")
+    assert time.monotonic() - began < 60
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_a_copy_has_the_values_of_its_moment_whether_its_memory_is_pinned_or_not(pinned: bool) -> None:
+    values = torch.zeros(1 << 26, device="cuda")
+    piece = Piece(key="model/w", tensor=values, shape=tuple(values.shape), start=(0,))
+    share = lay_out([piece], [(0, len(values))])
+    fd = os.memfd_create("test")
+    berth = Berth(fd)
+    copier = Copier(share)
+    berth.lay_out(2, num_bytes=share.num_bytes, items_bytes=len(copier.items), take=False)
+    copier = DeviceCopier(share, berth, torch.device("cuda")) if pinned else copier
+    for step in range(1, 6):
+        copier.before_update()
+        values += 1  # no sooner than the copy of the step before has been made
+        copier.copy(berth.slots[step % 2], Label(step=step, voyage=(0, 0), rank=0, world_size=1), [piece])
+    copier.settle()
+    for _, kept in berth.kept():
+        assert kept.verify()
+        data = kept.memory.view(torch.float32)
+        assert (float(data.min()), float(data.max())) == (kept.label.step, kept.label.step)
+    copier.let_go()
+    os.close(fd)

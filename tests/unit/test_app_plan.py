@@ -15,12 +15,14 @@ from trimaran.app.cli.answer_view import show_report
 from trimaran.app.cli.bill import Terms, account_of, read_terms
 from trimaran.app.cli.emit import Loss, search_for, show_slower
 from trimaran.app.cli.options import complete_cluster, complete_goal, complete_lines, complete_tool, complete_what
+from trimaran.app.cli.plan_view import show_terms
 from trimaran.app.cli.what import Asked, ask_about
 from trimaran.core import GIB, Bytes, Mesh, Pipeline, Plan, Seconds, UserError
 from trimaran.core.plan import TowerPlan
 from trimaran.hardware import parse_cluster
 from trimaran.planner import Answer, Miss
 from trimaran.planner.choose import refusal
+from trimaran.planner.explain import MEANING, PHASE_MEANING
 
 CASES = Path(__file__).parents[2] / "recipes" / "case-studies"
 
@@ -259,3 +261,15 @@ def test_names_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert complete_tool("mega") == ["megatron"]
     assert {"4x8xH100", "4x8xH200"} <= set(complete_cluster("4x8xH"))
     assert complete_cluster("au") == ["auto"]
+
+
+@pytest.mark.parametrize("width", [60, 80, 110, 120, 200])
+def test_no_word_about_a_term_takes_the_room_of_its_name_or_its_figure(width: int) -> None:
+    cost = {"memory": dict.fromkeys(MEANING, Bytes(17 * GIB)), "time": dict.fromkeys(PHASE_MEANING, Seconds(0.144))}
+    drawn = io.StringIO()
+    plan = BEST.model_copy(update={"prediction": PREDICTION.model_copy(update=cost)})
+    show_terms(plan, Console(file=drawn, width=width, color_system=None))
+    lines = drawn.getvalue().splitlines()
+    for names, figure in ((MEANING, "17.0 GiB"), (PHASE_MEANING, "144 ms")):
+        for name in names:
+            assert any(line.startswith(name) and figure in line for line in lines), (name, drawn.getvalue())

@@ -198,3 +198,15 @@ def test_without_a_traceback_the_launcher_has_the_last_word(tmp_path: Path) -> N
     explain_failure(state_of(run), console)
     assert "SIGKILL" in printed(console)
     assert str(run.agent_log) in printed(console)
+
+
+def test_a_rank_that_never_came_as_far_as_a_log_leaves_the_last_word_to_the_launcher(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run")
+    run.log(1).unlink(missing_ok=True)
+    run.agent_log.write_text("NotADirectoryError: '/dev/null/cache'\n")
+    with Journal(run, 1) as journal:
+        journal.event("error", type="HostLost", message="the process that forks the ranks ended")
+    console = console_of()
+    explain_failure(state_of(run), console)
+    assert "last words of the launcher" in printed(console)
+    assert "NotADirectoryError" in printed(console)

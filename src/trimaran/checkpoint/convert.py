@@ -98,12 +98,12 @@ def export_dcp(source: Source, folder: Path, *, progress: Progress) -> None:
 def hollow_network(section: ModelSection) -> Network:
     """Return the network that `section` names, whole, its parameters without memory."""
     if section.family == "hf":
-        from trimaran.nets.hf import hf_network  # noqa: PLC0415  transformers takes seconds to import
-        from trimaran.nets.hf_build import open_hf_model  # noqa: PLC0415
+        from trimaran.nets.hf_build import open_hf_model  # noqa: PLC0415  transformers takes seconds to import
+        from trimaran.nets.hf_vlm import network_of_hf  # noqa: PLC0415
 
         assert section.path is not None, "a section without a path has no spec to plan with"
         module, _ = open_hf_model(Path(section.path), trust_remote_code=section.trust_remote_code, seed=0)
-        return hf_network(module, spec_of(section))
+        return network_of_hf(module, spec_of(section))
     spec = spec_of(section)
     assert spec is not None, "only a foreign Hugging Face architecture has no spec"
     with torch.device("meta"):

@@ -3,23 +3,25 @@
 import threading
 import time
 from collections.abc import Sequence
-from functools import partial
 from queue import SimpleQueue
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from trimaran.checkpoint.memory import Berth, Label, Slot, pack_items
-from trimaran.checkpoint.pieces import Piece
-from trimaran.checkpoint.share import Share, values_of, view_of
+from trimaran.checkpoint.pieces import Composed, Piece
+from trimaran.checkpoint.pinned import Pinned, Preparation
+from trimaran.checkpoint.share import Share, copy_out, values_of, view_of
 
-Pairs = tuple[list[Tensor], list[Tensor]]
+Pairs = tuple[list[Tensor], list[Tensor | Composed]]
 """Where values go to, and where they come from."""
 
 
 class Copier:
     """Copies the share out of `state`'s pieces, again and again. This one is for a state in the memory of the host."""
+
+    prepares = False
+    """Whether the memory is still being taken when this has been made."""
 
     def __init__(self, share: Share) -> None:
         self.share, self.items = share, pack_items(share.items)
@@ -35,6 +37,8 @@ class Copier:
         now, later = self._pairs(slot, pieces)
         for pairs in (now, later):
             _copy(pairs)
+        if any(each.tensor.is_cuda for each in pieces):  # most systems have waited by now, but none has to
+            torch.cuda.current_stream().synchronize()
         slot.seal(label, self.items, self.share.num_bytes)
         self.stall_seconds = time.perf_counter() - began
 
@@ -43,6 +47,18 @@ class Copier:
 
     def settle(self) -> None:
         """Return when the last copy is sealed."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a copy could begin now, or never can."""
+        return True
+
+    def wait_ready(self) -> bool:
+        """Return whether there is memory to copy to, as soon as that is known."""
+        return True
+
+    def let_go(self) -> None:
+        """Give back what copying takes besides the slots. Nobody copies any more."""
 
     def _pairs(self, slot: Slot, pieces: Sequence[Piece]) -> tuple[Pairs, Pairs]:
         """Return what is copied at once, and what may be while a forward and a backward run.
@@ -60,23 +76,45 @@ class Copier:
 
 
 class DeviceCopier(Copier):
-    """Copies from a GPU into pinned memory on a stream of its own, and seals in a thread of its own."""
+    """Copies from a GPU into pinned memory on a stream of its own, and seals in a thread of its own.
+
+    The memory is taken and pinned behind the first steps, too; see `Preparation`.
+    """
+
+    prepares = True
 
     def __init__(self, share: Share, berth: Berth, device: torch.device) -> None:
         super().__init__(share)
+        self._device = torch.cuda.current_device() if device.index is None else device.index
         self._stream = torch.cuda.Stream(device)
-        self._pinned = Pinned(berth.memory)
         self._waits: list[torch.cuda.Event] = []
         self._copied: torch.cuda.Event | None = None
         self._sealed = threading.Event()
         self._sealed.set()
         self._failure: BaseException | None = None
-        self._queue: SimpleQueue[tuple[torch.cuda.Event, Slot, Label]] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[torch.cuda.Event, Slot, Label] | None] = SimpleQueue()
         threading.Thread(target=self._seal_all, name="trimaran-seal", daemon=True).start()
+        self._preparation = Preparation(berth, self._pin)
+
+    @property
+    def is_ready(self) -> bool:
+        return self._preparation.is_over
+
+    def wait_ready(self) -> bool:
+        return self._preparation.wait()
+
+    def let_go(self) -> None:
+        self._queue.put(None)
+        self._preparation.let_go()
 
     def copy(self, slot: Slot, label: Label, pieces: Sequence[Piece]) -> None:
+        assert self.wait_ready(), "without memory nobody copies"
+        if not self._preparation.is_pinned:
+            super().copy(slot, label, pieces)
+            return
+        entered = time.perf_counter()
         self.settle()
-        self._measure()
+        self._measure(waited=time.perf_counter() - entered)
         slot.open()
         now, later = self._pairs(slot, pieces)
         began = _mark()
@@ -102,33 +140,25 @@ class DeviceCopier(Copier):
         if self._failure is not None:
             raise self._failure
 
-    def _measure(self) -> None:
+    def _measure(self, *, waited: float) -> None:
+        """Note what the last copy cost: how long the device waited for it, and the host for its seal."""
         if len(self._waits) == 4 and self._waits[-1].query():
             first, second, third, fourth = self._waits
-            self.stall_seconds = (first.elapsed_time(second) + third.elapsed_time(fourth)) / 1000
+            self.stall_seconds = waited + (first.elapsed_time(second) + third.elapsed_time(fourth)) / 1000
+
+    def _pin(self, memory: Tensor) -> Pinned:
+        torch.cuda.set_device(self._device)  # of the thread, which would otherwise wake the first one
+        return Pinned(memory)
 
     def _seal_all(self) -> None:
-        while True:
-            copied, slot, label = self._queue.get()
+        while (task := self._queue.get()) is not None:
+            copied, slot, label = task
             try:
                 copied.synchronize()
                 slot.seal(label, self.items, self.share.num_bytes)
             except Exception as error:  # for the thread that trains
                 self._failure = error
             self._sealed.set()
-
-
-class Pinned:
-    """Keeps the pages of `memory` where the GPU can reach them, until it is dropped."""
-
-    def __init__(self, memory: Tensor) -> None:
-        self._memory = memory
-        runtime: Any = torch.cuda.cudart()
-        torch.cuda.check_error(int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)))
-        self._release = partial(runtime.cudaHostUnregister, memory.data_ptr())
-
-    def __del__(self) -> None:
-        self._release()
 
 
 def _split(share: Share, pieces: Sequence[Piece], slot: Slot, *, frozen: bool) -> tuple[Pairs, Pairs]:
@@ -145,8 +175,15 @@ def _split(share: Share, pieces: Sequence[Piece], slot: Slot, *, frozen: bool) -
 
 @torch.no_grad()
 def _copy(pairs: Pairs) -> None:
-    if pairs[0]:
-        torch._foreach_copy_(*pairs, non_blocking=True)
+    targets, sources = [], []
+    for target, values in zip(*pairs, strict=True):
+        if isinstance(values, Tensor):
+            targets.append(target)
+            sources.append(values)
+        else:
+            copy_out(values, target, non_blocking=True)
+    if targets:
+        torch._foreach_copy_(targets, sources, non_blocking=True)
 
 
 def _mark() -> torch.cuda.Event:

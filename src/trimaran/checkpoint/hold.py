@@ -8,25 +8,28 @@ from trimaran.checkpoint.memory import Berth, Slot
 from trimaran.checkpoint.roster import everyone
 from trimaran.checkpoint.share import Share
 
+NO_ROOM = Room(own=0, memory=False)
+
 
 class Hold:
-    """Slots that take turns. Every rank makes one; when a node lacks the memory after all, `room` has none."""
+    """Slots that take turns. Every rank makes one; when a node lacks the memory after all, `room` has none.
 
-    def __init__(self, berth: Berth, room: Room, *, num_bytes: int, items_bytes: int) -> None:
+    Without `take` somebody else calls `berth.take` before a slot is used, and `give_up` where that fails.
+    """
+
+    def __init__(self, berth: Berth, room: Room, *, num_bytes: int, items_bytes: int, take: bool = True) -> None:
         self.berth = berth
         had_memory = True
         try:
             if room.num_slots:
-                berth.lay_out(room.num_slots, num_bytes=num_bytes, items_bytes=items_bytes)
+                berth.lay_out(room.num_slots, num_bytes=num_bytes, items_bytes=items_bytes, take=take)
         except OSError:
             had_memory = False
-        if not everyone(had_memory):
-            room = Room(own=0, memory=False)
-        if not room.num_slots:
+        self.room = room if everyone(had_memory) else NO_ROOM
+        if not self.room.num_slots:
             os.ftruncate(berth.fd, 0)
-        self.room = room
-        self.own = berth.slots[: room.own] if room.num_slots else ()
-        self.foreign = berth.slots[room.own :] if room.num_slots else ()
+        self.own = berth.slots[: room.own] if self.room.num_slots else ()
+        self.foreign = berth.slots[room.own :] if self.room.num_slots else ()
         self._steps: dict[Slot, int] = {}
         self._mine: set[Slot] = set()
 
@@ -43,6 +46,12 @@ class Hold:
             elif slot in self.own:
                 self._steps[slot] = step
                 self._mine |= {slot} if kept.share == share else set()
+
+    def give_up(self) -> None:
+        """Do without slots. All ranks do, or none: what is written to disk from now on has no other place to wait."""
+        self.room, self.own, self.foreign = NO_ROOM, (), ()
+        self._steps, self._mine = {}, set()
+        os.ftruncate(self.berth.fd, 0)
 
     def next(self, busy: Collection[Slot]) -> Slot:
         """Return the slot to copy to: the one with the oldest state that is not in use."""

@@ -11,7 +11,7 @@ import mmap
 import os
 import struct
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,8 @@ MAGIC = b"trimaran"
 HEAD_SPARE = 64 << 10
 """What a head may take besides the list of items: the progress."""
 BLOCK_WORDS = 1 << 17
+AT_ONCE = 1 << 30  # bytes of memory that are taken together
+DISK_BLOCK = 512  # bytes, in which stat counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +67,7 @@ class Slot:
     """A piece of a berth with room for one share."""
 
     def __init__(self, memory: Tensor, head_room: int) -> None:
-        self._memory, self._head_room = memory, head_room
+        self.memory, self._head_room = memory, head_room
         self.data = memory[head_room:]
         """All the room there is; a share takes the first bytes of it."""
 
@@ -97,10 +99,10 @@ class Slot:
 
     def _write(self, offset: int, data: bytes) -> None:
         if data:
-            self._memory[offset : offset + len(data)].numpy()[:] = np.frombuffer(data, dtype=np.uint8)
+            self.memory[offset : offset + len(data)].numpy()[:] = np.frombuffer(data, dtype=np.uint8)
 
     def _read(self, offset: int, num_bytes: int) -> bytes:
-        return self._memory[offset : offset + num_bytes].numpy().tobytes()
+        return self.memory[offset : offset + num_bytes].numpy().tobytes()
 
 
 class Berth:
@@ -114,13 +116,19 @@ class Berth:
 
     @property
     def num_bytes(self) -> int:
-        """What the berth takes of the node's memory."""
+        """How large the berth is. It may take less of the node's memory, until `take` has returned."""
         return os.fstat(self.fd).st_size
 
-    def lay_out(self, num_slots: int, *, num_bytes: int, items_bytes: int) -> bool:
+    @property
+    def taken_bytes(self) -> int:
+        """What the berth takes of the node's memory by now."""
+        return os.fstat(self.fd).st_blocks * DISK_BLOCK
+
+    def lay_out(self, num_slots: int, *, num_bytes: int, items_bytes: int, take: bool = True) -> bool:
         """Cut the berth into slots for shares of up to `num_bytes`; return whether what was in it is still there.
 
-        It is when the cut is the same. The memory is taken here and now, so that a lack of it is an OSError.
+        It is when the cut is the same. The memory is taken here and now, so that a lack of it is an OSError; without
+        `take`, that is left to a call of `take`.
         """
         head = _pages(SEAL.size + items_bytes + HEAD_SPARE)
         cut = (num_slots, head, _pages(num_bytes))
@@ -130,11 +138,19 @@ class Berth:
         os.ftruncate(self.fd, 0)
         size = PAGE + num_slots * (cut[1] + cut[2])
         os.ftruncate(self.fd, size)
-        os.posix_fallocate(self.fd, 0, size)
+        if take:
+            self.take()
         fields = (MAGIC, *cut)
         os.pwrite(self.fd, CUT.pack(*fields, zlib.crc32(repr(fields).encode())), 0)
         self._open()
         return False
+
+    def take(self, goes_on: Callable[[], bool] = lambda: True) -> None:
+        """Take the memory, which is 6 GB a second; a lack of it is an OSError. Stops when `goes_on` says no."""
+        size = self.num_bytes
+        for start in range(0, size, AT_ONCE):
+            if goes_on():
+                os.posix_fallocate(self.fd, start, min(AT_ONCE, size - start))
 
     def kept(self) -> list[tuple[Slot, Kept]]:
         """Return the slots with a whole head, and what they hold."""

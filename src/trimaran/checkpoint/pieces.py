@@ -1,11 +1,47 @@
 """What a rank holds of the state of training, as memory to be copied out of or into."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
+import torch
 from torch import Tensor
 
 from trimaran.checkpoint.parts import Index, Part
+
+
+class Composed(Protocol):
+    """A tensor that a rank holds in another form than it is kept in. It has the measures of what is kept."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def ndim(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def is_cuda(self) -> bool: ...
+
+    def numel(self) -> int: ...
+
+    def element_size(self) -> int: ...
+
+    def __getitem__(self, window: Any, /) -> Self:
+        """Return a rectangle of it, over the same memory."""
+        ...
+
+    def copy_(self, values: Tensor) -> object:
+        """Take over these values, which may be on another device."""
+        ...
+
+    def copy_to(self, target: Tensor, *, non_blocking: bool) -> None:
+        """Put the values into `target`, a little at a time: there is never a second whole beside the first."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +54,7 @@ class Piece:
     """
 
     key: str
-    tensor: Tensor
+    tensor: Tensor | Composed
     shape: tuple[int, ...]
     start: tuple[int, ...]
     frozen: bool = False

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trimaran.checkpoint.parts import VALUE_BYTES, Whole
-from trimaran.checkpoint.pieces import Piece
+from trimaran.checkpoint.pieces import Composed, Piece
 
 ALIGNMENT = 64
 TORCH_DTYPES = {
@@ -95,10 +95,18 @@ def copy_in(share: Share, pieces: Sequence[Piece], memory: Tensor) -> None:
     started = any(piece.tensor.is_cuda for piece in pieces) and memory.is_pinned()
     with torch.no_grad():
         for item, values in zip(share.items, values_of(share, pieces), strict=True):
-            view_of(memory, item).copy_(values, non_blocking=started)
+            copy_out(values, view_of(memory, item), non_blocking=started)
 
 
-def values_of(share: Share, pieces: Sequence[Piece]) -> list[Tensor]:
+def copy_out(values: Tensor | Composed, target: Tensor, *, non_blocking: bool = False) -> None:
+    """Copy what a piece holds into `target`, as it is kept."""
+    if isinstance(values, Tensor):
+        target.copy_(values, non_blocking=non_blocking)
+    else:
+        values.copy_to(target, non_blocking=non_blocking)
+
+
+def values_of(share: Share, pieces: Sequence[Piece]) -> list[Tensor | Composed]:
     """Return the values of each item of the share: views of what `pieces` hold."""
     held = defaultdict(list)
     for piece in pieces:
@@ -117,7 +125,7 @@ def whole_of(piece: Piece) -> Whole:
     return Whole(DTYPE_NAMES[piece.tensor.dtype], piece.shape)
 
 
-def _cut(candidates: list[Piece], item: Item) -> Tensor:
+def _cut(candidates: list[Piece], item: Item) -> Tensor | Composed:
     for piece in candidates:
         first = [mine - its for mine, its in zip(item.start, piece.start, strict=True)]
         spans = zip(first, item.size, piece.tensor.shape, strict=True)

@@ -104,7 +104,7 @@ class FeatureStore:
 def refuse_trained(recipe: Recipe) -> None:
     """Raise when features are to be kept of a tower that changes, or that does not exist."""
     if recipe.model.family != "vlm":
-        raise UserError("T062", f"there are no pictures whose features could be kept: the model is of family "
+        raise UserError("T062", f"only the family vlm keeps features of pictures, and the model is of family "
                         f"{recipe.model.family}", where="data.samples.cache_features",
                         fix="set data.samples.cache_features to false")  # fmt: skip
     if TOWER not in recipe.model.freeze:

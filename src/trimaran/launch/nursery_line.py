@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trimaran.core.compile_cache import compile_cache
 from trimaran.telemetry import RunDirectory
 
 # What must be there before torch is imported: its flight recorder, and a way to count GPUs that does not start CUDA.
@@ -44,7 +45,7 @@ class NurseryLine:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=dict(environment) | NURSERY,
+                env=compile_cache(environment) | dict(environment) | NURSERY,
                 pass_fds=[theirs.fileno(), *fds],
                 start_new_session=True,
             )

@@ -15,6 +15,7 @@ import faulthandler  # noqa: E402
 import logging  # noqa: E402
 import signal  # noqa: E402
 
+from trimaran.core.compile_cache import compile_cache  # noqa: E402
 from trimaran.data import cache_folder  # noqa: E402
 from trimaran.telemetry import open_run  # noqa: E402
 from trimaran.train.place import place_of  # noqa: E402
@@ -27,6 +28,7 @@ def main() -> int:
     faulthandler.enable()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # an agent that was killed must not leave orphans
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    os.environ.update(compile_cache(os.environ))
     return run_worker(open_run(_RUN), place_of(os.environ), cache=cache_folder(os.environ))
 
 

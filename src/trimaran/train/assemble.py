@@ -18,11 +18,12 @@ from trimaran.telemetry import Journal, RunDirectory
 from trimaran.train.bad_samples import Tally
 from trimaran.train.build import build_networks
 from trimaran.train.cargo import Cargo, Remember, load_cargo
-from trimaran.train.clock import Clock
+from trimaran.train.clock import Clock, Laps
 from trimaran.train.deepspeed import build_deepspeed
 from trimaran.train.evaluate import Evaluator
 from trimaran.train.features import keep_features
 from trimaran.train.guard import Guard, agreed_quarantine
+from trimaran.train.halves import split_weights
 from trimaran.train.keeper import Keeper
 from trimaran.train.loss_scale import LossScale, build_loss_scale
 from trimaran.train.objective import Objective
@@ -47,23 +48,25 @@ class Crew:
     stages: StageMap
     cargo: Cargo
     trainer: Trainer
+    seconds: dict[str, float]  # that building took, by phase
 
 
 def build_crew(
     run: RunDirectory, place: Place, journal: Journal, *, cache: Path, ties: Ties = ALONE, stop: StopWish | None = None
 ) -> Crew:
     """Return the trainer of `run` with the network and data it works on. The process group must be up."""
-    recipe, plan, stop = run.read_recipe(), run.read_plan(), StopWish() if stop is None else stop
+    recipe, plan, stop, laps = run.read_recipe(), run.read_plan(), StopWish() if stop is None else stop, Laps()
     if recipe.train.deterministic:
         torch.use_deterministic_algorithms(True)
     ranks = build_mesh(plan.mesh, device_type=place.device.type)
     networks = build_networks(recipe, plan, place, ranks)
     if recipe.train.save:
         networks[0].disk_config()  # a shape that cannot be written down is a mistake to be told now, not at the end
+    laps.lap("network")
     share = Share(rank=ranks.data_rank, dp=plan.mesh.dp, micro_batch=plan.micro_batch, grad_accum=plan.grad_accum)
     cargo = load_cargo(recipe, networks[0], share, cache=cache, remember=_remember(recipe, plan, place, ties))
-    clock = Clock(place.device)
-    guard = build_guard(recipe, plan, run)
+    laps.lap("data")
+    clock, guard = Clock(place.device), build_guard(recipe, plan, run)
     stepper = build_stepper(networks, recipe.train, plan, ranks, clock, guard, cargo.objective)
     state = stepper.state(recipe.train)
     stepper.set_training(True)  # transformers leaves a model that it has read in eval mode
@@ -98,7 +101,8 @@ def build_crew(
         reseed=partial(ranks.reseed, recipe.train.seed),
         stop=stop,
     )
-    return Crew(networks=networks, stages=map_stages(plan, ranks), cargo=cargo, trainer=trainer)
+    laps.lap("optimizer")
+    return Crew(networks=networks, stages=map_stages(plan, ranks), cargo=cargo, trainer=trainer, seconds=laps.seconds)
 
 
 def _remember(recipe: Recipe, plan: Plan, place: Place, ties: Ties) -> Remember:
@@ -151,7 +155,8 @@ def build_stepper(  # noqa: PLR0913 - the parts of a step
         stepper = build_deepspeed(network, train, plan, ranks, clock, guard)
         stepper.objective = objective or stepper.objective
         return stepper
-    optimizer = build_optimizer([each.module for each in networks], train, plan, network.towers)
+    lows = split_weights(networks, plan)
+    optimizer = build_optimizer([each.module for each in networks], train, plan, network.towers, lows)
     trained = trained_parameters(networks, plan)
     meet = meeting(plan, ranks, trained.parameters)
     optimizer.register_step_post_hook(lambda *_: meet())

@@ -77,17 +77,18 @@ def _refuse_long(network: Network, seq_len: int) -> None:
 
 def _hf_draft(section: ModelSection, seed: int) -> tuple[Network, Callable[[nn.Module, torch.device], None]]:
     """Return a Hugging Face model to be split, and what fills it afterwards."""
-    from trimaran.nets.hf import hf_network  # noqa: PLC0415  transformers takes seconds to import
-    from trimaran.nets.hf_build import open_hf_model  # noqa: PLC0415
+    from trimaran.nets.hf_build import open_hf_model  # noqa: PLC0415  transformers takes seconds to import
+    from trimaran.nets.hf_vlm import network_of_hf  # noqa: PLC0415
 
     assert section.path is not None, "a section without a path has no spec to plan with"
     path = Path(section.path)
     module, fill = open_hf_model(path, trust_remote_code=section.trust_remote_code, seed=seed)
-    return hf_network(module, spec_of(section)), fill
+    return network_of_hf(module, spec_of(section)), fill
 
 
 def _hf_whole(section: ModelSection, folder: Path) -> Network:
-    from trimaran.nets.hf import hf_network, load_hf_model  # noqa: PLC0415
+    from trimaran.nets.hf import load_hf_model  # noqa: PLC0415
+    from trimaran.nets.hf_vlm import network_of_hf  # noqa: PLC0415
 
     module = load_hf_model(folder, trust_remote_code=section.trust_remote_code, seed=0)
-    return hf_network(module, spec_of(section))
+    return network_of_hf(module, spec_of(section))

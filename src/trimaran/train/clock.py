@@ -30,6 +30,20 @@ class Stopwatch:
         return phases
 
 
+class Laps:
+    """Seconds by the host's clock of what happens once, phase after phase."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.monotonic()
+
+    def lap(self, phase: str) -> None:
+        """End the running lap, which `phase` gets."""
+        now = time.monotonic()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
+        self._last = now
+
+
 Mark = tuple[str, object, Stopwatch | None]  # the end of a lap: its phase, when, and what was seen inside of it
 
 

@@ -1,5 +1,6 @@
 """Keeps the state of a run: in memory after every step, on disk now and then, and finds it again."""
 
+import logging
 import os
 import tempfile
 import time
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 
+from trimaran.checkpoint.copier import Copier
 from trimaran.checkpoint.memory import Berth, Label, Slot
 from trimaran.checkpoint.pieces import State
 from trimaran.checkpoint.roster import Roster, call_roll, everyone, gather_numbers, meet, told_by_first
@@ -23,6 +25,8 @@ from trimaran.train.pace import CopyPace, SaveCost
 from trimaran.train.place import Place
 from trimaran.train.recall import Recall, Recalled, refuse_new_start
 from trimaran.train.ties import Ties
+
+log = logging.getLogger(__name__)
 
 
 class Keeper:
@@ -59,6 +63,7 @@ class Keeper:
             refuse_new_start(self._run, self._roster, newest=self._recipe.train.steps)
         berth = self._berths[self._ties.place if self._ties.berths else 0]
         self._moorings = moor(self._run, self._place, self._ties, self._roster, self._state.pieces(), berth)
+        self._moored = not self._moorings.copier.prepares  # whether all ranks know if there is memory for copies
         self._begin(recalled)
         return recalled.step
 
@@ -117,7 +122,7 @@ class Keeper:
         self._file()
         if agreed.save:
             self._save(step)
-        elif self._copy_pace.is_due(step):
+        elif self._copy_pace.is_due(step) and self._has_slots():
             self._copy(step)
         if self._roster.rank == 0:
             self._wish = self._moorings.pace.wants(step, busy=self._moorings.saver.busy)
@@ -178,11 +183,38 @@ class Keeper:
         self._copy_pace = CopyPace(self._recipe.checkpoint.memory if hold.room.memory else 0, gather_numbers)
         self._copy_pace.begin(recalled.step)
         # A rank that is killed now is to find it there. All make a copy or none does: copies are counted alike.
-        if hold.room.memory and not everyone(hold.holding(recalled.step) is not None):
-            self._copy(recalled.step)
+        if hold.room.memory and not self._can_wait(recalled) and not everyone(hold.holding(recalled.step) is not None):
+            self._has_slots(wait=True)
+            if hold.room.memory:
+                self._copy(recalled.step)
         self._moorings.pace.begin()
         self._wish = self._roster.rank == 0 and self._moorings.pace.wants(recalled.step, busy=False)
         self._left = time.perf_counter()
+
+    def _can_wait(self, recalled: Recalled) -> bool:
+        """Whether the state can be had again as it is now: then the first step does not wait for memory to be taken."""
+        if self._moored or recalled.tier == "memory" or self._recipe.faults.not_finite == "rewind":
+            return False
+        # Replicas that turn out to differ go back, too: to the first copy, where copies are far apart.
+        return recalled.tier == "disk" or self._recipe.checkpoint.memory in ("auto", 1)
+
+    def _has_slots(self, *, wait: bool = False) -> bool:
+        """Return whether there is memory to copy to by now. All ranks ask at the same steps, and hear the same."""
+        if not self._moored and (wait or everyone(self._moorings.copier.is_ready)):
+            self._moored, began = True, time.perf_counter()
+            if not everyone(self._moorings.copier.wait_ready()):
+                self._give_up_slots()
+            self._totals["stall_seconds"] += time.perf_counter() - began
+        return self._moored and self._moorings.hold.room.num_slots > 0
+
+    def _give_up_slots(self) -> None:
+        """Do without copies in memory: some node has less of it than it said."""
+        log.warning("there is no memory for copies of the state: it is kept on disk only, and training waits for that")
+        moorings = self._moorings
+        moorings.copier.let_go()
+        moorings.hold.give_up()
+        self._moorings = replace(moorings, copier=Copier(moorings.copier.share), partner=None)
+        self._copy_pace = CopyPace(0, gather_numbers)
 
     def _copy(self, step: int) -> Slot:
         """Copy the state to a slot in memory and return it."""
@@ -217,6 +249,7 @@ class Keeper:
         self._ties.enter("save", step)
         self._wait()  # one after the other; the other ranks may be a moment behind rank 0
         self._file()
+        self._has_slots(wait=True)
         order = self._order(step) if self._moorings.hold.room.own else self._spare_order(step)
         self._ordered = step
         saver.start(order)

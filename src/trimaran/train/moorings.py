@@ -66,14 +66,13 @@ def moor(
     num_bytes, items_bytes = (int(max(each[roster.rank], each[before])) for each in sizes.T)
     # Without a supervisor copies do not outlive their rank, but one can go back to them.
     is_wanted = bool(ties.berths) or recipe.faults.not_finite == "rewind"
-    room = divide(rules, roster, slot_bytes=num_bytes, berth_bytes=berth.num_bytes, has_berth=is_wanted)
-    hold = Hold(berth, room, num_bytes=num_bytes, items_bytes=items_bytes)
+    room = divide(rules, roster, slot_bytes=num_bytes, berth_bytes=berth.taken_bytes, has_berth=is_wanted)
+    # A partner writes into its slots whenever it likes; else there is time to take the memory until the first copy.
+    on_gpu = place.device.type == "cuda"
+    hold = Hold(berth, room, num_bytes=num_bytes, items_bytes=items_bytes, take=not on_gpu or room.foreign > 0)
     log.info("checkpoints: %s in each of %d slots of memory", show_bytes(num_bytes), hold.room.num_slots)
-    if place.device.type == "cuda" and hold.room.num_slots:
-        try:
-            copier = DeviceCopier(share, berth, place.device)
-        except RuntimeError as error:  # the system lets no more memory be pinned: each copy holds training up
-            log.warning("checkpoints are copied while training waits: %s", error)
+    if on_gpu and hold.room.num_slots:
+        copier = DeviceCopier(share, berth, place.device)
     guess = SaveCost(stall=Seconds(num_bytes / COPY_BANDWIDTH), write=Seconds(num_bytes / DISK_BANDWIDTH))
     pace = SavePace(rules, world_size=roster.world_size, guess=guess, stride=stride)
     partner = Partner(roster, hold.foreign, copier.settle) if hold.foreign else None

@@ -13,7 +13,9 @@ from trimaran.core import CheckpointSection, Seconds
 from trimaran.cost.goodput import Faults, best_interval
 
 SHARE = 0.01
-"""The most of the time of training that may be spent on keeping its state."""
+"""The most of the time of training that may be spent on writing its state to disk."""
+COPY_SHARE = 0.005
+"""The most that may be spent on copies in memory: with all else that a run does beside training it stays below 1 %."""
 LONGEST = Seconds(1800.0)
 LOOKS = (8, 32, 128)
 """After so many copies in memory their pace is looked at, and then each time there are as many again."""
@@ -38,8 +40,8 @@ def save_interval(cost: SaveCost, *, between: Seconds) -> Seconds:
 
 
 def copy_every(stall: Seconds, step: Seconds) -> int:
-    """Return after how many steps to copy, so that the copies take at most a hundredth of the time."""
-    return max(1, math.ceil(stall / (SHARE * step))) if step else 1
+    """Return after how many steps to copy, so that the copies take at most a two-hundredth of the time."""
+    return max(1, math.ceil(stall / (COPY_SHARE * step))) if step else 1
 
 
 def is_look(num_copies: int) -> bool:

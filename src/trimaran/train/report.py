@@ -17,6 +17,7 @@ from trimaran.data.tuner import WAITING, WAITING_SECONDS
 from trimaran.telemetry import Journal
 from trimaran.train.agreement import Agreed
 from trimaran.train.clock import Reading
+from trimaran.train.compilations import Compilations
 from trimaran.train.guard import Guard, Numbers
 from trimaran.train.sentinel import Sentinel
 
@@ -44,9 +45,11 @@ class Reporter:
     journal: Journal
     guard: Guard
     sentinel: Sentinel | None = None  # DeepSpeed keeps its weights where nobody else can look at them
+    compilations: Compilations = field(default_factory=Compilations)
 
     def note(self, batch: StepBatch, loader: Loader) -> None:
         """File what could not be used of this rank's samples of a step, and if they are loaded in a new way since."""
+        self.compilations.mark(batch.step)  # the step before has done all that the host does for it
         for change in loader.changes[-1:]:
             if change.step == batch.step + 1:  # with a batch comes one change at most
                 now = {"workers": change.setting.workers, "depth": change.setting.depth, "pinned": change.setting.pin}
@@ -69,7 +72,7 @@ class Reporter:
             details["skipped"] = True
         if left_out := loader.num_quarantined(pending.step - 1):
             details["quarantined"] = left_out
-        details |= waited(pending.loads, phases)
+        details |= waited(pending.loads, phases) | self._compiled(pending.step, phases)
         # Of samples only the answers have targets; what was read is more.
         self._write(pending, numbers, round(details.get("rows", {}).get("tokens", tokens)), phases, details)
         if refusal is not None:
@@ -78,6 +81,16 @@ class Reporter:
                 self.journal.event("skip", **refusal.as_dict())
         bad_data = self.guard.tally.too_many(details.get("rows", {}))
         return Agreed(stop=stop > 0, save=save > 0, bad_data=bad_data, refusal=refusal)
+
+    def _compiled(self, step: int, phases: Mapping[str, float]) -> dict[str, int]:
+        """File what was compiled in the step, if that is news; return what its metrics say."""
+        for late in self.compilations.read(step):
+            log.warning("step %d: %s was compiled again: %s", step, late.what, late.why)
+            self.journal.event("recompile", step=step, what=late.what, why=late.why)
+        if self.compilations.is_first(step):
+            facts = {"seconds": sum(phases.values()), "phases": dict(phases), "compile": self.compilations.facts()}
+            self.journal.event("started", step=step, **facts)
+        return self.compilations.details
 
     def compare(self, step: int, agreed: Agreed) -> Agreed:
         """Return what all ranks agreed on, with the news that replicas differ after `step`, if they do."""

@@ -77,7 +77,8 @@ class Trainer:
                 step=done, lr=lr, numbers=numbers, reading=reading, details=self.stepper.details(), loads=loader.facts()
             )
             if ending is None and every and done % every == 0 and done < steps:
-                ending = Ending(reason="stop") if self.evaluator.run(step=done) else None
+                with self.reporter.compilations.aside(done):
+                    ending = Ending(reason="stop") if self.evaluator.run(step=done) else None
                 self.clock.restart()
             if ending is not None and (meets or ending.reason == "rewind"):
                 break

@@ -31,6 +31,7 @@ from trimaran.train.agreement import Ending
 from trimaran.train.answers import answers, own_words
 from trimaran.train.assemble import Crew, build_crew
 from trimaran.train.bad_samples import too_many_bad
+from trimaran.train.clock import Laps
 from trimaran.train.generate import Voice, save_tokenizer, write
 from trimaran.train.keeper import Keeper
 from trimaran.train.place import Place, join
@@ -49,8 +50,6 @@ def run_worker(run: RunDirectory, place: Place, *, cache: Path, ties: Ties = ALO
     stop.listen()  # before anything else: a run may be asked to end while it is being built
     with Journal(run, place.rank, attempt=ties.attempt) as journal, Witness(run, place.rank, ties):
         try:
-            if not dist.is_initialized():
-                join(place, ties)
             code = _work(run, place, journal, cache, ties, stop)
         except UserError as error:
             journal.event("error", **error.as_dict())
@@ -99,14 +98,20 @@ def _known_of(error: Exception) -> dict[str, Any]:
 
 
 def _work(run: RunDirectory, place: Place, journal: Journal, cache: Path, ties: Ties, stop: StopWish) -> int:
-    began = time.monotonic()
+    began, laps = time.monotonic(), Laps()
+    if not dist.is_initialized():
+        join(place, ties)
+    laps.lap("join")
     here = {"host": platform.node(), "pid": os.getpid(), "device": str(place.device)}
     journal.event("start", world_size=place.world_size, version=__version__, **here)
     crew = build_crew(run, place, journal, cache=cache, ties=ties, stop=stop)
+    laps.lap("build")
     trainer, keeper = crew.trainer, crew.trainer.keeper
     start = keeper.resume()
     journal.resume(start)
-    journal.event("ready", step=start, seconds=time.monotonic() - began, copies=keeper.room)
+    laps.lap("keep")
+    phases = {"join": laps.seconds["join"], **crew.seconds, "keep": laps.seconds["keep"]}
+    journal.event("ready", step=start, seconds=time.monotonic() - began, phases=phases, copies=keeper.room)
     while (ending := trainer.train(start)).reason == "rewind":
         if (back := keeper.rewind(ending)) is None:
             return _give_up(journal, keeper, ending, ", and there is no state from before it to go back to")

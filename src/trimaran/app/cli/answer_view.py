@@ -75,7 +75,7 @@ def _step(question: Question) -> str:
 
 def _ranking(*, wide: bool, unit: str) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for column in ("mesh", "shard", "recompute", "offload") if wide else ("plan",):
+    for column in ("mesh", "shard", "recompute", "loss", "offload") if wide else ("plan",):
         table.add_column(column)
     for column in ("batch", "memory", "step", f"{unit}/s", "mfu"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -83,7 +83,7 @@ def _ranking(*, wide: bool, unit: str) -> Table:
 
 
 def _row(plan: Plan, cluster: Cluster, *, wide: bool, style: str) -> list[Text]:
-    how = (_mesh(plan), plan.sharding, _recompute(plan), plan.offload) if wide else (_short(plan),)
+    how = (_mesh(plan), plan.sharding, _recompute(plan), plan.loss, plan.offload) if wide else (_short(plan),)
     return [*(Text(word, style=style) for word in how), *_figures(plan, cluster)]
 
 

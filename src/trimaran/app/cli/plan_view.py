@@ -115,9 +115,9 @@ def _add_cost(facts: Table, prediction: Prediction, cluster: Cluster, unit: str)
 
 def _term_table() -> Table:
     table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(min_width=11)
-    table.add_column(width=BAR_CELLS)
+    table.add_column(min_width=11, no_wrap=True)
+    table.add_column(width=BAR_CELLS, no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(justify="right", style="dim", no_wrap=True)
-    table.add_column(style="dim", no_wrap=True)
+    table.add_column(style="dim")  # the only one that may wrap: where room is short, no figure gives way
     return table

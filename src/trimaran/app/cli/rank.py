@@ -15,6 +15,7 @@ from trimaran.app.cli.request import Request
 from trimaran.app.cli.session import conclude
 from trimaran.app.cli.state import RunState
 from trimaran.core import EXIT_DONE
+from trimaran.core.compile_cache import compile_cache
 from trimaran.data import cache_folder
 from trimaran.launch.keep import keep_plan, keep_recipe
 from trimaran.telemetry import RunDirectory, create_run, holds_run, open_run, writing
@@ -54,6 +55,7 @@ def _go_on(request: Request, run: RunDirectory, *, replan: bool) -> RunDirectory
 
 
 def _sail(request: Request, make: Callable[[], RunDirectory], *, as_json: bool, news: str = "") -> int:
+    os.environ.update(compile_cache(os.environ))
     place = place_of(os.environ, on_cpu=request.cluster.device.kind == "cpu")
     console = Console(stderr=as_json, highlight=False)
     if place.rank == 0:

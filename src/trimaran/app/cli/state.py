@@ -26,6 +26,7 @@ DETAILS: dict[str, Callable[[Any], str]] = {
     "bubble": lambda told: f"{told['measured']:.0%} of the pipeline's time, {told['theoretical']:.0%} in theory",
     "router": lambda told: f"busiest expert {told['imbalance']:.2f} x the mean, {told['dropped']:.1%} dropped",
     "loss_scale": lambda told: f"{told:g}",
+    "recompiles": lambda told: f"{told} after the first steps (see the `recompile` events)" if told else "",
     "towers": lambda told: "gradient norms " + _listed({name: each["grad_norm"] for name, each in told.items()}),
     "losses": lambda told: _listed(told),
     "loader": lambda told: (
@@ -234,7 +235,8 @@ class RunState:
         """What only some plans have, of the last step: names and words."""
         told = self.steps[-1].details if self.steps else {}
         names = {"rows": "scenes a step"} if self.unit == "scenes" else {}
-        return [(names.get(name, name), show(told[name])) for name, show in DETAILS.items() if name in told]
+        words = ((names.get(name, name), show(told[name])) for name, show in DETAILS.items() if name in told)
+        return [(name, each) for name, each in words if each]
 
     @property
     def unit(self) -> str:

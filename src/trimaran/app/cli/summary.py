@@ -2,6 +2,7 @@
 
 import shlex
 import signal
+from pathlib import Path
 
 from rich.console import Console
 from rich.rule import Rule
@@ -118,8 +119,8 @@ def explain_failure(state: RunState, console: Console, code: int = 1) -> int:
         what, rank, code = f"the supervisor was killed{name}, and the ranks with it", None, 1
     if (incidents := state.incidents) and incidents[-1].action == "stopped":
         what, rank = state.attempts.why, next(iter(incidents[-1].suspects), rank)
-    log = state.run.agent_log if rank is None else state.run.log(rank)
-    who = "the launcher" if rank is None else f"rank {rank}"
+    log = _log_of(state, rank)
+    who = "the launcher" if log == state.run.agent_log else f"rank {rank}"
     console.print(Text.assemble(("failed", f"bold {RED}"), f"  {what}"), soft_wrap=True)
     if words := tail(log, LAST_WORDS):
         console.print(Rule(Text(f"last words of {who}", style="dim"), style="dim"))
@@ -130,6 +131,12 @@ def explain_failure(state: RunState, console: Console, code: int = 1) -> int:
     if state.status == "vanished" and steps(state.run.checkpoints):
         console.print(Text.assemble("next  ", (next_commands(state)[0], "bold")), soft_wrap=True)
     return code
+
+
+def _log_of(state: RunState, rank: int | None) -> Path:
+    """Return where the rank's last words are: the launcher's log, where the rank never came as far as its own."""
+    named = state.run.agent_log if rank is None else state.run.log(rank)
+    return named if named.exists() else state.run.agent_log
 
 
 def _crashed(state: RunState) -> list[int]:

@@ -1,0 +1,46 @@
+"""The second start of a compiled run finds what the first one compiled."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.chaos  # a first compilation takes most of a minute on two cores
+
+COMMAND = [sys.executable, "-m", "trimaran", "train", "--quiet"]
+SETTINGS = (
+    "model.shape={layers: 2}",
+    "data.seq_len=32",
+    "train.steps=6",
+    "train.global_batch=2",
+    "train.save=false",
+    "train.sample.tokens=0",
+    "train.evaluate.batches=0",
+    "cluster=1xcpu",
+    "plan.compile=true",
+)
+
+
+def started(folder: Path, cache: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return what the first step's event tells of compilations, and the metrics."""
+    words = [word for each in SETTINGS for word in ("--set", each)]
+    environment = os.environ | {"TRIMARAN_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
+    subprocess.run([*COMMAND, "--run-dir", str(folder), *words], env=environment, check=True, timeout=500)
+    events = [json.loads(line) for line in (folder / "events" / "rank-0.jsonl").read_text().splitlines()]
+    (event,) = [each for each in events if each["kind"] == "started"]
+    return event["data"]["compile"], [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_second_start_compiles_nothing_anew(tmp_path: Path) -> None:
+    cold, _ = started(tmp_path / "cold", tmp_path / "cache")
+    warm, lines = started(tmp_path / "warm", tmp_path / "cache")
+    assert cold["cache_misses"] > 0
+    assert warm["cache_misses"] == 0
+    assert warm["cache_hits"] == cold["cache_hits"] + cold["cache_misses"]
+    assert warm["seconds"] < cold["seconds"] / 2
+    assert [line["recompiles"] for line in lines] == [0] * 6
+    assert lines[0]["compiles"] == lines[-1]["compiles"] > 0

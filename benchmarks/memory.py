@@ -1,77 +1,71 @@
-"""What each way to save memory saves and costs: peak bytes and speed of the same steps, beside what was predicted.
+"""The ladder of each model: what every way to save memory saves and costs, measured beside what is predicted.
 
-usage: python benchmarks/memory.py [PRESET SEQ_LEN MICRO_BATCH [SETTING,SETTING]]   (one GPU; the default fits an H200)
+usage: python -m benchmarks.memory [RESULTS.jsonl ...]   (rows of benchmarks/planner.py; no GPU is needed)
 """
 
 import json
-import statistics
-import subprocess
 import sys
-import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-SETTINGS = {
-    "none": [],
-    "recompute selective": ["plan.recompute=selective"],
-    "recompute every 2nd": ["plan.recompute=2"],
-    "recompute full": ["plan.recompute=full"],
-    "offload activations": ["plan.offload=activations"],
-    "recompute full, offload activations": ["plan.recompute=full", "plan.offload=activations"],
-    "offload optimizer": ["plan.offload=optimizer"],
-    "offload parameters": ["plan.offload=parameters", "plan.sharding=parameters"],
-    "optimizer states bf16": ["train.optimizer.states=bf16"],
-    "optimizer states 8bit": ["train.optimizer.states=8bit"],
-    "fp8": ["plan.precision=fp8"],
-}
-STEPS, WARM = 10, 4
+from benchmarks.accuracy.ask import H200, question_of
+
+from trimaran.cost import predict
+from trimaran.hardware import parse_cluster
+
+GIB = 2**30
+RUNGS = ("precision", "recompute", "loss", "states", "offload", "compile")
+HEAD = ("batch", *RUNGS, "peak GiB", "said", "tokens/s", "said", "of the plain one")
 
 
-def measure(settings: list[str], folder: Path) -> dict[str, float] | str:
-    """Return the run's numbers, or why there are none."""
-    words = [word for setting in settings for word in ("--set", setting)]
-    command = [sys.executable, "-m", "trimaran", "train", "--run-dir", str(folder), "--json", "--quiet", *words]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        return (done.stderr.strip().splitlines() or ["?"])[0]
-    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][WARM:]
-    prediction = json.loads((folder / "plan.json").read_text())["prediction"]
-    return {
-        "peak": max(step["peak_bytes"] for step in steps) / 2**30,
-        "predicted": prediction["peak_bytes"] / 2**30,
-        "speed": statistics.median(step["tokens_per_second"] for step in steps),
-        "predicted_speed": prediction["tokens_per_second"],
-        "loss": steps[-1]["loss"],
-    }
+def ladders(rows: Sequence[dict[str, Any]]) -> str:
+    """Return a Markdown table for each model that has several rungs, dearest in memory first."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(row["name"].split()[0], []).append(row)
+    return "\n".join(_ladder(model, group) for model, group in groups.items() if len(group) > 1)
 
 
-def main(preset: str = "llama-3.2-1b", seq_len: str = "4096", micro_batch: str = "4", only: str = "") -> None:
-    print(f"{preset}, {micro_batch} x {seq_len} tokens, bf16, compiled")
-    print("| setting | peak GiB | predicted | tokens/s | predicted | of none | loss |\n|---|---|---|---|---|---|---|")
-    shared = [
-        f"model.preset={preset}",
-        f"data.seq_len={seq_len}",
-        f"train.global_batch={micro_batch}",
-        f"train.steps={STEPS}",
-        f"plan.micro_batch={micro_batch}",
-        "train.save=false",
-        "train.sample.tokens=0",
-        "train.evaluate.batches=0",
-    ]
-    first = 0.0
-    with tempfile.TemporaryDirectory() as folder:
-        for number, (name, settings) in enumerate(SETTINGS.items()):
-            if only and name not in only.split(","):
-                continue
-            told = measure([*shared, *settings], Path(folder) / str(number))
-            if isinstance(told, str):
-                print(f"| {name} | {told} |", flush=True)
-                continue
-            first = first or told["speed"]
-            print(
-                f"| {name} | {told['peak']:.1f} | {told['predicted']:.1f} | {told['speed']:,.0f} | "
-                f"{told['predicted_speed']:,.0f} | {told['speed'] / first:.2f} | {told['loss']:.3f} |",
-                flush=True,
-            )
+def _ladder(model: str, rows: Sequence[dict[str, Any]]) -> str:
+    ran = sorted((row for row in rows if "peak_bytes" in row), key=lambda row: -row["peak_bytes"])
+    plain = next((row["tokens_per_second"] for row in ran if _is_plain(row)), 0.0)
+    lines = [f"### {model}", "", f"| {' | '.join(HEAD)} |", "|" + "---|" * len(HEAD)]
+    lines += [_line(row, plain) for row in ran]
+    lines += [f"| {' | '.join(_rung(row))} | {_why(row)} |" + " |" * 4 for row in rows if "peak_bytes" not in row]
+    return "\n".join([*lines, ""])
+
+
+def _rung(row: dict[str, Any]) -> list[str]:
+    batch = f"{row['micro_batch']} x {row['seq_len']}" + (f" x {row['grad_accum']}" if row["grad_accum"] > 1 else "")
+    recompute = row["recompute"] if isinstance(row["recompute"], str) else f"every {row['recompute']}"
+    return [batch, *(str(row[key]) if key != "recompute" else recompute for key in RUNGS)]
+
+
+def _is_plain(row: dict[str, Any]) -> bool:
+    """Return whether the others are compared with this one: it saves nothing but what costs nothing."""
+    return [row[key] for key in RUNGS] == ["bf16", "none", "fused", "fp32", "none", True] and row["seq_len"] == 4096
+
+
+def _line(row: dict[str, Any], plain: float) -> str:
+    job, plan = question_of(row)
+    said = predict(job, parse_cluster("1xH200"), plan)
+    speed = row["tokens_per_second"]
+    figures = [
+        f"{row['peak_bytes'] / GIB:.1f}", f"{said.peak_bytes / GIB:.1f}", f"{speed:,.0f}",
+        f"{said.tokens_per_second:,.0f}", f"{speed / plain:.2f}" if plain else "-",
+    ]  # fmt: skip
+    return f"| {' | '.join([*_rung(row), *figures])} |"
+
+
+def _why(row: dict[str, Any]) -> str:
+    told = str(row.get("failed", "did not run"))
+    return "out of memory" if "out of memory" in told else told.strip().splitlines()[-1][:80]
+
+
+def main(*files: str) -> None:
+    rows = [json.loads(line) for file in files or (str(H200),) for line in Path(file).read_text().splitlines() if line]
+    print(ladders([row for row in rows if "loss" in row]))
 
 
 if __name__ == "__main__":

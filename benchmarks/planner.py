@@ -1,9 +1,11 @@
 """Peak bytes and step time of our trainer on this machine's GPU: what the planner's predictions are held against.
 
-usage: python benchmarks/planner.py RESULTS.jsonl [--known RESULTS.jsonl] [--seconds 560] [--only NAME,NAME]
+usage: python benchmarks/planner.py RESULTS.jsonl [--known RESULTS.jsonl] [--seconds 240] [--only NAME,..] [--held-out]
 
 Each configuration is a process of its own and writes one line; those that are in `--known` already are passed over, and
-none is begun after `--seconds`. The plan is given in full, so nothing that is measured depends on what is predicted.
+none is begun after `--seconds`: they stand in the order of what they are worth. The plan is given in full, so nothing
+that is measured depends on what is predicted. `python -m benchmarks.memory RESULTS.jsonl` draws the ladder of each
+model from the same rows, and `make accuracy` holds the cost model to them.
 """
 
 import argparse
@@ -18,96 +20,85 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-STEPS, WARM = 10, 4
+STEPS, WARM = 8, 3
 AHEAD = 3  # processes that have started: the next ones import while one has the device
 DEFAULTS: dict[str, Any] = {
     "shape": {},
     "grad_accum": 1,
     "recompute": "none",
+    "loss": "fused",
     "compile": True,
     "precision": "bf16",
     "offload": "none",
+    "sharding": "none",
     "states": "fp32",
 }
-# preset, sequence, micro-batch, what differs from the defaults
+# The shapes of the ladder have a head of their own: those of 1B and 3B share theirs with the embedding.
+ONE, THREE, EIGHT = "1b", "3b", "8b"
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    ONE: ("llama-3.2-1b", {"tied": False}),
+    THREE: ("llama-3.2-3b", {"tied": False}),
+    EIGHT: ("llama-3.1-8b", {}),
+}
+# shape or preset, sequence, micro-batch, what differs from the defaults; dearest questions first
 CONFIGURATIONS: tuple[tuple[str, int, int, dict[str, Any]], ...] = (
+    (ONE, 4096, 4, {}),
+    (EIGHT, 4096, 2, {"recompute": 8}),  # what the planner takes
+    (THREE, 4096, 4, {}),
+    (THREE, 4096, 4, {"precision": "fp8"}),
+    (EIGHT, 4096, 2, {}),  # how slow is a device that is all but full?
+    (ONE, 4096, 4, {"loss": "chunked"}),
+    (ONE, 4096, 4, {"states": "8bit"}),
+    (ONE, 4096, 4, {"recompute": "full", "loss": "chunked"}),
+    (ONE, 4096, 4, {"recompute": "selective"}),
+    (ONE, 4096, 4, {"states": "bf16"}),
+    (ONE, 4096, 4, {"loss": "logits"}),
+    (EIGHT, 4096, 4, {"recompute": "full"}),
+    (ONE, 4096, 4, {"offload": "optimizer"}),
+    (THREE, 4096, 4, {"recompute": "full", "loss": "chunked", "states": "8bit"}),
+    (ONE, 4096, 4, {"compile": False}),
+    (EIGHT, 4096, 4, {"recompute": 2, "loss": "chunked", "states": "8bit"}),
+    (ONE, 4096, 2, {"grad_accum": 4}),
+    (ONE, 1024, 1, {}),
+    (THREE, 4096, 4, {"recompute": 2}),
+    (ONE, 4096, 4, {"precision": "fp8"}),
+    (ONE, 32768, 1, {"recompute": "full"}),
+    (EIGHT, 4096, 1, {"precision": "fp8"}),
     ("llama-3.2-1b", 4096, 4, {}),
-    ("llama-3.2-1b", 4096, 4, {"recompute": "selective"}),
-    ("llama-3.2-1b", 4096, 4, {"recompute": "full"}),
-    ("llama-3.2-1b", 4096, 4, {"recompute": 2}),
-    ("llama-3.2-1b", 4096, 4, {"compile": False}),
-    ("llama-3.2-1b", 1024, 1, {}),
-    ("llama-3.2-1b", 1024, 1, {"compile": False}),
-    ("llama-3.2-1b", 1024, 8, {}),
-    ("llama-3.2-1b", 2048, 4, {}),
-    ("llama-3.2-1b", 2048, 4, {"compile": False, "recompute": "full"}),
-    ("llama-3.2-1b", 8192, 2, {}),
-    ("llama-3.2-1b", 8192, 4, {"recompute": "full"}),
-    ("llama-3.2-1b", 16384, 1, {}),
-    ("llama-3.2-1b", 16384, 1, {"compile": False, "recompute": "selective"}),
-    ("llama-3.2-1b", 16384, 2, {"recompute": "full"}),
-    ("llama-3.2-1b", 4096, 2, {"grad_accum": 4}),
-    ("llama-3.2-1b", 1024, 4, {"grad_accum": 4, "compile": False}),
-    ("llama-3.2-3b", 1024, 4, {}),
-    ("llama-3.2-3b", 2048, 2, {"compile": False}),
-    ("llama-3.2-3b", 4096, 2, {}),
-    ("llama-3.2-3b", 4096, 2, {"recompute": 2}),
-    ("llama-3.2-3b", 4096, 4, {"recompute": "full"}),
-    ("llama-3.2-3b", 8192, 1, {"recompute": "selective"}),
-    ("llama-3.2-3b", 8192, 2, {"recompute": "full", "compile": False}),
-    ("llama-3.2-3b", 16384, 1, {"recompute": "full"}),
-    ("llama-3.2-3b", 2048, 4, {"recompute": "selective", "grad_accum": 4}),
-    ("llama-3.2-1b", 4096, 4, {"states": "bf16"}),
-    ("llama-3.2-1b", 4096, 4, {"states": "8bit"}),
-    ("llama-3.2-1b", 4096, 4, {"offload": "optimizer"}),
-    ("llama-3.2-1b", 4096, 4, {"offload": "activations"}),
-    ("llama-3.2-1b", 4096, 4, {"precision": "fp8"}),
+    (ONE, 4096, 4, {"offload": "activations"}),
+    (THREE, 4096, 4, {"recompute": "selective", "states": "bf16"}),
+    (ONE, 4096, 4, {"offload": "parameters", "sharding": "parameters"}),
     ("qwen3-0.6b", 4096, 4, {}),
-    ("qwen3-0.6b", 1024, 8, {"compile": False}),
     ("qwen3-30b-a3b", 2048, 4, {"shape": {"layers": 4}}),
-    ("qwen3-30b-a3b", 4096, 4, {"shape": {"layers": 4}, "recompute": "full", "compile": False}),
-    ("llama-3.1-8b", 4096, 1, {"recompute": "full", "states": "bf16"}),
-    ("llama-3.1-8b", 4096, 1, {"shape": {"layers": 16}}),
-    ("llama-3.2-3b", 4096, 2, {"precision": "fp8", "recompute": "full"}),
-    ("llama-3.2-3b", 4096, 2, {"states": "8bit", "recompute": "selective"}),
-    ("llama-3.2-3b", 4096, 1, {"offload": "optimizer"}),
-    ("qwen2.5-0.5b", 2048, 4, {}),
-    ("llama-3.2-1b", 1024, 4, {"precision": "fp32", "compile": False}),
+    (ONE, 1024, 4, {"precision": "fp32", "compile": False}),
 )
-# Measured when every constant had been set, to see what the predictions are worth on what they never saw.
+# Measured to see what predictions are worth on what no constant was set by (`--held-out`).
 HELD_OUT: tuple[tuple[str, int, int, dict[str, Any]], ...] = (
-    ("llama-3.2-1b", 2048, 8, {}),
-    ("llama-3.2-1b", 8192, 1, {"recompute": "selective"}),
-    ("llama-3.2-1b", 16384, 1, {"recompute": 4}),
-    ("llama-3.2-1b", 4096, 8, {"recompute": "full", "compile": False}),
-    ("llama-3.2-1b", 1024, 2, {"grad_accum": 8}),
-    ("llama-3.2-3b", 1024, 8, {"recompute": "selective", "compile": False}),
-    ("llama-3.2-3b", 2048, 4, {}),
-    ("llama-3.2-3b", 4096, 1, {"compile": False}),
-    ("llama-3.2-3b", 16384, 1, {"recompute": "selective"}),
+    (THREE, 4096, 2, {"recompute": "selective"}),
+    (ONE, 2048, 8, {"loss": "chunked"}),
+    (EIGHT, 8192, 1, {"recompute": 3}),
     ("qwen3-1.7b", 4096, 2, {}),
-    ("qwen2.5-1.5b", 8192, 1, {"recompute": "full"}),
-    ("qwen3-4b", 2048, 2, {"recompute": "full"}),
-    ("llama-2-7b", 2048, 2, {"shape": {"layers": 16}, "recompute": "selective"}),
+    (THREE, 8192, 2, {"precision": "fp8", "recompute": 2}),
+    (ONE, 1024, 8, {"grad_accum": 2, "compile": False}),
 )
 
 
-def configurations() -> dict[str, dict[str, Any]]:
-    """Return every configuration in full, by name."""
+def configurations(held_out: bool = False) -> dict[str, dict[str, Any]]:
+    """Return every configuration in full, by name, or those that are held out."""
     found = {}
-    for preset, seq_len, micro_batch, changes in CONFIGURATIONS + HELD_OUT:
+    for model, seq_len, micro_batch, changes in HELD_OUT if held_out else CONFIGURATIONS:
+        preset, shape = SHAPES.get(model, (model, {}))
         words = [f"{key}={json.dumps(value)}" if key == "shape" else f"{key}={value}" for key, value in changes.items()]
-        name = " ".join([preset, f"{micro_batch}x{seq_len}", *words])
+        name = " ".join([model, f"{micro_batch}x{seq_len}", *words])
         found[name] = {"name": name, "preset": preset, "seq_len": seq_len, "micro_batch": micro_batch}
-        found[name] |= DEFAULTS | changes
+        found[name] |= DEFAULTS | {"shape": shape} | changes
     return found
 
 
 def plan_fields(config: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of the plan for one device."""
-    return {
-        field: config[field] for field in ("micro_batch", "grad_accum", "precision", "recompute", "offload", "compile")
-    }
+    fields = ("micro_batch", "grad_accum", "precision", "recompute", "loss", "offload", "sharding", "compile")
+    return {field: config[field] for field in fields}
 
 
 def train(config: dict[str, Any], turn: IO[str]) -> dict[str, Any]:
@@ -144,24 +135,31 @@ def train(config: dict[str, Any], turn: IO[str]) -> dict[str, Any]:
             last = json.loads(run.events(0).read_text().splitlines()[-1])
             return config | {"failed": str(last)[:400]}
         steps = [json.loads(line) for line in run.metrics.read_text().splitlines()][WARM:]
-    free, total = torch.cuda.mem_get_info()
-    reserved = torch.cuda.memory_reserved()
     seconds = statistics.median(step["step_seconds"] for step in steps)
+    slowest, quickest = (way(step["step_seconds"] for step in steps) for way in (max, min))
     return config | {
         "peak_bytes": steps[-1]["peak_bytes"],
-        "reserved_bytes": torch.cuda.max_memory_reserved(),
-        "outside_bytes": total - free - reserved,  # the context, and whatever takes memory past the allocator
+        **(gpu_bytes() if torch.cuda.is_available() else {}),
         "step_seconds": round(seconds, 5),
-        "spread": round(
-            (max(step["step_seconds"] for step in steps) - min(s["step_seconds"] for s in steps)) / seconds, 3
-        ),
+        "spread": round((slowest - quickest) / seconds, 3),
         "tokens_per_second": round(config["micro_batch"] * config["grad_accum"] * config["seq_len"] / seconds, 1),
         "phases": {
             phase: round(statistics.median(step["phases"][phase] for step in steps), 5) for phase in steps[0]["phases"]
         },
-        "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "whole_seconds": round(time.monotonic() - began, 1),
+    }
+
+
+def gpu_bytes() -> dict[str, Any]:
+    """Return what the allocator took, and what lies beside it: the context, and whatever takes memory past it."""
+    import torch  # noqa: PLC0415
+
+    free, total = torch.cuda.mem_get_info()
+    return {
+        "reserved_bytes": torch.cuda.max_memory_reserved(),
+        "outside_bytes": total - free - torch.cuda.memory_reserved(),
+        "device": torch.cuda.get_device_name(),
     }
 
 
@@ -201,19 +199,21 @@ def main() -> None:
     if sys.argv[1] == "--one":
         name, turn = sys.argv[2:]
         with Path(turn).open("w") as lock:
-            print(json.dumps(train(configurations()[name], lock)), flush=True)
+            print(json.dumps(train((configurations() | configurations(held_out=True))[name], lock)), flush=True)
             os._exit(0)  # nothing may let go of the lock before the device's memory is free
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("into", type=Path)
     parser.add_argument("--known", type=Path)
-    parser.add_argument("--seconds", type=float, default=560)
+    parser.add_argument("--seconds", type=float, default=240)
     parser.add_argument("--only", default="")
+    parser.add_argument("--held-out", action="store_true")
     options = parser.parse_args()
     lines = options.known.read_text().splitlines() if options.known and options.known.is_file() else []
     known = {json.loads(line)["name"] for line in lines if "peak_bytes" in json.loads(line)}
-    wanted = set(options.only.split(",")) if options.only else set(configurations())
-    todo = {name: config for name, config in configurations().items() if name in wanted - known}
+    open_ones = configurations(options.held_out)
+    wanted = set(options.only.split(",")) if options.only else set(open_ones)
+    todo = {name: config for name, config in open_ones.items() if name in wanted - known}
     measure_all(todo, options.into, seconds=options.seconds)
 
 

@@ -1,0 +1,69 @@
+"""One peer in a process of its own: `python -m benchmarks.peers.child WORK.json TURN BEGAN`.
+
+It imports at once, waits for its turn with the device, trains, prints one line of JSON, and ends at once: the turn
+passes on when the device's memory is free.
+"""
+
+import fcntl
+import importlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import IO, Any
+
+from benchmarks.peers.work import Work
+
+MODULES = {
+    "torchtitan": "titan",
+    "hf_trainer": "hf_trainer",
+    "lightning": "pl_trainer",
+    "loop": "loop",
+    "trimaran": "ours",
+}
+APART = 0.02  # between the clocks of device and host, before a result says so
+
+
+def measure(work: Work, turn: IO[str], began: float) -> dict[str, Any]:
+    """Return the line of this peer. `began` is when the process was started; waiting for the turn does not count."""
+    module = importlib.import_module(f"benchmarks.peers.{MODULES[work.peer.partition('+')[0]]}")
+    train = module.ready(work)
+    import torch  # noqa: PLC0415 - ours says what the environment must hold before
+    from benchmarks.peers.timer import Timer  # noqa: PLC0415
+
+    waiting = time.time()
+    fcntl.flock(turn, fcntl.LOCK_EX)
+    waited = time.time() - waiting
+    timer = Timer(work)
+    on_gpu = torch.cuda.is_available()
+    told = train(timer)
+    line: dict[str, Any] = {"contest": work.contest, "peer": work.peer, "model": work.shape}
+    line |= {"seconds": timer.seconds, "wall_seconds": timer.wall_seconds, "first_step_time": timer.first_step_time}
+    line |= {
+        "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else 0,
+        "reserved_bytes": torch.cuda.max_memory_reserved() if on_gpu else 0,
+        "note": "",
+    }
+    line |= told
+    if abs(line["wall_seconds"] / sum(line["seconds"]) - 1) > APART:
+        line["note"] += f" the host's clock says {line['wall_seconds'] / sum(line['seconds']):.3f} of the steps' time"
+    line["seconds"] = [round(each, 5) for each in line["seconds"]]
+    line["wall_seconds"] = round(line["wall_seconds"], 4)
+    line["start_seconds"] = round(line.pop("first_step_time") - began - waited, 1)
+    line["tokens_per_step"] = work.tokens_per_step
+    line["window"] = work.steps
+    line["torch"] = torch.__version__
+    line["device"] = torch.cuda.get_device_name() if on_gpu else "cpu"
+    return line
+
+
+def main() -> None:
+    work = Work.read(json.loads(Path(sys.argv[1]).read_text()))
+    with Path(sys.argv[2]).open("w") as turn:
+        print(json.dumps(measure(work, turn, float(sys.argv[3]))), flush=True)
+        os._exit(0)  # nothing may let go of the turn before the device's memory is free
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Who runs against whom, on what work. A peer is a trainer's name and, behind a `+`, what it does otherwise."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.peers.work import Work
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contest:
+    """One kind of work. `peers` says by which fields of it each one differs; `extra` ones run only when asked for.
+
+    `reference` is whom the others are compared with, and `beside` a peer of another contest, where that is asked too.
+    """
+
+    shape: str
+    peers: Mapping[str, Mapping[str, Any]]
+    reference: str
+    beside: tuple[str, str] | None = None
+    extra: tuple[str, ...] = ()
+    seq_len: int = 4096
+    micro_batch: int = 4
+    precision: str = "bf16"
+    recompute: str = "none"
+    about: str = ""
+
+
+def options(**fields: Any) -> dict[str, Any]:
+    return {"options": fields}
+
+
+CONTESTS: dict[str, Contest] = {
+    "1b": Contest(
+        shape="1b",
+        reference="torchtitan",
+        peers={"torchtitan": {}, "trimaran": {}, "loop": {}, "hf_trainer": {}, "lightning": {}},
+    ),
+    "3b": Contest(
+        shape="3b",
+        reference="torchtitan",
+        peers={"torchtitan": {}, "trimaran": {}, "loop": {}, "hf_trainer": {}},
+    ),
+    "3b-fp8": Contest(
+        shape="3b",
+        reference="torchtitan",
+        beside=("3b", "torchtitan"),
+        precision="fp8",
+        peers={
+            "torchtitan": {},
+            "trimaran": {},
+            "loop": {},
+            "torchtitan+auto": options(filter=["output", "auto_filter_small_kn"]),
+        },
+        extra=("torchtitan+auto",),
+        about="tensorwise scales, the head in bf16; +auto leaves out what torchao holds to be too small as well",
+    ),
+    "8b": Contest(
+        shape="8b",
+        reference="torchtitan",
+        micro_batch=1,
+        recompute="full",
+        peers={
+            "torchtitan": {},
+            "trimaran": options(planned=True),
+            "loop": {},
+            "torchtitan+selective": {"recompute": "selective"},
+        },
+        about="full recompute, +selective torchtitan's per-operator recompute; trimaran's recompute is its planner's",
+    ),
+    "hf-1b": Contest(
+        shape="1b",
+        reference="hf_trainer",
+        peers={"hf_trainer": {}, "trimaran": options(family="hf")},
+        about="transformers' LlamaForCausalLM through each",
+    ),
+    "vlm": Contest(
+        shape="vlm",
+        reference="hf_trainer",
+        seq_len=2048,
+        peers={
+            "hf_trainer": {},
+            "trimaran": options(family="hf"),
+            "trimaran+own": options(family="vlm"),
+        },
+        extra=("trimaran+own",),
+        about="transformers' Qwen2-VL of 2B, a picture of 448 x 448 in each row; +own: Trimaran's network like it",
+    ),
+    "32k": Contest(
+        shape="1b",
+        reference="torchtitan",
+        seq_len=32768,
+        micro_batch=1,
+        recompute="full",
+        peers={"torchtitan": {}, "trimaran": {}},
+    ),
+    "packed": Contest(
+        shape="1b",
+        reference="trimaran",
+        peers={"trimaran": {}, "trimaran+packed": options(packed=True)},
+        about="+packed: documents of 528 tokens on average, attention inside each, against whole sequences",
+    ),
+}
+
+
+def works(name: str, contest: Contest, asked: Mapping[str, Any]) -> dict[str, Work]:
+    """Return the work of each peer, by its name. `asked` replaces fields of the contest, for all of them."""
+    shared = {field: getattr(contest, field) for field in ("shape", "seq_len", "micro_batch", "precision", "recompute")}
+    if asked.get("shape") == "tiny" and contest.shape == "vlm":
+        asked = {**asked, "shape": "tiny-vlm"}
+    return {
+        peer: Work(contest=name, peer=peer, **(shared | dict(changes) | dict(asked)))
+        for peer, changes in contest.peers.items()
+    }

@@ -1,0 +1,160 @@
+"""Trimaran: the recipe resolved, planned and trained as `trimaran train` does, telemetry on, in this process.
+
+No supervisor watches it, so no copies of the state go to host memory, and it ends before the last checkpoint would be
+written: no peer keeps anything either. Step times are those of `metrics.jsonl`, which are marks on the device's clock,
+one step ending where the next begins; `wall_seconds` is from the times at which its lines were written.
+"""
+
+import importlib
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from benchmarks.peers.work import CLIP, LR, SEED, WEIGHT_DECAY, Eye, Work
+from PIL import Image
+
+from trimaran import __version__
+from trimaran.app.cli.request import Request, resolve
+from trimaran.data import cache_folder
+from trimaran.data.shards import ShardWriter
+from trimaran.data.tokenizer import ByteTokenizer
+from trimaran.hardware import detect
+from trimaran.launch.local import worker_environment
+from trimaran.telemetry import create_run
+
+MEAN_DOCUMENT = 512  # tokens, where documents are packed
+PICTURES = 32
+SPARE = 8  # tokens of a row for what stands around a picture and ends a caption
+
+
+class AnyIds(ByteTokenizer):
+    """Stands for a tokenizer of the shape's vocabulary; nothing is ever turned into text."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size, self.end_id = vocab_size, vocab_size - 1
+
+
+def ready(work: Work) -> Callable[[Any], dict[str, Any]]:
+    """Return what trains. The plan is made first: it says what the environment must hold before torch is imported."""
+    folder = tempfile.TemporaryDirectory(prefix="throughput-")
+    root = Path(folder.name)
+    if work.model.eye is None:
+        write_tokens(work, root / "data")
+    else:
+        write_pictures(work, root / "data", work.model.eye)
+    (root / "model").mkdir()
+    (root / "model" / "config.json").write_text(json.dumps(work.model.config(work.seq_len)))
+    request = resolve(None, settings(work, root))
+    on_cpu = request.cluster.device.kind == "cpu"
+    os.environ.update(worker_environment(os.environ, request.plan, on_cpu=on_cpu, deterministic=False))
+    train = _trainer()
+    if work.options.get("family") == "hf":
+        importlib.import_module("trimaran.nets.hf")  # and transformers with it, before the turn
+    return lambda _: _measure(train, request, folder, work)
+
+
+def settings(work: Work, root: Path) -> list[str]:
+    """Return the recipe. The planner decides on whatever the contest leaves open."""
+    asked = [
+        f"model.family={work.options.get('family', 'decoder')}",
+        f"model.path={root / 'model'}",
+        f"data.path={root / 'data'}",
+        f"data.seq_len={work.seq_len}",
+        f"data.isolate_documents={str(is_packed(work)).lower()}",
+        "data.holdout=0",
+        f"train.steps={work.all_steps}",
+        f"train.global_batch={work.micro_batch}",
+        f"train.lr={LR}",
+        f"train.seed={SEED}",
+        f"train.clip_norm={CLIP}",
+        f"train.optimizer.weight_decay={WEIGHT_DECAY}",
+        "train.save=false",
+        f"cluster={'1xcpu' if detect().device.kind == 'cpu' else 'auto'}",
+        "train.sample.tokens=0",
+        "train.evaluate.batches=0",
+        f"plan.micro_batch={work.micro_batch}",
+        f"plan.precision={work.precision}",
+        f"plan.compile={str(work.compile).lower()}",
+    ]
+    if not work.options.get("planned"):
+        asked.append(f"plan.recompute={work.recompute}")
+    if work.model.eye is None:
+        asked.append("data.source=shards")
+    else:
+        asked += ["data.source=image-folder", "data.samples.batching=pad", f"data.image_size={work.model.eye.pixels}"]
+    return [*asked, *work.options.get("set", ())]
+
+
+def is_packed(work: Work) -> bool:
+    return bool(work.options.get("packed"))
+
+
+def write_tokens(work: Work, path: Path) -> None:
+    """Write as many random tokens as the run reads: one document, or, to be packed, many of various lengths."""
+    draw = np.random.default_rng(SEED)
+    left = work.all_steps * work.tokens_per_step + 1
+    with ShardWriter(path, AnyIds(work.model.vocab)) as writer:
+        while left > 0:
+            size = min(left, 16 + int(draw.exponential(MEAN_DOCUMENT))) if is_packed(work) else left
+            writer.append(draw.integers(work.model.vocab - 1, size=size))
+            writer.end_document()
+            left -= size
+
+
+def write_pictures(work: Work, path: Path, eye: Eye) -> None:
+    """Write some pictures with captions that fill a row; a run goes over them again and again."""
+    draw = np.random.default_rng(SEED)
+    path.mkdir()
+    for number in range(PICTURES):
+        coarse = Image.fromarray(draw.integers(256, size=(8, 8, 3), dtype=np.uint8))
+        coarse.resize((eye.pixels, eye.pixels)).save(path / f"{number:03d}.png")
+        letters = draw.integers(97, 123, size=work.seq_len - eye.tokens - SPARE, dtype=np.uint8)
+        (path / f"{number:03d}.txt").write_bytes(letters.tobytes())
+
+
+def _trainer() -> Callable[[Request, Path], None]:
+    # Only now: the environment is read when torch is imported.
+    from trimaran.telemetry import Journal  # noqa: PLC0415
+    from trimaran.train import moorings  # noqa: PLC0415
+    from trimaran.train.assemble import build_crew  # noqa: PLC0415
+    from trimaran.train.place import join, place_of  # noqa: PLC0415
+
+    # An 8B state is larger than many a disk; this run ends without a checkpoint, so none has to fit.
+    moorings._refuse_small_disk = lambda *_: None
+
+    def train(request: Request, path: Path) -> None:
+        run = create_run(path, request.recipe, request.plan)
+        place = place_of({}, on_cpu=request.cluster.device.kind == "cpu")
+        join(place)
+        with Journal(run, 0) as journal:
+            trainer = build_crew(run, place, journal, cache=cache_folder(os.environ)).trainer
+            ending = trainer.train(trainer.keeper.resume())
+            assert ending.reason == "done", f"it ended with {ending.reason}"
+
+    return train
+
+
+def _measure(
+    train: Callable[[Request, Path], None], request: Request, folder: tempfile.TemporaryDirectory, work: Work
+) -> dict[str, Any]:
+    with folder:
+        path = Path(folder.name) / "run"
+        train(request, path)
+        lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    seconds = [line["step_seconds"] for line in lines[work.warm :]]
+    # A line is written while the next step runs; the last one has none, so its time tells nothing.
+    written = lines[-2]["time"] - lines[work.warm - 1]["time"]
+    told = {
+        "seconds": seconds,
+        "wall_seconds": written * len(seconds) / (len(seconds) - 1),
+        "first_step_time": lines[0]["time"],
+        "first_loss": lines[0]["loss"],
+        "last_loss": lines[-1]["loss"],
+        "version": f"trimaran {__version__}",
+    }
+    plan = request.plan.model_dump(mode="json", exclude_defaults=True, exclude={"prediction"})
+    return told | {"note": "plan " + json.dumps(plan, sort_keys=True)}

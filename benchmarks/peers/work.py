@@ -1,0 +1,186 @@
+"""The work that every peer of a contest does: shape, batch, precision, and tokens that are drawn from a seed."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
+
+import numpy as np
+
+SEED = 0
+LR = 3e-4
+BETAS = (0.9, 0.95)
+WEIGHT_DECAY = 0.1
+CLIP = 1.0
+THETA = 500_000.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eye:
+    """What sees in a model of Qwen2-VL's kind, and the one picture of each row: so many pixels a side."""
+
+    layers: int
+    hidden: int
+    heads: int
+    pixels: int
+    patch: int = 14
+    merge: int = 2
+
+    @property
+    def patches(self) -> int:
+        """Of one side of a picture."""
+        return self.pixels // self.patch
+
+    @property
+    def tokens(self) -> int:
+        """What a picture takes of its row."""
+        return (self.patches // self.merge) ** 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A decoder of Llama's kind, whose head has weights of its own; with an eye, one of Qwen2-VL's kind, tied."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int = 128_256
+    eye: Eye | None = None
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+    def config(self, seq_len: int) -> dict[str, Any]:
+        """Return the content of the `config.json` that transformers and Trimaran read this shape from."""
+        return self._llama(seq_len) if self.eye is None else self._qwen2_vl(self.eye, seq_len)
+
+    def _qwen2_vl(self, eye: Eye, seq_len: int) -> dict[str, Any]:
+        half = self.head_dim // 2
+        sections = [half - 2 * (3 * half // 8), 3 * half // 8, 3 * half // 8]
+        own = {
+            "architectures": ["Qwen2VLForConditionalGeneration"],
+            "model_type": "qwen2_vl",
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1_000_000.0,
+            "rope_scaling": {"type": "mrope", "mrope_section": sections},
+            "tie_word_embeddings": True,
+            "image_token_id": self.vocab - 1,
+            "video_token_id": self.vocab - 2,
+            "vision_start_token_id": self.vocab - 3,
+            "vision_end_token_id": self.vocab - 4,
+            "vision_config": {
+                "depth": eye.layers,
+                "embed_dim": eye.hidden,
+                "hidden_size": self.hidden,
+                "hidden_act": "quick_gelu",
+                "mlp_ratio": 4,
+                "num_heads": eye.heads,
+                "in_channels": 3,
+                "patch_size": eye.patch,
+                "spatial_merge_size": eye.merge,
+                "temporal_patch_size": 2,
+            },
+        }
+        gone = ("head_dim", "attention_bias", "mlp_bias")
+        return {name: value for name, value in self._llama(seq_len).items() if name not in gone} | own
+
+    def _llama(self, seq_len: int) -> dict[str, Any]:
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_size": self.hidden,
+            "intermediate_size": self.ffn,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "vocab_size": self.vocab,
+            "max_position_embeddings": max(seq_len, 8192),
+            "rms_norm_eps": 1e-5,
+            "rope_theta": THETA,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "mlp_bias": False,
+            "tie_word_embeddings": False,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        }
+
+
+SHAPES = {
+    "1b": Shape(layers=16, hidden=2048, heads=32, kv_heads=8, ffn=8192),
+    "3b": Shape(layers=28, hidden=3072, heads=24, kv_heads=8, ffn=8192),
+    "8b": Shape(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336),
+    "vlm": Shape(
+        layers=28,
+        hidden=1536,
+        heads=12,
+        kv_heads=2,
+        ffn=8960,
+        vocab=151_936,
+        eye=Eye(layers=32, hidden=1280, heads=16, pixels=448),
+    ),
+    "tiny-vlm": Shape(
+        layers=2,
+        hidden=64,
+        heads=4,
+        kv_heads=2,
+        ffn=192,
+        vocab=512,
+        eye=Eye(layers=2, hidden=32, heads=2, pixels=56),
+    ),
+    "tiny": Shape(layers=2, hidden=64, heads=4, kv_heads=2, ffn=192, vocab=512),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What one process trains. `windows` groups of `steps` steps are timed, after `warm` steps that are not."""
+
+    contest: str
+    peer: str
+    shape: str
+    seq_len: int
+    micro_batch: int
+    precision: str = "bf16"
+    recompute: str = "none"
+    compile: bool = True
+    options: dict[str, Any] = field(default_factory=dict)  # of this peer alone
+    warm: int = 5
+    windows: int = 3
+    steps: int = 6
+
+    @classmethod
+    def read(cls, fields: dict[str, Any]) -> Self:
+        return cls(**fields)
+
+    def fields(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def model(self) -> Shape:
+        return SHAPES[self.shape]
+
+    @property
+    def all_steps(self) -> int:
+        return self.warm + self.windows * self.steps
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.micro_batch * self.seq_len
+
+
+def draw_row(work: Work, index: int) -> np.ndarray:
+    """Return `seq_len + 1` random tokens as int64: the row of this number, whoever asks for it."""
+    draw = np.random.default_rng((SEED, index))
+    return draw.integers(work.model.vocab, size=work.seq_len + 1)
+
+
+def draw_batches(work: Work) -> Iterator[np.ndarray]:
+    """Yield the micro-batches [rows, seq_len + 1] without an end."""
+    step = 0
+    while True:
+        yield np.stack([draw_row(work, step * work.micro_batch + row) for row in range(work.micro_batch)])
+        step += 1

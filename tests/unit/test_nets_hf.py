@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Model, LlamaConfig
+from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Model, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaPreTrainedModel
 
 from tests.hf_models import CONFIGS, SMALL, save_model
@@ -184,3 +184,16 @@ def test_dropped_attention_is_refused_a_part_of_a_sequence(tmp_path: Path) -> No
         network.use_context(Context())
     network.module.eval()
     network.use_context(Context())
+
+
+def test_a_model_that_has_no_sdpa_keeps_the_attention_of_its_authors(tmp_path: Path) -> None:
+    Gemma2Config(**SMALL, head_dim=8, sliding_window=6).save_pretrained(tmp_path)
+    module, fill = open_hf_model(tmp_path, trust_remote_code=False, seed=0)
+    network = hf_network(module, None)
+    fill(module, torch.device("cpu"))
+    tokens, documents = torch.arange(3, 19)[None], torch.arange(16).ge(7).long()[None]
+    with torch.no_grad():
+        packed = network.forward({"tokens": tokens, "documents": documents})[0]
+        alone = network.forward({"tokens": tokens[:, 7:]})[0]
+    torch.testing.assert_close(packed[:, 7:], alone)
+    assert network.head is None, "its logits are capped behind the head"

@@ -32,8 +32,6 @@ try:
 except ImportError:  # transformers before 5 keeps weights in memory as they are on disk
     revert_weight_conversion = None
 
-SETTINGS: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "sdpa"}
-
 log = logging.getLogger(__name__)
 
 
@@ -97,7 +95,7 @@ class HfNetwork(Network):
             where[SIGHT] = self.context.sight(documents, None if host is None else run_lengths(host))
         # Positions that start anew tell transformers the documents as well, and it knows the windows of each layer.
         # Where there are none we say it ourselves: it would wait for the device to see whether there are any.
-        elif not has_windows(self.module):
+        elif not has_windows(self.module.config):
             where["attention_mask"] = self.context.mask(documents)
         return where
 
@@ -157,7 +155,7 @@ def hf_config(path: Path, *, trust_remote_code: bool) -> Any:
 
 def hf_model(config: Any, *, trust_remote_code: bool) -> Any:
     """Return the model of a config with fp32 weights, random where they have memory."""
-    model = _loader(config).from_config(config, trust_remote_code=trust_remote_code, **SETTINGS)
+    model = _loader(config).from_config(config, trust_remote_code=trust_remote_code, **_settings(config))
     model.config.use_cache = False
     return model
 
@@ -165,6 +163,17 @@ def hf_model(config: Any, *, trust_remote_code: bool) -> Any:
 def _loader(config: Any) -> Any:
     """Return the class of transformers that makes a model of the config."""
     return AutoModelForImageTextToText if config.model_type in FOREIGN else AutoModelForCausalLM
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    """Return what every model is loaded with: fp32, and attention by SDPA.
+
+    Gemma 2 has none, so its own code is taken. That needs another kind of mask, which transformers makes where layers
+    have windows; a model without either is refused by transformers.
+    """
+    kind = _loader(config)._model_mapping.get(type(config), None)
+    has_none = kind is not None and not getattr(kind, "_supports_sdpa", True)
+    return {"dtype": torch.float32, "attn_implementation": "eager" if has_none and has_windows(config) else "sdpa"}
 
 
 def load_hf_model(path: Path, *, trust_remote_code: bool, seed: int) -> nn.Module:
@@ -179,7 +188,7 @@ def load_hf_model(path: Path, *, trust_remote_code: bool, seed: int) -> nn.Modul
     try:
         if has_weights:
             options |= {"config": config, "use_safetensors": True, "output_loading_info": True}
-            model, report = _loader(config).from_pretrained(folder, **options, **SETTINGS)
+            model, report = _loader(config).from_pretrained(folder, **options, **_settings(config))
             missing = sorted(report["missing_keys"])
         else:
             torch.manual_seed(seed)

@@ -62,9 +62,9 @@ def is_sighted(module: nn.Module) -> bool:
     return getattr(module, SIGHTED, False)
 
 
-def has_windows(module: Any) -> bool:
-    """Return whether some layers do not look all the way back."""
-    config = module.config.get_text_config()
+def has_windows(config: Any) -> bool:
+    """Return whether some layers of a model do not look all the way back."""
+    config = config.get_text_config()
     kinds = getattr(config, "layer_types", None)
     if kinds:
         return any(kind != "full_attention" for kind in kinds)
@@ -109,7 +109,7 @@ def looks_ahead(module: nn.Module, options: Mapping[str, Any]) -> bool:
 def unlike_ours(module: Any) -> str:
     """Return why the model's attention is not the plain one, as far as its configuration tells."""
     config = module.config.get_text_config()
-    if has_windows(module):
+    if has_windows(module.config):
         return "does not look all the way back in every layer"
     if getattr(config, "attn_logit_softcapping", None):
         return "caps its attention scores"

@@ -1,5 +1,6 @@
 """How our pictures come to the vision tower of a Hugging Face model, and its rows into the stream of text."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType
@@ -17,7 +18,7 @@ from trimaran.nets.projector import slots_of
 from trimaran.nets.vision import normed
 
 
-class Eye:
+class Eye(ABC):
     """Looks at the pictures of a micro-batch while its text is embedded, and puts what it sees into the stream.
 
     That is inside the model's own forward, where DDP and FSDP expect every use of its parameters. The model's own way
@@ -33,23 +34,23 @@ class Eye:
             part.requires_grad_(False)
 
     @property
+    @abstractmethod
     def towers(self) -> Mapping[str, str]:
         """The prefix of its parameters' names, by the name of each tower."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def projector(self) -> nn.Module:
         """What makes the language's tokens."""
-        raise NotImplementedError
 
     @property
     def unused(self) -> Sequence[nn.Module]:
         """What of the model no output depends on. It is not trained."""
         return ()
 
+    @abstractmethod
     def see(self, pictures: Pictures) -> Tensor:
         """Return the language's tokens of all pictures, [M, hidden], in order."""
-        raise NotImplementedError
 
     @contextmanager
     def looking(self, inputs: Mapping[str, Tensor]) -> Iterator[None]:

@@ -219,6 +219,8 @@ def main() -> None:
     asked = parser.parse_args()
     if strange := [each for each in asked.arms.split(",") if each and each not in SETTINGS]:
         parser.error(f"there is no arm {strange[0]}; there are {', '.join(SETTINGS)}")
+    if asked.table and not asked.out.is_file():
+        parser.error(f"there is no {asked.out}: run this without --table first")
     seeds = [int(each) for each in asked.seeds.split(",")]
     if not asked.table:
         runs = [("bf16", seed) for seed in seeds]

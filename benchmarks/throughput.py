@@ -153,6 +153,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="for the compile cache and the errors; else a temporary one")
     options = parser.parse_args()
     if options.table:
+        if missing := [str(each) for each in options.table if not each.is_file()]:
+            parser.error(f"there is no {', '.join(missing)}: results are what a run of this script leaves")
         print(tables(read(options.table)))
         return
     if options.into is None:

@@ -142,8 +142,7 @@ def test_autocast_keeps_a_bf16_copy_of_every_matrix_that_multiplies() -> None:
         (Plan(precision="bf16", compile=True), 16 + 16 + (2 * 12 + 8) + 2 * 16),
     ],
 )
-def test_a_layer_keeps_what_its_operators_save(plan: Plan, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trimaran.core.plan.JOINED", True)
+def test_a_layer_keeps_what_its_operators_save(plan: Plan, expected: int) -> None:
     assert layer(plan).none == expected
     assert layer(plan, cpu=True).none == expected + 8 * 4  # norms are not fused there
 
@@ -320,10 +319,7 @@ def test_of_an_opaque_block_its_own_totals_count() -> None:
 
 
 @pytest.mark.parametrize(("precision", "joint"), [("fp32", False), ("bf16", False), ("bf16", True)])
-def test_the_operator_list_is_what_the_reference_layer_saves(
-    precision: str, joint: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("trimaran.core.plan.JOINED", joint)
+def test_the_operator_list_is_what_the_reference_layer_saves(precision: str, joint: bool) -> None:
     spec = replace(PRESETS["tiny"], hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=160)
     real, (rows, length) = RealLayer(spec), (4, 128)
     if joint:

@@ -12,9 +12,6 @@ Axis = Literal["dp_replicate", "dp_shard", "tp", "pp", "cp", "ep"]
 Sharding = Literal["none", "optimizer", "gradients", "parameters"]
 Recompute = Literal["none", "selective", "full"] | Annotated[int, Field(ge=1)]
 Loss = Literal["logits", "fused", "chunked"]
-# Off until the gradients of a compiled joint layer have been compared with those of its parts on a GPU, which
-# tests/gpu/test_joint.py does: its operators are right there, and the speed of the whole looked too good.
-JOINED = False
 AXES: tuple[Axis, ...] = ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep")
 
 
@@ -143,7 +140,7 @@ class Plan(BaseModel):
         Only weights in halves lie side by side without a copy at every step. In fp8 every layer has a scale of its own,
         and selective recompute counts products, of which it keeps every second.
         """
-        return JOINED and self.splits_weights and self.precision == "bf16" and self.recompute != "selective"
+        return self.splits_weights and self.precision == "bf16" and self.recompute != "selective"
 
     @property
     def num_stages(self) -> int:

@@ -138,11 +138,11 @@ def test_compiled_layers_take_other_documents_without_being_compiled_again() -> 
     counters.clear()
     graphs = []
     for turn, lengths in enumerate([LENGTHS, (100, 28, 60, 68, 64, 64, 77, 51), (128,) * 4, (4,) * 128]):
-        ours = step(compiled, lengths, watched=turn > 1)  # by then nothing is compiled any more
+        ours = step(compiled, lengths, watched=turn > 0)  # by then nothing is compiled any more
         for one, other in zip(ours, step(eager, lengths), strict=True):
             assert (one - other).norm() <= 3e-2 * other.norm()
         graphs.append(counters["stats"]["unique_graphs"])
-    assert graphs == [1, 2, 2, 2]  # the second time torch learns that their number and the longest change
+    assert graphs == [1] * 4
 
 
 @pytest.mark.parametrize(("how", "times"), [("none", 1), ("selective", 1), ("full", 2)])

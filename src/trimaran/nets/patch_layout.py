@@ -7,7 +7,7 @@ from torch import Tensor
 
 from trimaran.models.vlm import CHANNELS, VisionSpec
 from trimaran.nets.attention import Rotation
-from trimaran.nets.segments import Segments
+from trimaran.nets.segments import Segments, reach_of
 
 THETA = 10_000.0  # of the rotary positions of row and column, in every model that has them
 
@@ -138,7 +138,7 @@ def _windows(number: Tensor, side: int, grids: list[list[int]] | None) -> Segmen
         return Segments.of_lengths(lengths, total, number.device)
     # How many windows there are is on the device. Those that are not have no length, and no kernel minds.
     counts = torch.zeros_like(number).scatter_add_(0, number, torch.ones_like(number))
-    return replace(Segments.of_lengths(counts, total, number.device), longest=side * side)
+    return replace(Segments.of_lengths(counts, total, number.device), reach=reach_of(side * side))
 
 
 def _pieces(length: int, side: int) -> list[int]:

@@ -1,5 +1,6 @@
 """Attention inside documents and pictures that lie end to end, without a mask of everything against everything."""
 
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,12 +29,13 @@ class Segments:
 
     `ids` [B, T] are runs of equal numbers, and no number comes back in its row. `bounds` (int32) tell where each part
     begins in the rows laid end to end, and where the last ends; they are there where a kernel can use them. No part is
-    longer than `longest`. `lengths` are those of the parts, where the host knows them.
+    longer than `reach`, which is empty, is long: compiled code knows that shapes change, and would take a number for
+    one that stays. `lengths` are those of the parts, where the host knows them.
     """
 
     ids: Tensor
     bounds: Tensor | None
-    longest: int
+    reach: Tensor
     lengths: tuple[int, ...] | None
     _masks: dict[bool, Tensor] = field(default_factory=dict)
 
@@ -46,18 +48,22 @@ class Segments:
         if lengths is None and documents.device.type == "cpu" and not torch.compiler.is_compiling():
             lengths = run_lengths(documents)
         if lengths is None:
-            return cls(documents, None, documents.shape[1], None)
-        return cls(documents, _bounds(lengths, documents.device), max(lengths, default=0), tuple(lengths))
+            return cls(documents, None, reach_of(documents.shape[1]), None)
+        return cls(documents, _bounds(lengths, documents.device), reach_of(max(lengths, default=0)), tuple(lengths))
 
     @classmethod
     def of_lengths(cls, lengths: Tensor | Sequence[int], total: int, device: torch.device) -> Self:
         """Return one row of `total` positions, cut into parts of these lengths, which may lie on the device."""
         if isinstance(lengths, Tensor) and lengths.device.type != "cpu":
-            bounds = F.pad(lengths.cumsum(0), (1, 0)).int() if has_flash(device) else None
-            return cls(_ids(lengths, total), bounds, total, None)
+            bounds = _varying(F.pad(lengths.cumsum(0), (1, 0)).int()) if has_flash(device) else None
+            return cls(_ids(lengths, total), bounds, reach_of(total), None)
         known = lengths.tolist() if isinstance(lengths, Tensor) else lengths
         ids = _ids(torch.tensor(known, dtype=torch.int64), total).to(device, non_blocking=True)
-        return cls(ids, _bounds(known, device), max(known, default=0), tuple(known))
+        return cls(ids, _bounds(known, device), reach_of(max(known, default=0)), tuple(known))
+
+    @property
+    def longest(self) -> int:
+        return self.reach.shape[0]
 
     def mask(self, *, causal: bool) -> Tensor:
         """Return who may look at whom, [B, 1, T, T]. Layers share it, but for compiled ones, which make it anew."""
@@ -117,6 +123,21 @@ def run_lengths(documents: Tensor) -> tuple[int, ...]:
     return tuple(torch.diff(starts, append=starts.new_tensor([documents.numel()])).tolist())
 
 
+def reach_of(longest: int) -> Tensor:
+    """Return what tells compiled code how long a part may be."""
+    return _varying(torch.empty(longest, 0))
+
+
+def _varying(tensor: Tensor) -> Tensor:
+    """Return the tensor, of which compiled code is told that it will be longer or shorter another time.
+
+    Otherwise it takes the first length for the only one, and is compiled again when it has seen another.
+    """
+    if "torch._dynamo" in sys.modules and not torch.compiler.is_compiling():
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return tensor
+
+
 @cache
 def has_flash(device: torch.device) -> bool:
     """Return whether the device has the kernel for sequences of any lengths."""
@@ -128,7 +149,7 @@ def has_flash(device: torch.device) -> bool:
 def _bounds(lengths: Sequence[int], device: torch.device) -> Tensor | None:
     if not has_flash(device):
         return None
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device, non_blocking=True)
+    return _varying(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device, non_blocking=True))
 
 
 def _ids(lengths: Tensor, total: int) -> Tensor:

@@ -20,6 +20,9 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
+ROOT = Path(__file__).absolute().parents[1]
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT)  # in place of this folder, whose files have the names of libraries
 STEPS, WARM = 8, 3
 AHEAD = 3  # processes that have started: the next ones import while one has the device
 DEFAULTS: dict[str, Any] = {
@@ -105,13 +108,11 @@ def train(config: dict[str, Any], turn: IO[str]) -> dict[str, Any]:
     """Train a few steps when it is this process's turn, which lasts until it ends, and return what was measured."""
     # The parent neither needs torch nor may touch the device; a process imports before its turn.
     import torch  # noqa: PLC0415
+    from benchmarks.peers.ours import trainer  # noqa: PLC0415
 
     from trimaran.core import Plan, Recipe  # noqa: PLC0415
-    from trimaran.data import cache_folder  # noqa: PLC0415
-    from trimaran.telemetry import create_run  # noqa: PLC0415
-    from trimaran.train.place import place_of  # noqa: PLC0415
-    from trimaran.train.worker import run_worker  # noqa: PLC0415
 
+    run_steps = trainer()
     recipe = Recipe.model_validate(
         {
             "model": {"preset": config["preset"], "shape": config["shape"]},
@@ -129,12 +130,9 @@ def train(config: dict[str, Any], turn: IO[str]) -> dict[str, Any]:
     fcntl.flock(turn, fcntl.LOCK_EX)
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        run = create_run(Path(folder) / "run", recipe, Plan(**plan_fields(config)))
-        code = run_worker(run, place_of({}), cache=cache_folder(os.environ))
-        if code:
-            last = json.loads(run.events(0).read_text().splitlines()[-1])
-            return config | {"failed": str(last)[:400]}
-        steps = [json.loads(line) for line in run.metrics.read_text().splitlines()][WARM:]
+        path = Path(folder) / "run"
+        run_steps(path, recipe, Plan(**plan_fields(config)))
+        steps = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()][WARM:]
     seconds = statistics.median(step["step_seconds"] for step in steps)
     slowest, quickest = (way(step["step_seconds"] for step in steps) for way in (max, min))
     return config | {

@@ -1,7 +1,7 @@
 """Tokens a second and peak memory of Trimaran and of its peers on the same work, in one run on this machine's GPU.
 
 usage: python benchmarks/throughput.py OUT.jsonl [--only CONTEST[/PEER],...] [--rounds 2] [--windows 3] [--steps 6]
-                                       [--seconds 560] [--set FIELD=VALUE ...] [--shape tiny] [--eager]
+                                       [--seconds 560] [--set FIELD=VALUE ...] [--shape tiny] [--layers 1] [--eager]
        python benchmarks/throughput.py --table OUT.jsonl [MORE.jsonl ...]
 
 Every peer is a process of its own that trains random tokens, drawn from a seed on the host at every step, with AdamW
@@ -9,7 +9,8 @@ Every peer is a process of its own that trains random tokens, drawn from a seed 
 every other round; while one has the device the next one imports. A step lasts from one mark on the device's clock to
 the next, so that nothing waits between steps; a peer's figure is the median over windows of steps of all its rounds.
 Each process appends its line to OUT.jsonl when it ends, a failed one with the end of its error; none is started after
-`--seconds`. `--set` is for Trimaran alone. All share one compile cache, so the second round starts warm.
+`--seconds`. `--set` is for Trimaran alone. All share one compile cache, so the second round starts warm; a run with
+`--layers 1` and the same `--folder` fills it beforehand, since peers compile a layer once, however many there are.
 
 torchtitan comes with this, where there is no package index: its wheel and the pure Python that it needs travel in
 `.gpu-peers` (4 MB; it stays out of git through .git/info/exclude). Pack it with
@@ -148,6 +149,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=300, help="seconds until a process is given up")
     parser.add_argument("--set", action="append", default=[], help="a setting of Trimaran's recipe")
     parser.add_argument("--shape", choices=["tiny"], help="shrinks every contest, for a look on a CPU")
+    parser.add_argument("--layers", type=int, help="in place of the shapes'")
     parser.add_argument("--precision", help="in place of the contests'")
     parser.add_argument("--eager", action="store_true", help="compile nothing")
     parser.add_argument("--folder", type=Path, help="for the compile cache and the errors; else a temporary one")
@@ -162,6 +164,7 @@ def main() -> None:
     asked = {"windows": options.windows, "steps": options.steps, "warm": options.warm}
     asked |= TINY if options.shape else {}
     asked |= {"compile": False} if options.eager else {}
+    asked |= {"layers": options.layers} if options.layers else {}
     asked |= {"precision": options.precision} if options.precision else {}
     todo = [work for each in wanted(options.only, asked).values() for work in in_turn(each, options.rounds)]
     todo = [with_settings(work, options.set) for work in todo]

@@ -19,6 +19,7 @@ from PIL import Image
 
 from trimaran import __version__
 from trimaran.app.cli.request import Request, resolve
+from trimaran.core import Plan, Recipe
 from trimaran.data import cache_folder
 from trimaran.data.shards import ShardWriter
 from trimaran.data.tokenizer import ByteTokenizer
@@ -51,7 +52,7 @@ def ready(work: Work) -> Callable[[Any], dict[str, Any]]:
     request = resolve(None, settings(work, root))
     on_cpu = request.cluster.device.kind == "cpu"
     os.environ.update(worker_environment(os.environ, request.plan, on_cpu=on_cpu, deterministic=False))
-    train = _trainer()
+    train = trainer()
     if work.options.get("family") == "hf":
         importlib.import_module("trimaran.nets.hf")  # and transformers with it, before the turn
     return lambda _: _measure(train, request, folder, work)
@@ -116,19 +117,19 @@ def write_pictures(work: Work, path: Path, eye: Eye) -> None:
         (path / f"{number:03d}.txt").write_bytes(letters.tobytes())
 
 
-def _trainer() -> Callable[[Request, Path], None]:
+def trainer() -> Callable[[Path, Recipe, Plan], None]:
+    """Return what trains in this process and keeps nothing: no checkpoint is written, and none has to fit a disk."""
     # Only now: the environment is read when torch is imported.
     from trimaran.telemetry import Journal  # noqa: PLC0415
     from trimaran.train import moorings  # noqa: PLC0415
     from trimaran.train.assemble import build_crew  # noqa: PLC0415
     from trimaran.train.place import join, place_of  # noqa: PLC0415
 
-    # An 8B state is larger than many a disk; this run ends without a checkpoint, so none has to fit.
     moorings._refuse_small_disk = lambda *_: None
 
-    def train(request: Request, path: Path) -> None:
-        run = create_run(path, request.recipe, request.plan)
-        place = place_of({}, on_cpu=request.cluster.device.kind == "cpu")
+    def train(path: Path, recipe: Recipe, plan: Plan) -> None:
+        run = create_run(path, recipe, plan)
+        place = place_of({})
         join(place)
         with Journal(run, 0) as journal:
             trainer = build_crew(run, place, journal, cache=cache_folder(os.environ)).trainer
@@ -139,11 +140,11 @@ def _trainer() -> Callable[[Request, Path], None]:
 
 
 def _measure(
-    train: Callable[[Request, Path], None], request: Request, folder: tempfile.TemporaryDirectory, work: Work
+    train: Callable[[Path, Recipe, Plan], None], request: Request, folder: tempfile.TemporaryDirectory, work: Work
 ) -> dict[str, Any]:
     with folder:
         path = Path(folder.name) / "run"
-        train(request, path)
+        train(path, request.recipe, request.plan)
         lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     seconds = [line["step_seconds"] for line in lines[work.warm :]]
     # A line is written while the next step runs; the last one has none, so its time tells nothing.

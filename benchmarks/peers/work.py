@@ -1,7 +1,7 @@
 """The work that every peer of a contest does: shape, batch, precision, and tokens that are drawn from a seed."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
 import numpy as np
@@ -147,6 +147,7 @@ class Work:
     precision: str = "bf16"
     recompute: str = "none"
     compile: bool = True
+    layers: int | None = None  # in place of the shape's
     options: dict[str, Any] = field(default_factory=dict)  # of this peer alone
     warm: int = 5
     windows: int = 3
@@ -161,7 +162,8 @@ class Work:
 
     @property
     def model(self) -> Shape:
-        return SHAPES[self.shape]
+        shape = SHAPES[self.shape]
+        return shape if self.layers is None else replace(shape, layers=self.layers)
 
     @property
     def all_steps(self) -> int:

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,6 +65,32 @@ def test_a_recipe_with_a_mistake_starts_nothing(
     assert error["code"].startswith(code)
     assert where in error["where"]
     assert [each.name for each in place.iterdir()] == ["bad.yaml"]
+
+
+@pytest.mark.parametrize("verb", ["train", "resume", "generate", "export", "bench calibrate"])
+def test_a_folder_for_compiled_code_that_cannot_be_made_starts_nothing(
+    verb: str, place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = new_run(place / "mine", world_size=1)
+    done.model.mkdir()
+    before = {path: path.stat().st_mtime_ns for path in done.path.rglob("*")}
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/proc/mine")
+    words = [*verb.split(), *(["mine"] if verb in ("resume", "generate", "export") else [])]
+    error = mistake(words, capsys)
+    assert (error["code"], error["where"]) == ("A017", "the environment variable TORCHINDUCTOR_CACHE_DIR")
+    assert {path: path.stat().st_mtime_ns for path in done.path.rglob("*")} == before
+    assert [each.name for each in place.iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize("place_in_torchrun", [{}, {"RANK": "0", "WORLD_SIZE": "1"}], ids=["node", "torchrun"])
+def test_a_node_that_cannot_keep_compiled_code_says_so_itself(place_in_torchrun: dict[str, str], place: Path) -> None:
+    run = new_run(place / "mine", world_size=1)
+    words = ["trimaran", "train", "--run-dir", "other"] if place_in_torchrun else ["trimaran.launch", str(run.path)]
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": "/proc/mine", **place_in_torchrun}
+    told = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, env=environment, timeout=60)
+    assert told.returncode == 2
+    assert told.stderr.startswith("A017: TORCHINDUCTOR_CACHE_DIR is '/proc/mine'")
+    assert not run.attempts.exists()
 
 
 @pytest.mark.parametrize(("name", "content"), [("empty.txt", b""), ("binary.txt", bytes(range(256)) * 64)])

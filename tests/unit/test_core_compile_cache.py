@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from trimaran.core.compile_cache import INDUCTOR, TRITON, compile_cache, compile_folder
+from trimaran.core import UserError
+from trimaran.core.compile_cache import INDUCTOR, TRITON, compile_cache, compile_folder, refuse_unusable
 
 
 def test_it_lies_in_the_users_cache_by_version_of_torch(tmp_path: Path) -> None:
@@ -40,3 +41,20 @@ def test_a_folder_inside_that_cannot_be_written_to_is_seen_as_well(tmp_path: Pat
     taken.parent.mkdir(parents=True, exist_ok=True)
     taken.touch()
     assert compile_cache({"TRIMARAN_CACHE": str(tmp_path)}) == {}
+
+
+def test_a_named_folder_is_tried_out_before_torch_makes_it(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("nowhere")
+    for named in (tmp_path / "file", tmp_path / "file" / "cache", tmp_path / "link", "/proc/mine", ""):
+        with pytest.raises(UserError, match=rf"A017.*{INDUCTOR} is '{named}'"):
+            refuse_unusable({INDUCTOR: str(named)})
+    refuse_unusable({INDUCTOR: str(tmp_path / "new" / "cache")})
+    assert list((tmp_path / "new" / "cache").iterdir()) == []
+    refuse_unusable({})
+
+
+def test_a_folder_for_kernels_counts_only_where_there_are_some() -> None:
+    refuse_unusable({TRITON: "/proc/mine"})
+    with pytest.raises(UserError, match=rf"A017.*{TRITON} is '/proc/mine'"):
+        refuse_unusable({TRITON: "/proc/mine"}, kernels=True)

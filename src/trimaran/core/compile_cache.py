@@ -4,6 +4,9 @@ import os
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryFile
+
+from trimaran.core.errors import UserError
 
 INDUCTOR, TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 FOLDERS = ("inductor", "triton")  # for what each of the two compiles
@@ -37,6 +40,24 @@ def compile_folder(environ: Mapping[str, str]) -> Path | None:
             return None
     folder = above.absolute() / "compile" / f"torch-{version('torch')}"
     return folder if all(_writable(folder / each) for each in FOLDERS) else None
+
+
+def refuse_unusable(environ: Mapping[str, str], *, kernels: bool = False) -> None:
+    """Raise where a person has named a folder for compiled code that cannot be made or written to.
+
+    torch makes its own while it is imported, whether anything is compiled or not, so this comes before that. Triton
+    makes its own for `kernels`, those of a GPU. It is tried out: root may do what a disk then does not.
+    """
+    for name in (INDUCTOR, TRITON) if kernels else (INDUCTOR,):
+        if (named := environ.get(name)) is None:
+            continue
+        try:
+            os.makedirs(named, exist_ok=True)
+            TemporaryFile(dir=named).close()
+        except OSError as error:
+            what = f"{name} is '{named}', where nothing can be written: {error.strerror}"
+            fix = "name another folder, or unset it: Trimaran has a place of its own"
+            raise UserError("A017", what, where=f"the environment variable {name}", fix=fix) from None
 
 
 def _writable(folder: Path) -> bool:

@@ -19,6 +19,7 @@ if __name__ == "__main__":
     SIGNALS.listen()  # a scheduler may think better of it while the rest is imported
 
 from trimaran.core import EXIT_USER, Plan, Recipe, UserError  # noqa: E402
+from trimaran.core.compile_cache import refuse_unusable  # noqa: E402
 from trimaran.hardware import Cluster  # noqa: E402
 from trimaran.launch.fleet import run_with_others  # noqa: E402
 from trimaran.launch.formation import add_flags, formation_of  # noqa: E402
@@ -38,6 +39,7 @@ def main(signals: Signals) -> int:
     add_flags(parser)
     flags = parser.parse_args()
     try:
+        refuse_unusable(os.environ)
         run, formation = open_run(flags.run), formation_of(flags)
         return run_here(run, signals) if formation is None else run_with_others(run, formation, signals)
     except UserError as error:

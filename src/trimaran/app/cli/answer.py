@@ -145,7 +145,7 @@ def _trains_here(plan: Plan, answer: Answer) -> bool:
     if question.spec is None and outline and (len(outline.towers) > 1 or not outline.main.vocab):
         return False
     try:
-        check_plan(plan, question.recipe, question.spec, answer.cluster)
+        check_plan(plan, question.recipe, question.spec, answer.cluster, outline)
     except UserError:
         return False
     return True

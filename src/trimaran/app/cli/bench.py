@@ -13,6 +13,7 @@ import typer
 
 from trimaran.app.cli.options import Json
 from trimaran.core import UserError
+from trimaran.core.compile_cache import refuse_unusable
 from trimaran.hardware import Calibration, Cluster, calibration_folder, detect, machine_name, num_cores
 
 bench = typer.Typer(help="Measure how fast this machine is.", rich_markup_mode=None)
@@ -47,6 +48,7 @@ def calibrate(
     cluster = detect(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
     path = output or calibration_folder(os.environ) / f"{machine_name(cluster)}.json"
     _refuse_unwritable(path)
+    refuse_unusable(os.environ)
     measured = _measure(cluster, seconds, Console(stderr=True))
     name = cluster.device.name if cluster.device.kind == "cuda" else f"cpu, {num_cores()} cores"
     calibration = Calibration.model_validate({"device": name, "date": f"{date.today():%Y-%m-%d}", **measured})

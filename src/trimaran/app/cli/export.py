@@ -1,6 +1,7 @@
 """`trimaran export`: a checkpoint for other programs."""
 
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from trimaran.app.cli.options import Json, RunName, find_run
 from trimaran.checkpoint.catalogue import verify_all, with_step
 from trimaran.checkpoint.manifest import DamagedError
 from trimaran.core import Recipe, UserError, show_bytes
+from trimaran.core.compile_cache import refuse_unusable
 
 if TYPE_CHECKING:
     from trimaran.telemetry import RunDirectory
@@ -42,6 +44,7 @@ def export(
     if to == "dcp" and dtype is not None:
         raise UserError("A001", "--dtype is for --to hf: a DCP folder has every tensor as it is", where="--dtype",
                         fix="leave --dtype out")  # fmt: skip
+    refuse_unusable(os.environ)
     from rich.console import Console
 
     from trimaran.app.cli.packing import packing_bar

@@ -1,16 +1,34 @@
 """`trimaran generate`: a trained model continues a text."""
 
 import json
-from typing import Annotated
+import os
+import shlex
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from trimaran.app.cli.logs import printable
-from trimaran.app.cli.options import Json, RunName, find_run
+from trimaran.app.cli.options import Json, RunName, find_run, own_name, typed
 from trimaran.core import UserError
+from trimaran.core.compile_cache import refuse_unusable
+
+if TYPE_CHECKING:
+    from trimaran.app.cli.state import RunState
+    from trimaran.telemetry import RunDirectory
 
 MAX_TOKENS = 65536
 MAX_SEED = 2**63 - 1
+
+STANDING = {
+    "starting": "it is starting",
+    "training": "it is training",
+    "restarting": "it is restarting",
+    "done": "it is done",
+    "stopped": "it was stopped",
+    "failed": "it failed",
+    "vanished": "its processes went away",
+}
 
 
 def generate(
@@ -31,8 +49,8 @@ def generate(
         raise UserError("A016", "a perception model writes no text", where=str(directory.recipe),
                         fix="see what it got right with `trimaran watch`")  # fmt: skip
     if not directory.model.is_dir():
-        raise UserError("A009", "this run has no trained weights", where=str(directory.model),
-                        fix="wait for the run to end, or train again with --set train.save=true")  # fmt: skip
+        raise _no_weights(directory)
+    refuse_unusable(os.environ)
     from trimaran.train.generate import generate_from_run
 
     text = generate_from_run(directory, prompt, tokens=tokens, temperature=temperature, seed=seed)
@@ -40,3 +58,37 @@ def generate(
         typer.echo(json.dumps({"run_dir": str(directory.path), "prompt": prompt, "text": text}))
     else:
         typer.echo(printable(text))
+
+
+def _no_weights(run: "RunDirectory") -> UserError:
+    """Return what to say of a run without `model/`: how it stands, and the commands that lead to weights from there."""
+    from trimaran.app.cli.state import RunState
+
+    state = RunState(run)
+    state.refresh()
+    train = state.recipe.train
+    unsaved = "" if train.save else ", and train.save is false"
+    what = f"{STANDING[state.status]} at step {state.step} of {train.steps}{unsaved}"
+    return UserError("A009", f"this run has no trained weights: {what}", where=str(run.model),
+                     fix=", or ".join(_ways_to_weights(state)))  # fmt: skip
+
+
+def _ways_to_weights(state: "RunState") -> Iterator[str]:
+    """Yield what a person can do: wait, go on or train again, and take the newest checkpoint where there is one."""
+    from trimaran.app.cli.state import UNDER_WAY
+    from trimaran.checkpoint.shelf import newest
+
+    def command(verb: str, *words: str) -> str:
+        return f"`{shlex.join([own_name(), verb, *words])}`"
+
+    name, kept = typed(state.run.path), newest(state.run.checkpoints)
+    save = [] if state.recipe.train.save else ["--set", "train.save=true"]
+    if state.status in UNDER_WAY:
+        yield f"wait for its end: {command('watch', name)} shows it"
+    elif state.status != "done":
+        why = "" if state.status == "stopped" else f"see what happened with {command('watch', name)}, then "
+        yield f"{why}go on to the last step with {command('resume', name, *save)}"
+    elif kept is None:
+        yield f"train again with {command('train', typed(state.run.recipe), *save)}"
+    if kept is not None:
+        yield f"make step {kept} a Hugging Face folder with {command('export', name)}"

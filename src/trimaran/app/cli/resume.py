@@ -38,6 +38,7 @@ def resume(
     trimaran resume runs/stdlib-tiny --set cluster=4xcpu --json
     """
     from trimaran.app.cli.request import refuse_elsewhere, refuse_other_size, torchrun_cluster, with_whole_paths
+    from trimaran.core.compile_cache import refuse_unusable
 
     found = find_run(run)
     inside = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
@@ -49,9 +50,10 @@ def resume(
     _refuse_fewer_steps(found, request)
     replan = _wants_another_plan(found, old, request)
     if inside:
+        refuse_other_size(request.plan if replan else found.read_plan(), os.environ)
+        refuse_unusable(os.environ, kernels=request.cluster.device.kind == "cuda")
         from trimaran.app.cli.rank import resume_as_rank
 
-        refuse_other_size(request.plan if replan else found.read_plan(), os.environ)
         return resume_as_rank(request, found, replan=replan, as_json=as_json)
     _refuse_held(found)
     refuse_elsewhere(request.cluster)

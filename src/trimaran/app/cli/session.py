@@ -1,6 +1,7 @@
 """One run on this machine, from packed data to the last line on the screen."""
 
 import json
+import os
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -16,6 +17,7 @@ from trimaran.app.cli.stop_button import HeldSupervisor, StopButton
 from trimaran.app.cli.summary import explain_failure, summarise
 from trimaran.checkpoint.shelf import steps
 from trimaran.core import EXIT_AGAIN, EXIT_DONE, Bytes, Recipe
+from trimaran.core.compile_cache import refuse_unusable
 from trimaran.core.extras import refuse_missing_extras
 from trimaran.cost import STATE_BYTES
 from trimaran.cost.goodput import checkpoint_bytes
@@ -84,6 +86,7 @@ def conclude(state: RunState, console: Console, code: int, *, as_json: bool) -> 
 
 def _refuse_late_surprises(request: Request, path: Path) -> None:
     """Raise now what a rank would find out minutes from here: a package, weights or room that are not there."""
+    refuse_unusable(os.environ, kernels=request.cluster.device.kind == "cuda")
     refuse_missing_extras(request.plan)
     if request.recipe.data.samples.cache_features:
         refuse_trained(request.recipe)

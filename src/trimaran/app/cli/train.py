@@ -11,6 +11,7 @@ import typer
 from trimaran.app.cli.options import RUNS, Json, RecipeFile, Settings
 from trimaran.app.cli.plan import answer
 from trimaran.app.cli.request import Request, refuse_elsewhere, refuse_other_size, resolve, torchrun_cluster
+from trimaran.core.compile_cache import refuse_unusable
 from trimaran.launch.local import local_command
 from trimaran.telemetry import RunDirectory, create_run, free_run_path, refuse_occupied
 
@@ -44,6 +45,7 @@ def train(
     path = run_dir or free_run_path(RUNS, request.recipe.name)
     if inside:
         refuse_other_size(request.plan, os.environ)
+        refuse_unusable(os.environ, kernels=request.cluster.device.kind == "cuda")
         from trimaran.app.cli.rank import run_as_rank
 
         return run_as_rank(request, path, as_json=as_json)

@@ -16,6 +16,7 @@ from transformers import (
     Gemma2Config,
     GemmaConfig,
     Glm4Config,
+    GPT2Config,
     GraniteConfig,
     LlamaConfig,
     Olmo2Config,
@@ -26,9 +27,12 @@ from transformers import (
     Starcoder2Config,
 )
 
-from tests.hf_models import CONFIGS, NARROW, SMALL
+from tests.hf_models import CONFIGS, NARROW, SMALL, UNDROPPED
+from trimaran.core import Plan
+from trimaran.models import outline_from_hf
 from trimaran.nets.hf import HfNetwork, hf_network
 from trimaran.nets.hf_attention import is_sighted
+from trimaran.train.head_loss import loss_head
 
 ENDS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 WIDE = SMALL | {"head_dim": 8} | ENDS
@@ -41,6 +45,8 @@ MORE: dict[str, Any] = {
     "cohere": CohereConfig(**SMALL, **ENDS),
     "cohere2": Cohere2Config(**SMALL, **ENDS),
     "granite": GraniteConfig(**SMALL, **ENDS, logits_scaling=4.0),
+    "gemma2-uncapped": Gemma2Config(**WIDE, final_logit_softcapping=None),
+    "gpt2-padded": GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=4, n_positions=64, **UNDROPPED, **ENDS),
     "phi": PhiConfig(**NARROW, **ENDS),
     "opt": OPTConfig(**FEW, ffn_dim=48, max_position_embeddings=64, word_embed_proj_dim=32, dropout=0.0),
     "falcon": FalconConfig(**FEW),
@@ -54,7 +60,7 @@ MORE: dict[str, Any] = {
 }
 ALL = CONFIGS | MORE
 CHANGED = {"gemma2", "cohere", "cohere2", "granite"}  # the logits of these are scaled or capped behind the head
-OWN = {"mistral", "gemma3", "gemma2", "cohere2", "falcon", "stablelm", "deepseek3", "llama-dropped"}
+OWN = {"mistral", "gemma3", "gemma2", "gemma2-uncapped", "cohere2", "falcon", "stablelm", "deepseek3", "llama-dropped"}
 TOKENS = torch.randint(3, 96, (2, 24), generator=torch.Generator().manual_seed(1))
 LENGTHS = ((5, 19), (12, 12))
 DOCUMENTS = torch.stack([torch.arange(2).repeat_interleave(torch.tensor(row)) for row in LENGTHS])
@@ -77,6 +83,14 @@ def test_a_head_is_told_only_where_the_logits_are_its_output(name: str) -> None:
     network.head.forward = lambda _: mark
     with torch.no_grad():
         assert network.forward({"tokens": TOKENS})[0] is mark
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_config_json_says_whether_the_head_can_end_in_the_loss(name: str) -> None:
+    ends = loss_head(hf_network(model_of(name), None), Plan(loss="fused")) is not None
+    assert ends == (name not in CHANGED | {"phi"}), "a head with a bias is more than a product as well"
+    for told in (ALL[name].to_dict(), ALL[name].to_diff_dict()):  # in full, and as it is saved
+        assert outline_from_hf(told, where="config.json", name=name).main.bare_head == ends
 
 
 @pytest.mark.parametrize("name", [each for each in ALL if each not in OWN])

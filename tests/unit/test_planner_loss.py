@@ -6,14 +6,19 @@ from typing import Any
 import pytest
 
 from tests.unit.test_planner_search import ask
-from trimaran.core import GIB, Bytes, Plan, Recipe
+from trimaran.core import GIB, Bytes, Plan, Recipe, UserError
 from trimaran.cost import find_stack, predict
 from trimaran.hardware import Cluster, parse_cluster
-from trimaran.models import PRESETS, ModelSpec
+from trimaran.models import PRESETS, ModelSpec, Outline, outline_from_hf
 from trimaran.planner.bulk import predict_line
 from trimaran.planner.choose import choose
+from trimaran.planner.question import Question
 from trimaran.planner.search import search
 
+GEMMA_2_2B = {
+    "model_type": "gemma2", "hidden_size": 2304, "num_hidden_layers": 26, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 256, "intermediate_size": 9216, "vocab_size": 256000,
+}  # fmt: skip
 EIGHT_B = PRESETS["llama-3.1-8b"]
 
 
@@ -43,6 +48,36 @@ def test_a_pinned_loss_stays_and_cuts_nothing_that_it_cannot_have(loss: str) -> 
 def test_other_systems_keep_their_logits() -> None:
     question = replace(ask(EIGHT_B, "8xH100", batch=64, seq_len=4096), trains=False, stack=find_stack("megatron"))
     assert {plan.loss for plan in search(question).ranked} == {"logits"}
+
+
+def gemma(**fields: Any) -> Outline:
+    return outline_from_hf(GEMMA_2_2B | fields, where="config.json", name="gemma")
+
+
+def about(outline: Outline, **pins: Any) -> Question:
+    tree = {"data": {"seq_len": 4096}, "train": {"global_batch": 4}, "model": {"family": "hf", "path": "gemma"}}
+    recipe = Recipe.model_validate(tree | ({"plan": pins} if pins else {}))
+    return Question(recipe=recipe, spec=None, outline=outline, cluster=parse_cluster("H200"))
+
+
+@pytest.mark.parametrize("trains", [True, False], ids=["trainer", "paper"])
+def test_a_network_that_caps_its_scores_is_planned_and_costed_with_logits(trains: bool) -> None:
+    question = replace(about(gemma(), micro_batch=1), trains=trains)
+    best = search(question).ranked[0]
+    assert best.loss == "logits"
+    assert search(replace(question, outline=gemma(final_logit_softcapping=None))).ranked[0].loss != "logits"
+    wished = predict(question.job, question.cluster, best.model_copy(update={"loss": "fused"}))
+    assert wished == best.prediction, "the trainer keeps the logits of such a plan as well"
+
+
+@pytest.mark.parametrize("loss", ["fused", "chunked"])
+@pytest.mark.parametrize("trains", [True, False], ids=["trainer", "paper"])
+def test_a_loss_that_a_capped_head_cannot_end_in_is_refused(loss: str, trains: bool) -> None:
+    question = replace(about(gemma(), loss=loss), trains=trains)
+    with pytest.raises(UserError, match=r"P056.*more than a product for its logits"):
+        search(question)
+    assert search(replace(question, outline=gemma(final_logit_softcapping=None))).ranked[0].loss == loss
+    assert search(replace(question, trains=False, stack=find_stack("torchtitan"))).ranked, "it has a loss of its own"
 
 
 def test_pieces_are_taken_where_whole_logits_would_fill_the_device() -> None:

@@ -10,9 +10,13 @@ SUM_BYTES = 4
 
 
 def loss_of(job: Job, plan: Plan) -> str:
-    """Return how the loss is computed. Other systems have their own habits, and what is cut keeps its logits."""
+    """Return how the loss is computed. Other systems have their own habits, and what is cut keeps its logits.
+
+    So does a network that does more for them than the product of its head, whatever the plan says.
+    """
     ours = job.stack.name == "trimaran" and plan.engine == "torch"
-    return plan.loss if ours and plan.mesh.tp == plan.mesh.pp == 1 else "logits"
+    whole = plan.mesh.tp == plan.mesh.pp == 1 and job.outline.main.bare_head
+    return plan.loss if ours and whole else "logits"
 
 
 def piece_rows(rows: int, outputs: int, width: int) -> int:

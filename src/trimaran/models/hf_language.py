@@ -19,6 +19,12 @@ VOCAB = ("vocab_size", "n_vocab")
 CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length", "n_ctx")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k")
+# What becomes of the head's scores before the loss, by the names of those who scale or cap them; null is nothing.
+REWORKS = (
+    "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap", "logit_scale", "logits_scaling",
+    "lm_head_multiplier", "output_multiplier",
+)  # fmt: skip
+REWORKING = ("cohere", "granite", "hyperclovax")  # these scale them whatever their config.json says, if only by 1
 NEEDED = {"width": HIDDEN, "layers": LAYERS, "heads": HEADS, "vocabulary": VOCAB}
 
 Switch = bool | str
@@ -62,8 +68,9 @@ _GEMMA = {
 _GEMMA_2 = {
     "hidden_size": 2304, "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4,
     "intermediate_size": 9216, "head_dim": 256, "vocab_size": 256000, "sliding_window": 4096,
-    "sliding_window_pattern": 2,
+    "sliding_window_pattern": 2, "final_logit_softcapping": 30.0,
 }  # fmt: skip
+_GEMMA_3 = {**_GEMMA_2, "vocab_size": 262208, "sliding_window_pattern": 6, "final_logit_softcapping": None}
 _PLAIN = Habit(gated=False, shifted=True, qkv_bias=True, out_bias=True, ffn_bias=True)  # GPT-2's block
 _QWEN_2 = Habit(qkv_bias=True, out_bias=False, usual=_QWEN)
 _QWEN_3 = Habit(head_norms=True, usual={**_QWEN, "head_dim": 128, "num_key_value_heads": 32})
@@ -84,9 +91,7 @@ HABITS: dict[str, Habit] = {
     "qwen3_vl_moe_text": _QWEN_3_MOE,
     "gemma": Habit(tied=True, usual=_GEMMA),
     "gemma2": Habit(norms=4, tied=True, usual=_GEMMA_2),
-    "gemma3_text": Habit(
-        norms=4, head_norms=True, tied=True, usual={**_GEMMA_2, "vocab_size": 262208, "sliding_window_pattern": 6}
-    ),
+    "gemma3_text": Habit(norms=4, head_norms=True, tied=True, usual=_GEMMA_3),
     "phi3": Habit(ffn_bias=False, qkv_bias=False, out_bias=False),
     "phi": replace(_PLAIN, norms=1, head_bias=True),
     "deepseek_v2": Habit(usual={"moe_layer_freq": 1}),
@@ -142,9 +147,16 @@ def language_tower(fields: Fields, *, tied: bool | None = None, nested: bool = F
         hidden=layer.hidden,
         vocab=vocab,
         outputs=vocab,
+        bare_head=not habit.head_bias and not _reworks(fields, kind),
         tied=tied,
         extras=norm * (1 + habit.stem_norm) + table + vocab * habit.head_bias,
     )
+
+
+def _reworks(fields: Fields, kind: str) -> bool:
+    """Return whether the scores of the head are scaled or capped. A null says no, whatever is usual."""
+    told = (fields.config.get(name, fields.usual.get(name)) for name in REWORKS)
+    return kind.startswith(REWORKING) or any(each is not None for each in told)
 
 
 def longest(fields: Fields) -> int:

@@ -130,8 +130,9 @@ class Tower:
     """A stack of blocks: language, vision, a projector between them.
 
     `runs` are equal blocks with their number. `vocab` are the rows of an embedding, `outputs` the scores of a head at
-    each position, 0 where there is none; `extras` are parameters in no layer besides these two. A sample has
-    `positions` here (0: the sequence length of the data), and attention stays in segments of them (0: all of them).
+    each position, 0 where there is none, and `bare_head` that these are its product alone: no bias, scale or cap comes
+    before the loss. `extras` are parameters in no layer besides these two. A sample has `positions` here (0: the
+    sequence length of the data), and attention stays in segments of them (0: all of them).
     """
 
     name: str
@@ -139,6 +140,7 @@ class Tower:
     hidden: int
     vocab: int = 0
     outputs: int = 0
+    bare_head: bool = True
     tied: bool = False
     extras: int = 0
     positions: int = 0

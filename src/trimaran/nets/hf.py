@@ -32,6 +32,8 @@ try:
 except ImportError:  # transformers before 5 keeps weights in memory as they are on disk
     revert_weight_conversion = None
 
+LOOK = "warn_if_padding_and_no_attention_mask"
+
 log = logging.getLogger(__name__)
 
 
@@ -124,6 +126,7 @@ def hf_network(module: nn.Module, spec: Spec | None) -> HfNetwork:
 
     It gets our attention where its own is the plain one; the log tells where it is not. Nothing may be split yet.
     """
+    _stop_looking_for_padding(module)
     found, architecture = probe(module), type(module).__name__
     if found.unlike:
         log.info("%s keeps its own attention: it %s", architecture, found.unlike)
@@ -132,6 +135,17 @@ def hf_network(module: nn.Module, spec: Spec | None) -> HfNetwork:
     cast_stream(module)
     head = module.get_output_embeddings() if found.ends_in_head else None  # pyrefly: ignore[not-callable]
     return HfNetwork(module, blocks_of(module), spec, architecture, head)
+
+
+def _stop_looking_for_padding(module: nn.Module) -> None:
+    """Take out the look at values with which GPT-2 begins: it waits for the device, only to warn of a missing mask."""
+    for part in module.modules():
+        if hasattr(part, LOOK):
+            setattr(part, LOOK, _nothing)
+
+
+def _nothing(*_: Any) -> None:
+    """Return nothing, whatever is asked."""
 
 
 def blocks_of(module: nn.Module) -> tuple[nn.Module, ...]:

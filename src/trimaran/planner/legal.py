@@ -4,7 +4,7 @@ from trimaran.core import Plan, Recipe, UserError
 from trimaran.core.deepspeed import check_deepspeed
 from trimaran.core.extras import FP8_MULTIPLE, FP8_SMALLEST
 from trimaran.hardware import Cluster
-from trimaran.models import ModelSpec, module_names, refuse_unmatched
+from trimaran.models import ModelSpec, Outline, module_names, refuse_unmatched
 from trimaran.models.perception import PerceptionSpec
 from trimaran.models.stages import Spec
 from trimaran.planner.axes import check_axes, fills, language_of
@@ -16,8 +16,11 @@ PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 CPU_PRECISIONS, EVERY_GPU = PRECISIONS[:3], ("fp32", "fp16")
 
 
-def check_plan(plan: Plan, recipe: Recipe, spec: Spec | None, cluster: Cluster) -> None:
-    """Raise UserError for the first thing in `plan` that cannot run; return nothing when it can."""
+def check_plan(plan: Plan, recipe: Recipe, spec: Spec | None, cluster: Cluster, outline: Outline | None = None) -> None:
+    """Raise UserError for the first thing in `plan` that cannot run; return nothing when it can.
+
+    What only `outline` tells is checked where it is given: a spec is that of a network of ours.
+    """
     check_mesh(plan, cluster)
     if plan.engine == "deepspeed":
         check_deepspeed(plan, recipe.train)
@@ -30,7 +33,7 @@ def check_plan(plan: Plan, recipe: Recipe, spec: Spec | None, cluster: Cluster) 
         refuse_unmatched(recipe.train.precision, module_names(spec))
     check_memory(plan, spec)
     check_compiled(plan, cluster)
-    check_loss(plan, spec)
+    check_loss(plan, spec, outline)
     check_towers(plan, recipe, spec)
     check_axes(plan, recipe, spec)
 
@@ -145,7 +148,7 @@ def check_compiled(plan: Plan, cluster: Cluster) -> None:
                         fix="set compile to false, or recompute to selective or none")  # fmt: skip
 
 
-def check_loss(plan: Plan, spec: Spec | None) -> None:
+def check_loss(plan: Plan, spec: Spec | None, outline: Outline | None = None) -> None:
     """Raise where the head cannot end in the loss: it must be whole on this rank, and our own to call."""
     if plan.loss == "logits":
         return
@@ -154,6 +157,7 @@ def check_loss(plan: Plan, spec: Spec | None) -> None:
         "the schedule of a pipeline asks its last stage for logits": plan.mesh.pp > 1,
         "DeepSpeed's engine is given logits": plan.engine == "deepspeed",
         "a perception model answers with no tokens": isinstance(spec, PerceptionSpec),
+        "the model does more than a product for its logits": outline is not None and not outline.main.bare_head,
     }
     for why, holds in reasons.items():
         if holds:

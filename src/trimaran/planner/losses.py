@@ -44,13 +44,17 @@ class Losses(NamedTuple):
 
 
 def losses_of(question: Question) -> Losses:
-    """Return the ways that the question leaves open. Only our trainer fuses head and loss, and only for language."""
+    """Return the ways that the question leaves open.
+
+    Only our trainer fuses head and loss, only for language, and only where nothing comes between the two.
+    """
     pins, outline = question.pins, question.outline
     ours = question.stack.name == "trimaran" and pins.engine == "torch"
-    speaks = outline is not None and outline.main.outputs > 0 and not isinstance(question.spec, PerceptionSpec)
+    main = outline.main if outline else None
+    speaks = main is not None and main.outputs > 0 and main.bare_head and not isinstance(question.spec, PerceptionSpec)
     return Losses(
         pinned=pins.loss if "loss" in pins.model_fields_set else "",
         can_fuse=ours and speaks,
-        rows=outline.main.places(question.recipe.data.seq_len)[0] if outline else 0,
-        outputs=outline.main.outputs if outline else 0,
+        rows=main.places(question.recipe.data.seq_len)[0] if main else 0,
+        outputs=main.outputs if main else 0,
     )

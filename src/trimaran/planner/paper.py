@@ -11,6 +11,7 @@ from trimaran.planner.legal import (
     check_batch,
     check_comm,
     check_compiled,
+    check_loss,
     check_memory,
     check_mesh,
     check_plan,
@@ -27,7 +28,7 @@ def check_question(plan: Plan, question: Question) -> None:
     if question.outline is not None:
         check_names(plan, question)
     if question.trains:
-        check_plan(plan, question.recipe, question.spec, question.cluster)
+        check_plan(plan, question.recipe, question.spec, question.cluster, question.outline)
     else:
         check_on_paper(plan, question)
 
@@ -44,6 +45,8 @@ def check_on_paper(plan: Plan, question: Question) -> None:
     check_precision(plan, question.spec, cluster)
     check_memory(plan, question.spec)
     check_compiled(plan, cluster)
+    if question.stack.name == "trimaran":  # others have a loss of their own, whatever the plan says
+        check_loss(plan, question.spec, outline)
     check_pipeline(plan, recipe)
     if outline is None:
         return

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
-from tests.unit.test_nets_vlm import CONFIGS, SHAPES, VARIOUS, inputs_of, pictures, stir, their_inputs, their_positions
+from tests.vlm_models import CONFIGS, SHAPES, VARIOUS, inputs_of, pictures, stir, their_inputs, their_positions
 from trimaran.models import VlmSpec
 from trimaran.models.from_hf_vlm import vlm_from_disk
 from trimaran.nets.hf_vlm import HfVlmNetwork, network_of_hf

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from transformers import AutoModelForImageTextToText
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from tests.unit.test_nets_vlm import (
+from tests.vlm_models import (
     CONFIGS,
     SHAPES,
     VARIOUS,

@@ -1,0 +1,202 @@
+"""The model that sees on disk: transformers computes the same from the same files, and shards read their own."""
+
+import json
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from transformers import AutoModelForImageTextToText, PreTrainedModel
+
+from tests.ranks import run_ranks
+from tests.vlm_models import (
+    CONFIGS,
+    CUTS,
+    NATIVE,
+    SHAPES,
+    SPECS,
+    VARIOUS,
+    filled,
+    inputs_of,
+    pictures,
+    stir,
+    their_inputs,
+    their_positions,
+    write,
+)
+from trimaran.core import UserError
+from trimaran.models import VlmSpec
+from trimaran.models.from_hf_vlm import vlm_from_disk
+from trimaran.nets import Vlm, initialise, network_of
+from trimaran.nets.vlm_weights import load_vlm_weights, vlm_tensors
+
+OLD_NAMES = {
+    "qwen2-vl": {"visual.": "model.visual.", "model.": "model.language_model."},
+    "llava": {"vision_tower.": "vision_tower.vision_model."},
+}
+
+
+@pytest.fixture(params=CONFIGS)
+def theirs(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, PreTrainedModel, Path]:
+    """A random model of transformers and the folder it was saved to."""
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(CONFIGS[request.param], attn_implementation="sdpa").eval()
+    stir(model)
+    model.save_pretrained(tmp_path)
+    return request.param, model, tmp_path
+
+
+@pytest.fixture(params=SPECS)
+def spec(request: pytest.FixtureRequest) -> VlmSpec:
+    return SPECS[request.param]
+
+
+def read_spec(folder: Path) -> VlmSpec:
+    return vlm_from_disk(json.loads((folder / "config.json").read_text()), where="config.json")
+
+
+def test_transformers_computes_the_same_logits_with_pictures_of_different_shapes(
+    theirs: tuple[str, PreTrainedModel, Path],
+) -> None:
+    name, model, folder = theirs
+    spec = read_spec(folder)
+    seen = pictures(SHAPES.get(name, VARIOUS))
+    inputs = inputs_of(spec, seen, [[None, 0, None, 1, None], [None, None, 2, None]])
+    their = their_inputs(spec, inputs, seen)
+    with torch.no_grad():
+        wanted = model(**their).logits
+    ours = network_of(spec)
+    ours.load(folder)
+    logits, balance = ours.forward(inputs | their_positions(model, their))
+    assert torch.allclose(logits, wanted, atol=1e-4, rtol=1e-4), (logits - wanted).abs().max()
+    assert balance == 0
+
+
+def test_transformers_reads_what_we_write(theirs: tuple[str, PreTrainedModel, Path], tmp_path: Path) -> None:
+    name, _, folder = theirs
+    spec = read_spec(folder)
+    ours = network_of(spec)
+    initialise(ours.module, seed=3, spec=spec)
+    stir(ours.module)
+    out = tmp_path / "written"
+    out.mkdir()
+    save_file(dict(ours.disk_tensors()), out / "model.safetensors", metadata={"format": "pt"})
+    (out / "config.json").write_text(json.dumps(ours.disk_config()))
+    model, report = AutoModelForImageTextToText.from_pretrained(out, output_loading_info=True)
+    unread = {each for each in report["missing_keys"] if "post_layernorm" not in each}  # LLaVA does not look at it
+    assert not any([unread, report["unexpected_keys"], report["mismatched_keys"]])
+    seen = pictures(SHAPES.get(name, VARIOUS))
+    inputs = inputs_of(spec, seen, [[0, None, 1], [None, 2, None]])
+    their = their_inputs(spec, inputs, seen)
+    with torch.no_grad():
+        wanted = model.eval()(**their).logits
+        logits, _ = ours.forward(inputs | their_positions(model, their))
+    assert torch.allclose(logits, wanted, atol=1e-4, rtol=1e-4), (logits - wanted).abs().max()
+    again = network_of(read_spec(out))
+    again.load(out)
+    for (key, one), other in zip(again.module.named_parameters(), ours.module.parameters(), strict=True):
+        assert torch.equal(one, other), key
+
+
+@pytest.mark.parametrize("theirs", OLD_NAMES, indirect=True)
+def test_names_of_other_releases_are_read_too(theirs: tuple[str, PreTrainedModel, Path]) -> None:
+    name, _, folder = theirs
+    spec, wanted = read_spec(folder), Vlm(read_spec(folder))
+    load_vlm_weights(wanted, folder)
+    prefixes = OLD_NAMES[name]
+    renamed = {}
+    for key, value in load_file(folder / "model.safetensors").items():
+        first = next((each for each in prefixes if key.startswith(each)), "")
+        renamed[prefixes.get(first, "") + key.removeprefix(first)] = value
+    save_file(renamed, folder / "model.safetensors")
+    module = Vlm(spec)
+    load_vlm_weights(module, folder)
+    for (key, one), other in zip(module.named_parameters(), wanted.parameters(), strict=True):
+        assert torch.equal(one, other), key
+
+
+def test_weights_of_another_model_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    module = filled(NATIVE)
+    tensors = dict(vlm_tensors(module))
+    del tensors["visual.blocks.0.norm1.weight"]
+    tensors["visual.merger.mlp.0.bias"] = torch.zeros(3)
+    tensors["visual.stranger"] = torch.zeros(1)
+    write(tmp_path, NATIVE, tensors)
+    fresh = Vlm(NATIVE)
+    before = [each.clone() for each in fresh.parameters()]
+    with pytest.raises(UserError, match=r"missing: visual\.blocks\.0\.norm1\.weight") as caught:
+        load_vlm_weights(fresh, tmp_path)
+    assert caught.value.code == "M021"
+    assert "of another shape: visual.merger.mlp.0.bias [3] (the model has [64])" in caught.value.what
+    assert "unexpected: visual.stranger" in caught.value.what
+    assert all(torch.equal(one, other) for one, other in zip(before, fresh.parameters(), strict=True))
+
+
+def test_stages_write_what_the_whole_writes_and_read_their_own_back(spec: VlmSpec, tmp_path: Path) -> None:
+    whole = dict(vlm_tensors(filled(spec)))
+    for counts in CUTS:
+        stages = [range(start, stop) for start, stop in pairwise([0, *accumulate(counts)])]
+        parts = [dict(vlm_tensors(filled(spec, blocks))) for blocks in stages]
+        assert [name for part in parts for name in part] == list(whole)
+    write(tmp_path, spec, whole)
+    for blocks in (range(2), range(2, 5), range(5, 6)):
+        stage, wanted = Vlm(spec, blocks), filled(spec, blocks)
+        load_vlm_weights(stage, tmp_path)
+        for (name, ours), theirs in zip(stage.named_parameters(), wanted.parameters(), strict=True):
+            assert torch.equal(ours, theirs), name
+
+
+def test_first_weights_depend_on_the_name_and_not_on_the_stage_or_the_order(spec: VlmSpec) -> None:
+    whole = dict(filled(spec).named_parameters())
+    for blocks in (range(1), range(1, 4), range(4, 6)):
+        for name, parameter in filled(spec, blocks).named_parameters():
+            assert torch.equal(parameter, whole[name]), name
+    down = whole["vision.layers.0.mlp.down_proj.weight"].std().item()
+    assert down == pytest.approx(1 / (spec.vision.ffn * 2 * spec.vision.layers) ** 0.5, rel=0.1)
+    spoken = whole["language.layers.0.mlp.down_proj.weight"].std().item()
+    assert spoken == pytest.approx(0.02 / (2 * spec.language.layers) ** 0.5, rel=0.1)
+
+
+def halves(spec: VlmSpec, mesh: DeviceMesh) -> Vlm:
+    """A model of which each of two ranks holds half: rows of what goes in, columns of what comes out of a branch."""
+    module = Vlm(spec)
+    for name, owner in module.named_modules():
+        for leaf, parameter in list(owner.named_parameters(recurse=False)):
+            across = parameter.ndim > 1 and name.endswith(("o_proj", "down_proj", "linear_2"))
+            placed = distribute_tensor(torch.empty_like(parameter), mesh, [Shard(1 if across else 0)])
+            owner.register_parameter(leaf, nn.Parameter(placed))
+    module._apply(lambda x: x)  # ties what is tied
+    return module
+
+
+def fill_halves(folder: Path) -> None:
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,))
+    for name, spec in SPECS.items():
+        wanted = dict(filled(spec).named_parameters())
+        split = halves(spec, mesh)
+        initialise(split, seed=5, spec=spec)
+        for key, parameter in split.named_parameters():
+            assert isinstance(parameter, DTensor)
+            assert torch.equal(parameter.full_tensor(), wanted[key]), key
+        read = halves(spec, mesh)
+        load_vlm_weights(read, folder / name)
+        written = dict(vlm_tensors(read))
+        there = load_file(folder / name / "model.safetensors")
+        assert written.keys() == there.keys()
+        assert all(torch.equal(written[key], there[key]) for key in there)
+    dist.destroy_process_group()
+
+
+def test_values_do_not_depend_on_the_sharding(tmp_path: Path) -> None:
+    for name, spec in SPECS.items():
+        (tmp_path / name).mkdir()
+        module = filled(spec)
+        stir(module)
+        write(tmp_path / name, spec, {key: value.clone() for key, value in vlm_tensors(module)})
+    run_ranks(2, fill_halves, tmp_path)

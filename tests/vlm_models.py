@@ -1,0 +1,191 @@
+"""Models that see, small ones: those of transformers and ours, with pictures and micro-batches for both."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import LlavaConfig, PreTrainedModel, Qwen2_5_VLConfig, Qwen2VLConfig
+
+from trimaran.models import VLM_PRESETS, ProjectorSpec, VlmSpec
+from trimaran.models.to_hf_vlm import vlm_to_disk
+from trimaran.models.vlm import CLIP_MEAN, CLIP_STD, VisionBlock
+from trimaran.nets import Vlm, initialise
+
+IMAGE = 300
+TEXT = {
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+GRID = {"rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}, "rope_theta": 1e4}
+TOKENS = {"image_token_id": IMAGE, "vision_start_token_id": 301, "vision_end_token_id": 302, "video_token_id": 303}
+EYE = {"depth": 3, "num_heads": 2, "patch_size": 4}
+CLIP = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
+CONFIGS: dict[str, Any] = {
+    "qwen2-vl": Qwen2VLConfig(
+        text_config=TEXT | GRID, vision_config=EYE | {"embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2}, **TOKENS
+    ),
+    "qwen2-vl-tied": Qwen2VLConfig(
+        text_config=TEXT | GRID,
+        vision_config=EYE | {"embed_dim": 16, "hidden_size": 32, "mlp_ratio": 4, "spatial_merge_size": 1},
+        tie_word_embeddings=True,
+        **TOKENS,
+    ),
+    "qwen2.5-vl": Qwen2_5_VLConfig(
+        text_config=TEXT | GRID,
+        vision_config=EYE
+        | {
+            "hidden_size": 16,
+            "out_hidden_size": 32,
+            "intermediate_size": 24,
+            "window_size": 16,
+            "fullatt_block_indexes": [1],
+        },
+        **TOKENS,
+    ),
+    "llava": LlavaConfig(
+        text_config=TEXT | {"model_type": "llama"},
+        vision_config=CLIP | {"model_type": "clip_vision_model", "image_size": 16, "patch_size": 4},
+        image_token_index=IMAGE,
+    ),
+}
+SHAPES = {"llava": ((4, 4), (4, 4), (4, 4))}  # rows and columns of patches; one for each picture
+VARIOUS = ((4, 6), (10, 2), (6, 6))
+_LANGUAGE = replace(VLM_PRESETS["tiny"].language, layers=2, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8)
+NATIVE = replace(
+    VLM_PRESETS["tiny"],
+    vision=replace(VLM_PRESETS["tiny"].vision, layers=3, hidden=16, heads=2, ffn=32, patch=4),
+    projector=ProjectorSpec(merge=2, hidden=64),
+    language=_LANGUAGE,
+    sections=(2, 1, 1),
+)
+TILED = replace(
+    VLM_PRESETS["tiny-tiled"],
+    vision=replace(
+        VLM_PRESETS["tiny-tiled"].vision,
+        layers=3,
+        hidden=16,
+        heads=2,
+        ffn=32,
+        patch=4,
+        tile=16,
+        block=VisionBlock(qk_norm=True, scaled=True, qkv_bias=False),
+    ),
+    language=replace(_LANGUAGE, block=VLM_PRESETS["tiny-tiled"].language.block),
+)
+WINDOWED = replace(NATIVE, vision=replace(NATIVE.vision, window=16, full_layers=(2,)))
+SPECS = {
+    "native": NATIVE,
+    "tiled": TILED,
+    "windowed": WINDOWED,
+    "untied": replace(NATIVE, language=replace(_LANGUAGE, tied=False)),
+}
+CUTS = ((1, 5), (3, 1, 2), (4, 2), (2, 2, 2), (5, 1), (1, 1, 1, 1, 1, 1))
+
+
+def stir(module: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+
+
+def pictures(shapes: Sequence[tuple[int, int]], patch: int = 4) -> list[Tensor]:
+    """Random pictures [3, height, width] of so many rows and columns of patches."""
+    random = torch.Generator().manual_seed(2)
+    return [
+        torch.randint(0, 256, (3, rows * patch, columns * patch), generator=random, dtype=torch.uint8)
+        for rows, columns in shapes
+    ]
+
+
+def patches_of(picture: Tensor, patch: int, merge: int) -> Tensor:
+    """The patches of a picture in the order that merges: groups row by row, and in each its patches row by row."""
+    _, height, width = picture.shape
+    side = patch * merge
+    cut = picture.reshape(3, height // side, merge, patch, width // side, merge, patch)
+    return cut.permute(1, 4, 2, 5, 0, 3, 6).reshape(-1, 3 * patch * patch)
+
+
+def inputs_of(spec: VlmSpec, seen: Sequence[Tensor], rows: Sequence[Sequence[int | None]]) -> dict[str, Tensor]:
+    """A micro-batch: each row lists pictures by their number, and None for a few words between them."""
+    merge, patch = spec.projector.merge, spec.vision.patch
+    random = torch.Generator().manual_seed(3)
+    lines = []
+    for row in rows:
+        line: list[Tensor] = []
+        for each in row:
+            words = torch.randint(0, 256, (3,), generator=random)
+            count = 0 if each is None else seen[each].shape[1] * seen[each].shape[2] // (patch * merge) ** 2
+            line += [words] if each is None else [torch.full((count,), spec.image_token)]
+        lines.append(torch.cat(line))
+    longest = max(map(len, lines))
+    tokens = torch.stack([torch.cat([each, torch.full((longest - len(each),), 7)]) for each in lines])
+    used = [seen[each] for row in rows for each in row if each is not None]
+    empty = torch.zeros(0, 3 * patch * patch, dtype=torch.uint8)
+    grids = [[each.shape[1] // patch, each.shape[2] // patch] for each in used]
+    return {
+        "tokens": tokens,
+        "patches": torch.cat([empty, *(patches_of(each, patch, merge) for each in used)]),
+        "grids": torch.tensor(grids, dtype=torch.int32).view(-1, 2),
+    }
+
+
+def normed(pixels: Tensor) -> Tensor:
+    """Pixels [..., 3, n] as processors norm them."""
+    mean, std = (torch.tensor(each)[:, None] for each in (CLIP_MEAN, CLIP_STD))
+    return (pixels / 255 - mean) / std
+
+
+def their_inputs(spec: VlmSpec, inputs: dict[str, Tensor], seen: Sequence[Tensor]) -> dict[str, Tensor]:
+    tokens, patches = inputs["tokens"], inputs["patches"]
+    if spec.vision.variant == "tiled":
+        return {
+            "input_ids": tokens,
+            "pixel_values": normed(torch.stack(list(seen)).flatten(2)).view(-1, *seen[0].shape),
+        }
+    pixels = normed(patches.view(len(patches), 3, -1))
+    film = pixels[:, :, None].expand(-1, -1, spec.vision.frames, -1).flatten(1)
+    grids = torch.cat([torch.ones(len(inputs["grids"]), 1, dtype=torch.int64), inputs["grids"].long()], 1)
+    kinds = (tokens == spec.image_token).int()
+    return {"input_ids": tokens, "pixel_values": film, "image_grid_thw": grids, "mm_token_type_ids": kinds}
+
+
+def their_positions(model: PreTrainedModel, theirs: dict[str, Tensor]) -> dict[str, Tensor]:
+    if "image_grid_thw" not in theirs:
+        return {}
+    names = ("input_ids", "mm_token_type_ids", "image_grid_thw")
+    positions, _ = model.model.get_rope_index(**{name: theirs[name] for name in names})
+    return {"positions": positions}
+
+
+def filled(spec: VlmSpec, blocks: range | None = None) -> Vlm:
+    module = Vlm(spec, blocks)
+    initialise(module, seed=5, spec=spec)
+    return module
+
+
+def write(folder: Path, spec: VlmSpec, tensors: dict[str, Tensor]) -> None:
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(vlm_to_disk(spec)))
+
+
+def some_inputs(spec: VlmSpec) -> dict[str, Tensor]:
+    seen = pictures(((4, 4), (4, 4), (4, 4)) if spec.vision.variant == "tiled" else VARIOUS)
+    inputs = inputs_of(spec, seen, [[None, 0, None, 1, None], [None, None, 2, None]])
+    inputs["documents"] = torch.zeros_like(inputs["tokens"], dtype=torch.int32)
+    inputs["documents"][0, 15:] = 1
+    if spec.sections:
+        length = inputs["tokens"].shape[1]
+        inputs["positions"] = torch.randint(0, length, (3, 2, length), generator=torch.Generator().manual_seed(4))
+    return inputs

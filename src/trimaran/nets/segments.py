@@ -28,9 +28,9 @@ class Segments:
     """How rows are cut into parts that do not see each other: documents of a text, or pictures of a micro-batch.
 
     `ids` [B, T] are runs of equal numbers, and no number comes back in its row. `bounds` (int32) tell where each part
-    begins in the rows laid end to end, and where the last ends; they are there where a kernel can use them. No part is
-    longer than `reach`, which is empty, is long: compiled code knows that shapes change, and would take a number for
-    one that stays. `lengths` are those of the parts, where the host knows them.
+    begins in the rows laid end to end, and where the last ends; they are there where a kernel can use them. `reach` is
+    an empty tensor, as long as a part may be at most: compiled code can be told that a length changes, and takes a
+    number for a constant. `lengths` are those of the parts, where the host knows them.
     """
 
     ids: Tensor

@@ -24,6 +24,7 @@ from trimaran.core.recipe import (
     ModelSection,
     Recipe,
     SamplesSection,
+    TelemetrySection,
     TrainSection,
 )
 from trimaran.core.units import GIB, Bytes, Flops, Seconds, show_bytes, show_count, show_seconds
@@ -61,6 +62,7 @@ __all__ = [
     "SamplesSection",
     "Seconds",
     "StepMetrics",
+    "TelemetrySection",
     "TrainSection",
     "UserError",
     "changes_of_course",

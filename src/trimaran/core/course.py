@@ -20,6 +20,7 @@ FREE = (
     "plan",
     "checkpoint",
     "faults",
+    "telemetry",
 )
 """How long, where and how, but not what is trained on what."""
 

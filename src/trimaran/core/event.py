@@ -7,15 +7,18 @@ EventKind = Literal[
     "start",
     "resume",  # data: tier (memory | disk), from_step, seconds
     "ready",  # the network is built and filled. data: seconds, phases {join, network, data, optimizer, keep}, copies
-    "started",  # the first step is done. data: seconds, phases, compile {compiles, seconds, cache_hits, cache_misses}
+    "started",  # the first step is done. data: seconds, phases, compile {compiles, seconds, cache_hits, cache_misses},
+    # unused [parameters of this rank that got no gradient]
     "recompile",  # something was compiled after the first steps. data: what, why
     "evaluation",
     "checkpoint",  # one is complete. data: path, seconds, stall_seconds, bytes, written_bytes
     "loader",  # batches are loaded in another way from now on. data: workers, depth, pinned, reason
     "bad_sample",  # one could not be used, and its place was kept without a target. data: sample, reason
-    "skip",  # an update was not applied. data: reason, loss, grad_norm, ranks, sample_ids
+    "skip",  # an update was not applied. data: reason, loss, grad_norm, ranks, sample_ids, born {module, what, rank}
     "differ",  # replicas are not equal any more. data: message, ranks, keys, since, action
     "rewind",  # data: to_step
+    "replay",  # the metrics of all steps after this one were taken back: they are done again. data: steps, seconds
+    "profile",  # one was written. data: what (trace | memory | failed), path, first, last, request
     "sample",
     "saved",
     "stop",

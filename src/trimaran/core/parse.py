@@ -1,7 +1,8 @@
 """Recipe text in, Recipe out; every mistake becomes one UserError that names the line."""
 
+import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -11,8 +12,24 @@ from trimaran.core.recipe import Recipe
 
 MAX_RECIPE_BYTES = 1 << 20
 MAX_DEPTH = 20
+INT, FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 
 Path = tuple[str | int, ...]
+
+
+class Loader(yaml.SafeLoader):
+    """YAML 1.1 without its numbers to the base of 60: `10:13` are steps of a profile or a time of day, not 613."""
+
+    yaml_implicit_resolvers: ClassVar = {  # pyrefly: ignore[bad-override]
+        first: [each for each in resolvers if each[0] not in (INT, FLOAT) or first == "."]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+Loader.add_implicit_resolver(INT, re.compile(r"^[-+]?(0|[1-9][0-9_]*|0b[01_]+|0[0-7_]+|0x[0-9a-fA-F_]+)$"),
+                             list("-+0123456789"))  # fmt: skip
+Loader.add_implicit_resolver(FLOAT, re.compile(r"^[-+]?(([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)([eE][-+][0-9]+)?|"
+                                               r"\.(inf|Inf|INF))$"), list("-+0123456789"))  # fmt: skip
 
 
 def parse_recipe(text: str, *, name: str, overrides: Iterable[str] = ()) -> Recipe:
@@ -39,10 +56,10 @@ def dump_recipe(recipe: Recipe) -> str:
 def _load_yaml(text: str, name: str) -> tuple[dict[str, Any], dict[Path, int]]:
     lines: dict[Path, int] = {}
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        root = yaml.compose(text, Loader=Loader)
         if root is not None:
             _walk(root, (), lines, set(), name)
-        tree = yaml.safe_load(text)
+        tree = yaml.load(text, Loader=Loader)  # a safe one, see above
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{name}, line {mark.line + 1}" if mark else name
@@ -84,7 +101,7 @@ def _override(tree: dict[str, Any], pair: str) -> None:
     if not separator or not all(keys):
         raise UserError("R010", f"'{pair}' is not a setting", where="--set", fix="write --set train.steps=200")
     try:
-        value = yaml.safe_load(raw)
+        value = yaml.load(raw, Loader=Loader)
     except yaml.YAMLError:
         raise UserError("R010", f"the value '{raw}' is not YAML", where=f"--set {path}",
                         fix="quote the value, or write a plain number or word") from None  # fmt: skip

@@ -26,6 +26,7 @@ class Prediction(BaseModel):
     mfu: float
     flops_per_step: Flops
     device_peak_flops: Flops
+    repeated_flops: Annotated[Flops, Field(description="of a step, what recompute computes again")] = Flops(0.0)
     memory: Annotated[dict[str, Bytes], Field(description="peak bytes of one rank by term")]
     time: Annotated[dict[str, Seconds], Field(description="seconds of one step by term")]
     exposed: Annotated[dict[str, Seconds], Field(description="the seconds of `comm` by what travels, and where")] = {}

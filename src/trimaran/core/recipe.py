@@ -232,6 +232,53 @@ class FaultsSection(BaseModel):
         return ranks
 
 
+class PrometheusSection(BaseModel):
+    """The page that a Prometheus server reads. Nobody outside this machine sees it unless `host` says so."""
+
+    model_config = STRICT
+
+    port: Annotated[int, Field(ge=0, le=65535, description="0 switches it off")] = 0
+    host: str = "127.0.0.1"
+
+
+class WandbSection(BaseModel):
+    """Weights & Biases; its key is where wandb itself looks for it."""
+
+    model_config = STRICT
+
+    mode: Literal["off", "online", "offline"] = "off"
+    project: str = "trimaran"
+    entity: str = ""
+
+
+class TelemetrySection(BaseModel):
+    """What is watched, and who is told. `metrics.jsonl` and the events are always written.
+
+    `details_every` is for what costs a little: norms of groups of modules, and how far an update moves the weights.
+    """
+
+    model_config = STRICT
+
+    details_every: Annotated[Count, Field(description="steps between norms and updates by module; 0: never")] = 10
+    sample_seconds: Annotated[float, Field(ge=0, description="between looks at GPUs and host; 0: never")] = 5.0
+    profile: Annotated[str, Field(pattern=r"^(\d+:\d+)?$", description="steps FIRST:END to trace, END left out")] = ""
+    profile_ranks: Annotated[str, Field(pattern=r"^(all|\d+(,\d+)*)$", description="all, or such as 0,3")] = "0"
+    memory_snapshots: Annotated[bool, Field(description="keep the history of allocations, for OOM reports")] = False
+    prometheus: PrometheusSection = PrometheusSection()
+    tensorboard: bool = False
+    wandb: WandbSection = WandbSection()
+    ecs: Annotated[bool, Field(description="logs and events in ECS form, for Elasticsearch")] = False
+    otel: Annotated[str, Field(description="an OpenTelemetry collector, such as http://localhost:4318")] = ""
+
+    @field_validator("profile")
+    @classmethod
+    def _first_before_end(cls, profile: str) -> str:
+        first, _, end = profile.partition(":")
+        if profile and not 1 <= int(first) < int(end):
+            raise ValueError("steps count from 1, and the first is below the end: 10:13 are the steps 10, 11 and 12")
+        return profile
+
+
 class Recipe(BaseModel):
     """Everything a person says about a run."""
 
@@ -243,5 +290,6 @@ class Recipe(BaseModel):
     train: TrainSection = TrainSection()
     checkpoint: CheckpointSection = CheckpointSection()
     faults: FaultsSection = FaultsSection()
+    telemetry: TelemetrySection = TelemetrySection()
     cluster: Annotated[str, Field(description="auto, 8xH100, 4x8xA100-80GB, 2xcpu or a YAML file")] = "auto"
     plan: Literal["auto"] | Plan = "auto"

@@ -3,6 +3,7 @@
 from trimaran.core import Flops, Plan, Prediction, Seconds
 from trimaran.cost.job import Job
 from trimaran.cost.memory import Memory, memory_of
+from trimaran.cost.repeated import repeated_flops
 from trimaran.cost.roofline import rate_name, rates_of
 from trimaran.cost.seconds import seconds_of
 from trimaran.hardware import Cluster
@@ -49,6 +50,7 @@ def predict(job: Job, cluster: Cluster, plan: Plan) -> Prediction:
         mfu=flops / (seconds * peak_flops * cluster.world_size),
         flops_per_step=flops,
         device_peak_flops=peak_flops,
+        repeated_flops=repeated_flops(job, plan),
         memory=memory.terms,
         time=terms,
         exposed=time.exposed,

@@ -51,7 +51,7 @@ class Product(NamedTuple):
 def layer_passes(layer: Layer, cut: Cut, rates: Rates, habits: TimeHabits, *, compiled: bool, fp8: bool) -> Passes:
     """Return how long a transformer block takes; tensor parallelism cuts what lies between products as well."""
     forward = to_input = to_weights = again = there = 0.0
-    for rows, columns, depth, groups, is_kept in _products(layer, cut):
+    for rows, columns, depth, groups, is_kept in products(layer, cut):
         there = product_seconds(rows, columns, depth, rates, groups=groups)
         forward += there
         to_input += product_seconds(rows, depth, columns, rates, groups=groups)
@@ -107,8 +107,8 @@ def opaque_passes(block: Opaque, samples: int, rates: Rates) -> Passes:
     return Passes(forward, forward, forward, forward, forward)
 
 
-def _products(layer: Layer, cut: Cut) -> Iterator[Product]:
-    """Yield the products of a layer's forward on one rank."""
+def products(layer: Layer, cut: Cut) -> Iterator[Product]:
+    """Yield the products of a layer's forward on one rank, in their order."""
     rows, hidden, tp = cut.positions, layer.hidden, cut.tp
     if layer.heads:
         yield from _attention_products(layer, cut)

@@ -8,6 +8,7 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
 from safetensors.numpy import load_file
 
 from tests.fault.harness import Supervised, lines, wait_for
@@ -18,6 +19,7 @@ from trimaran.data import cache_folder
 from trimaran.launch.local import start_local
 from trimaran.telemetry import RunDirectory, create_run
 from trimaran.telemetry.lease import token_of
+from trimaran.telemetry.ledger import ledger_of
 from trimaran.train.place import place_of
 from trimaran.train.worker import run_worker
 
@@ -64,6 +66,11 @@ def test_a_run_comes_through_every_way_to_lose_a_rank_with_the_same_weights(tmp_
         assert incident.cost["seconds_to_recover"] < 20
     assert "trainer.py" in (sailing.run.incident(hang.id) / "rank-1.stacks.txt").read_text()
     assert (sailing.run.incident(hang.id) / "rank-0.json").exists()
+    ledger = ledger_of(sailing.run)
+    assert sum(ledger.seconds.values()) == pytest.approx(ledger.total, rel=0.01)
+    # The hang: its step ends with the attempt, or late, since a stopped rank is woken before it is killed.
+    assert ledger.seconds["restart"] + ledger.seconds["communication"] > 2
+    assert any(each["ranks"].keys() == {"0", "1"} for each in lines(sailing.run.samples(0)))
 
     calm = create_run(tmp_path / "calm", sailing.run.read_recipe(), sailing.run.read_plan())
     assert run_ranks(2, sail_undisturbed, calm.path) == [EXIT_DONE, EXIT_DONE]
@@ -100,7 +107,7 @@ def test_a_run_that_is_asked_to_end_before_it_began_starts_nothing_and_keeps_no_
 def test_sigterm_to_one_rank_stops_all_at_the_same_step_with_a_checkpoint(tmp_path: Path) -> None:
     with Supervised.start(tmp_path / "run", "train.steps=100000", "data.workers=1") as sailing:
         sailing.wait_for_step(3)
-        assert len(sailing.processes()) == 5  # nursery, ranks, loaders
+        assert len(sailing.processes()) == 6  # nursery, ranks, loaders, sidecar
         os.killpg(sailing.pid(1), signal.SIGTERM)  # a whole process group, as schedulers do: loaders must not die of it
         assert sailing.wait(30) == EXIT_AGAIN
     (step,) = {each["step"] for rank in (0, 1) for each in sailing.events(rank, "stop")}

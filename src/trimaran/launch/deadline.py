@@ -65,7 +65,8 @@ class Deadlines:
         `queued` are the seconds that each rank has waited for a core since it was started.
         """
         queued, silent = queued or {}, {}
-        self._crowded += max((each - self._queued.get(rank, each) for rank, each in queued.items()), default=0.0)
+        # Of a rank that has just ended nothing is counted any more: its 0 takes nothing back.
+        self._crowded += max([0.0, *(each - self._queued.get(rank, each) for rank, each in queued.items())])
         self._queued.update(queued)
         for rank, pulse in pulses.items():
             before = self._before.get(rank)

@@ -45,6 +45,7 @@ def worker_environment(outer: Mapping[str, str], plan: Plan, *, on_cpu: bool, de
         "OMP_NUM_THREADS": str(max(1, cores // plan.mesh.world_size)),
         "GLOO_SOCKET_IFNAME": "lo",
         "PYTHONUNBUFFERED": "1",
+        "KINETO_LOG_LEVEL": "6",  # else a profiler says in the log of the rank that it starts and stops
     }
     if deterministic:
         ours["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"

@@ -14,6 +14,7 @@ from trimaran.core import FaultsSection
 from trimaran.launch.deadline import Deadlines
 from trimaran.launch.node import Ended, Lost, News, Orders, Silent
 from trimaran.launch.nursery_line import NurseryLine
+from trimaran.launch.sidecar_line import SidecarLine
 from trimaran.launch.testify import ENDED, STOPPED, Witnessed, process_group, process_state, queued_seconds, testify
 from trimaran.telemetry import Pulse, PulseBoard, RunDirectory
 
@@ -58,6 +59,7 @@ class LocalNode:
         self._silent: set[tuple[int, bool]] = set()  # ranks that were told of, and whether they were stopped
         self._looked = time.monotonic()
         self._nursery = self._new_nursery()
+        self._sidecar = SidecarLine(run, environment)
 
     def _new_nursery(self) -> NurseryLine:
         return NurseryLine.start(self._run, self._environment, [self._board.fd, *self._berths])
@@ -78,6 +80,7 @@ class LocalNode:
         places = range(orders.num_ranks)
         self._ranks = {each.rank: each for each in (LocalRank(orders.first_rank + place, place) for place in places)}
         self._nursery.fork([(each.rank, self._environment_of(each, orders)) for each in self._ranks.values()])
+        self._sidecar.start(orders.node)
 
     def _environment_of(self, rank: LocalRank, orders: Orders) -> dict[str, str]:
         return {
@@ -95,6 +98,7 @@ class LocalNode:
 
     def news(self) -> list[News]:
         found = [*self._hear()]
+        self._sidecar.look()
         now, before, self._looked = time.monotonic(), self._looked, time.monotonic()
         if now - before > NAP_SECONDS:
             self._deadlines.excuse(now)
@@ -174,6 +178,7 @@ class LocalNode:
     def close(self) -> None:
         """End everything here; the memory of the ranks is given back."""
         self.kill()
+        self._sidecar.end()
         self._nursery.end()
         for fd in self._berths:
             os.close(fd)

@@ -11,7 +11,7 @@ from trimaran.telemetry import Pulse
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Orders:
-    """What a node is to start: `num_ranks` ranks from `first_rank` on, of `world_size`.
+    """What a node is to start: `num_ranks` ranks from `first_rank` on, of `world_size`. `node` is its number.
 
     Each rank gets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, TRIMARAN_ATTEMPT, TRIMARAN_STORE and TRIMARAN_TOKEN
     from here, TRIMARAN_PULSE and TRIMARAN_BERTHS (file descriptors) from its node, and `environment` on top.
@@ -24,6 +24,7 @@ class Orders:
     store: str
     token: str
     environment: Mapping[str, str] = field(default_factory=dict)
+    node: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,10 @@
-"""What people and schedulers say to a supervisor: SIGTERM, SIGINT, SIGHUP and SIGQUIT."""
+"""What people and schedulers say to a supervisor: SIGTERM, SIGINT, SIGHUP, SIGQUIT, and SIGUSR1, which only asks."""
 
 import signal
 from types import FrameType
 
-HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+SHOW = signal.SIGUSR1
+HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, SHOW)
 NAMES = {signal.SIGINT: "Ctrl-C (SIGINT)", signal.SIGHUP: "SIGHUP: the command or the terminal that started it is gone"}
 
 
@@ -11,11 +12,12 @@ class Signals:
     """Takes note of signals instead of dying of them. `asked`: for an end with a checkpoint; `urgent`: for one at once.
 
     Any number of SIGTERMs is one wish: schedulers send it to every process of a job, and some of these pass it on. A
-    second SIGINT, or a SIGQUIT, is meant.
+    second SIGINT, or a SIGQUIT, is meant. `curious`: somebody wants to see what the ranks do; whoever shows it sets
+    that back.
     """
 
     def __init__(self) -> None:
-        self.asked, self.urgent = False, False
+        self.asked, self.urgent, self.curious = False, False, False
         self._last, self._presses = 0, 0
 
     def listen(self) -> None:
@@ -26,6 +28,9 @@ class Signals:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == SHOW:
+            self.curious = True
+            return
         self._presses += number == signal.SIGINT
         self.urgent |= number == signal.SIGQUIT or self._presses > 1
         self.asked, self._last = True, number

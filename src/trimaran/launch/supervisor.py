@@ -22,6 +22,7 @@ from trimaran.launch.orders import (
 from trimaran.launch.policy import EXIT_FAULT, Cycle, decide
 from trimaran.launch.reports import Reports
 from trimaran.launch.roll_call import RollCall
+from trimaran.launch.show import show_ranks
 from trimaran.launch.signals import Signals
 from trimaran.launch.verdict import headline
 from trimaran.launch.watch import Watch
@@ -171,6 +172,9 @@ class Supervisor:
             if self.signals.urgent:
                 return "killed"
             self._heed_wishes(watch)
+            if self.signals.curious:
+                self.signals.curious = False
+                show_ranks(self.run, watch.nodes, watch.orders.world_size)
             time.sleep(LOOK_SECONDS)
         reports.take(watch.events[taken:])
         return sign

@@ -34,9 +34,9 @@ class Watch:
         # An earlier attempt's lines are not of interest; they are told from ours by their number.
         self._followers = {rank: Follower(run.events(rank), backlog=0) for rank in range(orders.world_size)}
         first = 0
-        for node in nodes:
+        for number, node in enumerate(nodes):
             here = min(node.num_ranks, orders.world_size - first)
-            node.start(replace(orders, first_rank=first, num_ranks=here))
+            node.start(replace(orders, first_rank=first, num_ranks=here, node=number))
             first += here
 
     def look(self) -> Sign | None:

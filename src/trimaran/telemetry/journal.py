@@ -75,9 +75,11 @@ class Journal:
             self._metrics.write(metrics.as_dict())
 
     def resume(self, step: int) -> None:
-        """Take back the metrics of all steps after `step`: they are done again."""
+        """Take back the metrics of all steps after `step`: they are done again. An event tells what they had cost."""
         if self._metrics is not None:
-            forget_steps_after(step, self._metrics.path)
+            lost = forget_steps_after(step, self._metrics.path)
+            if lost:
+                self.event("replay", step=step, steps=len(lost), seconds=sum(lost))
 
     def __enter__(self) -> Self:
         return self
@@ -152,15 +154,18 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
         writer.close()
 
 
-def forget_steps_after(step: int, path: Path) -> None:
-    """Cut the metrics at `path` behind the last line whose step is not above `step`."""
-    keep = 0
+def forget_steps_after(step: int, path: Path) -> list[float]:
+    """Cut the metrics at `path` behind the last line whose step is not above `step`; return the lost steps' seconds."""
+    keep, lost = 0, []
     with path.open("rb+") as file:
         for line in file:
-            if any(record.get("step", 0) > step for record in parse_lines([line])) or not line.endswith(b"\n"):
-                break
-            keep += len(line)
+            records = [*parse_lines([line])]
+            if lost or any(record.get("step", 0) > step for record in records) or not line.endswith(b"\n"):
+                lost += [record.get("step_seconds") or 0.0 for record in records]
+            else:
+                keep += len(line)
         file.truncate(keep)
+    return lost
 
 
 def _line(record: dict[str, Any]) -> str:

@@ -78,6 +78,20 @@ class RunDirectory:
         """Who runs this run; at most one supervisor does."""
         return self.path / "lease"
 
+    def samples(self, node: int) -> Path:
+        """How the machine of a node was doing, every few seconds; see `telemetry/sampler.py`."""
+        return self.path / "telemetry" / f"node-{node}.jsonl"
+
+    @property
+    def profiles(self) -> Path:
+        """Traces and memory snapshots."""
+        return self.path / "profiles"
+
+    @property
+    def findings(self) -> Path:
+        """What the doctor last said about the run."""
+        return self.path / "findings.json"
+
     def events(self, rank: int) -> Path:
         return self.path / "events" / f"rank-{rank}.jsonl"
 
@@ -92,6 +106,11 @@ class RunDirectory:
     def question(self) -> Path:
         """Where witnesses read into which folder their testimony goes, see `PulseBoard.ask`."""
         return self.path / "incidents" / "question.json"
+
+    @property
+    def ranks_shown(self) -> Path:
+        """What every rank did when somebody last asked with SIGUSR1: its stacks and its memory, for people."""
+        return self.path / "logs" / "ranks.txt"
 
     @property
     def agent_log(self) -> Path:

@@ -1,0 +1,133 @@
+"""OpenTelemetry: a span for each start of the ranks, with what happened in it as events. Never a span for a step."""
+
+import json
+import platform
+from dataclasses import dataclass
+from typing import Any
+
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import SpanLimits, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.trace import Span, Status, StatusCode
+
+from trimaran.core import TelemetrySection
+from trimaran.telemetry.attempts import read_attempts
+from trimaran.telemetry.run_directory import RunDirectory
+from trimaran.telemetry.sinks.sink import Line
+from trimaran.telemetry.sinks.told import Told
+
+SAID = {"resume", "ready", "started", "skip", "differ", "rewind", "saved", "stop", "error", "done"}
+ENDS = {"done": StatusCode.OK, "stop": StatusCode.OK, "error": StatusCode.ERROR}
+MOST_EVENTS = 1000
+LATE_SECONDS = 30.0  # after the next start, nothing more is heard of an attempt
+SEND_SECONDS = 2.0  # a collector that does not answer is waited for this long
+
+
+@dataclass(slots=True)
+class Attempt:
+    """A start of the ranks whose span is not sent yet; `last` is the newest time that is known of it."""
+
+    span: Span
+    last: float
+    step: int = 0
+
+
+class OtelSink:
+    """Holds the span of the attempt under way; it is sent a while after the next has started, or at the end.
+
+    `k8s.*` and other facts of the place come from OTEL_RESOURCE_ATTRIBUTES, which the library reads itself.
+    """
+
+    name = "otel"
+
+    def __init__(self, run: RunDirectory, exporter: SpanExporter) -> None:
+        place = {"service.name": "trimaran", "service.instance.id": run.path.name, "host.name": platform.node()}
+        self._provider = TracerProvider(
+            resource=Resource.create(place), span_limits=SpanLimits(max_events=MOST_EVENTS), shutdown_on_exit=False
+        )
+        self._provider.add_span_processor(BatchSpanProcessor(exporter, export_timeout_millis=SEND_SECONDS * 1000))
+        self._tracer = self._provider.get_tracer("trimaran")
+        self._told, self._run = Told(run, self.name), run.path.name
+        self._attempts: dict[int, Attempt] = {}
+        self._early: dict[int, list[Line]] = {}  # incidents of attempts whose start is not told yet
+        for each in read_attempts(run).attempts[-1:]:
+            if each.ended is None:  # it began before this sink did
+                self._begin(each.number, each.time, {"world_size": each.world_size})
+
+    def step(self, line: Line) -> None:
+        when = line.get("time", 0.0)
+        if self._attempts:
+            attempt = self._attempts[max(self._attempts)]
+            attempt.step, attempt.last = line["step"], max(attempt.last, when)
+        self._send_old(when)
+
+    def event(self, line: Line) -> None:
+        number, kind, rank = line.get("attempt", 0), line["kind"], line.get("rank", 0)
+        if kind == "start" and number not in self._attempts:
+            self._begin(number, line["time"], line.get("data", {}))
+        attempt = self._attempts.get(number)
+        if attempt is None or (rank != 0 and kind != "error"):
+            return
+        attempt.last = max(attempt.last, line["time"])
+        if kind in SAID:
+            attempt.span.add_event(kind, _attributes(line), timestamp=_nanoseconds(line["time"]))
+        if kind in ENDS:
+            attempt.span.set_status(Status(ENDS[kind], line.get("data", {}).get("message")))
+
+    def incident(self, line: Line) -> None:
+        """Take what went wrong, and once more what was done about it."""
+        attempt = self._attempts.get(line.get("attempt", 0))
+        if attempt is None:
+            self._early.setdefault(line.get("attempt", 0), []).append(line)
+        elif not self._told.knows(line):
+            names = ("id", "cause", "what", "action", "step", "suspects", "victims")
+            known = {f"trimaran.incident.{name}": _plain(line[name]) for name in names if line.get(name) is not None}
+            attempt.span.add_event("incident", known, timestamp=_nanoseconds(line["time"]))
+            attempt.last = max(attempt.last, line["time"])
+            self._told.add(line)
+
+    def sample(self, line: Line) -> None:
+        """Machines have no place in a span; their clock says how late it is."""
+        self._send_old(line.get("time", 0.0))
+
+    def close(self) -> None:
+        for number in sorted(self._attempts):
+            self._send(number)
+        self._provider.shutdown()
+
+    def _begin(self, number: int, when: float, data: dict[str, Any]) -> None:
+        about = {"trimaran.run": self._run, "trimaran.attempt": number}
+        known = {f"trimaran.{name}": data[name] for name in ("world_size", "version", "device") if name in data}
+        span = self._tracer.start_span(f"attempt {number}", attributes=about | known, start_time=_nanoseconds(when))
+        self._attempts[number] = Attempt(span, when)
+        for line in self._early.pop(number, ()):
+            self.incident(line)
+
+    def _send_old(self, now: float) -> None:
+        """Send what is over: two starts are under way, and the later one began a while ago."""
+        if len(self._attempts) > 1 and now > self._attempts[max(self._attempts)].last + LATE_SECONDS:
+            for number in sorted(self._attempts)[:-1]:
+                self._send(number)
+
+    def _send(self, number: int) -> None:
+        attempt = self._attempts.pop(number)
+        attempt.span.set_attribute("trimaran.step", attempt.step)
+        attempt.span.end(end_time=_nanoseconds(attempt.last))
+
+
+def _attributes(line: Line) -> dict[str, Any]:
+    named = {f"trimaran.{name}": _plain(value) for name, value in line.get("data", {}).items() if value is not None}
+    return {"trimaran.rank": line.get("rank", 0), "trimaran.step": line.get("step", 0)} | named
+
+
+def _plain(value: Any) -> str | int | float | bool:
+    return value if isinstance(value, str | int | float | bool) else json.dumps(value)
+
+
+def _nanoseconds(seconds: float) -> int:
+    return int(seconds * 1e9)
+
+
+def open_sink(telemetry: TelemetrySection, run: RunDirectory) -> OtelSink:
+    return OtelSink(run, OTLPSpanExporter(endpoint=f"{telemetry.otel.rstrip('/')}/v1/traces", timeout=SEND_SECONDS))

@@ -1,0 +1,92 @@
+"""A folder that TensorBoard reads: `tensorboard/` in the run directory."""
+
+import json
+import time
+from typing import Any
+
+from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from trimaran.core import TelemetrySection
+from trimaran.telemetry.run_directory import RunDirectory
+from trimaran.telemetry.sinks.pace import Pace
+from trimaran.telemetry.sinks.scalars import scalars
+from trimaran.telemetry.sinks.sink import Line
+from trimaran.telemetry.sinks.told import Told
+
+# Made when the library is loaded, so that a reader of its files finds none of them.
+_events: Any = event_pb2
+_summaries: Any = summary_pb2
+_tensors: Any = tensor_pb2
+
+FLUSH_SECONDS = 10.0
+SAID = {"start", "resume", "rewind", "skip", "differ", "error", "stop", "done"}  # events that explain a curve
+
+
+class TensorBoardSink:
+    """Writes a chart for each number. Steps that are done again take the place of those from before."""
+
+    name = "tensorboard"
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._writer = EventFileWriter(str(run.path / "tensorboard"), flush_secs=FLUSH_SECONDS)
+        self._told = Told(run, self.name)
+        self._pace = Pace()
+        self._step: int | None = None
+        self._flushed = time.monotonic()
+
+    def step(self, line: Line) -> None:
+        step, when = line["step"], line.get("time", time.time())
+        if self._step is None or step <= self._step:
+            # What TensorBoard read before, of this step and after it, was of an attempt that is over.
+            self._writer.add_event(
+                _events.Event(
+                    wall_time=when, step=step, session_log=_events.SessionLog(status=_events.SessionLog.START)
+                )
+            )
+        self._step = step
+        if self._pace.passes(line):
+            self._write(scalars(line), step, when)
+
+    def event(self, line: Line) -> None:
+        kind, rank = line["kind"], line.get("rank", 0)
+        if kind in SAID:
+            what = json.dumps(line.get("data", {}), ensure_ascii=False)
+            self._tell("events", f"rank {rank}: {kind} {what}", line)
+
+    def incident(self, line: Line) -> None:
+        if line.get("action") and not self._told.knows(line):
+            self._tell("incidents", f"{line['id']} ({line.get('cause')}): {line.get('what')}; {line['action']}", line)
+            self._told.add(line)
+
+    def sample(self, line: Line) -> None:
+        node = line.get("node", 0)
+        named = {f"node-{node}/{name}": value for name, value in scalars(line).items()}
+        self._write(named, self._step or 0, line.get("time", time.time()))
+
+    def close(self) -> None:
+        if last := self._pace.held:
+            self._write(scalars(last), last["step"], last.get("time", time.time()))
+        self._writer.close()
+
+    def _write(self, values: dict[str, float], step: int, when: float) -> None:
+        summary = _summaries.Summary(
+            value=[_summaries.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        )
+        self._writer.add_event(_events.Event(wall_time=when, step=step, summary=summary))
+        if time.monotonic() > self._flushed + FLUSH_SECONDS:
+            self._flushed = time.monotonic()
+            self._writer.flush()
+
+    def _tell(self, tag: str, text: str, line: Line) -> None:
+        metadata = _summaries.SummaryMetadata(plugin_data=_summaries.SummaryMetadata.PluginData(plugin_name="text"))
+        tensor = _tensors.TensorProto(dtype="DT_STRING", string_val=[text.encode()])
+        value = _summaries.Summary.Value(tag=tag, metadata=metadata, tensor=tensor)
+        step = line.get("step") or self._step or 0
+        self._writer.add_event(
+            _events.Event(wall_time=line["time"], step=step, summary=_summaries.Summary(value=[value]))
+        )
+
+
+def open_sink(telemetry: TelemetrySection, run: RunDirectory) -> TensorBoardSink:
+    return TensorBoardSink(run)

@@ -1,0 +1,117 @@
+"""Weights & Biases: the numbers of a run in a project there, or in `wandb/` of the run directory to be sent later."""
+
+import hashlib
+import json
+from typing import Any
+
+import wandb
+
+from trimaran.core import TelemetrySection
+from trimaran.core.recipe import WandbSection
+from trimaran.telemetry.run_directory import MARKER, RunDirectory
+from trimaran.telemetry.sinks.pace import Pace
+from trimaran.telemetry.sinks.scalars import scalars
+from trimaran.telemetry.sinks.sink import Line
+from trimaran.telemetry.sinks.told import Told
+
+ALERT_CAUSES = {"numeric", "hang", "oom", "crash", "storage"}
+
+SETTINGS = wandb.Settings(
+    console="off",
+    disable_code=True,
+    disable_git=True,
+    disable_job_creation=True,
+    init_timeout=30,
+    silent=True,
+    x_disable_machine_info=True,
+    x_disable_stats=True,
+    x_save_requirements=False,
+)
+
+
+class WandbSink:
+    """Tells each line as one row, with `step` as the axis of every chart.
+
+    A run that goes on tells the same run there. Neither code nor what is printed is sent, and wandb's own look at the
+    machine is off: the samples are ours.
+    """
+
+    name = "wandb"
+
+    def __init__(self, run: RunDirectory, section: WandbSection) -> None:
+        self._directory, self._section = run, section
+        self._told = Told(run, self.name)
+        self._pace = Pace()
+        self._step = 0
+        self._opened: wandb.Run | None = None
+
+    def step(self, line: Line) -> None:
+        self._step = line["step"]
+        if self._pace.passes(line):
+            self._log(scalars(line))
+
+    def event(self, line: Line) -> None:
+        if line["kind"] == "evaluation":
+            self._log({f"evaluation/{name}": value for name, value in scalars(line.get("data", {})).items()})
+
+    def incident(self, line: Line) -> None:
+        """Take an incident: a summary of the last one, and a message to whoever follows the run there."""
+        if not line.get("action") or self._told.knows(line):
+            return
+        what = f"{line.get('cause')}: {line.get('what')}; {line['action']}"
+        run = self._opened_run()
+        run.summary["last_incident"] = what
+        if line.get("cause") in ALERT_CAUSES:
+            run.alert(title=f"{line['id']} of {self._directory.path.name}", text=what)
+        self._told.add(line)
+
+    def sample(self, line: Line) -> None:
+        node = line.get("node", 0)
+        self._log({f"node-{node}/{name}": value for name, value in scalars(line).items()})
+
+    def close(self) -> None:
+        if last := self._pace.held:
+            self._log(scalars(last))
+        if self._opened is not None:
+            self._opened.finish()
+
+    def _opened_run(self) -> wandb.Run:
+        """Return the run over there. It is begun with the first line: a network that does not answer takes a while."""
+        if self._opened is None:
+            section, run = self._section, self._directory
+            self._opened = wandb.init(
+                mode="online" if section.mode == "online" else "offline",
+                project=section.project,
+                entity=section.entity or None,
+                dir=str(run.path),
+                name=run.path.name,
+                id=run_id(run),
+                resume="allow" if section.mode == "online" else None,
+                config=config(run),
+                settings=SETTINGS,
+            )
+            self._opened.define_metric("step")
+            self._opened.define_metric("*", step_metric="step")
+        return self._opened
+
+    def _log(self, values: dict[str, float]) -> None:
+        self._opened_run().log({"step": self._step} | values)
+
+
+def run_id(run: RunDirectory) -> str:
+    """Return the same name for the same run, whenever it goes on, and another for every other run."""
+    try:
+        born = (run.path / MARKER).read_bytes()
+    except OSError:
+        born = str(run.path).encode()
+    return f"{run.path.name[:40]}-{hashlib.sha256(born).hexdigest()[:8]}"
+
+
+def config(run: RunDirectory) -> dict[str, Any]:
+    """Return what the run was asked to do and how it does it; nothing of the machine or its environment."""
+    plan = json.loads(run.plan.read_text(encoding="utf-8"))
+    return {"recipe": run.read_recipe().model_dump(mode="json"), "plan": plan.get("plan", {})}
+
+
+def open_sink(telemetry: TelemetrySection, run: RunDirectory) -> WandbSink:
+    return WandbSink(run, telemetry.wandb)

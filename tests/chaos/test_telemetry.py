@@ -1,0 +1,70 @@
+"""What is seen of a run that meets trouble: its machines are sampled all the while, and no second is lost."""
+
+import signal
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.chaos.nodes import Fleet, make_run
+from tests.chaos.test_nodes import ROOT_NEEDED
+from tests.fault.harness import Supervised, lines, wait_for
+from trimaran.core import EXIT_DONE
+from trimaran.telemetry.ledger import ledger_of
+
+pytestmark = pytest.mark.chaos
+
+
+def sidecars(sailing: Supervised) -> list[psutil.Process]:
+    return [each for each in sailing.processes() if "trimaran.telemetry.sidecar" in each.cmdline()]
+
+
+def test_every_second_of_a_run_with_killed_ranks_and_sidecars_is_accounted_for(tmp_path: Path) -> None:
+    settings = ("train.steps=60", "checkpoint.memory=0", "checkpoint.every=10", "telemetry.sample_seconds=0.5")
+    began = time.time()
+    with Supervised.start(tmp_path / "run", *settings, pause=0.05) as sailing:
+        sailing.wait_for_step(18)
+        (beside,) = sidecars(sailing)
+        sailing.strike(1, signal.SIGKILL)
+        sailing.wait_for_step(45)
+        assert sidecars(sailing) == [beside]  # it outlives the ranks
+        beside.kill()
+        assert sailing.wait() == EXIT_DONE
+    ended = time.time()
+    ledger, (incident,) = ledger_of(sailing.run), sailing.troubles
+    assert sum(ledger.seconds.values()) == pytest.approx(ledger.total, rel=0.01)
+    assert began < ledger.since < sailing.events(0, "start")[0]["time"]
+    assert sailing.events(0, "done")[0]["time"] < ledger.until < ended
+    steps = lines(sailing.run.metrics)
+    counted = sum(ledger.seconds[name] for name in ("compute", "communication", "data", "straggler"))
+    assert counted == pytest.approx(
+        sum(each["step_seconds"] - each["phases"]["checkpoint"] for each in steps), rel=0.01
+    )
+    usual = sorted(each["step_seconds"] for each in steps)[len(steps) // 2]
+    assert incident.cost["lost_steps"] >= 5
+    assert ledger.seconds["replay"] == pytest.approx(incident.cost["lost_steps"] * usual, rel=0.5)
+    # From the death to the first step that is new: the restart, and that what was done is done again.
+    recovery = ledger.seconds["restart"] + incident.cost["lost_steps"] * usual
+    assert recovery == pytest.approx(incident.cost["seconds_to_recover"], rel=0.3)
+    samples = lines(sailing.run.samples(0))
+    assert any(each["ranks"].keys() == {"0", "1"} for each in samples)
+    assert max(later["time"] - earlier["time"] for earlier, later in pairwise(samples)) < 12
+    assert not [each for each in psutil.process_iter() if "sidecar" in " ".join(each.cmdline())
+                and str(sailing.run.path) in each.cmdline()]  # fmt: skip
+
+
+@ROOT_NEEDED
+def test_every_machine_is_sampled_under_its_own_number_and_with_its_own_ranks(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", "train.steps=60", "telemetry.sample_seconds=0.5")
+    with Fleet(run) as fleet:
+        wait_for(lambda: all(len(lines(run.samples(node))) > 4 for node in (0, 1)), 60)
+        assert [machine.wait(60) for machine in fleet.machines] == [EXIT_DONE, EXIT_DONE]
+    found = [lines(run.samples(node)) for node in (0, 1)]
+    assert len({each["host"] for each in found[0]} | {each["host"] for each in found[1]}) == 2
+    for node, samples in enumerate(found):
+        assert {rank for each in samples for rank in each["ranks"]} == {str(node)}
+    ledger = ledger_of(run)
+    assert sum(ledger.seconds.values()) == pytest.approx(ledger.total, rel=0.01)
+    assert ledger.seconds["compute"] > 0

@@ -1,0 +1,61 @@
+"""The dashboard and the alerts are whole: they name what a run shows, and all of it."""
+
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+import yaml
+
+from tests.prometheus_server import DASHBOARD, OPS, alerts, panels
+from trimaran.telemetry.sinks.catalogue import CATALOGUE
+
+
+def test_queries_name_metrics_of_the_catalogue_and_all_of_it_is_shown() -> None:
+    endings = {"counter": ("_total",), "summary": ("_sum", "_count"), "histogram": ("_sum", "_count", "_bucket")}
+    known = {
+        f"trimaran_{name}{ending}": name
+        for name, metric in CATALOGUE.items()
+        for ending in endings.get(metric.kind, ("",))
+    }
+    asked = {query for _, query in panels()} | {rule["expr"] for rule in alerts().values()}
+    used = {name for query in asked for name in re.findall(r"\btrimaran_\w+", query)}
+    assert used <= known.keys()
+    assert {known[name] for name in used} == CATALOGUE.keys()
+
+
+def test_grafana_raises_the_same_alerts() -> None:
+    tree = yaml.safe_load((OPS / "grafana" / "provisioning" / "alerting" / "trimaran.yaml").read_text())
+    theirs = {rule["title"]: rule for group in tree["groups"] for rule in group["rules"]}
+    assert theirs.keys() == alerts().keys()
+    for name, rule in alerts().items():
+        assert theirs[name]["data"][0]["model"]["expr"] == f"count by (run) ({rule['expr']})"
+        assert theirs[name]["for"] == rule["for"]
+        assert theirs[name]["labels"] == rule["labels"]
+
+
+def test_the_dashboard_has_a_fixed_name_and_asks_for_its_source() -> None:
+    tree = json.loads(DASHBOARD.read_text())
+    assert tree["uid"] == "trimaran-run"
+    assert [each["type"] for each in tree["templating"]["list"]] == ["datasource", "query"]
+    shown = [panel for panel in tree["panels"] if panel["type"] != "row"]
+    assert {panel["datasource"]["uid"] for panel in shown} == {"${DS_PROMETHEUS}"}
+    assert len({panel["id"] for panel in tree["panels"]}) == len(tree["panels"])
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs the Debian package prometheus")
+def test_promtool_takes_the_configuration_and_the_rules() -> None:
+    done = subprocess.run(["promtool", "check", "config", OPS / "prometheus" / "prometheus.yaml"], capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert f"{len(alerts())} rules found" in done.stdout.decode()
+
+
+def test_the_guide_explains_every_metric_and_every_alert() -> None:
+    guide = (OPS.parent / "docs" / "guides" / "observability.md").read_text()
+    for name, metric in CATALOGUE.items():
+        shown = f"trimaran_{name}_total" if metric.kind == "counter" else f"trimaran_{name}"
+        labels = " " + ", ".join(f"`{each}`" for each in metric.labels) if metric.labels else ""
+        assert f"| `{shown}` | {metric.kind} |{labels} | {metric.meaning} |" in guide
+    for name in alerts():
+        assert f"| `{name}` |" in guide

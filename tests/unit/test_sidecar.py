@@ -1,0 +1,292 @@
+"""The process beside the ranks: samples of the machine, and sinks that may do as they like."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.disks import mounted, remount
+from tests.fault.harness import lines, wait_for
+from tests.runs import step_metrics
+from trimaran.core import Plan, parse_recipe
+from trimaran.launch import sidecar_line
+from trimaran.launch.sidecar_line import SidecarLine
+from trimaran.telemetry import Follower, IncidentLog, Journal, RunDirectory, append_line, create_run
+from trimaran.telemetry.feed import Feed
+from trimaran.telemetry.host import Host, Rates
+from trimaran.telemetry.nvml import Gpus
+from trimaran.telemetry.sampler import Sampler
+from trimaran.telemetry.tail import Tail
+
+# A rank that does nothing, whose loader is always busy.
+RANK = """
+import ctypes, os, time
+ctypes.CDLL(None).prctl(15, b"trimaran-3")
+if os.fork() == 0:
+    ctypes.CDLL(None).prctl(1, 9)
+    while True: pass
+time.sleep(60)
+"""
+
+
+def new_run(path: Path, *overrides: str) -> RunDirectory:
+    return create_run(path, parse_recipe("", name="test", overrides=overrides), Plan())
+
+
+def test_a_sample_tells_of_the_machine_and_of_the_ranks_and_loaders_on_it(tmp_path: Path) -> None:
+    rank = subprocess.Popen([sys.executable, "-S", "-c", RANK])
+    try:
+        wait_for(lambda: psutil.Process(rank.pid).name() == "trimaran-3" and psutil.Process(rank.pid).children())
+        host = Host(tmp_path, supervisor=os.getpid())
+        time.sleep(0.3)
+        sample = host.sample()
+    finally:
+        rank.kill()
+        rank.wait()
+    assert sample["ranks"].keys() == {"3"}
+    assert sample["ranks"]["3"]["cpu"] < 0.1 < sample["ranks"]["3"]["loader_cpu"] < 1.5
+    assert sample["ranks"]["3"]["threads"] == 1
+    assert 0 < sample["ranks"]["3"]["ram"] < sample["ram_used"] < sample["ram"]
+    assert 0 < sample["cpu"] <= 1
+    assert sample["cores"] == psutil.cpu_count()
+    assert {"load", "swap_used", "disk_free", "net_received", "net_sent"} <= sample.keys()
+
+
+def test_a_counter_that_is_new_or_was_reset_has_no_rate() -> None:
+    rates = Rates()
+    assert rates.of({"a": 5.0}, 1.0) == {}
+    assert rates.of({"a": 9.0, "b": 1.0}, 3.0) == {"a": 2.0}
+    assert rates.of({"a": 0.0, "b": 2.0}, 4.0) == {"b": 1.0}
+
+
+class Nvml:
+    """Answers as NVML does for two GPUs, of which the second has no ECC and has fallen back to half its clock."""
+
+    NVML_TEMPERATURE_GPU, NVML_CLOCK_SM, NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = 0, 1, 1, 0
+
+    def nvmlInit(self) -> None: ...  # noqa: N802
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        answers: dict[str, Callable[[int], Any]] = {
+            "nvmlDeviceGetHandleByIndex": lambda number: number,
+            "nvmlDeviceGetHandleByUUID": lambda uuid: int(str(uuid)[-1]),
+            "nvmlDeviceGetUUID": lambda gpu: f"GPU-{gpu}".encode(),
+            "nvmlDeviceGetName": lambda gpu: "H200",
+            "nvmlDeviceGetUtilizationRates": lambda gpu: SimpleNamespace(gpu=75),
+            "nvmlDeviceGetMemoryInfo": lambda gpu: SimpleNamespace(used=3 << 30, total=141 << 30),
+            "nvmlDeviceGetPowerUsage": lambda gpu: 650_000,
+            "nvmlDeviceGetEnforcedPowerLimit": lambda gpu: 700_000,
+            "nvmlDeviceGetTemperature": lambda gpu: 60 + gpu,
+            "nvmlDeviceGetClockInfo": lambda gpu: 1980 >> gpu,
+            "nvmlDeviceGetMaxClockInfo": lambda gpu: 1980,
+            "nvmlDeviceGetCurrentClocksThrottleReasons": lambda gpu: 0x24 if gpu else 0x1,
+            "nvmlDeviceGetTotalEccErrors": lambda gpu: [0][gpu],
+            "nvmlDeviceGetComputeRunningProcesses": lambda gpu: [SimpleNamespace(pid=70 + gpu)],
+        }
+        if name == "nvmlDeviceGetCount":
+            return lambda: 2
+        return lambda gpu, *_: answers[name](gpu)
+
+
+def test_gpus_tell_what_they_can_and_what_they_do_not_tell_is_left_out() -> None:
+    first, second = Gpus(library=Nvml()).sample()
+    assert first == {
+        "index": 0, "uuid": "GPU-0", "name": "H200", "utilisation": 0.75, "memory_used": 3 << 30, "memory": 141 << 30,
+        "power": 650.0, "power_limit": 700.0, "temperature": 60, "sm_clock": 1_980_000_000,
+        "sm_clock_max": 1_980_000_000, "throttle": [], "ecc_uncorrected": 0, "pids": [70],
+    }  # fmt: skip
+    assert (second["throttle"], second["sm_clock"]) == (["power_cap", "thermal"], 990_000_000)
+    assert "ecc_uncorrected" not in second
+
+
+def test_gpus_are_numbered_as_the_ranks_see_them() -> None:
+    assert [gpu["uuid"] for gpu in Gpus("GPU-1,0", library=Nvml()).sample()] == ["GPU-1", "GPU-0"]
+    assert Gpus("", library=Nvml()).sample() == []
+
+
+def test_a_machine_without_nvml_has_no_gpus_to_tell_of() -> None:
+    missing = SimpleNamespace(nvmlInit=lambda: 1 / 0)
+    assert Gpus(library=missing).sample() == []
+
+
+class Recorder:
+    """A sink that keeps what it is told, and does `trouble` first."""
+
+    name = "recorder"
+
+    def __init__(self, trouble: Callable[[int], Any] = lambda number: None) -> None:
+        self.told: list[tuple[str, Any]] = []
+        self.calls, self.closed = 0, False
+        self._trouble = trouble
+
+    def __getattr__(self, kind: str) -> Callable[[Any], None]:
+        def take(line: Any) -> None:
+            self.calls += 1
+            self._trouble(self.calls)
+            self.told.append((kind, line))
+
+        return take
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_sink_that_fails_is_told_once_tried_again_and_loses_only_what_never_worked(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def trouble(call: int) -> None:
+        if call in (2, 3, 5, 6, 7):
+            raise ConnectionError("nobody listens")
+
+    sink = Recorder(trouble)
+    feed = Feed(sink, first_delay=0.01)
+    for number in range(4):
+        feed.put("step", {"step": number})
+    wait_for(lambda: len(sink.told) == 3, 5)
+    assert feed.close(seconds=5)
+    assert ([line["step"] for _, line in sink.told], feed.lost, sink.closed) == ([0, 1, 3], 1, True)
+    assert caplog.text.count("nobody listens") == 2  # two spells of trouble, with a line in between that worked
+
+
+def test_a_sink_that_hangs_holds_up_nobody_and_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trimaran.telemetry.feed.MOST_LINES", 10)
+    for_good = threading.Event()
+    feed = Feed(Recorder(lambda number: for_good.wait()))
+    began = time.monotonic()
+    for number in range(100):
+        feed.put("step", {"step": number})
+    assert not feed.close(seconds=0.05)
+    assert time.monotonic() - began < 1
+    assert feed.lost >= 89
+    for_good.set()
+
+
+def test_a_tail_goes_on_where_the_one_before_has_ended(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run")
+    first = Tail(run)
+    with Journal(run, 0) as journal:
+        journal.event("start")
+        journal.step(step_metrics(1, loss=1.0))
+        assert [kind for kind, _ in first.new()] == ["step", "event"]
+        first.keep()
+        append_line(run.samples(1), {"time": time.time(), "node": 1})
+        IncidentLog(run).notice("hang", "a rank stood still")
+        journal.event("stop")
+    found = [(kind, line.get("kind")) for kind, line in Tail(run).new()]
+    assert found == [("incident", None), ("event", "stop"), ("sample", None)]
+    assert sorted(kind for kind, _ in first.new()) == ["event", "incident", "sample"]
+    assert list(first.new()) == []
+
+
+def test_a_disk_that_takes_no_samples_costs_samples_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with mounted(tmp_path / "disk", "size=64k") as disk:
+        run = RunDirectory(disk)
+        sampler = Sampler(run, 0, supervisor=os.getpid(), visible="")
+        remount(disk, "ro")
+        sampler.take()  # not even a file could be made
+        remount(disk, "rw")
+        (disk / "ballast").write_bytes(bytes(60 << 10))
+        for _ in range(30):
+            sampler.take()
+        told = run.samples(0).stat().st_size
+        (disk / "ballast").unlink()
+        sampler.take()
+        assert len(run.samples(0).read_bytes()) > told
+        assert 2 < len([*Follower(run.samples(0)).new()]) < 31  # readers pass over what was cut off
+    assert "Read-only file system" in caplog.text
+    assert "node-0.jsonl are lost: no space" in caplog.text
+
+
+@contextmanager
+def sidecar(run: RunDirectory) -> Iterator[SidecarLine]:
+    line = SidecarLine(run, os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+    try:
+        line.start(0)
+        yield line
+    finally:
+        line.end()
+
+
+def pid_of(run: RunDirectory) -> int:
+    """Return the process of the run's sidecar, a child of ours."""
+    for each in psutil.Process().children():
+        with suppress(psutil.Error):
+            if str(run.path) in each.cmdline():
+                return each.pid
+    return 0
+
+
+def test_a_sidecar_that_is_killed_is_started_again_and_tells_sinks_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sidecar_line, "FIRST_DELAY", 0.0)
+    run = new_run(tmp_path / "run", "telemetry.sample_seconds=0.1", "telemetry.ecs=true")
+    with Journal(run, 0) as journal, sidecar(run) as line:
+        wait_for(lambda: len(lines(run.samples(0))) > 1, 20)
+        first = pid_of(run)
+        assert psutil.Process(first).nice() == min(19, os.nice(0) + 10)
+        line.start(0)
+        assert pid_of(run) == first  # the ranks were started again: it goes on
+        os.kill(first, signal.SIGKILL)
+        wait_for(lambda: line.look() or pid_of(run) not in (0, first), 20)
+        known = len(lines(run.samples(0)))
+        wait_for(lambda: len(lines(run.samples(0))) > known, 20)
+        journal.event("done", step=9)
+        ended = time.monotonic()
+        line.end()
+        assert time.monotonic() - ended < 4
+        assert pid_of(run) == 0
+    told = [each for each in lines(run.path / "logs" / "ecs.jsonl") if each.get("event.action") == "done"]
+    assert len(told) == 1
+    assert "Traceback" not in (run.path / "logs" / "sidecar.log").read_text()
+
+
+def test_a_sidecar_without_anything_to_do_leaves_and_stays_away(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run", "telemetry.sample_seconds=0")
+    with sidecar(run) as line:
+        wait_for(lambda: not pid_of(run), 20)
+        line.look()
+        assert not pid_of(run)
+    assert not run.samples(0).exists()
+
+
+def test_a_run_directory_that_takes_no_log_has_no_sidecar(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with sidecar(RunDirectory(tmp_path / "missing")) as line:
+        line.look()
+    assert "there is no sidecar" in caplog.text
+
+
+def test_a_sidecar_dies_with_its_supervisor(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run", "telemetry.sample_seconds=0.1")
+    code = (
+        "import os, sys, time; from pathlib import Path; from trimaran.telemetry import RunDirectory\n"
+        "from trimaran.launch.sidecar_line import SidecarLine\n"
+        "SidecarLine(RunDirectory(Path(sys.argv[1])), os.environ).start(0)\ntime.sleep(60)"
+    )
+    supervisor = subprocess.Popen([sys.executable, "-c", code, str(run.path)])
+    try:
+        wait_for(lambda: lines(run.samples(0)), 20)
+        (child,) = psutil.Process(supervisor.pid).children()
+    finally:
+        supervisor.kill()
+        supervisor.wait()
+    wait_for(lambda: not child.is_running() or child.status() == "zombie", 5)
+
+
+def test_samples_are_lines_that_every_reader_can_parse(tmp_path: Path) -> None:
+    sampler = Sampler(RunDirectory(tmp_path), 2, supervisor=os.getpid(), visible="")
+    sampler.take()
+    (line,) = RunDirectory(tmp_path).samples(2).read_text().splitlines()
+    assert json.loads(line)["node"] == 2
+    assert len(line) < 2000

@@ -1,0 +1,180 @@
+"""What a Prometheus server finds on the page of a run."""
+
+import socket
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("prometheus_client")
+
+from tests.runs import new_run
+from tests.sink_lines import GIB, event_line, feed, gpu_line, incident_line, recorded, sample_line, step_line
+from trimaran.core.recipe import PrometheusSection
+from trimaran.telemetry import RunDirectory
+from trimaran.telemetry.sinks import prometheus
+from trimaran.telemetry.sinks.catalogue import CATALOGUE, MOST_EACH, MOST_SERIES
+from trimaran.telemetry.sinks.prometheus import PrometheusSink
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def new_sink(run: RunDirectory, port: int = 0) -> PrometheusSink:
+    return PrometheusSink(run, PrometheusSection(port=port), steps=100)
+
+
+@pytest.fixture
+def sink(tmp_path: Path) -> PrometheusSink:
+    return new_sink(new_run(tmp_path / "toy"))
+
+
+def shown(sink: PrometheusSink, name: str, **labels: str) -> list[float]:
+    """Return the values of the series of this name that have these labels."""
+    return [
+        sample.value
+        for family in sink.series.registry.collect()
+        for sample in family.samples
+        if sample.name == f"trimaran_{name}" and labels.items() <= sample.labels.items()
+    ]
+
+
+def page(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+        return answer.read().decode()
+
+
+def test_names_have_one_prefix_base_units_and_few_labels(sink: PrometheusSink) -> None:
+    allowed = {"rank", "attempt", "world_size", "version", "node", "gpu", "uuid", "stat", "phase", "kind", "severity"}
+    allowed |= {"cause", "category", "group", "part", "reason", "what", "direction"}
+    for name, metric in CATALOGUE.items():
+        assert set(metric.labels) <= allowed, name
+        assert not name.endswith(("_total", "_ms", "_milliseconds", "_percent", "_mb", "_gb")), name
+    for family in sink.series.registry.collect():
+        assert family.name.startswith("trimaran_")
+
+
+def test_a_page_tells_the_last_step_and_the_sums_of_all(tmp_path: Path) -> None:
+    run, lines = recorded(tmp_path / "toy", is_well=True)
+    port = free_port()
+    sink = new_sink(run, port)
+    feed(sink, lines)
+    text = page(port)
+    sink.close()
+    assert 'trimaran_step{run="toy"} 98.0' in text
+    assert f'trimaran_tokens_total{{run="toy"}} {98 * 1024.0}' in text
+    assert 'trimaran_attempt_info{attempt="0",run="toy",world_size="4"} 1.0' in text
+    assert "_created" not in text
+    assert str(tmp_path) not in text
+    assert (run.path / "telemetry" / "metrics.prom").read_text().startswith("# HELP trimaran_build_info")
+
+
+def test_a_step_that_is_done_again_is_counted_as_a_replay(sink: PrometheusSink) -> None:
+    for step in (1, 2, 3, 2, 3, 4):
+        sink.step(step_line(step, 1000.0 + step))
+    assert shown(sink, "replayed_steps_total") == [2.0]
+    assert shown(sink, "steps_total") == [6.0]
+    assert shown(sink, "step") == [4.0]
+
+
+def test_a_loss_that_is_not_finite_leaves_the_last_one(sink: PrometheusSink) -> None:
+    sink.step(step_line(1, 1000.0))
+    sink.step(step_line(2, 1001.0) | {"loss": None})
+    sink.event(event_line("skip", 1001.0, step=2, loss=None, grad_norm=None))
+    sink.event(event_line("skip", 1002.0, step=3, loss=90.0, grad_norm=1.0))
+    assert shown(sink, "loss") == [5.0]
+    assert shown(sink, "skipped_steps_total", reason="not_finite") == [1.0]
+    assert shown(sink, "skipped_steps_total", reason="spike") == [1.0]
+
+
+def test_an_incident_counts_once_under_what_was_found_out(sink: PrometheusSink) -> None:
+    now = 1000.0
+    sink.incident(incident_line(1, now))
+    sink.incident(incident_line(1, now, cause="oom", action="restarted"))
+    sink.incident(incident_line(1, now, cause="oom", action="restarted", cost={"lost_steps": 2}))
+    assert shown(sink, "incidents_total", kind="oom", severity="critical") == [1.0]
+    assert shown(sink, "restarts_total", cause="oom") == [1.0]
+    assert sum(shown(sink, "incidents_total")) == 1.0
+
+
+def test_an_incident_that_nobody_acts_upon_counts_after_a_while(sink: PrometheusSink) -> None:
+    sink.incident(incident_line(1, 1000.0, cause="a text that somebody wrote"))
+    assert shown(sink, "incidents_total", kind="unknown", severity="warning") == [1.0]
+
+
+def test_what_a_process_counts_from_its_start_is_added_up(sink: PrometheusSink) -> None:
+    for step, retries in enumerate((0, 3, 3, 1), start=1):
+        line = step_line(step, 1000.0)
+        line["memory"]["retries"] = retries
+        sink.step(line)
+    assert shown(sink, "allocator_retries_total") == [4.0]
+
+
+def test_the_straggler_score_is_the_median_over_the_slowest(sink: PrometheusSink) -> None:
+    sink.step(step_line(1, 1000.0, slowest=2.0))
+    assert shown(sink, "straggler_score_ratio") == [0.5]
+    assert shown(sink, "rank_outlier_ratio", rank="3", what="busy_seconds") == [2.0]
+
+
+def test_more_ranks_than_a_chart_shows_are_told_by_their_spread(sink: PrometheusSink) -> None:
+    sample = sample_line(1000.0, ranks=MOST_EACH)
+    sink.sample(sample)
+    assert len(shown(sink, "rank_cpu_cores")) == MOST_EACH
+    sample["ranks"]["77"] = {"cpu": 9.0}
+    sink.sample(sample)
+    assert shown(sink, "rank_cpu_cores", stat="max") == [9.0]
+    assert shown(sink, "rank_cpu_cores", stat="median", rank="") == [1.0]
+    assert shown(sink, "rank_cpu_cores", rank="77", stat="") == [9.0]
+    assert len(shown(sink, "rank_cpu_cores")) == 6
+
+
+def test_a_node_that_is_gone_is_shown_no_more(sink: PrometheusSink) -> None:
+    sink.sample(sample_line(1000.0, node=0))
+    sink.sample(sample_line(1000.0, node=1))
+    assert len(shown(sink, "disk_free_bytes")) == 2
+    sink.sample(sample_line(2000.0, node=0, gpus=1))
+    assert shown(sink, "disk_free_bytes") == [500.0 * GIB]
+    assert shown(sink, "gpu_power_watts", node="0", gpu="0", uuid="GPU-0-0") == [600.0]
+    assert len(shown(sink, "gpu_power_watts")) == 1
+
+
+def test_gpus_that_are_held_down_are_counted_by_reason(sink: PrometheusSink) -> None:
+    hot = [gpu_line(0), gpu_line(1, throttle=["thermal", "power_cap"]), gpu_line(2, throttle=["thermal"])]
+    sink.sample(sample_line(1000.0) | {"gpus": hot})
+    assert shown(sink, "gpu_throttled", reason="thermal") == [2.0]
+    assert shown(sink, "gpu_throttled", reason="none") == [1.0]
+
+
+def test_a_metric_has_no_more_series_than_it_may(sink: PrometheusSink) -> None:
+    losses = {f"part {number}": 1.0 for number in range(10_000)}
+    sink.step(step_line(1, 1000.0) | {"losses": losses})
+    assert len(shown(sink, "part_loss")) == MOST_SERIES
+    assert shown(sink, "dropped_series_total") == [10_000.0 - MOST_SERIES]
+
+
+def test_a_port_that_is_taken_is_told_once_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(prometheus, "RETRY_SECONDS", 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        sink = new_sink(new_run(tmp_path / "toy"), port)
+        sink.step(step_line(1, 1000.0))
+        assert [record.message for record in caplog.records] == [
+            f"Prometheus has no page at 127.0.0.1:{port} yet: Address already in use"
+        ]
+    sink.step(step_line(2, 1001.0))
+    assert 'trimaran_steps_total{run="toy"} 2.0' in page(port)
+    sink.close()
+    with pytest.raises(OSError, match="refused"):
+        page(port)
+
+
+def test_old_lines_without_the_new_keys_are_shown_too(sink: PrometheusSink) -> None:
+    sink.step({"step": 1, "loss": 1.0, "step_seconds": 0.5, "time": 1.0})
+    sink.event({"kind": "start", "rank": 0, "time": 1.0})
+    sink.sample({"time": 1.0})
+    assert shown(sink, "loss") == [1.0]
+    assert shown(sink, "hfu_ratio") == []

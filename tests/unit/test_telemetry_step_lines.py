@@ -1,0 +1,71 @@
+"""Lines of metrics, read quickly or slowly: the same answer."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.runs import new_run, step_metrics
+from trimaran.core import StepMetrics
+from trimaran.telemetry import Journal, step_lines
+from trimaran.telemetry.step_lines import read_details, read_step
+
+DETAILS = {"waits": {"data": 0.5}, "router": {"imbalance": 1.5, "dropped": [0, {"a": "}\n"}]}}
+
+
+def written(tmp_path: Path, *steps: StepMetrics) -> list[bytes]:
+    run = new_run(tmp_path / "run")
+    with Journal(run, 0) as journal:
+        for step in steps:
+            journal.step(step)
+    return run.metrics.read_bytes().splitlines(keepends=True)
+
+
+def test_a_line_as_the_journal_writes_it_is_read_without_parsing_it_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = replace(step_metrics(7, loss=1.5e-12), details=DETAILS, lr=0.0)
+    (line,) = written(tmp_path, step)
+    monkeypatch.setattr(step_lines, "_read_slowly", lambda line: pytest.fail("the quick way is not taken"))
+    found = read_step(line)
+    assert found is not None
+    assert replace(found[0], details=read_details(found[1])) == step
+
+
+@pytest.mark.parametrize("order", ["as written", "another"])
+def test_the_slow_way_reads_the_same(tmp_path: Path, order: str) -> None:
+    step = replace(step_metrics(7, loss=2.0), details=DETAILS)
+    (line,) = written(tmp_path, step)
+    tree = json.loads(line)
+    names = list(tree) if order == "as written" else sorted(tree)
+    found = read_step(json.dumps({name: tree[name] for name in names}).encode() + b"\n")
+    assert found is not None
+    assert replace(found[0], details=read_details(found[1])) == step
+
+
+def test_a_number_that_is_not_finite_is_nan(tmp_path: Path) -> None:
+    (line,) = written(tmp_path, replace(step_metrics(1, loss=math.inf), details=DETAILS))
+    found = read_step(line)
+    assert found is not None
+    assert math.isnan(found[0].loss)
+    assert read_details(found[1]) == DETAILS
+
+
+@pytest.mark.parametrize("line", [b"", b"\n", b"[]\n", b'{"step": 1}\n', b'{"step":1,"lo', b'"<script>"\n', b"\xff\n"])
+def test_what_is_no_step_is_none(line: bytes) -> None:
+    assert read_step(line) is None
+
+
+def test_a_step_with_words_for_numbers_is_none(tmp_path: Path) -> None:
+    (line,) = written(tmp_path, step_metrics(1, loss=2.0))
+    assert read_step(line.replace(b'"loss":2.0', b'"loss":"<script>"')) is None
+    assert read_step(line.replace(b'"phases":{', b'"phases":[{').replace(b'},"time"', b'}],"time"')) is None
+
+
+def test_details_that_are_damaged_are_none(tmp_path: Path) -> None:
+    (line,) = written(tmp_path, replace(step_metrics(1, loss=2.0), details=DETAILS))
+    found = read_step(line.replace(b'"imbalance"', b'"imbal'))
+    assert found is not None
+    assert read_details(found[1]) == {}

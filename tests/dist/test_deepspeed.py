@@ -117,7 +117,7 @@ def test_the_metrics_say_the_same(harbour: Path) -> None:
     recipe = recipe_for(harbour, "tiny-moe", steps=2)
     runs = [sail_to(recipe, plan, harbour / "runs") for plan in (Plan(micro_batch=12), plan_for("optimizer"))]
     plain, sharded = (json.loads(run.metrics.read_text().splitlines()[-1]) for run in runs)
-    assert sharded.keys() == plain.keys()
+    assert sharded.keys() - {"ranks"} == plain.keys()  # one rank has nobody to compare with
     for name in ("step", "loss", "grad_norm", "lr", "tokens", "samples", "router"):
         assert sharded[name] == pytest.approx(plain[name], rel=1e-5), name
     assert all(sharded["phases"][phase] > 0 for phase in ("data", "forward", "backward", "comm", "optimizer"))

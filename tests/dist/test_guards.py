@@ -113,7 +113,8 @@ def plant(fault: Fault, grad_accum: int) -> None:
         if not (fault.step <= number <= fault.last or again or (fault.repeats and not tokens.any())):
             return out
         logits = fault.output(out[0])
-        logits.register_hook(fault.gradient)
+        if logits.requires_grad:  # not where a bad step is looked at once more
+            logits.register_hook(fault.gradient)
         return logits, out[1]
 
     def with_fault(*args: Any) -> tuple[Network, ...]:

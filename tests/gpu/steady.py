@@ -107,7 +107,9 @@ def watch(name: str, folder: Path, place: Place, cache: Path) -> dict[str, Any]:
     told = PLANS[name]
     train = TRAIN | {"optimizer": {"states": told.get("states", "fp32")}, "clip_norm": told.get("clip_norm", 1.0)}
     model = {"preset": told.get("preset", "tiny")}
-    tree = {"model": model, "data": told.get("data", {}), "train": train, "checkpoint": {"memory": 1}}
+    # Some of the watched steps measure groups of modules, too.
+    rest = {"checkpoint": {"memory": 1}, "telemetry": {"details_every": 4}}
+    tree = {"model": model, "data": told.get("data", {}), "train": train} | rest
     recipe = Recipe.model_validate(tree)
     run = create_run(folder / name.replace(" ", "-"), recipe, Plan.model_validate(told["plan"]))
     trace, berth = run.path / "trace.json", os.memfd_create("berth")
@@ -128,7 +130,8 @@ def watch(name: str, folder: Path, place: Place, cache: Path) -> dict[str, Any]:
     os.close(berth)
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     waits = {} if refused else waits_in(trace)
-    return {"waits": waits, "refused": refused, "steps": len(lines), "late": lines[-1].get("recompiles", 0)}
+    measured = {key: [line[key] for line in lines if key in line] for key in ("memory", "groups")}
+    return {"waits": waits, "refused": refused, "steps": len(lines), "late": lines[-1].get("recompiles", 0)} | measured
 
 
 def main() -> None:

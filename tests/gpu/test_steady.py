@@ -31,3 +31,14 @@ def test_the_host_waits_for_nothing_in_the_steady_state(seen: dict[str, Any], na
 @pytest.mark.parametrize("name", PLANS)
 def test_nothing_is_compiled_after_the_warm_up(seen: dict[str, Any], name: str) -> None:
     assert seen[name]["late"] == 0
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_meters_of_the_device_and_of_groups_of_modules_are_read_meanwhile(seen: dict[str, Any], name: str) -> None:
+    for told in seen[name]["memory"]:
+        assert 0 < told["allocated"] <= told["reserved"] <= told["total"]
+        assert 0 <= told["fragmentation"] < 1
+        assert (told["retries"], told["ooms"]) == (0, 0)
+    assert len(seen[name]["groups"]) == -(-TRAIN["steps"] // 4)
+    for groups in seen[name]["groups"]:
+        assert all(1e-7 < each["update_ratio"] < 0.1 and each["grad_norm"] > 0 for each in groups.values())

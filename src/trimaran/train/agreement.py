@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from trimaran.train.guard import Refusal
 
-Wish = Literal["stop", "save"]
-WISHES: tuple[Wish, ...] = ("stop", "save")
+Wish = Literal["stop", "save", "profile"]
+WISHES: tuple[Wish, ...] = ("stop", "save", "profile")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +22,7 @@ class Agreed:
 
     stop: bool = False
     save: bool = False
+    profile: bool = False
     bad_data: bool = False
     refusal: Refusal | None = None
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,20 +17,24 @@ from trimaran.parallel.axes.pp import StageMap, map_stages, trained_parameters
 from trimaran.parallel.comm.local_steps import meeting
 from trimaran.telemetry import Journal, RunDirectory
 from trimaran.train.bad_samples import Tally
+from trimaran.train.birth import BirthSearch
 from trimaran.train.build import build_networks
 from trimaran.train.cargo import Cargo, Remember, load_cargo
 from trimaran.train.clock import Clock, Laps
 from trimaran.train.deepspeed import build_deepspeed
 from trimaran.train.evaluate import Evaluator
 from trimaran.train.features import keep_features
-from trimaran.train.guard import Guard, agreed_quarantine
+from trimaran.train.guard import Guard, Refusal, agreed_quarantine
 from trimaran.train.halves import split_weights
 from trimaran.train.keeper import Keeper
 from trimaran.train.loss_scale import LossScale, build_loss_scale
+from trimaran.train.meters import build_meters
 from trimaran.train.objective import Objective
 from trimaran.train.optimizer import build_optimizer
 from trimaran.train.pipeline import PipelineStepper
 from trimaran.train.place import Place
+from trimaran.train.places import build_group_meter
+from trimaran.train.profile import build_profiler
 from trimaran.train.report import Reporter
 from trimaran.train.room import room_of
 from trimaran.train.sentinel import Sentinel
@@ -37,6 +42,7 @@ from trimaran.train.stepper import PlainStepper, Stepper
 from trimaran.train.stop import StopWish
 from trimaran.train.ties import ALONE, Ties
 from trimaran.train.trainer import Trainer
+from trimaran.train.unused import watch_unused
 from trimaran.train.update import Updater
 
 
@@ -67,42 +73,62 @@ def build_crew(
     cargo = load_cargo(recipe, networks[0], share, cache=cache, remember=_remember(recipe, plan, place, ties))
     laps.lap("data")
     clock, guard = Clock(place.device), build_guard(recipe, plan, run)
-    stepper = build_stepper(networks, recipe.train, plan, ranks, clock, guard, cargo.objective)
+    every = recipe.telemetry.details_every
+    stepper = build_stepper(networks, recipe.train, plan, ranks, clock, guard, cargo.objective, groups_every=every)
     state = stepper.state(recipe.train)
     stepper.set_training(True)  # transformers leaves a model that it has read in eval mode
     sentinel = Sentinel(state.pieces, device=place.device) if plan.engine == "torch" else None
+    loader_from = partial(load_from, recipe, place, lambda: cargo.training(guard.quarantine.ids))
+    reseed = partial(ranks.reseed, recipe.train.seed)
+    evaluator = Evaluator(recipe=recipe, feed=cargo.holdout, stepper=stepper, objective=cargo.objective,
+                          journal=journal, device=place.device, counts_samples=ranks.counts_samples,
+                          stop=stop, ties=ties)  # fmt: skip
     trainer = Trainer(
         recipe=recipe,
         plan=plan,
         device=place.device,
-        loader_from=partial(load_from, recipe, place, lambda: cargo.training(guard.quarantine.ids)),
+        loader_from=loader_from,
         stepper=stepper,
-        evaluator=Evaluator(
-            recipe=recipe,
-            feed=cargo.holdout,
-            stepper=stepper,
-            objective=cargo.objective,
-            journal=journal,
-            device=place.device,
-            counts_samples=ranks.counts_samples,
-            stop=stop,
-            ties=ties,
-        ),
+        evaluator=evaluator,
         keeper=Keeper(run, place, journal, ties, state, data=cargo.digest),
         reporter=Reporter(
             plan=plan,
-            device=place.device,
+            meters=build_meters(recipe, plan, networks[0], place.device),
             journal=journal,
             guard=guard,
+            profiler=build_profiler(run, journal, clock, networks, place.device, ties),
             sentinel=sentinel,
+            search=_searching(networks, stepper, loader_from, reseed, place.device, clock, ties),
         ),
         clock=clock,
         ties=ties,
-        reseed=partial(ranks.reseed, recipe.train.seed),
+        reseed=reseed,
         stop=stop,
     )
     laps.lap("optimizer")
     return Crew(networks=networks, stages=map_stages(plan, ranks), cargo=cargo, trainer=trainer, seconds=laps.seconds)
+
+
+def _searching(  # noqa: PLR0913 - what a step is made of, and who counts its time
+    networks: tuple[Network, ...],
+    stepper: Stepper,
+    loader_from: Callable[[int], Loader],
+    reseed: Callable[[int], None],
+    device: torch.device,
+    clock: Clock,
+    ties: Ties,
+) -> Callable[[Refusal], dict[str, Any]]:
+    """Return what looks for the birth of a number that is none; the time belongs to no step."""
+    births = BirthSearch(networks, stepper, loader_from, reseed, device)
+
+    def search(refusal: Refusal) -> dict[str, Any]:
+        ties.enter("evaluation", refusal.step)
+        found = births.find(refusal)
+        clock.aside()
+        ties.enter("data", refusal.step)
+        return found
+
+    return search
 
 
 def _remember(recipe: Recipe, plan: Plan, place: Place, ties: Ties) -> Remember:
@@ -148,8 +174,13 @@ def build_stepper(  # noqa: PLR0913 - the parts of a step
     clock: Clock,
     guard: Guard | None = None,
     objective: Objective | None = None,
+    *,
+    groups_every: int = 0,
 ) -> Stepper:
-    """Return the mode of training that the plan asks for, with its optimizer."""
+    """Return the mode of training that the plan asks for, with its optimizer.
+
+    Gradients and updates are measured by groups of modules at every `groups_every`-th step; 0: never.
+    """
     network, guard = networks[0], guard or Guard(loss_scale=own_loss_scale(plan, train))
     if plan.engine == "deepspeed":
         stepper = build_deepspeed(network, train, plan, ranks, clock, guard)
@@ -167,7 +198,9 @@ def build_stepper(  # noqa: PLR0913 - the parts of a step
         trained=trained,
         clip_norm=train.clip_norm,
         guard=guard,
+        meter=build_group_meter(networks, plan, ranks, trained, every=groups_every),
     )
+    updater.unused = watch_unused(optimizer, networks)
     if plan.mesh.pp > 1:
         return PipelineStepper(networks, plan, ranks, updater, clock, objective)
     return PlainStepper(network, plan, ranks, updater, clock, objective)

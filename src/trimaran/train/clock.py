@@ -8,20 +8,30 @@ from itertools import pairwise
 import torch
 
 Reading = Callable[[], dict[str, float]]
+ASIDE = "aside"  # a lap that no step takes
+GAP = "?"  # what lies between the phases that a stopwatch sees; the end of the lap says what that was
+
+Watcher = Callable[..., None]  # is told by the host when a lap, or a part of one, ends: its phase, and `gaps`
 
 
 class Stopwatch:
     """Time inside a lap, by phase, where the phases take turns too often to be laps. Read it as late as the clock."""
 
-    def __init__(self, mark: Callable[[], object], between: Callable[..., float]) -> None:
-        self._mark, self._between = mark, between
+    def __init__(
+        self, mark: Callable[[], object], between: Callable[..., float], watcher: Watcher | None = None
+    ) -> None:
+        self._mark, self._between, self._watcher = mark, between, watcher
         self._spans: list[tuple[str, object, object]] = []
 
     @contextmanager
     def run(self, phase: str) -> Iterator[None]:
         start = self._mark()
+        if self._watcher is not None:
+            self._watcher(GAP)
         yield
         self._spans.append((phase, start, self._mark()))
+        if self._watcher is not None:
+            self._watcher(phase)
 
     def phases(self) -> dict[str, float]:
         phases: dict[str, float] = {}
@@ -55,6 +65,7 @@ class Clock:
     """
 
     def __init__(self, device: torch.device) -> None:
+        self.watcher: Watcher | None = None  # only while a profile is made
         self._mark: Callable[[], object] = time.perf_counter
         self._between: Callable[..., float] = lambda start, end: end - start
         if device.type == "cuda":
@@ -64,18 +75,28 @@ class Clock:
     def restart(self) -> None:
         """Forget the time since the last lap: it belongs to no step."""
         self._marks: list[Mark] = [("", self._mark(), None)]
+        if self.watcher is not None:
+            self.watcher("")
 
     def lap(self, phase: str) -> None:
         self._marks.append((phase, self._mark(), None))
+        if self.watcher is not None:
+            self.watcher(phase)
+
+    def aside(self) -> None:
+        """End the running lap, which belongs to no step."""
+        self.lap(ASIDE)
 
     def stopwatch(self) -> Stopwatch:
         """Return a watch for the lap that runs now; end the lap with `split`."""
-        return Stopwatch(self._mark, self._between)
+        return Stopwatch(self._mark, self._between, self.watcher)
 
     def split(self, watch: Stopwatch, *, rest: str) -> Callable[[], float]:
         """End the running lap: each phase gets what the watch saw of it, and `rest` the rest, whose seconds return."""
         start, end = self._marks[-1][1], self._mark()
         self._marks.append((rest, end, watch))
+        if self.watcher is not None:
+            self.watcher(rest, gaps=True)
         return lambda: self._between(start, end) - sum(watch.phases().values())
 
     def read(self) -> Reading:
@@ -90,6 +111,7 @@ class Clock:
                     phases[seen] = phases.get(seen, 0.0) + part
                     left -= part
                 phases[phase] = phases.get(phase, 0.0) + left
+            phases.pop(ASIDE, None)
             return phases
 
         return seconds

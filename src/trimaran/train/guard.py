@@ -60,6 +60,11 @@ class Refusal:
     action: Literal["skip", "rewind", "stop"]
     spoilt: bool = False
 
+    @property
+    def not_finite(self) -> bool:
+        """Whether the numbers of the step itself were none. Those of replicas that differ are not looked at."""
+        return not self.spoilt and not (math.isfinite(self.loss) and math.isfinite(self.grad_norm))
+
     def as_dict(self) -> dict[str, Any]:
         """Return it as plain data, for an event."""
         names = ("step", "reason", "loss", "grad_norm", "ranks", "sample_ids", "action")

@@ -24,6 +24,7 @@ def die_with(parent: int) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a question to the supervisor, which some send to all of a job
     die_with(int(sys.argv[3]))  # before torch is imported, which takes seconds
 
 import faulthandler  # noqa: E402

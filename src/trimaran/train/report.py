@@ -1,13 +1,11 @@
 """A step's numbers, once they have come from the device: the line in the metrics, and what all ranks make of them."""
 
 import logging
-import resource
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from trimaran.core import PHASES, Plan, StepMetrics
@@ -18,7 +16,9 @@ from trimaran.telemetry import Journal
 from trimaran.train.agreement import Agreed
 from trimaran.train.clock import Reading
 from trimaran.train.compilations import Compilations
-from trimaran.train.guard import Guard, Numbers
+from trimaran.train.guard import Guard, Numbers, Refusal
+from trimaran.train.meters import Meters
+from trimaran.train.profile import Profiler
 from trimaran.train.sentinel import Sentinel
 
 log = logging.getLogger(__name__)
@@ -34,6 +34,7 @@ class Pending:
     reading: Reading
     details: Callable[[], dict[str, Any]]
     loads: Mapping[str, Any] = field(default_factory=dict)  # what `Loader.facts` said
+    tokens: int = 0  # valid ones that this rank has loaded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,11 +42,13 @@ class Reporter:
     """Reads steps, one after another. Every rank reads every step, and comes to the same answer."""
 
     plan: Plan
-    device: torch.device
+    meters: Meters
     journal: Journal
     guard: Guard
+    profiler: Profiler
     sentinel: Sentinel | None = None  # DeepSpeed keeps its weights where nobody else can look at them
     compilations: Compilations = field(default_factory=Compilations)
+    search: Callable[[Refusal], dict[str, Any]] = lambda refusal: {}  # where a step that is not finite went wrong
 
     def note(self, batch: StepBatch, loader: Loader) -> None:
         """File what could not be used of this rank's samples of a step, and if they are loaded in a new way since."""
@@ -61,7 +64,7 @@ class Reporter:
     def read(self, pending: Pending, loader: Loader) -> Agreed:
         """Write the step's metrics; return what all ranks agreed on with it."""
         phases = dict.fromkeys(PHASES, 0.0) | pending.reading()  # waits for that step's marks, so the numbers are there
-        loss, tokens, stop, save, apart, *bad, norm, refused = pending.numbers.tolist()
+        loss, tokens, stop, save, profile, apart, *bad, norm, refused = pending.numbers.tolist()
         details = pending.details()
         suspects = tuple(rank for rank, each in enumerate(bad) if each) if refused else ()
         numbers = Numbers(
@@ -72,23 +75,28 @@ class Reporter:
             details["skipped"] = True
         if left_out := loader.num_quarantined(pending.step - 1):
             details["quarantined"] = left_out
-        details |= waited(pending.loads, phases) | self._compiled(pending.step, phases)
+        unused = details.pop("unused", [])  # parameters of this rank
+        details |= waited(pending.loads, phases) | self._compiled(pending.step, phases, unused)
         # Of samples only the answers have targets; what was read is more.
         self._write(pending, numbers, round(details.get("rows", {}).get("tokens", tokens)), phases, details)
         if refusal is not None:
             log.warning("step %d was refused: %s", refusal.step, refusal.reason)
+            born = self.search(refusal) if refusal.not_finite and not numbers.apart else {}
+            told: dict[str, Any] = refusal.as_dict() | ({"born": born} if born else {})
             if self.journal.rank == 0:
-                self.journal.event("skip", **refusal.as_dict())
+                self.journal.event("skip", **told)
         bad_data = self.guard.tally.too_many(details.get("rows", {}))
-        return Agreed(stop=stop > 0, save=save > 0, bad_data=bad_data, refusal=refusal)
+        return Agreed(stop=stop > 0, save=save > 0, profile=profile > 0, bad_data=bad_data, refusal=refusal)
 
-    def _compiled(self, step: int, phases: Mapping[str, float]) -> dict[str, int]:
-        """File what was compiled in the step, if that is news; return what its metrics say."""
+    def _compiled(self, step: int, phases: Mapping[str, float], unused: list[str]) -> dict[str, int]:
+        """File what was compiled in the step, if that is news, and what had no gradient in the first one; return what
+        its metrics say."""
         for late in self.compilations.read(step):
             log.warning("step %d: %s was compiled again: %s", step, late.what, late.why)
             self.journal.event("recompile", step=step, what=late.what, why=late.why)
         if self.compilations.is_first(step):
             facts = {"seconds": sum(phases.values()), "phases": dict(phases), "compile": self.compilations.facts()}
+            facts |= {"unused": unused} if unused else {}
             self.journal.event("started", step=step, **facts)
         return self.compilations.details
 
@@ -107,6 +115,7 @@ class Reporter:
         self, pending: Pending, numbers: Numbers, tokens: int, phases: dict[str, float], details: dict[str, Any]
     ) -> None:
         seconds = sum(phases.values())
+        peak_bytes, measured = self.meters.read(pending.step, lr=pending.lr, tokens=pending.tokens, phases=phases)
         prediction, world = self.plan.prediction, self.plan.mesh.world_size
         peak = prediction.device_peak_flops * world if prediction else 0.0
         metrics = StepMetrics(
@@ -118,10 +127,10 @@ class Reporter:
             samples=self.plan.global_batch,
             step_seconds=seconds,
             mfu=prediction.flops_per_step / (seconds * peak) if prediction and peak else 0.0,
-            peak_bytes=peak_bytes(self.device),
+            peak_bytes=peak_bytes,
             phases=phases,
             time=time.time(),
-            details=details,
+            details=details | measured,
         )
         self.journal.step(metrics)
         log.info("step %d  loss %.4f  %.0f tokens/s", metrics.step, numbers.loss, metrics.tokens_per_second)
@@ -134,10 +143,3 @@ def waited(loads: Mapping[str, Any], phases: Mapping[str, float]) -> dict[str, A
     if lost <= max(WAITING * sum(phases.values()), WAITING_SECONDS):
         return {}
     return {"loader": {"workers": loads["workers"], "depth": loads["depth"], "waited": lost}}
-
-
-def peak_bytes(device: torch.device) -> int:
-    """Return the most memory this rank has held: of the device's allocator, or resident memory on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -2,13 +2,14 @@
 
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from trimaran.checkpoint.pieces import State
@@ -18,6 +19,7 @@ from trimaran.nets import Network
 from trimaran.parallel import RankMesh, autocast, gradient_sync
 from trimaran.train.agreement import WISHES
 from trimaran.train.clock import Clock
+from trimaran.train.gathers import Waits, watch_gathers
 from trimaran.train.guard import Guard
 from trimaran.train.head_loss import LossHead, loss_head
 from trimaran.train.objective import LanguageObjective, Losses, Objective, likeliest
@@ -92,6 +94,8 @@ class PlainStepper:
         self._device = ranks.device
         self._judge = judge_of(self._objective, network, plan)
         self._set_sync = gradient_sync(network.module, plan)
+        self._waits = Waits()
+        watch_gathers(network.module, self._waits)
         self._of_routers: Details = dict
         self._of_parts: Details = dict
         self._loss = torch.zeros((), device=self._device)
@@ -106,15 +110,17 @@ class PlainStepper:
         total, parts = torch.zeros((), device=self._device), PartSums(self._objective, self._ranks)
         for index in range(self._plan.grad_accum):
             self._set_sync(index == self._plan.grad_accum - 1)
+            self._waits.begin(self._clock)
             losses, balance = self._losses(batch.micro(index))
             loss = losses.total
-            self._clock.lap("forward")
+            self._waits.end(self._clock, "forward")
             num_valid = count.num_valid()
             self._clock.lap("comm")
-            ((loss + balance) * (self._updater.scale * self._plan.mesh.data / num_valid)).backward()
+            backward(
+                (loss + balance) * (self._updater.scale * self._plan.mesh.data / num_valid), self._clock, self._waits
+            )
             total += loss.detach()
             parts.add(losses)
-            self._clock.lap("backward")
         numbers = count.numbers(total)
         self._loss = numbers[0]
         self._of_routers = router_statistics([self._network], self._ranks)
@@ -124,6 +130,19 @@ class PlainStepper:
 
     def update(self, lr: float) -> tuple[Tensor, Tensor]:
         return self._updater.update(lr, self._loss)
+
+    def gradients_again(self, batch: StepBatch) -> Iterator[None]:
+        """Compute the gradients of a batch anew, stop after each micro-batch for who wants to see them, forget them.
+
+        Replicas keep theirs to themselves: so it shows whose they are. Sharded gradients have to travel.
+        """
+        alone = self._plan.sharding == "none" and not isinstance(self._network.module, FSDPModule)
+        for index in range(self._plan.grad_accum):
+            self._set_sync(not alone)
+            losses, balance = self._losses(batch.micro(index))
+            ((losses.total + balance) * (self._plan.mesh.data / max(1, batch.num_valid))).backward()
+            yield
+        self._updater.forget()
 
     def details(self) -> Details:
         of_update, of_routers, of_parts = self._updater.details(), self._of_routers, self._of_parts
@@ -157,6 +176,19 @@ class PlainStepper:
         if self._objective.scores:  # only logits tell what would have been said
             return judged(self._objective, self._network, inputs)
         return self._judge(inputs)[0].total.double().reshape(1)
+
+
+def backward(loss: Tensor, clock: Clock, waits: Waits) -> None:
+    """Leave gradients on the parameters. What is waited for once they are computed here, their reduction, is `comm`.
+
+    What torch is to call at the end of a backward it calls in the order in which it was asked to. The first thing that
+    a backward does is to ask for our mark; DDP and FSDP ask for their waits on the way.
+    """
+    ask = torch.autograd.Variable._execution_engine.queue_callback
+    loss.register_hook(lambda _: ask(partial(waits.end, clock, "backward")))
+    waits.begin(clock)
+    loss.backward()
+    clock.lap("comm")
 
 
 class StepCount:

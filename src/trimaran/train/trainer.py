@@ -39,8 +39,12 @@ class Trainer:
         """Run from step `start` to the recipe's end, or to the step at which all ranks agreed to stop or go back."""
         if start < self.recipe.train.steps and Poll(bool(self.stop)).wait():
             return Ending(step=start, reason="stop")  # asked while everything was built
-        with self.loader_from(start) as loader:
+        with self.loader_from(start) as loader, self.reporter.profiler.watch(start):
             return self._train(loader, start)
+
+    def _wishes(self) -> tuple[bool, ...]:
+        """Return what this rank wishes of all, in the order of WISHES."""
+        return bool(self.stop), self.keeper.wants_save, self.reporter.profiler.is_asked
 
     def _train(self, loader: Loader, done: int) -> Ending:
         pending: Pending | None = None
@@ -53,7 +57,7 @@ class Trainer:
             batch = host_batch.to(self.device)
             self.clock.lap("data")
             self.reseed(batch.step)
-            numbers = self.stepper.step(batch, wishes=(bool(self.stop), self.keeper.wants_save))
+            numbers = self.stepper.step(batch, wishes=self._wishes())
             lr = learning_rate(batch.step, self.recipe.train)
             self.keeper.before_update()
             self.clock.lap("checkpoint")
@@ -72,10 +76,16 @@ class Trainer:
                 self.clock.lap("data")  # where the host's bookkeeping ends up, kept or not
                 self.keeper.after_step(done, agreed)
                 self.clock.lap("checkpoint")
-            reading = self.clock.read()
             pending = Pending(
-                step=done, lr=lr, numbers=numbers, reading=reading, details=self.stepper.details(), loads=loader.facts()
+                step=done,
+                lr=lr,
+                numbers=numbers,
+                reading=self.clock.read(),
+                details=self.stepper.details(),
+                loads=loader.facts(),
+                tokens=batch.num_valid,
             )
+            self.reporter.profiler.turn(done, asked=agreed.profile)
             if ending is None and every and done % every == 0 and done < steps:
                 with self.reporter.compilations.aside(done):
                     ending = Ending(reason="stop") if self.evaluator.run(step=done) else None

@@ -14,6 +14,7 @@ from trimaran.parallel.axes.deal import sum_addends
 from trimaran.parallel.axes.pp import Trained
 from trimaran.parallel.norm import gradient_squares
 from trimaran.train.clock import Clock
+from trimaran.train.groups import GroupMeter
 from trimaran.train.guard import Guard
 from trimaran.train.optimizer import LR_FACTOR
 from trimaran.train.optimizer.adamw import LeanAdamW
@@ -24,10 +25,11 @@ class Updater:
     """Moves the weights once the gradients are those of the global batch.
 
     `trained` are the parameters in the norm: all but the copies that another stage counts. A step that the guard
-    refuses moves neither weights nor moments, on any rank; the optimizer has to know of `found_inf`.
+    refuses moves neither weights nor moments, on any rank; the optimizer has to know of `found_inf`. `meter` looks at
+    what an update does to groups of modules.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts of an update
         self,
         optimizer: Optimizer,
         ranks: RankMesh,
@@ -36,13 +38,16 @@ class Updater:
         trained: Trained,
         clip_norm: float,
         guard: Guard | None = None,
+        meter: GroupMeter | None = None,
     ) -> None:
         self._optimizer, self._ranks, self._clock = optimizer, ranks, clock
         self._trained, self._clip_norm, self.guard = trained, clip_norm, guard or Guard()
         # Where the optimizer looks for the guard's word: beside the weights, which may be offloaded.
         held = (each for group in optimizer.param_groups for each in group["params"])
         self._beside = next((each.device for each in held), ranks.device)  # a rank whose stages are frozen has nothing
+        self._meter = meter or GroupMeter({}, every=0, pp=1, device=self._beside)
         self._details: Callable[[], dict[str, Any]] = dict
+        self.unused: Callable[[], dict[str, Any]] = dict  # see `watch_unused`
 
     @property
     def scale(self) -> float:
@@ -63,17 +68,25 @@ class Updater:
         scale = self.scale
         if self.guard.loss_scale is not None:
             norm = norm / scale
-        self._details = self._reader(squares, scale)
+        of_norms = self._reader(squares, scale)
         refused = self.guard.refuses(loss, norm)
         # What torch's fused kernel asks before it touches anything. A copy to the CPU must have arrived by then.
         self._optimizer.found_inf = refused.to(self._beside)  # pyrefly: ignore[missing-attribute]
+        before = self._meter.begin()
         self._move(lr, norm, 1 / scale)
+        of_groups = self._meter.end(before, scale)
+        self._details = lambda: of_norms() | of_groups()
         self._optimizer.zero_grad()
         return norm, refused
 
+    def forget(self) -> None:
+        """Clear the gradients, without a trace of them in the weights."""
+        self._optimizer.zero_grad()
+
     def details(self) -> Callable[[], dict[str, Any]]:
         """Return a reader of what the metrics line of the last step says about it, for a step later."""
-        return self._details
+        of_step, unused = self._details, self.unused()
+        return lambda: of_step() | unused
 
     def _reader(self, squares: Tensor, scale: float) -> Callable[[], dict[str, Any]]:
         scales = {"loss_scale": scale} if self.guard.loss_scale is not None else {}

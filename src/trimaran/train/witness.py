@@ -20,6 +20,9 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+import psutil
+import torch
+
 from trimaran.telemetry import RunDirectory
 from trimaran.train.recorder import Messages, group_members, operations
 from trimaran.train.ties import Ties
@@ -89,6 +92,7 @@ class Witness:
             "host": platform.node(),
             "time": time.time(),
             "starved": starved_seconds(),
+            "memory": memory_now(),
             "section": pulse.section,
             "step": pulse.step,
             "entered_seconds_ago": time.monotonic() - pulse.entered,
@@ -99,6 +103,16 @@ class Witness:
             "received": self._messages.received,
             "messages": list(self._messages.recent),
         }
+
+
+def memory_now() -> dict[str, int]:
+    """Return the bytes that this process holds: resident, and of GPUs what its allocator has given out and reserved."""
+    found = {"resident": psutil.Process().memory_info().rss}
+    if torch.cuda.is_initialized():  # any thread may ask: nothing waits for the device
+        every = [torch.cuda.memory_stats(index) for index in range(torch.cuda.device_count())]
+        for name in ("allocated", "reserved"):
+            found[name] = sum(each.get(f"{name}_bytes.all.current", 0) for each in every)
+    return found
 
 
 def starved_seconds() -> float:

@@ -1,0 +1,121 @@
+"""Where a number that is none was born: the module, the rank, and whether it went in or came out."""
+
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.cases import slow
+from tests.dist.test_guards import recipe_with
+from tests.parity import plan_for
+from tests.ranks import run_ranks
+from trimaran.nets import Network
+from trimaran.telemetry import RunDirectory, create_run
+from trimaran.train import assemble, birth
+from trimaran.train.place import place_of
+from trimaran.train.worker import run_worker
+
+BAD = 3
+
+
+@dataclass(frozen=True)
+class Fault:
+    """NaN in one module of one rank, at the samples of step `BAD`, unless it is `once`: then only the first time.
+
+    `call` is the number of the forward that has the first of them.
+    """
+
+    module: str
+    rank: int = 1
+    gradient: bool = False
+    once: bool = False
+    call: int = BAD
+
+
+def plant(fault: Fault) -> None:
+    """Let the networks that this process will build have the fault."""
+    build, seen = assemble.build_networks, []
+    state = {"bad": False}
+
+    def note(module: torch.nn.Module, args: Any, fields: dict[str, Any]) -> None:
+        seen.append(fields["tokens"].clone())
+        again = len(seen) > fault.call and torch.equal(seen[-1], seen[fault.call - 1]) and not fault.once
+        state["bad"] = len(seen) == fault.call or again
+
+    def spoil(module: torch.nn.Module, args: Any, out: Tensor) -> Tensor:
+        if not state["bad"]:
+            return out
+        if not fault.gradient:
+            return out * math.nan
+        out.register_hook(lambda gradient: gradient * math.nan)
+        return out
+
+    def with_fault(*args: Any) -> tuple[Network, ...]:
+        networks = build(*args)
+        for network in networks:
+            network.module.register_forward_pre_hook(note, with_kwargs=True)
+            for name, module in network.module.named_modules():
+                if name == fault.module:
+                    module.register_forward_hook(spoil)
+        return networks
+
+    assemble.build_networks = with_fault
+
+
+def sail(path: Path, fault: Fault, searches: int = birth.MOST_SEARCHES) -> int:
+    run, place = RunDirectory(path), place_of(os.environ)
+    birth.MOST_SEARCHES = searches
+    if fault.rank == place.rank:
+        plant(fault)
+    return run_worker(run, place, cache=path.parent / "cache")
+
+
+def sailed(path: Path, ranks: int, fault: Fault, fields: dict[str, Any], searches: int = 3) -> RunDirectory:
+    recipe = recipe_with(train={"steps": 5})
+    run = create_run(path, recipe, plan_for(recipe, **({"grad_accum": 1} | fields)))
+    assert run_ranks(ranks, sail, run.path, fault, searches) == [0] * ranks
+    return run
+
+
+def skip_of(run: RunDirectory) -> dict[str, Any]:
+    events = [json.loads(line) for line in run.events(0).read_text().splitlines()]
+    (skip,) = [each for each in events if each["kind"] == "skip"]
+    assert skip["step"] == BAD
+    return skip["data"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "fault", "born"),
+    [
+        ({"dp_replicate": 2}, Fault("layers.1.mlp.up_proj"), ("layers.1.mlp.up_proj", "output", 1)),
+        ({"dp_shard": 2}, Fault("layers.0.mlp"), ("layers.0.mlp", "output", 1)),
+        slow(({"tp": 2}, Fault("layers.1.mlp"), ("layers.1.mlp", "output", 1))),
+        ({"pp": 2, "grad_accum": 2}, Fault("layers.0.mlp", rank=0, call=5), ("layers.0.mlp", "output", 0)),
+        ({"dp_replicate": 2}, Fault("layers.0.mlp", gradient=True), ("layers.0.mlp", "gradient", 1)),
+        slow(({"dp_replicate": 2}, Fault("layers.0.mlp", once=True), ("", "not again", None))),
+    ],
+    ids=["replicas", "shards", "tensor", "pipeline", "gradient", "once"],
+)
+def test_the_module_and_the_rank_where_it_was_born_are_told(
+    tmp_path: Path, fields: dict[str, Any], fault: Fault, born: tuple[str, str, int | None]
+) -> None:
+    found = skip_of(sailed(tmp_path / "run", 2, fault, fields))["born"]
+    assert (found["module"], found["what"]) == born[:2]
+    assert found["rank"] == born[2] or "tp" in fields  # ranks that share a matrix all have it then
+    assert (fault.rank in found["ranks"]) == (not fault.once)
+
+
+@pytest.mark.parametrize("fields", [{"precision": "bf16", "grad_accum": 1}, slow({})], ids=str)
+def test_looking_for_it_changes_nothing_of_the_course(tmp_path: Path, fields: dict[str, Any]) -> None:
+    fault = Fault("layers.0.mlp", rank=0, gradient=True)
+    runs = [sailed(tmp_path / f"{number}", 1, fault, fields, number) for number in (3, 0)]
+    assert [("born" in skip_of(run)) for run in runs] == [True, False]
+    losses = [[json.loads(line)["loss"] for line in run.metrics.read_text().splitlines()] for run in runs]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 5

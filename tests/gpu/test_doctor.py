@@ -1,0 +1,49 @@
+"""The doctor on a machine with a GPU: what it says is true, and the look before a run takes no time."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from trimaran.app.cli.preflight import refuse_unfit_machine
+from trimaran.app.cli.request import resolve
+from trimaran.doctor.nvidia_smi import WHOLE, ask, parse_whole
+
+pytestmark = pytest.mark.gpu
+
+
+def test_a_healthy_gpu_passes(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "trimaran", "doctor", "--json", "--set", "train.steps=2"]
+    start = time.monotonic()
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    print(done.stdout, f"{time.monotonic() - start:.1f} s")
+    found = {each["code"]: each for each in json.loads(done.stdout)["checks"]}
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {found[code]["status"] for code in ("H001", "H002", "H014", "H015")} <= {"pass", "warn"}
+    assert found["H015"]["evidence"]["rates"]["GPU 0"] > 1e13
+    assert "driver" in found["H001"]["evidence"]
+
+
+def test_what_the_driver_says_is_understood() -> None:
+    gpus, driver = parse_whole(ask(WHOLE))
+    assert driver
+    assert gpus
+    assert all(gpu.memory > 2**30 and gpu.uuid.startswith("GPU-") and gpu.pace for gpu in gpus)
+    assert all(gpu.pace.power_limit and gpu.pace.max_pcie_width for gpu in gpus if gpu.pace)
+
+
+def test_the_look_before_a_run_takes_no_time() -> None:
+    request = resolve(None, [])
+    assert request.cluster.device.kind == "cuda", os.environ.get("CUDA_VISIBLE_DEVICES")
+    refuse_unfit_machine(request)
+    best = float("inf")
+    for _ in range(3):
+        start = time.perf_counter()
+        refuse_unfit_machine(request)
+        best = min(best, time.perf_counter() - start)
+    print(f"{best:.3f} s")
+    assert best < 0.2

@@ -1,0 +1,224 @@
+"""What a rank measures of itself: groups of modules, memory, the arithmetic of its device, and who stands out."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.runs import PREDICTION
+from tests.unit.test_train_optimizer import section
+from trimaran.core import Flops, Plan, Recipe
+from trimaran.train.groups import SAMPLED, GroupMeter, sampled
+from trimaran.train.meters import MemoryMeter, Meters, host_bytes, lr_factors, measures, of_allocator, waits
+from trimaran.train.optimizer import build_optimizer
+from trimaran.train.optimizer.halves import join, split
+from trimaran.train.places import joined, place_of
+from trimaran.train.spread import MEASURES, summary
+
+CPU = torch.device("cpu")
+PHASES = {"data": 0.1, "forward": 0.3, "backward": 0.4, "comm": 0.15, "optimizer": 0.04, "checkpoint": 0.01}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("embed_tokens.weight", "embed_tokens"),
+        ("layers.3.self_attn.q_proj.weight", "layers.3"),
+        ("model.layers.3.mlp.experts.7.up_proj.weight", "model.layers.3"),
+        ("vision.patch_embed.proj.bias", "vision.patch_embed.proj"),
+        ("0.weight", "0"),
+        ("logit_scale", "logit_scale"),
+    ],
+)
+def test_a_parameter_belongs_to_its_layer_or_to_the_module_that_has_it(name: str, place: str) -> None:
+    assert place_of(name) == place
+
+
+def test_neighbouring_layers_are_joined_until_the_groups_are_few_enough() -> None:
+    places = ["embed", *(f"layers.{number}" for number in range(10)), "norm", "head"]
+    assert joined(places) == {place: place for place in places}
+    groups = joined(places, most=7)
+    assert list(dict.fromkeys(groups.values())) == [
+        "embed", "layers.0-2", "layers.3-5", "layers.6-8", "layers.9", "norm", "head",
+    ]  # fmt: skip
+    assert groups["layers.4"] == "layers.3-5"
+
+
+def test_any_number_of_modules_fits_into_the_groups() -> None:
+    assert len(set(joined([f"layers.{number}" for number in range(1000)]).values())) <= 64
+    wide = joined([f"tower{number}.norm" for number in range(100)], most=8)
+    assert len(set(wide.values())) == 8
+    assert (wide["tower3.norm"], wide["tower99.norm"]) == ("tower3", "other")
+
+
+def test_sampled_values_stand_for_all_columns_of_a_large_tensor() -> None:
+    table = torch.arange(512.0).repeat(512, 1)  # a value is its column
+    seen = sampled(table)
+    assert SAMPLED / 2 <= len(seen) <= 2 * SAMPLED
+    assert len(seen.unique()) == 512
+    assert torch.equal(sampled(table[:4, :4].contiguous()), table[:4, :4].flatten())
+    assert len(sampled(table.t())) <= 2 * SAMPLED, "what does not lie in one piece is sampled too"
+
+
+class Two(nn.Module):
+    """A matrix that is sampled and one that is seen whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.large = nn.Parameter(torch.randn(256, 300, generator=generator))
+        self.small = nn.Parameter(torch.randn(8, 8, generator=generator))
+
+
+def step_of(states: str, *, halves: bool = False, refused: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what the meter says of one update, and what copies of the whole weights say."""
+    module, lows = Two(), {}
+    if halves:
+        for each in module.parameters():
+            each.data, lows[each] = split(each.detach())
+            each.low = lows[each]  # pyrefly: ignore[missing-attribute]
+    optimizer = build_optimizer([module], section(states), Plan(), lows=lows)
+    if refused:
+        optimizer.found_inf = torch.ones(())  # pyrefly: ignore[missing-attribute]
+    generator = torch.Generator().manual_seed(1)
+    for each in module.parameters():
+        each.grad = torch.randn(each.shape, generator=generator).to(each.dtype)
+    groups = {name: [each] for name, each in module.named_parameters()}
+
+    def whole() -> dict[str, Tensor]:
+        held = {name: each.detach() for name, (each,) in groups.items()}
+        return {name: join(each, lows[groups[name][0]]) if halves else each.clone() for name, each in held.items()}
+
+    meter, before = GroupMeter(groups, every=1, pp=1, device=CPU), whole()
+    begun = meter.begin()
+    norms = {name: each.grad.float().norm().item() for name, (each,) in groups.items()}
+    optimizer.step()
+    told, after = meter.end(begun, scale=4.0)()["groups"], whole()
+    exact = {
+        name: {"grad_norm": norms[name] / 4, "update_ratio": ((each - before[name]).norm() / each.norm()).item()}
+        for name, each in after.items()
+    }
+    return told, exact
+
+
+@pytest.mark.parametrize(("states", "halves"), [("fp32", False), ("bf16", False), ("8bit", False), ("fp32", True)])
+def test_an_update_is_measured_at_the_weights_whatever_the_optimizer_keeps(states: str, *, halves: bool) -> None:
+    told, exact = step_of(states, halves=halves)
+    assert told["small"] == pytest.approx(exact["small"], rel=1e-5)
+    assert told["large"]["grad_norm"] == pytest.approx(exact["large"]["grad_norm"], rel=1e-5)
+    assert told["large"]["update_ratio"] == pytest.approx(exact["large"]["update_ratio"], rel=0.1)
+    assert told["small"]["update_ratio"] > 0
+
+
+def test_an_update_that_was_refused_has_moved_nothing() -> None:
+    told, _ = step_of("bf16", refused=True)
+    assert [each["update_ratio"] for each in told.values()] == [0.0, 0.0]
+
+
+def test_the_first_update_is_measured_and_then_every_so_many() -> None:
+    def measured(every: int) -> list[bool]:
+        meter = GroupMeter({}, every=every, pp=1, device=CPU)
+        return [meter.begin() is not None for _ in range(7)]
+
+    assert measured(3) == [True, False, False, True, False, False, True]
+    assert not any(measured(0))
+
+
+def test_a_rank_that_holds_nothing_of_a_group_takes_part_with_zeros() -> None:
+    meter = GroupMeter({"embed": [], "head": []}, every=1, pp=1, device=CPU)
+    told = meter.end(meter.begin(), scale=1.0)()
+    assert told == {"groups": {each: {"grad_norm": 0.0, "update_ratio": 0.0} for each in ("embed", "head")}}
+
+
+def test_the_allocators_figures_become_shares_and_counts() -> None:
+    stats = {
+        "allocated_bytes": {"all": {"current": 600, "peak": 900}},
+        "reserved_bytes": {"all": {"current": 1000, "peak": 1000}},
+        "inactive_split_bytes": {"all": {"current": 250, "peak": 300}},
+        "num_alloc_retries": 3,
+        "num_ooms": 1,
+    }
+    assert of_allocator(stats) == {
+        "allocated": 600, "reserved": 1000, "fragmentation": 0.25, "retries": 3, "ooms": 1,
+    }  # fmt: skip
+    assert of_allocator({})["fragmentation"] == 0.0
+
+
+def test_a_cpu_tells_its_resident_memory_out_of_that_of_its_container(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("123456\n")
+    assert host_bytes(tmp_path) == 123456
+    (tmp_path / "memory.max").write_text("max\n")
+    assert host_bytes(tmp_path) == host_bytes(tmp_path / "nowhere") > 1 << 28
+    meter = MemoryMeter(CPU)
+    peak, before = meter.read()
+    held = torch.ones(64 << 20, dtype=torch.uint8)
+    assert meter.read()[1]["allocated"] - before["allocated"] >= 0.5 * held.nbytes
+    assert peak >= 0.9 * before["allocated"] > 0  # the system counts the two at different moments
+
+
+def test_what_recompute_adds_counts_for_the_hardware_and_not_for_the_model() -> None:
+    told = PREDICTION.model_copy(update={"repeated_flops": Flops(2e9)})
+    meters = Meters(plan=Plan(prediction=told), memory=MemoryMeter(CPU), lr_factors={"vision": 0.1, "language": 1.0})
+    _, details = meters.read(1, lr=2e-3, tokens=5, phases=PHASES)
+    assert details["hfu"] == pytest.approx((1e10 + 2e9) / 1e11)
+    assert details["lrs"] == pytest.approx({"vision": 2e-4, "language": 2e-3})
+    assert "ranks" not in details
+
+
+def test_only_towers_that_are_trained_at_different_rates_have_them_in_the_metrics() -> None:
+    def factors(freeze: tuple[str, ...] = (), **towers: Any) -> dict[str, float]:
+        tree = {"train": {"lr": 1e-3, "optimizer": {"towers": towers}}, "model": {"freeze": freeze}}
+        return lr_factors(Recipe.model_validate(tree), ("vision", "projector", "language"))
+
+    assert factors(vision={"weight_decay": 0.0}) == {}
+    assert factors(("projector",), vision={"lr": 1e-4}) == pytest.approx({"vision": 0.1, "language": 1.0})
+
+
+def test_what_a_rank_did_loaded_and_waited_for_adds_up_to_its_step() -> None:
+    told = measures(PHASES, peak=7, tokens=9)
+    assert sum(told[name] for name in MEASURES[:3]) == pytest.approx(sum(PHASES.values()))
+    assert told["wait_seconds"] == PHASES["comm"]
+    lost = waits(PHASES, 0.05)
+    assert lost == pytest.approx({"data": 0.1, "comm": 0.1, "straggler": 0.05})
+    assert waits(PHASES, 10.0)["comm"] == 0.0, "nobody waits longer than it waited"
+
+
+def told_by(**columns: list[float]) -> list[tuple[float, ...]]:
+    size = len(next(iter(columns.values())))
+    return list(zip(*(columns.get(name, [1.0] * size) for name in MEASURES), strict=True))
+
+
+def test_the_rank_that_all_wait_for_is_named() -> None:
+    told = summary(told_by(busy_seconds=[1.0, 1.1, 2.0, 1.0], data_seconds=[0.0] * 4, wait_seconds=[1, 0.9, 0, 1]), 4)
+    assert told["busy_seconds"] == {"min": 1.0, "median": 1.05, "max": 2.0, "at": 2}
+    assert told["outliers"] == [{"rank": 2, "what": "busy_seconds", "value": 2.0, "median": 1.0}]
+    assert told["late_seconds"] == 1.0
+
+
+def test_noise_and_long_waits_make_no_outliers() -> None:
+    busy, data = [1.0, 1.1, 0.9, 1.05], [0.001, 0.004, 0.002, 0.001]  # four times as long, and nothing of a step
+    told = summary(told_by(busy_seconds=busy, data_seconds=data, wait_seconds=[0.1, 0.0, 0.5, 0.1]), 4)
+    assert told["outliers"] == []
+
+
+def test_one_of_two_ranks_can_stand_out() -> None:
+    outliers = summary(told_by(busy_seconds=[1.4, 1.0]), 2)["outliers"]
+    assert outliers == [{"rank": 0, "what": "busy_seconds", "value": 1.4, "median": 1.0}]
+
+
+def test_a_rank_is_compared_with_those_of_its_own_stage() -> None:
+    busy = [1.0, 1.0, 3.0, 3.0]  # the second stage has more to do by plan
+    assert summary(told_by(busy_seconds=busy), 2)["outliers"] == []
+    busy = [1.0, 1.0, 1.0, 3.0, 3.0, 9.0]
+    assert [each["rank"] for each in summary(told_by(busy_seconds=busy), 3)["outliers"]] == [5]

@@ -1,0 +1,74 @@
+"""The checklist of a machine: which looks there are, and what stands in the way of a run."""
+
+from collections.abc import Callable
+
+from trimaran.core import UserError
+from trimaran.doctor.checks import (
+    bandwidth,
+    clock,
+    clocks,
+    disk,
+    disk_speed,
+    ecc,
+    environment,
+    gpus,
+    limits,
+    load,
+    memory,
+    network,
+    pairs,
+    ports,
+    products,
+    shared_memory,
+    sums,
+    topology,
+    versions,
+)
+from trimaran.doctor.checks.result import CheckResult
+from trimaran.doctor.facts import Facts
+
+Check = Callable[[Facts], CheckResult]
+
+CHECKS: tuple[Check, ...] = (
+    versions.check,
+    gpus.check,
+    ecc.check,
+    clocks.check,
+    topology.check,
+    network.check,
+    environment.check,
+    shared_memory.check,
+    limits.check,
+    disk.check,
+    disk_speed.check,
+    clock.check,
+    ports.check,
+    memory.check,
+    products.check,
+    sums.check,
+    bandwidth.check,
+    pairs.check,
+    load.check,
+)
+# What a run is refused for: looks that take no time, and whose failure means that it could not work.
+GATE: tuple[Check, ...] = (
+    versions.check,
+    gpus.check,
+    environment.check,
+    limits.check,
+    ports.check,
+    memory.check,
+)
+
+
+def examine(facts: Facts, checks: tuple[Check, ...] = CHECKS) -> list[CheckResult]:
+    """Return the answer of each check, in the order of the list."""
+    return [check(facts) for check in checks]
+
+
+def refuse_unfit(facts: Facts) -> None:
+    """Raise when a run could not work on this machine. Warnings are for `trimaran doctor`."""
+    for result in examine(facts, GATE):
+        if result.status == "fail":
+            raise UserError(result.code, result.what, where="this machine",
+                            fix=f"{result.fix}; or go on with --no-check")  # fmt: skip

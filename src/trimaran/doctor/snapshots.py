@@ -1,0 +1,37 @@
+"""What the memory snapshots of a run say: who held how much, on which rank."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+MOST = 16  # of the newest
+MAX_BYTES = 16 << 20
+NAME = re.compile(r"memory-step-\d+-rank-(\d+)\.json")
+
+
+def read_snapshots(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the newest snapshots by time, each with its `rank`. What is no snapshot of ours is passed over."""
+    found: list[dict[str, Any]] = []
+    for path in sorted(folder.glob("memory-step-*-rank-*.json"))[-MOST:]:
+        name = NAME.fullmatch(path.name)
+        try:
+            tree = json.loads(path.read_text(encoding="utf-8")) if path.stat().st_size <= MAX_BYTES else None
+        except (OSError, ValueError):
+            continue
+        if name and isinstance(tree, dict) and isinstance(tree.get("time"), int | float):
+            found.append(tree | {"rank": int(name[1]), "file": path.name})
+    yield from sorted(found, key=lambda each: each["time"])
+
+
+def largest_holder(snapshot: dict[str, Any]) -> tuple[str, float] | None:
+    """Return who held most, such as `activations of layers.0`, and how many bytes."""
+    within = snapshot.get("within")
+    lists = (snapshot.get("holders"), within.get("holders") if isinstance(within, dict) else None)
+    holders = [each for found in lists if isinstance(found, list) for each in found if isinstance(each, dict)]
+    known = [each for each in holders if isinstance(each.get("bytes"), int | float) and each.get("kind") != "free"]
+    if not known:
+        return None
+    most = max(known, key=lambda each: each["bytes"])
+    return f"{most.get('kind')} of {most.get('module') or 'no module'}", float(most["bytes"])

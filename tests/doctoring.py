@@ -1,0 +1,130 @@
+"""Short runs that something is wrong with on purpose, and what the doctor says of them."""
+
+import ctypes
+import json
+import multiprocessing
+import random
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from tests.parity import sail_to
+from trimaran.core import Finding, Recipe, dump_recipe, parse_recipe
+from trimaran.doctor.diagnose import diagnose
+from trimaran.doctor.evidence import read_evidence
+from trimaran.doctor.measured import Measured, measure
+from trimaran.doctor.remedy import settings_of
+from trimaran.hardware import parse_cluster
+from trimaran.models import outline_if_told, spec_of
+from trimaran.planner import choose
+from trimaran.telemetry import RunDirectory
+
+NEW_NETWORK = 0x40000000  # CLONE_NEWNET
+SMALL = (
+    "model.shape={layers: 4, hidden: 64, heads: 4, kv_heads: 2, ffn: 128}",
+    "data.seq_len=128",
+    "data.workers=0",
+    "train.steps=25",
+    "train.global_batch=16",
+    "train.sample.tokens=0",
+    "train.evaluate.batches=0",
+    "train.save=false",
+)
+
+
+def recipe_of(*settings: str) -> Recipe:
+    """Return a recipe whose steps take a few hundredths of a second."""
+    return parse_recipe("", name="test", overrides=[*SMALL, *settings])
+
+
+def train(recipe: Recipe, folder: Path) -> RunDirectory:
+    """Train the recipe for real, in forked ranks, under the plan that the planner chooses for it."""
+    folder.mkdir(exist_ok=True)
+    outline = outline_if_told(recipe.model, recipe.data)
+    plan = choose(recipe, spec_of(recipe.model), parse_cluster(recipe.cluster), outline)
+    return sail_to(recipe, plan, folder)
+
+
+def mended(recipe: Recipe, finding: Finding) -> Recipe:
+    """Return the recipe with the finding's patch, as its command would have it."""
+    return parse_recipe(dump_recipe(recipe), name="test", overrides=settings_of(finding.patch))
+
+
+def findings(run: RunDirectory) -> dict[str, Finding]:
+    """Return what the doctor finds in a run, by code."""
+    return {each.code: each for each in diagnose(read_evidence(run))}
+
+
+def measured(run: RunDirectory) -> Measured:
+    found = measure(read_evidence(run))
+    assert found is not None
+    return found
+
+
+def in_slow_network(rate: str, function: Callable[..., Any], *args: Any) -> Any:
+    """Return what `function` answers in a network namespace of its own, whose loopback carries `rate`."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=_in_network, args=(rate, theirs, function, args))
+    child.start()
+    try:
+        assert ours.poll(120), "silent"
+        answer, error = ours.recv()
+    finally:
+        child.kill()
+        child.join()
+    assert not error, error
+    return answer
+
+
+def _in_network(rate: str, pipe: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    try:
+        if ctypes.CDLL(None, use_errno=True).unshare(NEW_NETWORK):
+            raise OSError(ctypes.get_errno(), "no network namespace")
+        for command in ("ip link set lo up", f"tc qdisc add dev lo root tbf rate {rate} burst 256kb latency 400ms"):
+            subprocess.run(command.split(), check=True)
+        pipe.send((function(*args), None))
+    except BaseException as error:
+        pipe.send((None, repr(error)))
+
+
+def write_chats(path: Path, *, lengths: list[int]) -> str:
+    """Write chats whose answers have so many words, again and again; return the settings' value for `data.path`."""
+    with path.open("w") as file:
+        for number in range(400):
+            ask = {"role": "user", "content": "why?"}
+            say = {"role": "assistant", "content": "because " * lengths[number % len(lengths)]}
+            file.write(json.dumps({"messages": [ask, say]}) + "\n")
+    return str(path)
+
+
+def write_pictures(folder: Path, *, sides: list[int]) -> str:
+    """Write questions about square pictures with so many pixels a side, by chance; return the path for `data.path`."""
+    folder.mkdir()
+    chance = random.Random(0)
+    with (folder / "chat.jsonl").open("w") as file:
+        for number in range(200):
+            side = chance.choice(sides)
+            Image.new("RGB", (side, side), (number, 0, 0)).save(folder / f"{number}.png")
+            ask = {"from": "human", "value": "<image>\nwhy?"}
+            told = {"conversations": [ask, {"from": "gpt", "value": "because"}], "image": f"{number}.png"}
+            file.write(json.dumps(told) + "\n")
+    return str(folder / "chat.jsonl")
+
+
+# One picture a row, two rows a rank, dealt in the order of the data.
+SEEING = (
+    "cluster=2xcpu",
+    "model.family=vlm",
+    "model.preset=tiny",
+    "model.shape={}",
+    "data.source=chat",
+    "data.seq_len=160",
+    "data.samples.max_pixels=25600",
+    "data.samples.batching=pad",
+    "data.samples.balance=false",
+    "train.global_batch=4",
+)

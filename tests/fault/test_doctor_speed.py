@@ -1,0 +1,233 @@
+"""The doctor against runs that are slow for real: who is to blame, and whether the patch helps."""
+
+import itertools
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.doctoring import (
+    SEEING,
+    findings,
+    in_slow_network,
+    measured,
+    mended,
+    recipe_of,
+    train,
+    write_chats,
+    write_pictures,
+)
+from tests.fault.harness import wait_for
+from trimaran.data import Sample, Sequences
+from trimaran.doctor.evidence import read_evidence
+from trimaran.nets.decoder import Layer
+from trimaran.telemetry import RunDirectory
+from trimaran.train.stepper import PlainStepper
+
+pytestmark = pytest.mark.chaos
+
+
+def test_a_slow_loader_is_found_and_more_processes_help(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = Sequences.__getitem__
+
+    def slowly(self: Sequences, index: int) -> Sample:
+        time.sleep(0.1)  # much beside what little there is to compute
+        return load(self, index)
+
+    monkeypatch.setattr(Sequences, "__getitem__", slowly)
+    recipe = recipe_of(
+        "cluster=1xcpu", "train.steps=17", "data.seq_len=16", "train.global_batch=4",
+        "model.shape={layers: 1, hidden: 32, heads: 2, kv_heads: 2, ffn: 64}",
+    )  # fmt: skip
+    slow = train(recipe, tmp_path / "slow")
+    found = findings(slow)["F001"]
+    assert found.culprit == "the loader thread"
+    assert found.evidence["data_share"] > 0.3
+    assert found.patch.keys() == {"data.workers"}
+    fast = train(mended(recipe, found), tmp_path / "fast")
+    assert measured(fast).step < (1 - found.gain / 2) * measured(slow).step
+
+
+def test_a_slow_network_is_found_and_fewer_bytes_help(tmp_path: Path) -> None:
+    recipe = recipe_of("cluster=2xcpu", "model.shape={layers: 4, hidden: 128, heads: 4, kv_heads: 4, ffn: 512}")
+    slow = in_slow_network("200mbit", train, recipe, tmp_path / "slow")
+    found = findings(slow)["F002"]
+    assert found.culprit == "gradients on loopback"
+    assert found.patch == {"plan.comm.compression": "bf16"}
+    assert "slower than the plan took it to be" in found.fix
+    fast = in_slow_network("200mbit", train, mended(recipe, found), tmp_path / "fast")
+    assert measured(fast).step < (1 - found.gain / 2) * measured(slow).step
+    assert "F002" not in findings(train(recipe, tmp_path / "healthy"))
+
+
+def slow_on_rank(rank: int, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make every forward of one rank take longer, as on a device that is throttled."""
+    forward = PlainStepper._losses
+
+    def slowly(self: PlainStepper, inputs: Any) -> Any:
+        if os.environ["RANK"] == str(rank):
+            time.sleep(seconds)
+        return forward(self, inputs)
+
+    monkeypatch.setattr(PlainStepper, "_losses", slowly)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_throttled_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: int) -> None:
+    slow_on_rank(1, 0.5, monkeypatch)
+    found = findings(train(recipe_of(f"cluster={world}xcpu", "train.steps=17"), tmp_path / "runs"))["F005"]
+    assert found.culprit == "rank 1"
+    assert found.evidence["kind"] == "hardware"
+    assert "as much work as the others" in found.verdict
+
+
+def test_a_small_micro_batch_is_found_and_a_larger_one_helps(tmp_path: Path) -> None:
+    recipe = recipe_of("cluster=1xcpu", "plan.micro_batch=1", "plan.grad_accum=16", "data.seq_len=32")
+    slow = train(recipe, tmp_path / "slow")
+    found = findings(slow)["F006"]
+    assert found.patch == {"plan.micro_batch": 16, "plan.grad_accum": 1}
+    assert measured(train(mended(recipe, found), tmp_path / "fast")).step < 0.9 * measured(slow).step
+
+
+def test_checkpoints_that_all_wait_for_are_found_and_writing_beside_helps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync = os.fsync
+
+    def slowly(fd: int) -> None:
+        time.sleep(0.1)
+        sync(fd)
+
+    monkeypatch.setattr(os, "fsync", slowly)
+    recipe = recipe_of("cluster=1xcpu", "checkpoint.asynchronous=false", "checkpoint.every=5")
+    slow = train(recipe, tmp_path / "slow")
+    found = findings(slow)["F007"]
+    assert found.evidence["every_steps"] == 5
+    assert found.culprit == "written while all wait"
+    assert found.patch == {"checkpoint.asynchronous": True}
+    assert measured(train(mended(recipe, found), tmp_path / "fast")).step < 0.9 * measured(slow).step
+
+
+def test_uneven_stages_are_found_and_an_even_split_helps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = Layer.forward
+
+    def slowly(self: Layer, *inputs: Any, **named: Any) -> Any:
+        time.sleep(0.01)  # so that layers take as long on a busy machine as on an idle one
+        return forward(self, *inputs, **named)
+
+    monkeypatch.setattr(Layer, "forward", slowly)
+    recipe = recipe_of(
+        "cluster=2xcpu", "model.shape={layers: 8, hidden: 64, heads: 4, kv_heads: 2, ffn: 128}", "plan.mesh.pp=2",
+        "plan.micro_batch=2", "plan.grad_accum=8", "plan.pipeline.schedule=1f1b", "plan.pipeline.stages=[7, 1]",
+    )  # fmt: skip
+    slow = train(recipe, tmp_path / "slow")
+    found = findings(slow)["F011"]
+    assert found.culprit == "rank 0"
+    assert found.patch.keys() == {"plan.pipeline.stages"}
+    assert measured(train(mended(recipe, found), tmp_path / "fast")).step < 0.9 * measured(slow).step
+
+
+def test_padding_is_found_and_packing_trains_more_samples_a_second(tmp_path: Path) -> None:
+    chats = write_chats(tmp_path / "chats.jsonl", lengths=[1, 2, 3, 14])
+    recipe = recipe_of("cluster=1xcpu", "data.source=chat", f"data.path={chats}", "data.samples.batching=pad")
+    padded = train(recipe, tmp_path / "padded")
+    found = findings(padded)["F012"]
+    assert found.patch == {"data.samples.batching": "pack"}
+    packed = train(mended(recipe, found), tmp_path / "packed")
+    assert "F012" not in findings(packed)
+    assert samples_a_second(packed) > 1.2 * samples_a_second(padded)
+
+
+def samples_a_second(run: RunDirectory) -> float:
+    samples = [each["rows"]["samples"] for each in read_evidence(run).steps]
+    return sum(samples) / len(samples) / measured(run).step
+
+
+def test_unequal_pictures_are_found_and_dealing_by_cost_evens_them_out(tmp_path: Path) -> None:
+    pictures = write_pictures(tmp_path / "pictures", sides=[16, 16, 16, 160])
+    recipe = recipe_of(*SEEING, f"data.path={pictures}")
+    found = findings(train(recipe, tmp_path / "dealt"))["F013"]
+    assert found.culprit == "patches of pictures"
+    assert found.patch == {"data.samples.balance": True}
+    even = findings(train(mended(recipe, found), tmp_path / "even")).get("F013")
+    assert even is None or even.evidence["slowest_over_mean"] < found.evidence["slowest_over_mean"]
+
+
+def test_a_planted_wait_for_a_number_is_found_in_a_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipe_of("cluster=1xcpu", "telemetry.profile=10:13")
+    assert "F009" not in findings(train(recipe, tmp_path / "healthy"))
+    forward = Layer.forward
+
+    def waits(self: Layer, stream: Tensor, *rest: Any, **named: Any) -> Any:
+        assert stream.abs().max().item() < 1e9
+        return forward(self, stream, *rest, **named)
+
+    monkeypatch.setattr(Layer, "forward", waits)
+    found = findings(train(recipe, tmp_path / "waiting"))["F009"]
+    assert found.culprit == "forward, after aten::max"
+    assert found.evidence["waits_a_step"] == 4  # one in each layer
+
+
+def test_a_storm_of_compilations_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = Layer.forward
+    sizes = itertools.count(2)
+    double = torch.compile(lambda part: part * 2, backend="eager", dynamic=False)
+
+    def compiles(self: Layer, stream: Tensor, *rest: Any, **named: Any) -> Any:
+        double(stream.detach()[:, : next(sizes) // 4])  # four layers: another size every step
+        return forward(self, stream, *rest, **named)
+
+    monkeypatch.setattr(Layer, "forward", compiles)
+    found = findings(train(recipe_of("cluster=1xcpu"), tmp_path / "runs"))["F008"]
+    assert "size mismatch" in found.evidence["why"]
+    assert found.culprit.startswith("<lambda> (test_doctor_speed.py:")
+    assert found.patch == {"plan.compile": False}
+
+
+def test_a_machine_that_others_use_is_told_from_a_wrong_prediction(tmp_path: Path) -> None:
+    run, hogs = RunDirectory(tmp_path / "run"), []
+    settings = [*TRAINED, "--set", "cluster=2xcpu", "--set", "telemetry.sample_seconds=1"]
+    command = [sys.executable, "-m", "trimaran", "train", "--run-dir", str(run.path), *settings]
+    training = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    try:
+        wait_for(run.plan.exists)  # made for a machine that nobody else uses
+        hogs += [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(8)]
+        assert training.wait(240) == 0
+    finally:
+        for each in (training, *hogs):
+            each.kill()
+            each.wait()
+    assert findings(run)["F015"].culprit.startswith("other processes, on")
+
+
+TRAINED = tuple(
+    part
+    for each in ("train.steps=16", "train.sample.tokens=0", "train.evaluate.batches=0", "train.global_batch=32")
+    for part in ("--set", each)
+)
+# Plans of many kinds, none of which anything is wrong with.
+CLEAN = {
+    "one": ["cluster=1xcpu"],
+    "accumulated": ["cluster=1xcpu", "plan.grad_accum=2"],
+    "replicas": ["cluster=2xcpu"],
+    "sharded": ["cluster=2xcpu", "plan.mesh.dp_shard=2", "plan.sharding=parameters"],
+    "zero-1": ["cluster=2xcpu", "plan.mesh.dp_shard=2", "plan.sharding=optimizer"],
+    "tensor": ["cluster=2xcpu", "plan.mesh.tp=2"],
+    "pipeline": ["cluster=2xcpu", "plan.mesh.pp=2", "plan.pipeline.schedule=1f1b"],
+    "context": ["cluster=2xcpu", "plan.mesh.cp=2"],
+    "bf16": ["cluster=1xcpu", "plan.precision=bf16"],
+    "zero-2": ["cluster=2xcpu", "plan.mesh.dp_shard=2", "plan.sharding=gradients"],
+    "processes": ["cluster=1xcpu", "data.workers=1", "checkpoint.every=10"],
+}
+
+
+@pytest.mark.parametrize("plan", CLEAN)
+def test_a_clean_run_has_no_finding(tmp_path: Path, plan: str) -> None:
+    found = findings(train(recipe_of(*CLEAN[plan]), tmp_path / "runs"))
+    assert {code: each.verdict for code, each in found.items() if code < "F050"} == {}

@@ -1,0 +1,335 @@
+"""Rules about speed, asked about runs that something was wrong with (`ailing/`) and about clusters on paper.
+
+The runs were made by the injections of tests/fault/test_doctor_speed.py, on two CPU cores, and are trimmed.
+"""
+
+import json
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trimaran.app.cli.diagnosis import command_of, diagnose_run
+from trimaran.app.cli.main import main
+from trimaran.core import Finding, Plan, Recipe, parse_recipe
+from trimaran.doctor.diagnose import diagnose
+from trimaran.doctor.evidence import Evidence, question_of, read_evidence
+from trimaran.doctor.measured import measure
+from trimaran.doctor.remedy import forecast, patched
+from trimaran.doctor.rules import speed
+from trimaran.hardware import parse_cluster
+from trimaran.models import outline_if_told, spec_of
+from trimaran.planner import choose
+from trimaran.telemetry import RunDirectory, create_run
+
+AILING = Path(__file__).parent / "ailing"
+
+
+def findings(evidence: Evidence) -> dict[str, Finding]:
+    """Return what the rules about speed find, by code; each patch must make a recipe."""
+    found = {each.code: each for each in diagnose(evidence)}
+    for each in found.values():
+        assert patched(evidence.recipe, each.patch)
+        assert each.patch or each.fix, f"{each.code} ends in nothing"
+        assert 0 < each.confidence <= 1
+    return {code: each for code, each in found.items() if code < "F050"}
+
+
+def recorded(name: str) -> Evidence:
+    return read_evidence(RunDirectory(AILING / name))
+
+
+def on_paper(*settings: str, slower: dict[str, float] | None = None, **keys: Any) -> Evidence:
+    """Return a run that goes as predicted on the recipe's cluster, but for phases that are so many times slower.
+
+    `keys` are of every line of the metrics; `waited` seconds are for the loader, `stall` for every tenth checkpoint.
+    """
+    recipe = parse_recipe("", name="test", overrides=settings)
+    plan = planned(recipe)
+    question = question_of(recipe, plan)
+    assert question is not None
+    prediction = forecast(question, plan)
+    terms = {name: prediction.time.get(name, 0.0) * (slower or {}).get(name, 1.0) for name in prediction.time}
+    waited, stall = keys.pop("waited", 0.0), keys.pop("stall", 0.0)
+    steps = []
+    for step in range(1, 61):
+        saved = stall if step % 10 == 0 else 0.0
+        phases = {"data": waited, "checkpoint": saved, "comm": terms.get("comm", 0.0) + terms.get("bubble", 0.0)}
+        phases |= {name: terms[name] for name in ("forward", "backward", "optimizer")}
+        line = {
+            "step": step,
+            "step_seconds": sum(phases.values()),
+            "phases": phases,
+            "peak_bytes": prediction.peak_bytes,
+        }
+        loader = {"loader": {"waited": waited, "workers": 2, "depth": 4}} if waited else {}
+        steps.append(line | loader | keys)
+    plan = plan.model_copy(update={"prediction": prediction})
+    return Evidence(recipe=recipe, plan=plan, steps=tuple(steps), ask=lambda: question)
+
+
+def planned(recipe: Recipe) -> Plan:
+    outline = outline_if_told(recipe.model, recipe.data)
+    return choose(recipe, spec_of(recipe.model), parse_cluster(recipe.cluster), outline)
+
+
+GPUS = ("model.preset=llama-3.2-1b", "cluster=8xH100", "data.seq_len=2048", "train.global_batch=64")
+
+
+def test_a_run_that_goes_as_planned_has_no_finding() -> None:
+    assert findings(on_paper(*GPUS)) == {}
+    assert findings(recorded("healthy")) == {}
+
+
+def test_too_few_steps_are_no_evidence() -> None:
+    evidence = recorded("slow-network")
+    assert findings(replace(evidence, steps=evidence.steps[:12])) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "culprit", "patch"),
+    [
+        ("slow-loader", "F001", "the loader thread", {"data.workers"}),
+        ("slow-network", "F002", "gradients on loopback", {"plan.comm.compression"}),
+        ("throttled-rank", "F005", "rank 1", set()),
+        ("small-micro-batch", "F006", "micro-batch 1 x accumulation 16", {"plan.micro_batch", "plan.grad_accum"}),
+        ("checkpoints-in-the-way", "F007", "written while all wait", {"checkpoint.asynchronous"}),
+        ("uneven-stages", "F011", "rank 0", {"plan.pipeline.stages"}),
+        ("padding", "F012", "data.samples.batching=pad", {"data.samples.batching"}),
+        ("unequal-pictures", "F013", "patches of pictures", {"data.samples.balance"}),
+    ],
+)
+def test_what_was_done_to_a_run_is_found(name: str, code: str, culprit: str, patch: set[str]) -> None:
+    found = findings(recorded(name))[code]
+    assert found.culprit == culprit
+    assert found.patch.keys() == patch
+    assert found.step == recorded(name).last_step
+    assert found.gain is not None
+    assert 0.05 < found.gain < 1
+
+
+def test_many_ranks_that_do_little_are_split_into_what_they_lose() -> None:
+    found = findings(recorded("throttled-rank"))["F014"]
+    assert found.culprit == "imbalance: rank 1"
+    lost = found.evidence["lost"]
+    assert lost["imbalance"] == max(lost.values())
+    assert sum(lost.values()) == pytest.approx(1 - found.evidence["efficiency"], abs=1e-3)
+
+
+def test_a_slow_rank_with_more_tokens_is_the_datas_fault() -> None:
+    evidence = recorded("throttled-rank")
+    tokens = {"min": 512.0, "median": 512.0, "max": 1600.0, "at": 1}
+    steps = tuple(
+        each | {"ranks": each["ranks"] | {"tokens": tokens}} if "ranks" in each else each for each in evidence.steps
+    )
+    recipe = patched(evidence.recipe, {"data.samples.balance": False})
+    found = findings(replace(evidence, steps=steps, recipe=recipe))["F005"]
+    assert found.evidence["kind"] == "data"
+    assert found.patch == {"data.samples.balance": True}
+
+
+def test_a_slow_rank_whose_gpus_are_throttled_is_told_so() -> None:
+    evidence = recorded("throttled-rank")
+    samples = ({"time": 1.0, "node": 0, "ranks": {"1": {}}, "gpus": [{"throttle": ["thermal"]}]},)
+    assert "held back by thermal" in findings(replace(evidence, samples=samples))["F005"].verdict
+
+
+def test_what_the_supervisor_noticed_is_told_where_ranks_cannot() -> None:
+    evidence = recorded("healthy")
+    noticed = {"id": "3", "cause": "straggler", "what": "rank 1 is 2.1 times as slow", "suspects": [1], "time": 1.0,
+               "evidence": {"slowdown": 2.1}}  # fmt: skip
+    found = findings(replace(evidence, incidents=(noticed,)))["F005"]
+    assert found.culprit == "rank 1"
+    assert found.gain == pytest.approx(1 - 1 / 2.1)
+
+
+def test_small_kernels_on_a_gpu_are_the_hosts_fault() -> None:
+    pins = ("plan.micro_batch=1", "plan.grad_accum=64", "plan.compile=false")
+    small = ("model.preset=tinyllama-1.1b", "cluster=1xH100", "data.seq_len=256", "train.global_batch=64")
+    evidence = on_paper(*small, *pins)
+    found = findings(evidence)["F003"]
+    assert found.culprit == "the host"
+    assert found.patch["plan.micro_batch"] > 1
+    assert found.gain is not None
+    assert found.gain > 0.2
+    as_fast = on_paper(*small, *pins, slower={"forward": 0.5, "backward": 0.5})
+    assert "F003" not in findings(as_fast), "a run that is faster than its host can be has another host"
+
+
+def test_a_gpu_that_moves_bytes_is_told_to_multiply() -> None:
+    pins = ("plan.micro_batch=8", "plan.grad_accum=1", "plan.precision=bf16", "plan.loss=logits", "plan.compile=false")
+    evidence = on_paper(
+        "model.preset=qwen2.5-0.5b", "cluster=1xH100", "data.seq_len=2048", "train.global_batch=8", *pins
+    )
+    found = findings(evidence)["F004"]
+    assert found.culprit == "memory bandwidth"
+    assert found.patch == {"plan.compile": True}
+
+
+def test_a_bucket_of_one_mebibyte_is_too_small() -> None:
+    pins = ("plan.mesh.dp_replicate=8", "plan.sharding=none", "plan.comm.bucket_mb=1")
+    asked = ("model.preset=tinyllama-1.1b", "cluster=8xA100-80GB", "data.seq_len=512", "train.global_batch=64")
+    evidence = on_paper(*asked, *pins, slower={"comm": 20.0})
+    found = findings(evidence)["F010"]
+    assert "too small" in found.verdict
+    assert found.patch["plan.comm.bucket_mb"] > 1
+    usual = on_paper(*asked, *pins[:2], "plan.comm.bucket_mb=25", slower={"comm": 20.0})
+    assert "F010" not in findings(usual)
+
+
+def test_a_storm_of_compilations_is_found_with_its_reason() -> None:
+    evidence = recorded("healthy")
+    why = "tensor 'x' size mismatch at index 0. expected 4, actual 5"
+    events = tuple(
+        {
+            "kind": "recompile",
+            "rank": 0,
+            "step": step,
+            "time": float(step),
+            "data": {"what": "forward (a.py:7)", "why": why},
+        }
+        for step in (10, 12, 14)
+    )
+    assert "F008" not in findings(replace(evidence, events=events[:2]))
+    found = findings(replace(evidence, events=events))["F008"]
+    assert (found.culprit, found.evidence["why"]) == ("forward (a.py:7)", why)
+    assert found.patch == {"plan.compile": False}
+    padded = patched(evidence.recipe, {"data.samples.batching": "bucket"})
+    assert findings(replace(evidence, events=events, recipe=padded))["F008"].patch == {"data.samples.batching": "pack"}
+
+
+def test_a_host_that_waits_in_forward_is_found_by_a_profile() -> None:
+    # What doctor/traces.py said of a real trace of three steps with an .item() in each of four layers.
+    trace = {"file": "step-00000010-rank-0.trace.json.gz", "steps": 3, "waits": {"aten::_local_scalar_dense": 12},
+             "places": {"forward, after aten::max": 12}, "wait_seconds": 1.6e-05}  # fmt: skip
+    evidence = recorded("healthy")
+    found = findings(replace(evidence, traces=(trace,)))["F009"]
+    assert found.culprit == "forward, after aten::max"
+    assert found.evidence["waits_a_step"] == 4
+    assert "F009" not in findings(replace(evidence, traces=(trace | {"waits": {}, "places": {}},)))
+
+
+def test_a_prediction_that_is_off_is_told_with_the_part_that_is() -> None:
+    found = findings(on_paper(*GPUS, slower={"forward": 1.6, "backward": 1.6}))["F015"]
+    assert found.culprit == "computing"
+    assert "error bar" in found.verdict
+
+
+def test_a_busy_cpu_is_blamed_on_who_uses_it() -> None:
+    evidence = recorded("healthy")
+    assert evidence.plan.prediction is not None
+    slow = evidence.plan.prediction.model_copy(update={"step_seconds": 0.06})
+    evidence = replace(evidence, plan=evidence.plan.model_copy(update={"prediction": slow}),
+                       steps=tuple(each | {"step_seconds": 0.2} for each in evidence.steps))  # fmt: skip
+    assert "F015" not in findings(evidence), "nobody looked at the machine"
+    sample = {"time": 1.0, "node": 0, "cpu": 1.0, "cores": 8, "ranks": {"0": {"cpu": 1.0}, "1": {"cpu": 1.0}}}
+    assert findings(replace(evidence, samples=(sample,) * 3))["F015"].culprit == "other processes, on 6.0 cores"
+
+
+def test_dips_every_ten_steps_and_busy_loaders_are_data_and_checkpoints_and_idle_memory() -> None:
+    """The textbook's first exercise: utilisation of 70 to 90 %, dips every 10 steps, loaders at 100 % CPU."""
+    pins = ("plan.micro_batch=1", "plan.grad_accum=8", "plan.compile=true", "plan.recompute=full")
+    settings = ("checkpoint.every=10", "data.workers=2", *GPUS, *pins)
+    step = forecast_of(*settings)
+    ranks = {str(rank): {"cpu": 1.0, "loader_cpu": 2.0} for rank in range(8)}
+    sample = {"time": 1.0, "node": 0, "cores": 64, "cpu": 0.5, "ranks": ranks, "gpus": [{"utilisation": 0.8}]}
+    evidence = replace(on_paper(*settings, waited=0.2 * step, stall=step), samples=(sample,) * 3)
+    found = findings(evidence)
+    assert {"F001", "F006", "F007"} <= found.keys()
+    assert found["F001"].culprit == "2 loader processes, 100% busy"
+    assert found["F001"].patch == {"data.workers": 3}
+    assert found["F007"].evidence["every_steps"] == 10
+    assert found["F007"].patch == {"checkpoint.every": "auto"}
+    assert found["F006"].patch["plan.recompute"] == "none"
+
+
+def test_a_speedup_of_5_2_on_8_ranks_is_split_into_its_causes() -> None:
+    """The textbook's second exercise: 65 % efficiency, of which communication is most."""
+    usual = forecast_of(*GPUS)
+    whole = usual / 0.65
+    late = {"busy_seconds": {"min": usual, "median": usual, "max": usual + 0.07 * whole, "at": 3}}
+    waits = {"comm": 0.17 * whole, "straggler": 0.07 * whole, "data": 0.0}
+    evidence = on_paper(*GPUS, ranks=late, waits=waits, waited=0.05 * whole, stall=0.6 * whole)
+    steps = []
+    for each in evidence.steps:
+        phases = {**each["phases"], "comm": 0.24 * whole}
+        own = usual - sum(phases[name] for name in ("forward", "backward", "optimizer"))
+        phases["optimizer"] += own  # all that is not waiting is computing
+        steps.append(each | {"phases": phases, "step_seconds": sum(phases.values())})
+    found = findings(replace(evidence, steps=tuple(steps)))["F014"]
+    assert found.evidence["speedup"] == pytest.approx(5.2, abs=0.05)
+    assert found.evidence["lost"] == pytest.approx(
+        {"comm": 0.17, "imbalance": 0.07, "sync": 0.06, "data": 0.05}, abs=0.01
+    )
+    assert found.culprit.startswith("comm")
+
+
+def forecast_of(*settings: str) -> float:
+    recipe = parse_recipe("", name="test", overrides=settings)
+    plan = planned(recipe)
+    question = question_of(recipe, plan)
+    assert question is not None
+    return forecast(question, plan).step_seconds
+
+
+def test_every_rule_has_a_code_of_its_own() -> None:
+    folder = Path(speed.__file__).parent
+    codes = [
+        path.read_text().partition('"""')[2][:4] for path in sorted(folder.glob("*.py")) if path.stem != "__init__"
+    ]
+    assert len(codes) == len(set(codes)) == len(speed.RULES)
+    assert all("F001" <= code < "F050" for code in codes)
+
+
+def test_the_parts_of_a_step_add_up() -> None:
+    for path in sorted(AILING.iterdir()):
+        found = measure(recorded(path.name))
+        assert found is not None
+        parts = found.data + found.comm + found.straggler + found.bubble + found.checkpoint + found.compute
+        assert parts == pytest.approx(found.step)
+
+
+@pytest.fixture
+def ailing_run(tmp_path: Path) -> RunDirectory:
+    old = RunDirectory(AILING / "slow-network")
+    run = create_run(tmp_path / "a run", old.read_recipe(), old.read_plan())
+    run.metrics.write_text(old.metrics.read_text())
+    run.events(0).write_text(old.events(0).read_text())
+    return run
+
+
+def test_the_verb_prints_the_command_and_leaves_the_findings(ailing_run: RunDirectory, capsys: Any) -> None:
+    assert main(["doctor", str(ailing_run.path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    kept = json.loads(ailing_run.findings.read_text())
+    assert [each["code"] for each in kept["findings"]] == [each["code"] for each in told["findings"]]
+    assert told["step"] == kept["step"] == 25
+    words = shlex.split(told["findings"][0]["command"])
+    assert words[1:] == ["train", str(ailing_run.recipe), "--set", "plan.comm.compression=bf16"]
+    parse_recipe(ailing_run.recipe.read_text(), name="test", overrides=[words[-1]])
+    assert main(["doctor", str(ailing_run.path)]) == 0
+    shown = capsys.readouterr().out
+    assert "F002 warning: 5" in shown
+    assert "--set plan.comm.compression=bf16" in shown
+    assert not list(ailing_run.path.glob("*.tmp"))
+
+
+def test_strange_files_are_passed_over(ailing_run: RunDirectory, capsys: Any) -> None:
+    with ailing_run.metrics.open("a") as file:
+        file.write('{"step": "x"}\n{"step": 26, "step_seconds": null, "phases": {}}\n[]\nnonsense\n')
+        file.write('{"step": 27, "step_seconds": 1.0, "phases": {"data": "a"}, "ranks": 7}\n')
+    (ailing_run.path / "incidents.jsonl").write_text('{"cause": "straggler", "suspects": null, "time": "now"}\n')
+    ailing_run.profiles.mkdir()
+    (ailing_run.profiles / "step-1-rank-0.trace.json.gz").write_bytes(b"not gzip")
+    assert diagnose_run(str(ailing_run.path), as_json=True) == 0
+    assert "F002" in {each["code"] for each in json.loads(capsys.readouterr().out)["findings"]}
+
+
+def test_a_finding_without_a_patch_has_no_command(ailing_run: RunDirectory) -> None:
+    assert command_of(Finding(code="F005", severity="warning", verdict="slow"), ailing_run) == ""
+    several = Finding(
+        code="F011", severity="note", verdict="x", patch={"plan.pipeline.stages": [4, 4], "plan.compile": True}
+    )
+    assert command_of(several, ailing_run).endswith("--set 'plan.pipeline.stages=[4, 4]' --set plan.compile=true")

@@ -147,7 +147,8 @@ def test_ctrl_c_leaves_a_watched_run_quietly(tmp_path: Path) -> None:
 def test_the_schema_knows_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schema"]) == 0
     schema = json.loads(capsys.readouterr().out)
-    assert {"name", "model", "data", "train", "checkpoint", "faults", "cluster", "plan"} == schema["properties"].keys()
+    sections = {"name", "model", "data", "train", "checkpoint", "faults", "telemetry", "cluster", "plan"}
+    assert sections == schema["properties"].keys()
 
 
 def test_presets_are_a_table_and_an_object(capsys: pytest.CaptureFixture[str]) -> None:

@@ -112,7 +112,7 @@ def test_one_ctrl_c_stops_all_ranks_at_the_same_step_and_resume_goes_on(tmp_path
     settings = ["--set", "train.steps=100000", "--set", "train.sample.tokens=0"]
     process = start("--run-dir", str(run), *settings, cwd=tmp_path)
     wait_for(lambda: len(lines(run / "metrics.jsonl")) >= 3)
-    assert len(processes_of(run)) == 4
+    assert len(processes_of(run)) == 5  # supervisor, nursery, ranks, sidecar
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 75, err

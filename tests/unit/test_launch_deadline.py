@@ -98,3 +98,10 @@ def test_a_rank_that_waits_for_a_core_has_not_hung_and_neither_have_those_that_w
     assert deadlines.late(still, 500.0, {0: 2.0, 1: 3.0}) == {}
     assert deadlines.late(still, 507.0, {0: 2.0, 1: 8.0}) == {}
     assert deadlines.late(still, 512.0, {0: 2.0, 1: 8.0}) == {0: 7.0, 1: 7.0}
+
+
+def test_a_rank_that_has_just_ended_is_not_late_for_all_that_it_waited_for_a_core() -> None:
+    deadlines = after_steps(0.1)
+    still = {0: pulse("step", 50, 500.0)}
+    assert deadlines.late(still, 501.0, {0: 100.0}) == {}
+    assert deadlines.late(still, 502.0, {0: 0.0}) == {}, "the system forgot it"

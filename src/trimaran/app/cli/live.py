@@ -8,8 +8,10 @@ from rich.live import Live
 from rich.text import Text
 
 from trimaran.app.cli.chart import ORANGE
+from trimaran.app.cli.glance import finding_lines, glances
+from trimaran.app.cli.health import Visits
 from trimaran.app.cli.logs import LogLine, printable
-from trimaran.app.cli.state import RunState
+from trimaran.app.cli.state import UNDER_WAY, RunState
 from trimaran.app.cli.view import draw, line
 from trimaran.launch.verdict import verdict
 
@@ -19,20 +21,22 @@ MAX_SHARE = 0.05  # of a core that the show may take from the ranks
 LINE_SECONDS = 5.0
 
 
-def follow(state: RunState, console: Console, *, over: Callable[[], bool]) -> None:
+def follow(state: RunState, console: Console, *, over: Callable[[], bool], visits: Visits | None = None) -> None:
     """Show the run until `over` says that it has ended; everything the ranks print goes past above the picture.
 
-    `over` is asked before the files are read, so whatever was written before the end is shown.
+    With `visits` the doctor looks at the run now and then. `over` is asked before the files are read, so whatever was
+    written before the end is shown.
     """
     if console.is_terminal and not console.is_dumb_terminal and not console.options.ascii_only:
-        _follow_in_panel(state, console, over)
+        _follow_in_panel(state, console, over, visits)
     else:
-        _follow_in_lines(state, console, over)
+        _follow_in_lines(state, console, over, visits)
 
 
-def _follow_in_panel(state: RunState, console: Console, over: Callable[[], bool]) -> None:
+def _follow_in_panel(state: RunState, console: Console, over: Callable[[], bool], visits: Visits | None) -> None:
     """Draw the panel a few times a second, with room behind it for the ^C that a terminal echoes."""
     shown = {incident.id for incident in state.incidents}
+    diagnosed: set[tuple[str, str]] = set()
     with Live(console=console, auto_refresh=False) as live:
         ended = False
         while not ended:
@@ -40,20 +44,24 @@ def _follow_in_panel(state: RunState, console: Console, over: Callable[[], bool]
             ended = over()
             show_log(state.refresh(), console)
             show_incidents(state, console, shown)
-            live.update(draw(state, width=console.width - len("^C")), refresh=True)
+            show_findings(state, console, visits, diagnosed)
+            picture = draw(state, width=console.width - len("^C"), height=console.height, extra=glances(state, visits))
+            live.update(picture, refresh=True)
             if not ended:
                 drawing = time.monotonic() - began
                 time.sleep(min(max(FRAME_SECONDS, drawing / MAX_SHARE), MAX_FRAME_SECONDS))
 
 
-def _follow_in_lines(state: RunState, console: Console, over: Callable[[], bool]) -> None:
+def _follow_in_lines(state: RunState, console: Console, over: Callable[[], bool], visits: Visits | None) -> None:
     """Print a line for the first step, for the last, and in between not more often than every few seconds."""
     shown, due, ended, evaluated = -1, 0.0, False, 0
     told = {incident.id for incident in state.incidents}
+    diagnosed: set[tuple[str, str]] = set()
     while not ended:
         ended = over()
         show_log(state.refresh(), console)
         show_incidents(state, console, told)
+        show_findings(state, console, visits, diagnosed)
         for step, loss in state.evaluations[evaluated:]:
             right = "".join(f"  {name} {share:.1%}" for name, share in state.accuracy.items())
             print_plain(console, f"step {step}  held-out loss {loss:.4f}{right}")
@@ -82,6 +90,19 @@ def show_incidents(state: RunState, console: Console, shown: set[str]) -> None:
             first, _, rest = printable(verdict(incident)).partition("\n")
             console.print(Text(first, style=f"bold {ORANGE}"), soft_wrap=True)
             print_plain(console, rest)
+
+
+def show_findings(state: RunState, console: Console, visits: Visits | None, shown: set[tuple[str, str]]) -> None:
+    """Let the doctor look if it is time to, and print what was not found before: verdict and command, to be copied."""
+    if visits is None:
+        return
+    visits.look(now=time.time() if state.status in UNDER_WAY else None)
+    for told in visits.told:
+        key = (told.finding.code, told.finding.culprit)
+        if key not in shown:
+            shown.add(key)
+            for each in finding_lines(told):
+                console.print(each, soft_wrap=True)
 
 
 def print_plain(console: Console, text: str) -> None:

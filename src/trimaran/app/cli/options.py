@@ -159,3 +159,4 @@ RunName = Annotated[
     typer.Argument(metavar="RUN", help="A run directory, or its name under runs/.", autocompletion=complete_run),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Answer with one JSON object.")]
+NoCheck = Annotated[bool, typer.Option("--no-check", help="Do not look at the machine first, see `trimaran doctor`.")]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trimaran.app.cli.options import Json, RunName, Settings, find_run
+from trimaran.app.cli.options import Json, NoCheck, RunName, Settings, find_run
 
 if TYPE_CHECKING:
     from trimaran.app.cli.request import Request
@@ -23,6 +23,7 @@ def resume(
     settings: Settings = None,
     as_json: Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show only the end.")] = False,
+    no_check: NoCheck = False,
 ) -> int:
     """Go on with a run from its newest complete checkpoint.
 
@@ -39,12 +40,14 @@ def resume(
     """
     from trimaran.app.cli.request import refuse_elsewhere, refuse_other_size, torchrun_cluster, with_whole_paths
     from trimaran.core.compile_cache import refuse_unusable
+    from trimaran.telemetry.sinks.open import refuse_missing_sinks
 
     found = find_run(run)
     inside = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
     old = with_whole_paths(found.read_recipe())
     request = _resolve(found, old, settings or [], cluster=torchrun_cluster(os.environ) if inside else None)
     refuse_other_run(old, request.recipe, where=str(found.path))
+    refuse_missing_sinks(request.recipe.telemetry)
     if _is_done(found, request):
         return _say_done(found, request, as_json=as_json)
     _refuse_fewer_steps(found, request)
@@ -57,6 +60,10 @@ def resume(
         return resume_as_rank(request, found, replan=replan, as_json=as_json)
     _refuse_held(found)
     refuse_elsewhere(request.cluster)
+    if not no_check:
+        from trimaran.app.cli.preflight import refuse_unfit_machine
+
+        refuse_unfit_machine(request)
     from trimaran.app.cli.session import resume_here
 
     return resume_here(request, found, replan=replan, as_json=as_json, quiet=quiet)

@@ -13,7 +13,7 @@ from trimaran.app.cli.packing import packing_bar
 from trimaran.app.cli.ready import ready
 from trimaran.app.cli.request import Request
 from trimaran.app.cli.state import RunState
-from trimaran.app.cli.stop_button import HeldSupervisor, StopButton
+from trimaran.app.cli.stop_button import HeldSupervisor, ShowButton, StopButton
 from trimaran.app.cli.summary import explain_failure, summarise
 from trimaran.checkpoint.shelf import steps
 from trimaran.core import EXIT_AGAIN, EXIT_DONE, Bytes, Recipe
@@ -58,11 +58,13 @@ def attend(run: RunDirectory, console: Console, *, as_json: bool, quiet: bool) -
     state.refresh()  # what was before is not news
     ranks = start_local(run)
     held = HeldSupervisor(ranks, lambda words: print_plain(console, words))
-    with StopButton(ranks, lambda words: print_plain(console, words)) as button:
+    shown = ShowButton(ranks, lambda words: print_plain(console, words))
+    with shown, StopButton(ranks, lambda words: print_plain(console, words)) as button:
 
         def over() -> bool:
             button.act()
             held.look()
+            shown.act()
             return ranks.poll() is not None
 
         follow(state, Console(quiet=True) if quiet else console, over=over)

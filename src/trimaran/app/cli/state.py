@@ -4,6 +4,7 @@ import math
 import platform
 import signal
 import statistics
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -12,8 +13,9 @@ import psutil
 
 from trimaran.app.cli.logs import LogFollower, LogLine
 from trimaran.core import EXIT_AGAIN, EXIT_DONE, PHASES, Event, Incident, StepMetrics, UserError, show_count
-from trimaran.telemetry import Follower, RunDirectory, read_incidents
+from trimaran.telemetry import Follower, LineFollower, RunDirectory, read_incidents
 from trimaran.telemetry.attempts import Attempts
+from trimaran.telemetry.step_lines import read_details, read_step
 
 Status = Literal["starting", "training", "restarting", "done", "stopped", "failed", "vanished"]
 UNDER_WAY: tuple[Status, ...] = ("starting", "training", "restarting")
@@ -21,6 +23,9 @@ STOPPED = (EXIT_AGAIN, 128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.S
 
 RECENT_STEPS = 20
 MEASURED_STEPS = 1000
+DETAILED_STEPS = 400  # whose details are kept, of all that were made
+SAMPLE_BACKLOG = 1 << 16  # bytes of a node's samples that a first look goes back
+FRESH_STEPS = 100  # of which the newest word about anything is looked for
 
 DETAILS: dict[str, Callable[[Any], str]] = {
     "bubble": lambda told: f"{told['measured']:.0%} of the pipeline's time, {told['theoretical']:.0%} in theory",
@@ -28,6 +33,8 @@ DETAILS: dict[str, Callable[[Any], str]] = {
     "loss_scale": lambda told: f"{told:g}",
     "recompiles": lambda told: f"{told} after the first steps (see the `recompile` events)" if told else "",
     "towers": lambda told: "gradient norms " + _listed({name: each["grad_norm"] for name, each in told.items()}),
+    "lrs": lambda told: _listed(told),
+    "groups": lambda told: _groups(told),
     "losses": lambda told: _listed(told),
     "loader": lambda told: (
         f"{told['waited']:.2g} s waited for the batch; {told['workers']} processes, {told['depth']} batches ahead"
@@ -36,12 +43,20 @@ DETAILS: dict[str, Callable[[Any], str]] = {
         _rows(told) if "padding" in told else ", ".join(f"{show_count(each)} {name}" for name, each in told.items())
     ),
 }
-_STEP_FIELDS = {field.name for field in fields(StepMetrics)} - {"details"}
 _EVENT_FIELDS = {field.name for field in fields(Event)}
 
 
 def _listed(told: dict[str, float]) -> str:
     return ", ".join(f"{name} {value:.3g}" for name, value in told.items())
+
+
+def _groups(told: dict[str, dict[str, float | None]]) -> str:
+    """Return what is worth a line of all groups; a number that is not finite is None."""
+    moved = {name: each["update_ratio"] for name, each in told.items() if each["update_ratio"] is not None}
+    if not moved:
+        return ""
+    least, most = (choose(moved, key=moved.__getitem__) for choose in (min, max))
+    return f"an update moves {most} by {moved[most]:.2g} of its weights, {least} by {moved[least]:.2g}"
 
 
 def _rows(told: dict[str, float]) -> str:
@@ -66,14 +81,19 @@ class Measured:
 
 
 class RunState:
-    """What the files of a run say so far. `refresh` reads what was added since the last look."""
+    """What the files of a run say so far. `refresh` reads what was added since the last look.
+
+    `steps` come without their details. `latest` has the newest word about each of those, such as `ranks` and `memory`;
+    `detailed` has all that was told at some steps, evenly spread over the run; `samples` how each node was doing last.
+    """
 
     def __init__(self, run: RunDirectory) -> None:
         self.run = run
-        self.steps: list[StepMetrics] = []
         self.events: list[Event] = []
         self.attempts = Attempts(run)
-        self._metrics_follower = Follower(run.metrics)
+        self.samples: dict[str, dict[str, Any]] = {}
+        self._sample_followers: dict[str, Follower] = {}
+        self._forget_steps()
         self._event_followers: dict[int, Follower] = {}
         self._log_followers: dict[int, LogFollower] = {}
         self._now: dict[int, list[Event]] = {}  # of each rank, since it was started last
@@ -91,6 +111,15 @@ class RunState:
             self._event_followers.setdefault(rank, Follower(run.events(rank)))
             self._log_followers.setdefault(rank, LogFollower(run.log(rank), rank))
 
+    def _forget_steps(self) -> None:
+        """Read the metrics from their beginning at the next look."""
+        self.steps: list[StepMetrics] = []
+        self.detailed: list[tuple[int, dict[str, Any]]] = []
+        self.latest: dict[str, Any] = {}
+        self._last_details: dict[str, Any] = {}
+        self._metrics_follower = LineFollower(self.run.metrics)
+        self._every = 1
+
     def refresh(self) -> list[LogLine]:
         """Read on, and return the lines that the ranks have printed since the last look."""
         if self.attempts.refresh():
@@ -98,12 +127,37 @@ class RunState:
         for follower in self._event_followers.values():
             for line in follower.new():
                 self._take(Event(**{key: line[key] for key in _EVENT_FIELDS & line.keys()}))
-        for line in self._metrics_follower.new():
-            step = _step(line)
+        self._read_steps()
+        self._read_samples()
+        return [line for follower in self._log_followers.values() for line in follower.new()]
+
+    def _read_steps(self) -> None:
+        fresh: deque[bytes] = deque(maxlen=FRESH_STEPS)
+        for step, rest in filter(None, map(read_step, self._metrics_follower.new())):
             while self.steps and self.steps[-1].step >= step.step:  # taken back, and done again
                 self.steps.pop()
             self.steps.append(step)
-        return [line for follower in self._log_followers.values() for line in follower.new()]
+            fresh.append(rest)
+            if len(self.steps) % self._every == 0:
+                self._keep_details(step.step, rest)
+        for rest in fresh:
+            self.latest |= (details := read_details(rest))
+            self._last_details = details
+
+    def _keep_details(self, step: int, rest: bytes) -> None:
+        """Keep what one step told; where there are many, of every second, every fourth, every eighth ... step."""
+        while self.detailed and self.detailed[-1][0] >= step:
+            self.detailed.pop()
+        self.detailed.append((step, read_details(rest)))
+        if len(self.detailed) >= 2 * DETAILED_STEPS:
+            self.detailed, self._every = self.detailed[1::2], 2 * self._every
+
+    def _read_samples(self) -> None:
+        """Read how the machines of the run are doing: the last word of each node."""
+        for path in self.run.samples(0).parent.glob("node-*.jsonl"):
+            follower = self._sample_followers.setdefault(path.name, Follower(path, backlog=SAMPLE_BACKLOG))
+            for line in follower.new():
+                self.samples[path.name] = line
 
     def _take(self, event: Event) -> None:
         self.events.append(event)
@@ -112,7 +166,7 @@ class RunState:
         self._now.setdefault(event.rank, []).append(event)
         if event.rank == 0 and event.kind in ("ready", "rewind"):
             # Lines after this step have been taken back. The file may have grown again since: only all of it is true.
-            self.steps, self._metrics_follower = [], Follower(self.run.metrics)
+            self._forget_steps()
 
     def of_kind(self, kind: str) -> list[Event]:
         return [event for event in self.events if event.kind == kind]
@@ -233,7 +287,7 @@ class RunState:
     @property
     def details(self) -> list[tuple[str, str]]:
         """What only some plans have, of the last step: names and words."""
-        told = self.steps[-1].details if self.steps else {}
+        told = self._last_details
         names = {"rows": "scenes a step"} if self.unit == "scenes" else {}
         words = ((names.get(name, name), show(told[name])) for name, show in DETAILS.items() if name in told)
         return [(name, each) for name, each in words if each]
@@ -277,7 +331,10 @@ class RunState:
             "measured": measured.as_dict() if measured else None,
             "differences": self.differences,
             "phases": self.phases,
-            "details": self.steps[-1].details if self.steps else {},
+            "details": {name: told for name, told in self._last_details.items() if name in DETAILS},
+            "ranks": self.latest.get("ranks"),
+            "memory": self.latest.get("memory"),
+            "machines": list(self.samples.values()),
             "samples": [event.data for event in self.of_kind("sample")],
             "error": failure.data | {"rank": failure.rank} if failure else None,
             "attempts": len(self.attempts.attempts),
@@ -301,10 +358,3 @@ def _lives(host: str | None, pid: int | None, since: float) -> bool:
 def finite(values: Iterable[float]) -> float | None:
     """Return the one value if there is one and JSON can hold it."""
     return next((value for value in values if math.isfinite(value)), None)
-
-
-def _step(line: dict[str, Any]) -> StepMetrics:
-    """Return a line of `metrics.jsonl`: null is a number that is not finite; what only some plans have are details."""
-    values: dict[str, Any] = {key: math.nan if line[key] is None else line[key] for key in _STEP_FIELDS & line.keys()}
-    details = {key: value for key, value in line.items() if key in DETAILS}
-    return StepMetrics(**values, details=details)

@@ -1,4 +1,5 @@
-"""What Ctrl-C and SIGTERM mean while ranks are at work: one asks them to stop, a second Ctrl-C ends them."""
+"""What Ctrl-C and SIGTERM mean while ranks are at work: one asks them to stop, a second Ctrl-C ends them. SIGUSR1 asks
+what they do."""
 
 import signal
 import time
@@ -6,7 +7,9 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+from trimaran.app.cli.logs import printable
 from trimaran.launch.local import LocalRun
+from trimaran.launch.signals import SHOW
 
 HELD_SECONDS = 10.0
 
@@ -74,3 +77,37 @@ class HeldSupervisor:
         if not self._said and time.monotonic() >= self._since + HELD_SECONDS:
             self._said, pid = True, self._ranks.process.pid
             self._say(f"the supervisor (process {pid}) is stopped by a signal; it goes on after: kill -CONT {pid}")
+
+
+class ShowButton:
+    """Hands SIGUSR1 on to the supervisor, and says what it then writes: the stacks and the memory of every rank."""
+
+    def __init__(self, ranks: LocalRun, say: Callable[[str], None]) -> None:
+        self._ranks, self._say, self._file = ranks, say, ranks.run.ranks_shown
+        self._pressed = False
+        self._waits_for: int | None = None  # what the file was when the supervisor was asked
+        self._before: Any = None
+
+    def __enter__(self) -> Self:
+        self._before = signal.signal(SHOW, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        signal.signal(SHOW, self._before)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._pressed = True
+
+    def act(self) -> None:
+        if self._pressed:
+            self._pressed, self._waits_for = False, self._version()
+            self._ranks.process.send_signal(SHOW)
+        elif self._waits_for is not None and self._version() != self._waits_for:
+            self._waits_for = None
+            for line in self._file.read_text(encoding="utf-8", errors="replace").splitlines():
+                self._say(printable(line))
+
+    def _version(self) -> int:
+        return self._file.stat().st_mtime_ns if self._file.exists() else 0

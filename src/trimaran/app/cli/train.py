@@ -8,23 +8,36 @@ from typing import Annotated
 
 import typer
 
-from trimaran.app.cli.options import RUNS, Json, RecipeFile, Settings
+from trimaran.app.cli.options import RUNS, Json, NoCheck, RecipeFile, Settings
 from trimaran.app.cli.plan import answer
 from trimaran.app.cli.request import Request, refuse_elsewhere, refuse_other_size, resolve, torchrun_cluster
+from trimaran.core import UserError
 from trimaran.core.compile_cache import refuse_unusable
 from trimaran.launch.local import local_command
 from trimaran.telemetry import RunDirectory, create_run, free_run_path, refuse_occupied
+from trimaran.telemetry.sinks.open import refuse_missing_sinks
 
 NewFolder = Annotated[Path | None, typer.Option(metavar="DIR", help="A new folder for the run. [default: runs/NAME]")]
 
 
-def train(
+ProfileSteps = Annotated[
+    str, typer.Option(metavar="FIRST:END", help="Trace these steps, END left out.", show_default=False)
+]
+ProfileRanks = Annotated[
+    str, typer.Option(metavar="RANKS", help="Of these ranks: all, or such as 0,3. [default: 0]", show_default=False)
+]
+
+
+def train(  # noqa: PLR0913 - each option of a verb is a parameter
     recipe: RecipeFile = None,
     run_dir: NewFolder = None,
     settings: Settings = None,
     as_json: Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show only the end.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and the command; start nothing.")] = False,
+    no_check: NoCheck = False,
+    profile: ProfileSteps = "",
+    profile_ranks: ProfileRanks = "",
 ) -> int:
     """Train a model: plan, start the ranks, show the run live.
 
@@ -38,10 +51,14 @@ def train(
     \b
     trimaran train
     trimaran train recipes/stdlib-tiny.yaml --set train.steps=300 --run-dir runs/longer
+    trimaran train --profile 10:13
     torchrun --nproc-per-node=2 -m trimaran train recipes/stdlib-tiny.yaml
     """
     inside = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
-    request = resolve(recipe, settings or [], cluster=torchrun_cluster(os.environ) if inside else None)
+    asked = (settings or []) + profile_settings(profile, profile_ranks)
+    request = resolve(recipe, asked, cluster=torchrun_cluster(os.environ) if inside else None)
+    refuse_missing_sinks(request.recipe.telemetry)
+    refuse_no_profile(request)
     path = run_dir or free_run_path(RUNS, request.recipe.name)
     if inside:
         refuse_other_size(request.plan, os.environ)
@@ -58,9 +75,33 @@ def train(
     if request.cluster.num_nodes > 1:
         return _hand_over(request, path, as_json=as_json)
     refuse_elsewhere(request.cluster)
+    if not no_check:
+        from trimaran.app.cli.preflight import refuse_unfit_machine
+
+        refuse_unfit_machine(request)
     from trimaran.app.cli.session import run_here
 
     return run_here(request, path, as_json=as_json, quiet=quiet)
+
+
+def profile_settings(profile: str, ranks: str) -> list[str]:
+    """Return the settings of the recipe that `--profile` and `--profile-ranks` stand for."""
+    fields = {"telemetry.profile": profile, "telemetry.profile_ranks": ranks}
+    return [f"{field}={json.dumps(value)}" for field, value in fields.items() if value]
+
+
+def refuse_no_profile(request: Request) -> None:
+    """Raise when a profile is asked for of steps or ranks that the run will not have."""
+    asked = request.recipe.telemetry
+    steps, world = request.recipe.train.steps, request.plan.mesh.world_size
+    if not asked.profile:
+        return
+    if int(asked.profile.partition(":")[0]) > steps and not request.recipe.data.epochs:
+        raise UserError("R013", f"telemetry.profile is {asked.profile}: the run has {steps} steps",
+                        where="telemetry.profile", fix="name steps that the run comes to, such as 3:6")  # fmt: skip
+    if asked.profile_ranks != "all" and max(map(int, asked.profile_ranks.split(","))) >= world:
+        raise UserError("R013", f"telemetry.profile_ranks is {asked.profile_ranks}: the plan has {world} ranks",
+                        where="telemetry.profile_ranks", fix=f"name some of 0 to {world - 1}, or all")  # fmt: skip
 
 
 def _hand_over(request: Request, path: Path, *, as_json: bool) -> int:

@@ -1,10 +1,12 @@
 """The picture of a run: a pure function of its state, whatever draws it."""
 
+import io
 import math
+from collections.abc import Sequence
 
 from rich import box
 from rich.columns import Columns
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -16,6 +18,7 @@ from trimaran.core import show_bytes, show_count, show_seconds
 
 WIDE_COLUMNS = 118
 CURVE_ROWS = 6
+LEAST_ROWS = 3
 
 STATUS_COLORS = {
     "starting": ORANGE,
@@ -36,8 +39,33 @@ PHASE_COLORS = {
 }
 
 
-def draw(state: RunState, *, width: int) -> RenderableType:
-    """Return the run as a panel of `width` columns: one column of parts, two where there is room."""
+def draw(state: RunState, *, width: int, height: int | None = None, extra: Sequence[Text] = ()) -> RenderableType:
+    """Return the run as a panel of `width` columns: one column of parts, two where there is room.
+
+    `extra` are lines under it. Where a window of `height` has no room for all, the curve gets smaller first.
+    """
+    rows, lines = CURVE_ROWS + 2 if width >= WIDE_COLUMNS else CURVE_ROWS, list(extra)
+    if height is not None and lines:
+        others = _count_rows(_panel(state, width, rows, []), width) - rows + 1
+        rows = max(LEAST_ROWS, min(rows, height - others - len(lines)))
+        lines = _first(lines, room=max(1, height - others - rows))
+    return _panel(state, width, rows, lines)
+
+
+def _count_rows(picture: RenderableType, width: int) -> int:
+    return len(Console(width=width, file=io.StringIO()).render_lines(picture))
+
+
+def _first(lines: list[Text], *, room: int) -> list[Text]:
+    """Return the lines that there is room for, and how many there are beyond those."""
+    if len(lines) <= room:
+        return lines
+    hidden = len(lines) - room + 1
+    return [*lines[: room - 1], Text(f"... {hidden} more in a taller window", style="dim")]
+
+
+def _panel(state: RunState, width: int, rows: int, lines: Sequence[Text]) -> RenderableType:
+    """Return the panel with `rows` for the curve and `lines` under everything else."""
     inner = width - 4
     parts: list[RenderableType] = [Text(str(state.plan), style="dim"), _progress(state, inner)]
     if state.steps and width >= WIDE_COLUMNS:
@@ -45,12 +73,13 @@ def draw(state: RunState, *, width: int) -> RenderableType:
         columns = Table.grid(padding=(0, 3, 0, 0))
         columns.add_column(width=half + 3)
         columns.add_column(width=inner - half - 3)
-        left = Group(_losses(state), *_curve(state, half, CURVE_ROWS + 2))
+        left = Group(_losses(state), *_curve(state, half, rows))
         columns.add_row(left, Group(_numbers(state), Text(), *_phases(state, half), Text(), _comparison(state)))
         parts += [Text(), columns]
     elif state.steps:
-        parts += [Text(), _losses(state), *_curve(state, inner, CURVE_ROWS), Text(), _numbers(state)]
+        parts += [Text(), _losses(state), *_curve(state, inner, rows), Text(), _numbers(state)]
         parts += [*_phases(state, inner), Text(), _comparison(state)]
+    parts += [Text(), *lines] if lines else []
     color = STATUS_COLORS[state.status]
     title = Text.assemble((state.recipe.name, "bold"), " ", (state.status, color))
     return Panel(Group(*parts), title=title, title_align="left", subtitle=Text(str(state.run.path), style="dim"),

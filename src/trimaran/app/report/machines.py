@@ -1,0 +1,70 @@
+"""How the machines of a run were doing: a few hundred samples of each, whatever the run's length."""
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from trimaran.app.report.curves import number, tree
+from trimaran.app.report.thin import Point, Spread, spread
+from trimaran.telemetry import RunDirectory
+from trimaran.telemetry.journal import parse_lines
+
+Sample = dict[str, Any]
+MAX_LINES = 4000  # of all nodes together
+FEW_LINES = 20  # of each, however many nodes there are
+WHOLE_BYTES = 1 << 20
+
+HOST: dict[str, Callable[[Sample], float]] = {
+    "cpu": lambda each: number(each.get("cpu")),
+    "ram": lambda each: _share(each, "ram_used", "ram"),
+    "disk_free": lambda each: number(each.get("disk_free")),
+    "network": lambda each: number(each.get("net_received")) + number(each.get("net_sent")),
+}
+GPU: dict[str, Callable[[Sample], float]] = {
+    "gpu_utilisation": lambda each: number(each.get("utilisation")),
+    "gpu_memory": lambda each: _share(each, "memory_used", "memory"),
+    "gpu_power": lambda each: number(each.get("power")),
+    "gpu_temperature": lambda each: number(each.get("temperature")),
+    "gpu_clock": lambda each: _share(each, "sm_clock", "sm_clock_max"),
+}
+
+
+def machines_of(run: RunDirectory) -> dict[str, list[Spread]]:
+    """Return least, mean and most over all nodes (or GPUs) of every quantity that was sampled, by time."""
+    paths = sorted(run.samples(0).parent.glob("node-*.jsonl"))
+    points: dict[str, list[Point]] = {}
+    for path in paths:
+        for sample in parse_lines(spread_lines(path, max(FEW_LINES, MAX_LINES // len(paths)))):
+            _take(sample, points)
+    found = {name: spread(points[name]) for name in (*HOST, *GPU) if name in points}
+    return {name: spreads for name, spreads in found.items() if spreads}
+
+
+def _take(sample: Sample, points: dict[str, list[Point]]) -> None:
+    at = number(sample.get("time"))
+    if not math.isfinite(at):
+        return
+    for name, value in HOST.items():
+        points.setdefault(name, []).append((at, value(sample)))
+    gpus = sample.get("gpus")
+    for gpu in gpus if isinstance(gpus, list) else []:
+        for name, value in GPU.items():
+            points.setdefault(name, []).append((at, value(tree(gpu))))
+
+
+def spread_lines(path: Path, count: int) -> Iterator[bytes]:
+    """Yield all lines of a small file; of a large one `count`, evenly spread, without reading what lies between."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        if size <= WHOLE_BYTES:
+            yield from file
+            return
+        for part in range(count):
+            file.seek(part * size // count)
+            file.readline()  # in the middle of one
+            yield file.readline()
+
+
+def _share(each: Sample, part: str, whole: str) -> float:
+    return number(each.get(part)) / (number(each.get(whole)) or math.nan)

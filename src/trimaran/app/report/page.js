@@ -1,0 +1,58 @@
+// Shows the values of a picture under the pointer. The page says everything else without it.
+(() => {
+  "use strict";
+  const size = (value) => {
+    const units = ["B", "KiB", "MiB", "GiB"];
+    let at = 0;
+    for (; Math.abs(value) >= 1024 && at < 3; at++) value /= 1024;
+    return value.toFixed(at ? 1 : 0) + " " + units[at];
+  };
+  const count = (value) => {
+    const units = ["", "k", "M", "B", "T"];
+    let at = 0;
+    for (; Math.abs(value) >= 1000 && at < 4; at++) value /= 1000;
+    return value.toFixed(at ? 1 : 0) + units[at];
+  };
+  const span = (value) => {
+    if (value < 1) return (value * 1000).toPrecision(3) + " ms";
+    if (value < 60) return value.toFixed(1) + " s";
+    const minutes = Math.floor(value / 60);
+    return minutes < 60 ? minutes + " min " + Math.round(value % 60) + " s" : Math.floor(minutes / 60) + " h " + minutes % 60 + " min";
+  };
+  const show = {
+    number: (value) => String(Number(value.toPrecision(5))),
+    count, bytes: size, "bytes/s": (value) => size(value) + "/s", seconds: span,
+    share: (value) => (100 * value).toFixed(1) + " %", W: (value) => value.toFixed(0) + " W", C: (value) => value.toFixed(0) + " °C",
+  };
+  const nearest = (points, at) => {
+    let low = 0, high = points.length - 1;
+    while (high - low > 1) {
+      const middle = (low + high) >> 1;
+      if (points[middle][0] < at) low = middle; else high = middle;
+    }
+    return points[at - points[low][0] < points[high][0] - at ? low : high];
+  };
+  for (const figure of document.querySelectorAll("figure[data-plot]")) {
+    const plot = JSON.parse(figure.dataset.plot), { low, high, since } = plot.axis;
+    const picture = figure.querySelector(".picture"), words = figure.querySelector("output");
+    const pointer = figure.querySelector(".pointer");
+    const move = (event) => {
+      const box = picture.getBoundingClientRect();
+      const share = Math.min(1, Math.max(0, (event.clientX - box.left) / box.width));
+      const lead = plot.series[plot.series.length - 1].points;
+      if (!lead.length) return;
+      const at = nearest(lead, low + share * (high - low))[0];
+      const place = since === null ? "step " + at : span(at - since) + " after the start";
+      const told = plot.series.filter((each) => each.points.length).map((each) => [each.name, ...nearest(each.points, at)])
+        .filter(([, where]) => Math.abs(where - at) <= 0.02 * (high - low)).map(([name, , value]) => name + " " + show[plot.unit](value));
+      words.textContent = [place, ...told.reverse()].join("  ·  ");
+      const x = high > low ? (at - low) / (high - low) * 1000 : 0;
+      pointer.setAttribute("x1", x);
+      pointer.setAttribute("x2", x);
+      figure.classList.add("told");
+    };
+    picture.addEventListener("pointermove", move);
+    picture.addEventListener("pointerdown", move);
+    picture.addEventListener("pointerleave", () => figure.classList.remove("told"));
+  }
+})();

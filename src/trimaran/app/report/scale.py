@@ -1,0 +1,89 @@
+"""From numbers to places on a picture, and the round numbers at its side."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from trimaran.core import show_bytes, show_count, show_seconds
+
+SIZE = 1000  # of a picture's own coordinates, both ways; the page stretches it
+PARTS = 4  # between lines of the grid
+MANY_TIMES = 50.0  # the highest is the lowest: from here on the scale is logarithmic
+
+Show = Callable[[float], str]
+SHOW: dict[str, Show] = {
+    "number": lambda value: f"{value:.4g}",
+    "count": show_count,
+    "bytes": show_bytes,
+    "bytes/s": lambda value: f"{show_bytes(value)}/s",
+    "seconds": show_seconds,
+    "share": lambda value: f"{value:.1%}",
+    "W": lambda value: f"{value:.0f} W",
+    "C": lambda value: f"{value:.0f} °C",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """Maps `low` to 0 and `high` to `SIZE`, by their logarithms if `log`."""
+
+    low: float
+    high: float
+    log: bool = False
+
+    def place(self, value: float) -> float:
+        """Return where `value` lies; what is outside lies on the border."""
+        low, high = self._of(self.low), self._of(self.high)
+        share = (self._of(max(value, self.low)) - low) / ((high - low) or 1.0)
+        return SIZE * min(1.0, max(0.0, share))
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts the lines of the grid divide it: by powers of ten if `log`."""
+        return max(1, round(self._of(self.high) - self._of(self.low))) if self.log else PARTS
+
+    def ticks(self, parts: int = 0) -> list[float]:
+        """Return the numbers at the lines of the grid, or at so many equal `parts`, the lowest first."""
+        parts = parts or self.parts
+        low, high = self._of(self.low), self._of(self.high)
+        values = [low + (high - low) * part / parts for part in range(parts + 1)]
+        return [10**value for value in values] if self.log else values
+
+    def _of(self, value: float) -> float:
+        return math.log10(value) if self.log else value
+
+
+def round_scale(values: Iterable[float], *, unit: str, may_log: bool = False) -> Scale:
+    """Return a scale around `values` whose ticks are round numbers; counts of bytes are round in powers of two.
+
+    Where `may_log` allows it and they reach over many times their lowest, it is logarithmic from power to power.
+    """
+    known = [value for value in values if math.isfinite(value)] or [0.0]
+    low, high = min(known), max(known)
+    if may_log and low > 0 and high / low > MANY_TIMES:
+        return Scale(low=10 ** math.floor(math.log10(low)), high=10 ** math.ceil(math.log10(high)), log=True)
+    if unit == "share" and low >= 0 and high <= 1:
+        return Scale(low=0.0, high=1.0)
+    if 0 <= low < 0.6 * high or 0 < low == high:
+        low = 0.0
+    for step in _round_steps((high - low) / PARTS or abs(high) / PARTS or 0.25, base=1024 if "bytes" in unit else 1000):
+        bottom = math.floor(low / step) * step
+        if bottom + PARTS * step >= high:
+            return Scale(low=bottom, high=bottom + PARTS * step)
+    raise AssertionError("a wide enough step is among them")
+
+
+def tick_words(scale: Scale, unit: str) -> list[str]:
+    """Return the words at the lines of the grid, the lowest first: with more digits where they would look alike."""
+    ticks = scale.ticks()
+    words = [SHOW[unit](value) for value in ticks]
+    if len({*words}) == len(words):
+        return words
+    return [f"{value / 2**20:,.1f} MiB" if "bytes" in unit else f"{value:,.5g}" for value in ticks]
+
+
+def _round_steps(least: float, *, base: int) -> list[float]:
+    """Return round numbers from about `least` up: few digits times a power of ten, within a power of `base`."""
+    power = base ** math.floor(math.log(least, base))
+    multiples: Sequence[float] = [digit * 10**zeros for zeros in range(5) for digit in (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8)]
+    return [multiple * power for multiple in multiples if multiple * power >= least * 0.999]

@@ -1,0 +1,197 @@
+"""What the panel says beside loss and speed: findings, ranks, memory, machines, goodput."""
+
+import io
+import json
+import shlex
+import time
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tests.runs import finished_run, new_run, start_ranks, step_metrics
+from trimaran.app.cli import health
+from trimaran.app.cli.glance import glances
+from trimaran.app.cli.health import Told, Visits
+from trimaran.app.cli.live import follow
+from trimaran.app.cli.main import main
+from trimaran.app.cli.state import DETAILED_STEPS, RunState
+from trimaran.app.cli.view import draw
+from trimaran.core import Finding
+from trimaran.telemetry import IncidentLog, Journal, RunDirectory, append_line
+from trimaran.telemetry.attempts import AttemptLog
+
+GIB = 2**30
+RANKS = {
+    "step": 9,
+    "busy_seconds": {"min": 0.4, "median": 0.5, "max": 1.5, "at": 1},
+    "wait_seconds": {"min": 0.0, "median": 1.0, "max": 1.1, "at": 0},
+    "outliers": [{"rank": 1, "what": "busy_seconds", "value": 1.5, "median": 0.5}],
+}
+MEMORY = {
+    "allocated": 60 * GIB,
+    "reserved": 75 * GIB,
+    "fragmentation": 0.12,
+    "retries": 3,
+    "ooms": 0,
+    "total": 80 * GIB,
+}
+GPU = {
+    "utilisation": 0.9,
+    "memory_used": 75,
+    "memory": 80,
+    "power": 650.0,
+    "temperature": 71,
+    "throttle": ["power_cap"],
+}
+SLOW = Told(
+    finding=Finding(code="F001", severity="warning", verdict="the loader is too slow: " + "data " * 40,
+                    culprit="rank 0", patch={"data.loader.workers": 4}, expected_effect="steps 30% shorter", gain=0.3),
+    command="trimaran train runs/toy/recipe.yaml --set data.loader.workers=4" + " --set train.seed=1" * 5,
+)  # fmt: skip
+
+
+def told_run(path: Path) -> RunDirectory:
+    """Return a run that has a word about everything."""
+    run = new_run(path, steps=100)
+    AttemptLog(run).begin(world_size=2)
+    start_ranks(run)
+    with Journal(run, 0) as journal:
+        for step in range(1, 11):
+            journal.step(replace(step_metrics(step, loss=2.0), time=time.time(),
+                                 details={"ranks": RANKS, "memory": MEMORY} if step == 9 else {}))  # fmt: skip
+    IncidentLog(run).notice("crash", "rank 1 died of SIGKILL", step=4, action="restarted")
+    for node in (0, 1):
+        host = {"cpu": 0.25 + node / 2, "ram_used": 1, "ram": 4, "disk_free": 50 * GIB}
+        append_line(run.samples(node), {"time": 1.0, "node": node, "gpus": [GPU]} | host)
+    return run
+
+
+def state_of(run: RunDirectory) -> RunState:
+    state = RunState(run)
+    state.refresh()
+    return state
+
+
+def visits_of(run: RunDirectory, monkeypatch: pytest.MonkeyPatch, *told: Told) -> Visits:
+    """Return visits of a doctor who says `told`."""
+    monkeypatch.setattr(health, "read_findings", lambda run: (list(told), ""))
+    visits = Visits(run, at_once=True)
+    visits.look()
+    return visits
+
+
+def text_of(picture: Any, width: int) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(picture)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_everything_that_is_known_has_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = told_run(tmp_path / "run")
+    lines = [each.plain for each in glances(state_of(run), visits_of(run, monkeypatch, SLOW))]
+    assert lines[0].startswith("finding   ! F001 the loader is too slow")
+    assert lines[2:] == [
+        "incident  1 so far; last: i-0001 crash: rank 1 died of SIGKILL",
+        "ranks     work 500 ms 400 ms..1.5 s (rank 1)   wait 1.0 s 0 ms..1.1 s (rank 0)",
+        "          rank 1 stands out: work 1.5 s, 3.0 x the median",
+        "memory    75.0 GiB of 80.0 GiB (94%), 60.0 GiB in tensors, 12% fragmented, 3 retries",
+        "2 nodes   cpu 25%..75%, ram 25%, disk free 50.0 GiB",
+        "2 gpus    busy 90%, memory 94%, 650 W, 71 °C, held back by power_cap",
+    ]
+    assert lines[1].startswith("goodput   ")
+
+
+def test_a_run_of_an_older_version_has_no_lines(tmp_path: Path) -> None:
+    assert glances(state_of(finished_run(tmp_path / "run"))) == []
+
+
+@pytest.mark.parametrize("key", ["ranks", "memory"])
+@pytest.mark.parametrize("value", [None, "word", [], {"busy_seconds": "x", "outliers": [{}, 1], "reserved": "y"}])
+def test_words_that_make_no_sense_are_passed_over(tmp_path: Path, key: str, value: Any) -> None:
+    run = finished_run(tmp_path / "run")
+    with Journal(run, 0) as journal:
+        journal.step(replace(step_metrics(11, loss=1.0), details={key: value}))
+    append_line(run.samples(0), {"cpu": "x", "gpus": [1, {"throttle": 3}], "ram": 0, "ram_used": 1})
+    assert glances(state_of(run)) == []
+
+
+@pytest.mark.parametrize("width", [60, 80, 130])
+@pytest.mark.parametrize("height", [24, 30, 60])
+def test_the_panel_never_outgrows_its_window(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int, height: int
+) -> None:
+    run = told_run(tmp_path / "run")
+    state = state_of(run)
+    extra = glances(state, visits_of(run, monkeypatch, SLOW))
+    rows = text_of(draw(state, width=width, height=height, extra=extra), width).splitlines()
+    assert len(rows) <= height
+    assert {len(row) for row in rows} == {width}
+    assert any("F001" in row for row in rows)
+    assert any("2 gpus" in row for row in rows) == (height > 24 or width == 130)
+
+
+def test_a_finding_is_printed_once_with_a_command_on_a_line_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = told_run(tmp_path / "run")
+    console = Console(file=io.StringIO(), width=60)
+    looks = iter([False, False, True])
+    follow(RunState(run), console, over=lambda: next(looks), visits=visits_of(run, monkeypatch, SLOW))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert text.count("F001") == 1
+    assert f"\n  {SLOW.command}\n" in text
+    assert shlex.split(SLOW.command)[:2] == ["trimaran", "train"]
+    assert "\x1b" not in text
+
+
+def test_a_doctor_who_cannot_look_is_told_and_the_run_is_shown(tmp_path: Path) -> None:
+    run = finished_run(tmp_path / "run")
+    visits = Visits(run, at_once=True)
+    run.plan.write_text("{}")
+    visits.look()
+    assert visits.trouble.startswith("the doctor could not look: ")
+    state = RunState(finished_run(tmp_path / "other"))
+    assert any("could not look" in each.plain for each in glances(state, visits))
+
+
+def test_the_doctor_comes_every_ten_seconds_and_less_often_when_that_takes_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, looked = [100.0], []
+
+    def look(run: RunDirectory) -> tuple[list[Told], str]:
+        looked.append(clock[0])
+        clock[0] += 2.0  # a twentieth of a core: not again within 40 s
+        return [], ""
+
+    monkeypatch.setattr(health, "read_findings", look)
+    monkeypatch.setattr(health.time, "monotonic", lambda: clock[0])
+    visits = Visits(finished_run(tmp_path / "run"), at_once=False)
+    for _ in range(80):
+        visits.look()
+        clock[0] += 1.0
+    assert looked == [110.0, 150.0]
+
+
+def test_watch_answers_with_what_it_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["watch", str(told_run(tmp_path / "run").path), "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["ranks"] == RANKS
+    assert answer["memory"] == MEMORY
+    assert [each["node"] for each in answer["machines"]] == [0, 1]
+    assert isinstance(answer["findings"], list)
+
+
+def test_details_are_kept_evenly_over_a_long_run(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run")
+    lines = [json.dumps(step_metrics(step, loss=1.0).as_dict() | {"number": step}) for step in range(1, 5001)]
+    run.metrics.write_text("\n".join(lines) + "\n")
+    state = state_of(run)
+    steps = [step for step, _ in state.detailed]
+    assert DETAILED_STEPS <= len(steps) < 2 * DETAILED_STEPS
+    assert {after - before for before, after in pairwise(steps)} == {8}
+    assert state.latest == {"number": 5000}

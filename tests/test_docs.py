@@ -15,6 +15,7 @@ from tests.parity import TOLERANCE
 from trimaran.app.cli.main import VERBS, main
 from trimaran.app.cli.state import DETAILS
 from trimaran.core import PHASES, Plan, Recipe, StepMetrics, UserError, parse_recipe
+from trimaran.train.spread import MEASURES
 
 ROOT = Path(__file__).parents[1]
 CODES = ROOT / "docs" / "codes"
@@ -112,10 +113,10 @@ def test_the_recipe_guide_has_every_field_with_its_default() -> None:
     assert {name: yaml.safe_load(rows[name].strip("`")) for name in asked} == asked
 
 
-def test_the_training_guide_explains_every_number() -> None:
-    guide = (ROOT / "docs" / "guides" / "training.md").read_text()
+def test_the_metrics_guide_explains_every_number() -> None:
+    guide = (ROOT / "docs" / "guides" / "metrics.md").read_text()
     known = {field.name for field in fields(StepMetrics)} - {"details"} | {"tokens_per_second", *DETAILS}
-    for name in [*known, *PHASES]:
+    for name in [*known, *PHASES, *MEASURES, "hfu", "memory", "ranks", "waits"]:
         assert f"\n| `{name}` |" in guide
 
 

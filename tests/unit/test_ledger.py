@@ -155,6 +155,17 @@ def test_a_supervisor_that_was_killed_costs_a_restart(tmp_path: Path) -> None:
     voyage.check(ledger_of(voyage.run))
 
 
+def test_lines_that_no_rank_has_written_are_passed_over(tmp_path: Path) -> None:
+    voyage = Voyage(RunDirectory(tmp_path))
+    voyage.begin(lead="init", seconds=3.0, start=0)
+    voyage.step()
+    append_line(voyage.run.events(0), {"kind": "ready"})
+    append_line(voyage.run.metrics, {"step": 2})
+    voyage.end("done")
+    voyage.over()
+    voyage.check(ledger_of(voyage.run))
+
+
 def test_a_run_that_goes_back_by_itself_loses_what_it_takes_back(tmp_path: Path) -> None:
     voyage = Voyage(RunDirectory(tmp_path))
     voyage.begin(lead="init", seconds=3.0, start=0)

@@ -1,5 +1,6 @@
 """What a person asks for: model, data, training, cluster, plan. The defaults alone run."""
 
+import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -261,8 +262,8 @@ class TelemetrySection(BaseModel):
 
     details_every: Annotated[Count, Field(description="steps between norms and updates by module; 0: never")] = 10
     sample_seconds: Annotated[float, Field(ge=0, description="between looks at GPUs and host; 0: never")] = 5.0
-    profile: Annotated[str, Field(pattern=r"^(\d+:\d+)?$", description="steps FIRST:END to trace, END left out")] = ""
-    profile_ranks: Annotated[str, Field(pattern=r"^(all|\d+(,\d+)*)$", description="all, or such as 0,3")] = "0"
+    profile: Annotated[str, Field(description="steps FIRST:END to trace, END left out")] = ""
+    profile_ranks: Annotated[str, Field(description="all, or such as 0,3")] = "0"
     memory_snapshots: Annotated[bool, Field(description="keep the history of allocations, for OOM reports")] = False
     prometheus: PrometheusSection = PrometheusSection()
     tensorboard: bool = False
@@ -273,10 +274,21 @@ class TelemetrySection(BaseModel):
     @field_validator("profile")
     @classmethod
     def _first_before_end(cls, profile: str) -> str:
-        first, _, end = profile.partition(":")
-        if profile and not 1 <= int(first) < int(end):
+        if not profile:
+            return profile
+        if not re.fullmatch(r"[0-9]+:[0-9]+", profile):
+            raise ValueError("write the first step and the end, such as 10:13 for the steps 10, 11 and 12")
+        first, end = map(int, profile.split(":"))
+        if not 1 <= first < end:
             raise ValueError("steps count from 1, and the first is below the end: 10:13 are the steps 10, 11 and 12")
         return profile
+
+    @field_validator("profile_ranks")
+    @classmethod
+    def _ranks_or_all(cls, ranks: str) -> str:
+        if not re.fullmatch(r"all|[0-9]+(,[0-9]+)*", ranks):
+            raise ValueError("write all, or the numbers of ranks, such as 0,3")
+        return ranks
 
 
 class Recipe(BaseModel):

@@ -145,9 +145,10 @@ class Books:
         known = bool(self._stays)
         for line in self._attempts.new():
             self._read_attempt(line)
-        replays = [self._read_event(line) for line in self._events.new()]
+        # Lines without these are nobody's of ours.
+        replays = [self._read_event(line) for line in self._events.new() if line.keys() >= {"kind", "time", "step"}]
         for line in self._metrics.new():
-            if (stay := self._of_step(line.get("step", 0))) is not None:
+            if "phases" in line and (stay := self._of_step(line.get("step", 0))) is not None:
                 stay.steps.add(line)
                 for name, part in split(line).items():
                     stay.seconds[name] = stay.seconds.get(name, 0.0) + part

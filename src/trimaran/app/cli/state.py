@@ -126,7 +126,8 @@ class RunState:
             self._read_plan()
         for follower in self._event_followers.values():
             for line in follower.new():
-                self._take(Event(**{key: line[key] for key in _EVENT_FIELDS & line.keys()}))
+                if line.keys() >= {"kind", "rank", "time"}:  # else nobody of ours has written it
+                    self._take(Event(**{key: line[key] for key in _EVENT_FIELDS & line.keys()}))
         self._read_steps()
         self._read_samples()
         return [line for follower in self._log_followers.values() for line in follower.new()]

@@ -34,7 +34,7 @@ def fragmentation(evidence: Evidence) -> Iterator[Finding]:
         culprit="allocator of rank 0",
         evidence={"fragmentation": split, "retries": retries, "reserved": reserved, "total": total},
         patch=way.patch if way else {},
-        fix="leave PYTORCH_CUDA_ALLOC_CONF unset: then segments grow in place (expandable_segments)",
+        fix="start it with PYTORCH_ALLOC_CONF=expandable_segments:True: segments grow in place, and leave no pieces",
         expected_effect=way.effect if way else "pieces join up again",
         gain=way.gain if way else None,
         confidence=0.8,

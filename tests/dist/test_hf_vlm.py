@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, LlavaConfig, Qwen2VLConfig
 
+from tests import vlm_models
 from tests.cases import slow
 from tests.parity import plan_for, sail
 from tests.ranks import run_ranks
@@ -28,20 +29,8 @@ from trimaran.train.clock import Clock
 from trimaran.train.place import join, place_of
 
 CPU = torch.device("cpu")
-TEXT = {
-    "vocab_size": SPEC.vocab,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "max_position_embeddings": 256,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]},
-}
+TEXT = vlm_models.TEXT | {"vocab_size": SPEC.vocab, "rope_scaling": vlm_models.GRID["rope_scaling"]}
 TOKENS = {"image_token_id": SPEC.image_token, "vision_start_token_id": 258, "vision_end_token_id": 259}
-CLIP = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
 
 
 def qwen(patch: int, **fields: Any) -> Qwen2VLConfig:
@@ -51,7 +40,7 @@ def qwen(patch: int, **fields: Any) -> Qwen2VLConfig:
 
 def llava() -> LlavaConfig:
     text = {name: value for name, value in TEXT.items() if name != "rope_scaling"} | {"model_type": "llama"}
-    eye = CLIP | {"model_type": "clip_vision_model", "image_size": 32, "patch_size": 8}
+    eye = vlm_models.CLIP | {"model_type": "clip_vision_model", "image_size": 32, "patch_size": 8}
     return LlavaConfig(text_config=text, vision_config=eye, image_token_index=SPEC.image_token)
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from trimaran.checkpoint.copier import Copier, DeviceCopier
 from trimaran.checkpoint.memory import Berth, Label, MemorySource
 from trimaran.checkpoint.pieces import Piece
-from trimaran.checkpoint.share import lay_out
+from trimaran.checkpoint.share import Share, lay_out
 from trimaran.core import Plan, Recipe
 from trimaran.telemetry import RunDirectory, create_run
 
@@ -123,3 +123,23 @@ def test_a_copy_has_the_values_of_its_moment_whether_its_memory_is_pinned_or_not
         assert (float(data.min()), float(data.max())) == (kept.label.step, kept.label.step)
     copier.let_go()
     os.close(fd)
+
+
+def test_training_goes_on_while_memory_is_pinned() -> None:
+    device, num_bytes = torch.device("cuda", 0), 4 << 30
+    values = torch.zeros(1 << 20, device=device)
+    fd = os.memfd_create("test")
+    berth = Berth(fd)
+    berth.lay_out(2, num_bytes=num_bytes, items_bytes=100, take=False)
+    began = last = time.monotonic()
+    longest = 0.0
+    copier = DeviceCopier(Share((), num_bytes), berth, device)
+    while not copier.is_ready:
+        values += 1
+        torch.cuda.synchronize()
+        now = time.monotonic()
+        longest, last = max(longest, now - last), now
+    print(f"pinned after {last - began:.1f} s, the longest wait was {longest:.2f} s")
+    copier.let_go()
+    os.close(fd)
+    assert longest < 0.5

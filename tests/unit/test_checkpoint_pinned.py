@@ -1,18 +1,23 @@
 """Memory that is taken and pinned behind the first steps: what fails, what is given back, and how a process ends."""
 
 import gc
+import math
 import os
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
+import torch
 from torch import Tensor
 
+from trimaran.checkpoint import pinned
 from trimaran.checkpoint.memory import Berth
-from trimaran.checkpoint.pinned import Preparation
+from trimaran.checkpoint.pinned import Preparation, within_stretches
 
 SLOT_BYTES = 1 << 20
 
@@ -36,12 +41,46 @@ class Pin:
 
 def test_memory_is_taken_and_every_slot_pinned(berth: Berth) -> None:
     assert berth.taken_bytes < SLOT_BYTES < berth.num_bytes
-    pinned: list[int] = []
-    preparation = Preparation(berth, lambda memory: pinned.append(memory.data_ptr()))
+    places: list[int] = []
+    preparation = Preparation(berth, lambda memory: places.append(memory.data_ptr()))
     assert preparation.wait()
     assert (preparation.is_over, preparation.is_pinned) == (True, True)
-    assert pinned == [slot.memory.data_ptr() for slot in berth.slots]
+    assert places == [slot.memory.data_ptr() for slot in berth.slots]
     assert berth.taken_bytes >= berth.num_bytes
+
+
+def test_a_slot_is_pinned_a_stretch_at_a_time_with_a_turn_for_training_between(
+    berth: Berth, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pinned, "STRETCH", SLOT_BYTES // 4)
+    spans: list[tuple[float, float, int]] = []
+
+    def pin(memory: Tensor) -> Pin:
+        began = time.monotonic()
+        time.sleep(0.01)
+        spans.append((began, time.monotonic(), memory.nbytes))
+        return Pin(memory)
+
+    assert Preparation(berth, pin).wait()
+    assert sum(size for _, _, size in spans) == sum(slot.memory.nbytes for slot in berth.slots)
+    assert max(size for _, _, size in spans) == SLOT_BYTES // 4
+    assert all(after - end >= 0.01 for (_, end, _), (after, _, _) in pairwise(spans))
+
+
+@pytest.mark.parametrize("shape", [(7,), (1000,), (31, 33), (5, 7, 11), (1, 1000), (3, 1, 400)])
+def test_no_piece_of_a_copy_spans_two_stretches_and_none_is_left_out(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pinned, "STRETCH", 256)
+    slot = torch.zeros(8192, dtype=torch.uint8)
+    values = torch.arange(1.0, 1 + math.prod(shape)).view(shape)
+    target = slot[192 : 192 + values.nbytes].view(torch.float32).view(shape)
+    for into, part in within_stretches(slot, target, values):
+        first = into.data_ptr() - slot.data_ptr()
+        assert into.is_contiguous()
+        assert first // 256 == (first + into.nbytes - 1) // 256
+        into += part  # what came twice would be there twice
+    assert torch.equal(target, values)
 
 
 def test_a_start_that_was_killed_while_memory_was_taken_leaves_the_rest_to_the_next(berth: Berth) -> None:

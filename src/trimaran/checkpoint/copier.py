@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trimaran.checkpoint.memory import Berth, Label, Slot, pack_items
 from trimaran.checkpoint.pieces import Composed, Piece
-from trimaran.checkpoint.pinned import Pinned, Preparation
+from trimaran.checkpoint.pinned import Pinned, Preparation, within_stretches
 from trimaran.checkpoint.share import Share, copy_out, values_of, view_of
 
 Pairs = tuple[list[Tensor], list[Tensor | Composed]]
@@ -168,8 +168,9 @@ def _split(share: Share, pieces: Sequence[Piece], slot: Slot, *, frozen: bool) -
     for item, values in zip(share.items, values_of(share, pieces), strict=True):
         if item.frozen == frozen:
             target = now if item.key in fluid or not values.is_cuda else later
-            target[0].append(view_of(slot.data, item))
-            target[1].append(values)
+            for into, part in within_stretches(slot.memory, view_of(slot.data, item), values):
+                target[0].append(into)
+                target[1].append(part)
     return now, later
 
 

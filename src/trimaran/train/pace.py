@@ -17,7 +17,7 @@ SHARE = 0.01
 COPY_SHARE = 0.005
 """The most that may be spent on copies in memory: with all else that a run does beside training it stays below 1 %."""
 LONGEST = Seconds(1800.0)
-LOOKS = (8, 32, 128)
+LOOKS = (3, 8, 32, 128)
 """After so many copies in memory their pace is looked at, and then each time there are as many again."""
 
 

@@ -9,6 +9,7 @@ import ctypes
 import os
 import signal
 import time
+from typing import Any
 
 import torch
 
@@ -25,7 +26,24 @@ def _run_out_of_memory() -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB (planted)")
 
 
+COMPILE_SECONDS = 8.0
+compiled: list[int] = []
+
+
+def _compile() -> None:
+    """Compile something, which takes long, as a layer does that sees a new shape; once in a process."""
+
+    def slow(module: Any, _: Any) -> Any:
+        compiled.append(1)
+        time.sleep(COMPILE_SECONDS)
+        return module.forward
+
+    if not compiled:
+        torch.compile(torch.sin, backend=slow)(torch.zeros(2))
+
+
 FAULTS = {
+    "compile": _compile,
     "exit": lambda: os._exit(0),
     "abort": os.abort,
     "segfault": lambda: ctypes.string_at(0),

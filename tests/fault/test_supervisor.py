@@ -89,6 +89,16 @@ def test_a_fault_that_always_comes_back_ends_the_run_and_names_the_step(tmp_path
     assert "rank 1" in last.evidence["why"]
 
 
+@pytest.mark.chaos
+def test_a_rank_that_compiles_for_longer_than_a_step_may_take_has_not_hung(tmp_path: Path) -> None:
+    settings = ("train.steps=20", "faults.hang_seconds=2")
+    with Supervised.start(tmp_path / "run", *settings, fault="compile:1:6") as sailing:
+        assert sailing.wait() == EXIT_DONE
+    assert sailing.troubles == []
+    seconds = [each["step_seconds"] for each in lines(sailing.run.metrics)]
+    assert max(seconds) > 6, "all have waited for it"
+
+
 def test_a_run_that_is_asked_to_end_before_it_began_starts_nothing_and_keeps_no_secret_in_the_open(
     tmp_path: Path,
 ) -> None:

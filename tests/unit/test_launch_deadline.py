@@ -105,3 +105,10 @@ def test_a_rank_that_has_just_ended_is_not_late_for_all_that_it_waited_for_a_cor
     still = {0: pulse("step", 50, 500.0)}
     assert deadlines.late(still, 501.0, {0: 100.0}) == {}
     assert deadlines.late(still, 502.0, {0: 0.0}) == {}, "the system forgot it"
+
+
+def test_what_is_compiled_may_always_take_long() -> None:
+    deadlines = Deadlines(FaultsSection(start_seconds=900))
+    deadlines.late({0: pulse("compile", 4, 110.0)}, 110.0)
+    deadlines.late({0: pulse("step", 4, 110.5)}, 110.5)
+    assert deadlines.of("compile") == 900

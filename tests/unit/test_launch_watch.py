@@ -50,7 +50,14 @@ def watch(path: Path, machine: Machine) -> Watch:
 
 @pytest.mark.parametrize(
     ("section", "step", "sign"),
-    [("data", 7, None), ("save", 7, None), ("evaluation", 6, None), ("step", 7, "trouble"), ("data", 8, "trouble")],
+    [
+        ("data", 7, None),
+        ("save", 7, None),
+        ("evaluation", 6, None),
+        ("compile", 7, None),
+        ("step", 7, "trouble"),
+        ("data", 8, "trouble"),
+    ],
 )
 def test_ranks_that_wait_for_one_that_may_take_long_have_not_hung(
     tmp_path: Path, section: Any, step: int, sign: Sign | None

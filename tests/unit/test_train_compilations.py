@@ -1,12 +1,15 @@
 """Compilations are counted from torch's own books; what is compiled after the warm-up is told with its reason."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from trimaran.telemetry import PulseBoard
 from trimaran.train.compilations import WARM_STEPS, Compilations
+from trimaran.train.ties import Ties
 
 
 class Block(nn.Module):
@@ -79,3 +82,21 @@ def test_a_run_that_goes_back_warms_up_again(block: nn.Module) -> None:
     compilations.mark(11)
     assert compilations.is_first(11)
     assert compilations.late == 0
+
+
+@pytest.mark.parametrize(("section", "seen"), [("step", "compile"), ("first", "first"), ("evaluation", "evaluation")])
+def test_the_supervisor_sees_when_something_is_compiled_in_the_middle_of_a_step(section: Any, seen: str) -> None:
+    ties, during = Ties(board=PulseBoard.make(1)), []
+
+    def backend(module: Any, _: Any) -> Any:
+        during.append(ties.pulse)
+        return module.forward
+
+    torch._dynamo.reset()
+    Compilations(ties).mark(0)
+    ties.enter(section, 7)
+    torch.compile(torch.sin, backend=backend)(torch.zeros(2))
+    torch._dynamo.reset()
+    assert [(pulse.section, pulse.step) for pulse in during if pulse] == [(seen, 7)]
+    assert ties.pulse is not None
+    assert (ties.pulse.section, ties.pulse.step) == (section, 7)

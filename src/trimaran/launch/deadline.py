@@ -19,7 +19,8 @@ class Deadlines:
 
     A step may take five times the median of the last 20, but at least `hang_seconds`. Everything else may take
     `start_seconds` the first time, and later ten times the longest that was seen, but at least 30 s. A wait for data
-    always may: the loader has deadlines of its own, and names the sample. Seconds in which a rank could run and was
+    always may: the loader has deadlines of its own, and names the sample. So may what is compiled: no two things take
+    the same time. Seconds in which a rank could run and was
     given no core do not count, for it or for those that may be waiting for it.
     """
 
@@ -44,7 +45,7 @@ class Deadlines:
         if section == "step":
             usual = statistics.median(self._steps) if self._steps else 0.0
             return max(self._faults.hang_seconds, STEP_FACTOR * usual)
-        if section == "data" or section not in self._longest:
+        if section in ("data", "compile") or section not in self._longest:
             return self._faults.start_seconds
         return min(self._faults.start_seconds, max(LEAST_SECONDS, SECTION_FACTOR * self._longest[section]))
 

@@ -14,7 +14,7 @@ Sign = Literal["done", "stopped", "trouble"]
 PROPER = {EXIT_DONE: "done", EXIT_AGAIN: "stop"}  # exit codes, and what a rank writes down before it leaves with them
 MOVED_SECONDS = 0.01  # times of other nodes are a little less exact than this machine's
 DOUBT_SECONDS = 0.3  # for that word to be readable
-PATIENT: tuple[Section, ...] = ("data", "save", "evaluation")  # what others wait for, and what may take long
+PATIENT: tuple[Section, ...] = ("data", "save", "evaluation", "compile")  # what others wait for, and may take long
 
 
 class Watch:

@@ -10,10 +10,10 @@ import time
 from dataclasses import dataclass
 from typing import Literal
 
-Section = Literal["start", "first", "step", "save", "evaluation", "finish", "data"]
-SECTIONS: tuple[Section, ...] = ("start", "first", "step", "save", "evaluation", "finish", "data")
+Section = Literal["start", "first", "step", "save", "evaluation", "finish", "data", "compile"]
+SECTIONS: tuple[Section, ...] = ("start", "first", "step", "save", "evaluation", "finish", "data", "compile")
 # start: from the fork to the first batch; first: the first two steps, in which code is compiled; data: waiting for the
-# next batch; finish: after the last
+# next batch; finish: after the last; compile: in the middle of a later step
 ROW = struct.Struct("=QQddQ")  # section, step, entered, alive, answered
 WORD = struct.Struct("=Q")
 HEAD = 64

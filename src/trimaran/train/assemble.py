@@ -21,6 +21,7 @@ from trimaran.train.birth import BirthSearch
 from trimaran.train.build import build_networks
 from trimaran.train.cargo import Cargo, Remember, load_cargo
 from trimaran.train.clock import Clock, Laps
+from trimaran.train.compilations import Compilations
 from trimaran.train.deepspeed import build_deepspeed
 from trimaran.train.evaluate import Evaluator
 from trimaran.train.features import keep_features
@@ -98,6 +99,7 @@ def build_crew(
             guard=guard,
             profiler=build_profiler(run, journal, clock, networks, place.device, ties),
             sentinel=sentinel,
+            compilations=Compilations(ties),
             search=_searching(networks, stepper, loader_from, reseed, place.device, clock, ties),
         ),
         clock=clock,

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trimaran.train.ties import ALONE, Ties
+
 WARM_STEPS = 3  # of a stretch of training: within them everything that a step needs has been compiled
 FORWARD = "_compile.compile_inner"  # under which torch notes the seconds of each compilation, backward left out
 
@@ -24,10 +26,13 @@ class Compilations:
     """Counts, step by step, what this process has compiled since this object was made.
 
     `mark(step)` ends a step; what was compiled in it more than `WARM_STEPS` steps after the first mark is late. A step
-    that does not follow the last one begins a new stretch. Torch keeps the books; nothing is read from a device.
+    that does not follow the last one begins a new stretch. Torch keeps the books; nothing is read from a device. The
+    supervisor sees when something is compiled in the middle of training: that takes its time, and is no hang.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ties: Ties = ALONE) -> None:
+        self._ties, self._listens = ties, False
+        self._interrupted: int | None = None
         self.count, self.late, self.seconds = 0, 0, 0.0
         self._at_first, self._seconds_before = _count(), _seconds()
         self._first, self._step = 0, -1
@@ -35,6 +40,7 @@ class Compilations:
 
     def mark(self, step: int) -> None:
         """Take note of what was compiled in `step`, which has just ended."""
+        self._listen()
         new = self._take()
         if step < self._step or self._step < 0:
             self._first = step
@@ -49,6 +55,24 @@ class Compilations:
         self.mark(step)
         yield
         self._take()
+
+    def _listen(self) -> None:
+        """Have torch say when it compiles, as soon as it has loaded what does."""
+        if not self._listens and (callbacks := sys.modules.get("torch._dynamo.callback")) is not None:
+            self._listens = True
+            callbacks.on_compile_start(self._begin)
+            callbacks.on_compile_end(self._end)
+
+    def _begin(self, _: object) -> None:
+        pulse = self._ties.pulse
+        if pulse is not None and pulse.section == "step":
+            self._interrupted = pulse.step
+            self._ties.enter("compile", pulse.step)
+
+    def _end(self, _: object) -> None:
+        if self._interrupted is not None:
+            self._ties.enter("step", self._interrupted)
+            self._interrupted = None
 
     def _take(self) -> int:
         """Count what was compiled since the last look, and return how much that is."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from trimaran.telemetry import PulseBoard, Section
+from trimaran.telemetry import Pulse, PulseBoard, Section
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +27,11 @@ class Ties:
         """Show the supervisor how far the loop has come."""
         if self.board is not None:
             self.board.enter(self.place, section, step)
+
+    @property
+    def pulse(self) -> Pulse | None:
+        """What the supervisor sees of this rank now; None where there is none."""
+        return None if self.board is None else self.board.read(self.place)
 
 
 ALONE = Ties()

@@ -1,11 +1,13 @@
 """Peak bytes and step time of our trainer on this machine's GPU: what the planner's predictions are held against.
 
 usage: python benchmarks/planner.py RESULTS.jsonl [--known RESULTS.jsonl] [--seconds 240] [--only NAME,..] [--held-out]
+                                    [--fill]
 
 Each configuration is a process of its own and writes one line; those that are in `--known` already are passed over, and
 none is begun after `--seconds`: they stand in the order of what they are worth. The plan is given in full, so nothing
-that is measured depends on what is predicted. `python -m benchmarks.memory RESULTS.jsonl` draws the ladder of each
-model from the same rows, and `make accuracy` holds the cost model to them.
+that is measured depends on what is predicted. `--fill` measures nothing: it compiles for all of them, many at a time,
+in networks of one layer, so that the cache has what the rows need. `python -m benchmarks.memory RESULTS.jsonl` draws
+the ladder of each model from the same rows, and `make accuracy` holds the cost model to them.
 """
 
 import argparse
@@ -17,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,6 +27,8 @@ ROOT = Path(__file__).absolute().parents[1]
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)  # in place of this folder, whose files have the names of libraries
 STEPS, WARM = 8, 3
+FILL = "fill"
+FILLING = 6  # processes that compile at a time
 AHEAD = 3  # processes that have started: the next ones import while one has the device
 DEFAULTS: dict[str, Any] = {
     "shape": {},
@@ -113,12 +118,13 @@ def train(config: dict[str, Any], turn: IO[str]) -> dict[str, Any]:
     from trimaran.core import Plan, Recipe  # noqa: PLC0415
 
     run_steps = trainer()
+    is_filling = Path(turn.name).name == FILL
     recipe = Recipe.model_validate(
         {
-            "model": {"preset": config["preset"], "shape": config["shape"]},
+            "model": {"preset": config["preset"], "shape": config["shape"] | ({"layers": 1} if is_filling else {})},
             "data": {"seq_len": config["seq_len"]},
             "train": {
-                "steps": STEPS,
+                "steps": 2 if is_filling else STEPS,
                 "global_batch": config["micro_batch"] * config["grad_accum"],
                 "save": False,
                 "sample": {"tokens": 0},
@@ -127,11 +133,14 @@ def train(config: dict[str, Any], turn: IO[str]) -> dict[str, Any]:
             },
         }
     )
-    fcntl.flock(turn, fcntl.LOCK_EX)
+    if not is_filling:
+        fcntl.flock(turn, fcntl.LOCK_EX)
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run"
         run_steps(path, recipe, Plan(**plan_fields(config)))
+        if is_filling:
+            return config | {"whole_seconds": round(time.monotonic() - began, 1)}
         steps = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()][WARM:]
     seconds = statistics.median(step["step_seconds"] for step in steps)
     slowest, quickest = (way(step["step_seconds"] for step in steps) for way in (max, min))
@@ -170,13 +179,13 @@ def start(name: str, config: dict[str, Any], turn: Path) -> subprocess.Popen[str
     return subprocess.Popen(command, env=outer | allocator, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
-def measure_all(todo: dict[str, dict[str, Any]], into: Path, *, seconds: float) -> None:
+def measure_all(todo: dict[str, dict[str, Any]], into: Path, *, seconds: float, fill: bool) -> None:
     """Append a line to `into` for each configuration that was begun in time."""
     end, names, running = time.monotonic() + seconds, list(todo), []
     with tempfile.TemporaryDirectory() as folder:
-        turn = Path(folder) / "turn"
+        turn, together = (Path(folder) / FILL, FILLING) if fill else (Path(folder) / "turn", AHEAD)
         while names or running:
-            while names and len(running) < AHEAD and time.monotonic() < end:
+            while names and len(running) < together and time.monotonic() < end:
                 name = names.pop(0)
                 running.append((name, start(name, todo[name], turn)))
             if not running:
@@ -196,23 +205,27 @@ def measure_all(todo: dict[str, dict[str, Any]], into: Path, *, seconds: float) 
 def main() -> None:
     if sys.argv[1] == "--one":
         name, turn = sys.argv[2:]
-        with Path(turn).open("w") as lock:
+        lock = Path(turn).open("w")  # noqa: SIM115 - nothing may let go of it before the device's memory is free
+        try:
             print(json.dumps(train((configurations() | configurations(held_out=True))[name], lock)), flush=True)
-            os._exit(0)  # nothing may let go of the lock before the device's memory is free
-        return
+        except Exception:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("into", type=Path)
     parser.add_argument("--known", type=Path)
     parser.add_argument("--seconds", type=float, default=240)
     parser.add_argument("--only", default="")
     parser.add_argument("--held-out", action="store_true")
+    parser.add_argument("--fill", action="store_true")
     options = parser.parse_args()
     lines = options.known.read_text().splitlines() if options.known and options.known.is_file() else []
     known = {json.loads(line)["name"] for line in lines if "peak_bytes" in json.loads(line)}
     open_ones = configurations(options.held_out)
     wanted = set(options.only.split(",")) if options.only else set(open_ones)
     todo = {name: config for name, config in open_ones.items() if name in wanted - known}
-    measure_all(todo, options.into, seconds=options.seconds)
+    measure_all(todo, options.into, seconds=options.seconds, fill=options.fill)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from trimaran.nets import Network, decoder_network, initialise
 from trimaran.nets.hf import hf_network
 from trimaran.parallel.memory.activations import Copies, Offload, offload_blocks
 from trimaran.parallel.memory.recompute import apply_recompute
+from trimaran.train.halves import split_weights
 
 MODES = ("selective", "full", 2)
 DENSE = replace(PRESETS["tiny"], layers=4, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=64)
@@ -178,7 +179,8 @@ class Graphs:
         self.backend = aot_autograd(fw_compiler=self._compile, partition_fn=min_cut_rematerialization_partition)
 
     def _compile(self, graph: Any, _: Any) -> Any:
-        self.products.append(sum("mm.default" in str(node.target) for node in graph.graph.nodes))
+        names = [str(node.target) for node in graph.graph.nodes]
+        self.products.append(sum("mm.default" in name or "joint_product.default" in name for name in names))
         return make_boxed_func(graph.forward)
 
 
@@ -186,11 +188,31 @@ class Graphs:
 def test_a_compiled_block_keeps_what_the_mode_says(mode: Any, again: int) -> None:
     torch.compiler.reset()
     network, plain, graphs = decoder(DENSE), decoder(DENSE), Graphs()
-    apply_recompute(network, Plan(recompute=mode), None)
+    apply_recompute(network, Plan(recompute=mode, compile=True), None)
     for block in network.blocks:
         block.compile(backend=graphs.backend)
     assert_same_bits(gradients(network), gradients(plain))
     assert graphs.products == [7, 14 + again], "alike blocks share one graph forward and one backward"
+
+
+def test_a_compiled_block_of_joint_products_computes_them_again() -> None:
+    torch.compiler.reset()
+    plan, network, graphs = Plan(recompute="full", compile=True, precision="bf16"), decoder(DENSE), Graphs()
+    split_weights([network], plan)
+    apply_recompute(network, plan, None)
+    for block in network.blocks:
+        block.compile(backend=graphs.backend)
+    gradients(network, precision=torch.bfloat16)
+    assert graphs.products == [4, 8 + 3], "the last, which no backward needs, is not computed again"
+
+
+def test_dropout_falls_alike_when_a_compiled_block_is_computed_again() -> None:
+    torch.compiler.reset()
+    plain, network = sieves(), sieves()
+    apply_recompute(network, Plan(recompute="full", compile=True), None)
+    for block in network.blocks:
+        block.compile(backend=Graphs().backend)
+    assert_same_bits(gradients(network), gradients(plain))
 
 
 class Record(Copies):

@@ -59,7 +59,10 @@ def apply_recompute(network: Network, plan: Plan, ranks: RankMesh) -> None:
     for tower, blocks in by_tower.items():
         how = recompute_of(tower, plan)
         if how != "none":
-            options = {"context_fn": _contexts} if how == "selective" else {}
+            policy = "selective" if how == "selective" else "full"
+            # A compiled block asks for each operator. torch 2.11 leaves what an autograd function computes unmarked by
+            # a checkpoint that says nothing, and keeps it: all of our joint products, and those in fp8.
+            options = {"context_fn": partial(_contexts, policy)} if plan.compile or policy == "selective" else {}
             for block in blocks[:: how if isinstance(how, int) else 1]:
                 _recompute(block, options)
 
@@ -90,8 +93,8 @@ def _casts_anew(block: nn.Module) -> torch.autocast:
     return torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False)
 
 
-def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    policy = partial(_policy, {False: 0, True: 0})
+def _contexts(mode: str) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    policy = partial(_policy, {False: 0, True: 0}) if mode == "selective" else _nothing
     first, second = create_selective_checkpoint_contexts(policy)
     return first, _Again(policy, second.storage, False)  # torch before 2.13 asks the policy the second time too
 
@@ -106,6 +109,11 @@ class _Again(_CachedTorchDispatchMode):
         if func in KEPT or func in HALVED:
             return super().__torch_dispatch__(func, types, args, kwargs)
         return func(*args, **(kwargs or {}))
+
+
+def _nothing(*_: Any, **__: Any) -> CheckpointPolicy:
+    """Return that the operator's output is not kept, whatever it is."""
+    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _policy(

@@ -40,7 +40,7 @@ def question_of(config: dict[str, Any]) -> tuple[Job, Plan]:
     spec = spec_of(ModelSection(preset=config["preset"], shape=config["shape"]))
     fields = ("micro_batch", "grad_accum", "precision", "recompute", "offload", "compile", "loss", "sharding")
     plan = Plan(**{field: config[field] for field in fields if field in config})
-    stack = STACKS["trimaran"] if "loss" in config else FORMER
+    stack = FORMER if config.get("older") else STACKS["trimaran"]
     states = STATE_BYTES[config["states"]]
     return Job(outline=outline_of(spec), seq_len=config["seq_len"], stack=stack, state_bytes=states), plan
 
@@ -86,6 +86,11 @@ def promised(case: Case) -> bool:
     row: dict[str, Any] = dict(case.run.row)
     models = ("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b")
     return case.run.model in models and PROMISED.items() <= row.items()
+
+
+def today(case: Case) -> bool:
+    """Return whether the run was measured with the trainer as it is, and not before its loss was fused."""
+    return not case.run.row.get("older")
 
 
 def clean(case: Case) -> bool:

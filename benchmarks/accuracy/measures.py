@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.accuracy.ask import clean, promised
+from benchmarks.accuracy.ask import clean, promised, today
 from benchmarks.accuracy.errors import Case, Errors, alarms, choices, merge_repeats, summarise
 
 OWN = "our trainer, H200"
@@ -102,6 +102,10 @@ MEASURES = (
     Measure(name="step time, worst", source=OWN, of=_part("worst", "time_error", promised), most=0.10),
     Measure(name="memory, worst", source=OWN_LATER, of=_part("worst", "memory_error"), most=0.05),
     Measure(name="step time, worst", source=OWN_LATER, of=_part("worst", "time_error"), most=0.10),
+    Measure(name="memory, worst, today's code", source=OWN, of=_part("worst", "memory_error", today), most=0.05),
+    Measure(name="step time, worst, today's code", source=OWN, of=_part("worst", "time_error", today), most=0.10),
+    Measure(name="memory, worst, today's code", source=OWN_LATER, of=_part("worst", "memory_error", today), most=0.05),
+    Measure(name="step time, worst, today's code", source=OWN_LATER, of=_part("worst", "time_error", today), most=0.10),
     Measure(name="memory, worst, all settings", source=OWN, of=_part("worst", "memory_error")),
     Measure(name="step time, median, all settings", source=OWN, of=_part("median", "time_error")),
 )

@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.accuracy.former import FORMER
 
 from trimaran.core import GIB, Bytes, Comm, Flops, Mesh, Plan
-from trimaran.cost import Job, find_stack
+from trimaran.cost import STATE_BYTES, Job, find_stack
 from trimaran.cost.activations import LayerBytes, kept_bytes, kept_on, layer_bytes
 from trimaran.cost.memory import CONTEXT_BYTES, PROCESS_BYTES, Memory, memory_of
 from trimaran.cost.part import parts_of
@@ -378,24 +377,24 @@ def test_nanotron_logs_its_first_rank_and_megatron_its_last() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "measured"),
+    ("preset", "states", "fields", "measured"),
     [
-        ({}, 59.4),
-        ({"recompute": "selective"}, 46.3),
-        ({"recompute": 2}, 49.7),
-        ({"recompute": "full"}, 40.0),
-        ({"compile": False}, 67.4),
-        ({"offload": "activations"}, 39.4),
-        ({"offload": "activations", "recompute": "full"}, 38.2),
-        ({"offload": "optimizer"}, 50.2),
-        ({"offload": "parameters", "sharding": "parameters"}, 42.7),
-        ({"precision": "fp8"}, 51.6),
+        ("llama-3.2-1b", "fp32", {}, 35.93),
+        ("llama-3.2-1b", "fp32", {"loss": "chunked"}, 32.94),
+        ("llama-3.2-1b", "fp32", {"loss": "logits"}, 54.95),
+        ("llama-3.2-1b", "fp32", {"recompute": "selective"}, 28.68),
+        ("llama-3.2-1b", "bf16", {}, 30.35),
+        ("llama-3.2-1b", "8bit", {}, 27.61),
+        ("llama-3.2-3b", "fp32", {}, 76.85),
+        ("llama-3.2-3b", "fp32", {"precision": "fp8"}, 71.61),
+        ("llama-3.1-8b", "fp32", {"micro_batch": 2}, 119.97),
     ],
 )
-def test_one_h200_needed_what_is_said(fields: dict[str, Any], measured: float) -> None:
-    plan = plan_of(**{"micro_batch": 4, "precision": "bf16", "compile": True, **fields})
-    found = memory_of(Job(outline=ONE_B, seq_len=4096, stack=FORMER), H200, plan)
-    assert found.peak / GIB == pytest.approx(measured, rel=0.025)
+def test_one_h200_needed_what_is_said(preset: str, states: str, fields: dict[str, Any], measured: float) -> None:
+    plan = plan_of(**{"micro_batch": 4, "precision": "bf16", "compile": True, "loss": "fused", **fields})
+    outline = outline_of(replace(PRESETS[preset], tied=False))
+    job = Job(outline=outline, seq_len=4096, stack=find_stack("trimaran"), state_bytes=STATE_BYTES[states])
+    assert memory_of(job, H200, plan).peak / GIB == pytest.approx(measured, rel=0.002)
 
 
 @pytest.mark.parametrize(

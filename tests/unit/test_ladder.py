@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from benchmarks.accuracy.ask import question_of
+from benchmarks.accuracy.rows import merged
 from benchmarks.memory import ladders
 from benchmarks.planner import configurations, plan_fields
 
@@ -57,3 +58,16 @@ def test_the_table_has_a_line_for_each_rung_and_says_what_did_not_fit() -> None:
     assert (plain[2], plain[3], plain[7], plain[9], plain[11]) == ("none", "fused", "40.0", "64,000", "1.00 |")
     assert (pieces[3], pieces[7], pieces[11]) == ("chunked", "37.0", "0.98 |")
     assert logits[7].startswith("out of memory")
+
+
+def test_a_row_that_is_measured_again_takes_its_place_and_that_of_an_older_one() -> None:
+    plain, full = ROWS["1b 4x4096"], ROWS["1b 4x4096 recompute=full loss=chunked"]
+    before = plain | {"peak_bytes": 1}
+    older = [{key: value for key, value in row.items() if key != "loss"} | {"shape": {}, "name": name, "peak_bytes": 2}
+             for row, name in ((plain, "old"), (full, "old full"))]  # fmt: skip
+    fresh = [plain | {"peak_bytes": 3}, full | {"failed": "out of memory"}]
+    kept = merged([before, *older], fresh)
+    assert [(row["name"], row["peak_bytes"], row.get("older")) for row in kept] == [
+        ("1b 4x4096", 3, None), ("old full", 2, True)
+    ]  # fmt: skip
+    assert merged(kept, [], forget_older=True) == kept[:1]

@@ -120,7 +120,7 @@ def _load(scene: Scene, part: Part, gathered: float) -> Load:
         host, alive, rest, casts = host + PINNED * alive, kept.one, kept.one, 0
     first, cast = alive + head.activations + kept.passing, casts + head.casts
     working = kept.again + kept.back + kept.passing
-    left = 0 if states.working else head.gradients  # what is sharded has room for its root's gradients there
+    left = 0 if states.working else _left(scene, part, head)  # what is sharded has room for its root's gradients there
     moment = max(
         (first, head.logits, cast, states.gathered, states.early + head.gradients, 0),
         (alive + working, 0, cast, states.working, states.early + left, 0),
@@ -165,6 +165,13 @@ def head_of(scene: Scene, part: Part) -> Moment:
     if scene.pp > 1 and plan.pipeline.schedule == "gpipe":
         at_loss += (plan.grad_accum - 1) * waits
     return kept._replace(logits=positions * at_loss * tower.outputs)
+
+
+def _left(scene: Scene, part: Part, head: Moment) -> float:
+    """Return what is left of the head's gradients when backward comes to the layers: no sum in fp32 beside halves."""
+    if not scene.halves or part.head_tower is None or part.head_tower.tied:
+        return head.gradients
+    return min(head.gradients, scene.width * part.head_tower.head_parameters)
 
 
 def _fused(scene: Scene, tower: Tower, *, chunked: bool) -> dict[str, float]:

@@ -16,6 +16,9 @@ IMBALANCE = 1.2  # how much more than its share the busiest rank of a mixture ge
 CAST_BYTES = 6
 # Of a fused loss: our kernel reads a score twice and writes its gradient in its place, 16 bits each.
 SCORE_BYTES = 6
+# Of what moves when a piece of a chunked loss is added to the gradient in fp32, the share that its product does not
+# hide: 5.0 ms a step more than with all logits at once, 16 pieces of 1B's head on one H200.
+SUM_SHARE = 0.4
 
 
 class Cut(NamedTuple):
@@ -96,7 +99,7 @@ def fused_passes(tower: Tower, cut: Cut, rates: Rates, *, chunked: bool) -> Pass
     to_weights = pieces * product_seconds(hidden, outputs, each, rates)
     scores = SCORE_BYTES * rows * outputs / rates.stream
     if pieces > 1:
-        to_weights += 2 * SUM_BYTES * pieces * tower.head_parameters / rates.stream
+        to_weights += SUM_SHARE * 2 * SUM_BYTES * pieces * tower.head_parameters / rates.stream
     scaled = 2 * rates.width * (tower.head_parameters + rows * hidden) / rates.stream
     return Passes(there + scores + to_input, scaled, to_weights, 0.0, 0.0)
 

@@ -1,0 +1,54 @@
+"""Measured rows, each in its file: `python -m benchmarks.accuracy.rows NEW.jsonl ... [--forget-older]`.
+
+Rows of `benchmarks/planner.py` join h200.jsonl, or h200_held_out.jsonl, and replace what has their name. Those that
+failed stay out. Rows of the trainer as it was before `plan.loss` are marked `older`; one goes when a new row asks the
+same, and all of them with `--forget-older`. `make accuracy WRITE=1` comes next.
+"""
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.accuracy.ask import H200, HELD_OUT
+from benchmarks.planner import configurations
+
+Row = dict[str, Any]
+ASKED = (
+    "preset", "seq_len", "micro_batch", "grad_accum", "recompute", "compile", "precision", "offload", "states"
+)  # fmt: skip
+
+
+def merged(kept: Sequence[Row], fresh: Iterable[Row], *, forget_older: bool = False) -> list[Row]:
+    """Return the rows of a file with fresh ones among them: the latest of each name, older ones last."""
+    marked = [row if "loss" in row else row | {"older": True} for row in kept]
+    newer = {row["name"]: row for row in marked if not row.get("older")}
+    newer |= {row["name"]: row for row in fresh if "peak_bytes" in row}
+    asked = {_question(row) for row in newer.values()}
+    older = [row for row in marked if row.get("older") and _question(row) not in asked and not forget_older]
+    return [*newer.values(), *older]
+
+
+def _question(row: Row) -> str:
+    """Return what was asked, but for the loss and whether the head is the embedding: older rows had one loss."""
+    shape = {key: value for key, value in row["shape"].items() if key != "tied"}
+    return json.dumps([*(row[key] for key in ASKED), shape], sort_keys=True)
+
+
+def rows_of(path: Path) -> list[Row]:
+    return [json.loads(line) for line in path.read_text().splitlines() if line]
+
+
+def main(*words: str) -> None:
+    fresh = [row for word in words if not word.startswith("--") for row in rows_of(Path(word))]
+    held = configurations(held_out=True)
+    for path, is_held in ((H200, False), (HELD_OUT, True)):
+        mine = [row for row in fresh if (row["name"] in held) == is_held]
+        rows = merged(rows_of(path), mine, forget_older="--forget-older" in words)
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        print(path.name, len(rows), "rows,", sum(bool(row.get("older")) for row in rows), "of them older")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -85,7 +85,7 @@ def _life(now: float, *, is_well: bool) -> Iterator[tuple[str, Line]]:
         told = {"seconds": 2.0, "stall_seconds": 0.1, "bytes": GIB, "path": "checkpoints/step-00000010"}
         yield "event", event_line(kind, end - number * 10, **told)
     yield "event", event_line("recompile", now - 3000, what="block", why="shape")
-    throttle = [] if is_well else ["thermal"]
+    throttle = ["power_cap"] if is_well else ["thermal"]  # a GPU at full load is at its power limit
     gpus = [gpu_line(each, throttle=throttle) for each in range(2)]
     yield "sample", sample_line(now, gpus=2, disk_free=(500 if is_well else 2) * GIB) | {"gpus": gpus}
 

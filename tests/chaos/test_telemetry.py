@@ -1,7 +1,9 @@
 """What is seen of a run that meets trouble: its machines are sampled all the while, and no second is lost."""
 
 import signal
+import socket
 import time
+import urllib.request
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 from tests.chaos.nodes import Fleet, make_run
 from tests.chaos.test_nodes import ROOT_NEEDED
 from tests.fault.harness import Supervised, lines, wait_for
+from tests.goodput import check_goodput, on_page
 from trimaran.core import EXIT_DONE
 from trimaran.telemetry.ledger import ledger_of
 
@@ -53,6 +56,28 @@ def test_every_second_of_a_run_with_killed_ranks_and_sidecars_is_accounted_for(t
     assert max(later["time"] - earlier["time"] for earlier, later in pairwise(samples)) < 12
     assert not [each for each in psutil.process_iter() if "sidecar" in " ".join(each.cmdline())
                 and str(sailing.run.path) in each.cmdline()]  # fmt: skip
+
+
+def test_a_run_with_a_restart_has_one_goodput_wherever_it_is_shown(tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    settings = ("train.steps=120", "checkpoint.memory=0", "checkpoint.every=10", "telemetry.sample_seconds=1")
+    page = f"http://127.0.0.1:{port}/metrics"
+    with Supervised.start(tmp_path / "run", *settings, f"telemetry.prometheus.port={port}", pause=0.05) as sailing:
+        sailing.wait_for_step(18)
+        sailing.strike(1, signal.SIGKILL)
+        sailing.wait_for_step(100)
+        with urllib.request.urlopen(page, timeout=5) as answer:
+            live, known = on_page(answer.read().decode()), ledger_of(sailing.run, now=time.time()).goodput
+        assert sailing.wait() == EXIT_DONE
+    assert abs(live - known) < 0.3  # the page is up to ten seconds old
+    ledger = ledger_of(sailing.run)
+    assert ledger.seconds["replay"] > 0
+    assert ledger.seconds["restart"] > 0
+    # The sidecar's own last word, which it kept books for from the beginning, over the restart, to the end.
+    assert on_page((sailing.run.path / "telemetry" / "metrics.prom").read_text()) == pytest.approx(ledger.goodput)
+    check_goodput(sailing.run, ledger.goodput)
 
 
 @ROOT_NEEDED

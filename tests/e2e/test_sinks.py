@@ -14,6 +14,7 @@ import pytest
 
 pytest.importorskip("prometheus_client")
 
+from tests.goodput import on_page
 from tests.prometheus_server import Server, alerts, filled_in, free_port, panels, prometheus
 from tests.runs import new_run
 from tests.sink_lines import event_line, feed, incident_line, recorded, sample_line, step_line, troubles
@@ -21,6 +22,7 @@ from trimaran.app.cli.main import main
 from trimaran.core import TelemetrySection, UserError, changes_of_course, parse_recipe
 from trimaran.core.recipe import PrometheusSection
 from trimaran.telemetry import RunDirectory, append_line
+from trimaran.telemetry.ledger import ledger_of
 from trimaran.telemetry.sinks import open as opening
 from trimaran.telemetry.sinks.open import SINKS, open_sinks, refuse_missing_sinks
 from trimaran.telemetry.sinks.prometheus import PrometheusSink
@@ -111,10 +113,9 @@ def wandb_records(path: Path) -> Iterator[bytes]:
             whole = b""
 
 
-def test_wandb_is_told_every_step_without_a_network_and_nothing_of_the_machine(tmp_path: Path) -> None:
+def read_wandb(run: RunDirectory) -> tuple[list[Any], list[Line]]:
+    """Return what wandb was told, and the rows of numbers among it."""
     internal = pytest.importorskip("wandb.proto.wandb_internal_pb2")
-    run = new_run(tmp_path / "toy")
-    tell(run, {"wandb": {"mode": "offline", "project": "boats"}}, LIFE)
     (folder,) = (run.path / "wandb").glob("offline-run-*")
     (file,) = folder.glob("*.wandb")
     records: list[Any] = []
@@ -127,6 +128,14 @@ def test_wandb_is_told_every_step_without_a_network_and_nothing_of_the_machine(t
         for record in records
         if record.HasField("history")
     ]
+    return records, rows
+
+
+def test_wandb_is_told_every_step_without_a_network_and_nothing_of_the_machine(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    run = new_run(tmp_path / "toy")
+    tell(run, {"wandb": {"mode": "offline", "project": "boats"}}, LIFE)
+    records, rows = read_wandb(run)
     assert [(row["step"], row["loss"]) for row in rows if "loss" in row] == [(1, 5.0), (2, 2.5), (3, 5 / 3), (2, 7.0)]
     assert [row["evaluation/loss"] for row in rows if "evaluation/loss" in row] == [6.5]
     assert any("node-0/gpus/1/power" in row for row in rows)
@@ -134,7 +143,7 @@ def test_wandb_is_told_every_step_without_a_network_and_nothing_of_the_machine(t
     assert (started.project, started.display_name) == ("boats", "toy")
     assert {item.key for item in started.config.update} == {"recipe", "plan", "_wandb"}
     assert [record.alert.title for record in records if record.HasField("alert")] == ["i-0001 of toy"]
-    assert [each.name for each in (folder / "files").iterdir()] == []
+    assert list((run.path / "wandb").glob("offline-run-*/files/*")) == []
 
 
 class Collector(BaseHTTPRequestHandler):
@@ -286,6 +295,11 @@ def test_every_query_has_an_answer_and_every_alert_finds_the_run_that_is_ill(
         assert server.ask(f"count by (run) ({rule['expr']})")[0]["value"][1] == "1"
 
 
+def told_last(run: RunDirectory) -> float:
+    """Return the goodput that wandb was told last."""
+    return [row["goodput"] for row in read_wandb(run)[1] if "goodput" in row][-1]
+
+
 @pytest.mark.chaos
 def test_a_real_run_tells_every_sink(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
@@ -300,9 +314,11 @@ def test_a_real_run_tells_every_sink(tmp_path: Path) -> None:
     found.Reload()
     assert found.Scalars("loss")[-1].step == 30
     page = (run.path / "telemetry" / "metrics.prom").read_text()
+    goodput = ledger_of(run).goodput
+    shown = {"page": on_page(page), "tensorboard": found.Scalars("goodput")[-1].value, "wandb": told_last(run)}
+    assert shown == pytest.approx(dict.fromkeys(shown, goodput), rel=1e-6)
     for line in ("steps_total", "step", "steps_planned"):
         assert f'trimaran_{line}{{run="toy"}} 30.0' in page
     assert 'trimaran_checkpoints_total{run="toy"} 3.0' in page
     assert 'trimaran_finished{run="toy"} 1.0' in page
-    assert len(list((run.path / "wandb").glob("offline-run-*/*.wandb"))) == 1
     assert {each["event.action"] for each in documents(run) if "event.action" in each} >= {"start", "ready", "done"}

@@ -1,7 +1,7 @@
 """Every second of a run is accounted for, whatever happened to it."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -10,10 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.runs import step_metrics
+from tests.goodput import check_goodput
+from tests.runs import new_run, step_metrics
 from trimaran.telemetry import Journal, RunDirectory, append_line
 from trimaran.telemetry.journal import forget_steps_after
-from trimaran.telemetry.ledger import CATEGORIES, Books, Ledger, ledger_of, split
+from trimaran.telemetry.ledger import CATEGORIES, IN_STEPS, Books, Ledger, ledger_of, split
+from trimaran.telemetry.step_lines import read_step
 
 STEP = {"data": 0.05, "forward": 0.25, "backward": 0.5, "comm": 0.125, "optimizer": 0.05, "checkpoint": 0.025}
 STEP_SECONDS = sum(STEP.values())
@@ -39,7 +41,8 @@ class Voyage:
 
     def begin(self, *, lead: str, seconds: float, start: int) -> None:
         """Start the ranks, which go on from step `start`; what was done after it is done again."""
-        append_line(self.run.attempts, {"attempt": self.attempts, "time": self.now, "world_size": 2})
+        about = {"world_size": 2, "host": "here", "pid": 1}
+        append_line(self.run.attempts, {"attempt": self.attempts, "time": self.now} | about)
         self.attempts += 1
         self.spend(lead, seconds)
         if lost := forget_steps_after(start, self.run.metrics) if self.run.metrics.exists() else []:
@@ -59,8 +62,8 @@ class Voyage:
         for name, phases in BOOKS.items():
             self.spend(name, sum(STEP[phase] for phase in phases))
         if written:
-            line = {"step": self.done, "step_seconds": STEP_SECONDS, "phases": STEP, "time": self.now}
-            append_line(self.run.metrics, line)
+            step = replace(step_metrics(self.done, loss=1.0, seconds=STEP_SECONDS), phases=STEP, time=self.now)
+            append_line(self.run.metrics, step.as_dict())
 
     def end(self, how: str) -> None:
         append_line(self.run.attempts, {"attempt": 0, "ended": self.now, "how": how, "step": self.done})
@@ -142,6 +145,85 @@ def test_what_is_lost_in_trouble_is_told_from_what_counts(troubles: list[tuple],
         voyage.check(books.ledger())
 
 
+def test_every_view_and_every_sink_shows_the_same_goodput(tmp_path: Path) -> None:
+    voyage = Voyage(new_run(tmp_path / "run", steps=20))
+    voyage.begin(lead="init", seconds=3.0, start=0)
+    for _ in range(12):
+        voyage.step()
+    voyage.spend("restart", 1.0)
+    voyage.end("trouble")
+    voyage.begin(lead="restart", seconds=2.0, start=8)
+    for _ in range(4):
+        voyage.step()
+    voyage.end("stopped")
+    voyage.over()
+    voyage.spend("idle", 3600.0)  # which is nobody's loss
+    voyage.begin(lead="init", seconds=2.0, start=12)
+    for _ in range(8):
+        voyage.step()
+    voyage.end("done")
+    voyage.over()
+    voyage.check(ledger := ledger_of(voyage.run))
+    moved = voyage.truth["compute"] + voyage.truth["communication"]
+    assert ledger.goodput == pytest.approx(moved / (voyage.now - 1000.0 - 3600.0))
+    assert 0.3 < ledger.goodput < 0.8
+    check_goodput(voyage.run, ledger.goodput)
+
+
+def test_a_look_reads_only_what_is_new_and_the_same_steps_are_yielded_and_entered(tmp_path: Path) -> None:
+    voyage = Voyage(new_run(tmp_path / "run"))
+    books, seen = Books(voyage.run), []
+
+    def look() -> bool:
+        anew = books.look()
+        seen.append([line.step for line in books.steps()])
+        voyage.check(books.balance())
+        return anew
+
+    voyage.begin(lead="init", seconds=3.0, start=0)
+    for _ in range(3):
+        voyage.step()
+    assert not look()
+    voyage.step()
+    assert not look()
+    voyage.spend("restart", 1.0)
+    voyage.end("trouble")
+    voyage.begin(lead="restart", seconds=1.0, start=2)
+    voyage.step()
+    assert look(), "lines were taken back"
+    voyage.step()
+    assert not look()
+    assert seen == [[1, 2, 3], [4], [1, 2, 3], [4]]
+
+
+def test_ranks_that_are_gone_and_not_yet_started_again_cost_time(tmp_path: Path) -> None:
+    voyage = Voyage(RunDirectory(tmp_path))
+    voyage.begin(lead="init", seconds=3.0, start=0)
+    voyage.step()
+    voyage.end("trouble")
+    voyage.spend("restart", 30.0)
+    voyage.check(ledger_of(voyage.run, now=voyage.now))
+
+
+def test_files_that_make_no_sense_are_no_reason_to_fail(tmp_path: Path) -> None:
+    voyage = Voyage(RunDirectory(tmp_path))
+    voyage.begin(lead="init", seconds=3.0, start=0)
+    voyage.step()
+    for event in ({"time": "soon"}, {"data": []}, {"kind": "replay"}, {"kind": "started", "data": {"compile": 1}}):
+        append_line(voyage.run.events(0), {"kind": "ready", "time": voyage.now, "step": 1} | event)
+    append_line(voyage.run.attempts, {"world_size": 2, "time": None})
+    line = step_metrics(2, loss=1.0).as_dict()
+    for wrong in ({"phases": {"data": "x"}, "step_seconds": None}, {"waits": 3, "phases": {}, "step_seconds": 0}):
+        append_line(voyage.run.metrics, line | wrong | {"time": voyage.now})
+    voyage.run.metrics.write_bytes(
+        voyage.run.metrics.read_bytes()
+        + json.dumps(line | {"step_seconds": 1e308}).encode().replace(b"1e+308", b"1e999")
+    )
+    voyage.end("done")
+    voyage.over()
+    voyage.check(ledger_of(voyage.run))
+
+
 def test_a_supervisor_that_was_killed_costs_a_restart(tmp_path: Path) -> None:
     voyage = Voyage(RunDirectory(tmp_path))
     voyage.begin(lead="init", seconds=3.0, start=0)
@@ -203,12 +285,19 @@ def test_a_run_at_work_is_accounted_for_up_to_now_and_one_that_stands_still_is_t
     voyage.check(ledger_of(voyage.run, now=voyage.now))
 
 
+def spent(**waits: float) -> dict[str, float]:
+    """Return what a step of `STEP` is split into where rank 0 waited so long."""
+    step = replace(step_metrics(1, loss=1.0, seconds=STEP_SECONDS), phases=STEP, details={"waits": waits})
+    line = read_step(json.dumps(step.as_dict(), separators=(",", ":")).encode() + b"\n")
+    assert line is not None
+    return dict(zip(IN_STEPS, split(line), strict=True))
+
+
 def test_waiting_for_the_slowest_rank_is_told_from_communication() -> None:
-    line = {"step_seconds": STEP_SECONDS, "phases": STEP, "waits": {"data": 0.05, "comm": 0.025, "straggler": 0.1}}
-    found = split(line)
+    found = spent(data=0.05, comm=0.025, straggler=0.1)
     assert (found["straggler"], found["communication"]) == pytest.approx((0.1, 0.025))
     assert sum(found.values()) == pytest.approx(STEP_SECONDS)
-    hidden = split(line | {"waits": {"comm": 0.2, "straggler": 0.3}})  # in a backward that waits for its buckets
+    hidden = spent(comm=0.2, straggler=0.3)  # in a backward that waits for its buckets
     assert (hidden["straggler"], hidden["communication"]) == pytest.approx((0.3, 0.2))
     assert sum(hidden.values()) == pytest.approx(STEP_SECONDS)
 

@@ -87,6 +87,7 @@ class Nvml:
             "nvmlDeviceGetMemoryInfo": lambda gpu: SimpleNamespace(used=3 << 30, total=141 << 30),
             "nvmlDeviceGetPowerUsage": lambda gpu: 650_000,
             "nvmlDeviceGetEnforcedPowerLimit": lambda gpu: 700_000,
+            "nvmlDeviceGetPowerManagementDefaultLimit": lambda gpu: 700_000,
             "nvmlDeviceGetTemperature": lambda gpu: 60 + gpu,
             "nvmlDeviceGetClockInfo": lambda gpu: 1980 >> gpu,
             "nvmlDeviceGetMaxClockInfo": lambda gpu: 1980,
@@ -103,8 +104,8 @@ def test_gpus_tell_what_they_can_and_what_they_do_not_tell_is_left_out() -> None
     first, second = Gpus(library=Nvml()).sample()
     assert first == {
         "index": 0, "uuid": "GPU-0", "name": "H200", "utilisation": 0.75, "memory_used": 3 << 30, "memory": 141 << 30,
-        "power": 650.0, "power_limit": 700.0, "temperature": 60, "sm_clock": 1_980_000_000,
-        "sm_clock_max": 1_980_000_000, "throttle": [], "ecc_uncorrected": 0, "pids": [70],
+        "power": 650.0, "power_limit": 700.0, "power_limit_default": 700.0, "temperature": 60,
+        "sm_clock": 1_980_000_000, "sm_clock_max": 1_980_000_000, "throttle": [], "ecc_uncorrected": 0, "pids": [70],
     }  # fmt: skip
     assert (second["throttle"], second["sm_clock"]) == (["power_cap", "thermal"], 990_000_000)
     assert "ecc_uncorrected" not in second

@@ -31,7 +31,7 @@ def test_a_line_as_the_journal_writes_it_is_read_without_parsing_it_whole(
     monkeypatch.setattr(step_lines, "_read_slowly", lambda line: pytest.fail("the quick way is not taken"))
     found = read_step(line)
     assert found is not None
-    assert replace(found[0], details=read_details(found[1])) == step
+    assert replace(found.metrics(), details=read_details(found.rest)) == step
 
 
 @pytest.mark.parametrize("order", ["as written", "another"])
@@ -42,15 +42,15 @@ def test_the_slow_way_reads_the_same(tmp_path: Path, order: str) -> None:
     names = list(tree) if order == "as written" else sorted(tree)
     found = read_step(json.dumps({name: tree[name] for name in names}).encode() + b"\n")
     assert found is not None
-    assert replace(found[0], details=read_details(found[1])) == step
+    assert replace(found.metrics(), details=read_details(found.rest)) == step
 
 
 def test_a_number_that_is_not_finite_is_nan(tmp_path: Path) -> None:
     (line,) = written(tmp_path, replace(step_metrics(1, loss=math.inf), details=DETAILS))
     found = read_step(line)
     assert found is not None
-    assert math.isnan(found[0].loss)
-    assert read_details(found[1]) == DETAILS
+    assert math.isnan(found.loss)
+    assert read_details(found.rest) == DETAILS
 
 
 @pytest.mark.parametrize("line", [b"", b"\n", b"[]\n", b'{"step": 1}\n', b'{"step":1,"lo', b'"<script>"\n', b"\xff\n"])
@@ -68,4 +68,4 @@ def test_details_that_are_damaged_are_none(tmp_path: Path) -> None:
     (line,) = written(tmp_path, replace(step_metrics(1, loss=2.0), details=DETAILS))
     found = read_step(line.replace(b'"imbalance"', b'"imbal'))
     assert found is not None
-    assert read_details(found[1]) == {}
+    assert read_details(found.rest) == {}

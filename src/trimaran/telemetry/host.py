@@ -1,6 +1,7 @@
 """How this machine and the ranks on it are doing, from what the kernel counts."""
 
 import contextlib
+import os
 import platform
 import re
 import shutil
@@ -55,7 +56,7 @@ class Host:
         for part in (_load, _memory, self._space):
             with contextlib.suppress(*GONE):
                 found |= part()
-        for counted in (_busy_seconds, _disk_bytes, _network_bytes, _rdma_bytes):
+        for counted in (_busy_seconds, _disk_bytes, _swap_bytes, _network_bytes, _rdma_bytes):
             with contextlib.suppress(*GONE):
                 counters |= counted()
         rates = self._rates.of(counters, time.monotonic())
@@ -89,6 +90,8 @@ def _family(supervisor: int) -> list[tuple[str, str, psutil.Process]]:
     rank_of: dict[int, str] = {}
     # Parents come before their children: a child whose parent is of a rank is one of its loaders.
     for process in psutil.Process(supervisor).children(recursive=True):
+        if process.pid == os.getpid():
+            continue  # under torchrun a rank starts the sidecar, which is no loader
         with contextlib.suppress(*GONE):
             parent, called = process.ppid(), RANK.fullmatch(process.name())
             if parent in rank_of:
@@ -125,6 +128,12 @@ def _busy_seconds() -> dict[str, float]:
 def _disk_bytes() -> dict[str, float]:
     counted = psutil.disk_io_counters()
     return {"disk_read": counted.read_bytes, "disk_written": counted.write_bytes} if counted else {}
+
+
+def _swap_bytes() -> dict[str, float]:
+    """Return what came back from the swap space and what went there (`/proc/vmstat`); of a container nobody tells."""
+    counted = psutil.swap_memory()
+    return {"swap_read": counted.sin, "swap_written": counted.sout}
 
 
 def _network_bytes() -> dict[str, float]:

@@ -5,14 +5,18 @@ ready, and what was saved, evaluated or done again; the lines of `metrics.jsonl`
 What these leave open inside an attempt is start-up and shut-down, or, where it ended in trouble, a restart.
 """
 
-from collections.abc import Mapping
+import math
+import sys
+from collections import deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from trimaran.telemetry.journal import Follower
+from trimaran.telemetry.journal import Follower, LineFollower
 from trimaran.telemetry.run_directory import RunDirectory
+from trimaran.telemetry.step_lines import StepLine, read_step, read_waits
 
 Line = Mapping[str, Any]
 
@@ -30,6 +34,7 @@ CATEGORIES = (
     "replay",
     "idle",
 )
+IN_STEPS = CATEGORIES[:5]  # what the time inside of a step is split into
 # What an event says of the time before it, after the last step.
 ENDS = {"checkpoint": "save", "saved": "save", "evaluation": "evaluation", "sample": "evaluation", "rewind": "restart"}
 STEPS_KNOWN = 64  # the latest of an attempt, for what a usual step takes
@@ -49,16 +54,24 @@ class Ledger:
         return self.until - self.since
 
     @property
+    def at_work(self) -> float:
+        """All but the time in which nobody ran the run."""
+        return self.total - self.seconds["idle"]
+
+    @property
     def goodput(self) -> float:
-        """The share of the time that moved the run on: steps that count, without what they waited for or saved."""
-        at_work = self.total - self.seconds["idle"]
-        return (self.seconds["compute"] + self.seconds["communication"]) / at_work if at_work > 0 else 0.0
+        """The share of that which moved the run on: steps that count, without what they waited for or saved.
+
+        There is no other goodput of a run: every view and every sink shows this one.
+        """
+        return (self.seconds["compute"] + self.seconds["communication"]) / self.at_work if self.at_work > 0 else 0.0
 
     def as_dict(self) -> dict[str, Any]:
         return {
             "since": self.since,
             "until": self.until,
             "total": self.total,
+            "at_work": self.at_work,
             "goodput": self.goodput,
             "seconds": self.seconds,
         }
@@ -76,7 +89,7 @@ class Stay:
     start: int | None = None  # the step that it went on from, once it was ready
     ready: float = 0.0
     compile: float = 0.0
-    seconds: dict[str, float] = field(default_factory=dict)  # of its steps that count
+    seconds: list[float] = field(default_factory=lambda: [0.0] * len(IN_STEPS))  # of its steps that count
     events: list[tuple[float, str]] = field(default_factory=list)  # those that say what the time before them was for
     steps: "Steps" = field(default_factory=lambda: Steps())
 
@@ -90,15 +103,9 @@ class Steps:
 
     highest: int = 0
     last: float = 0.0
-    recent: list[float] = field(default_factory=list)
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_KNOWN))
     replayed: int = 0
     replayed_seconds: float = 0.0
-
-    def add(self, line: Line) -> None:
-        self.highest = max(self.highest, line.get("step", 0))
-        self.last = max(self.last, line.get("time", 0.0))
-        self.recent.append(line.get("step_seconds") or 0.0)
-        del self.recent[:-STEPS_KNOWN]
 
     @property
     def usual(self) -> float:
@@ -108,7 +115,11 @@ class Steps:
 
 
 class Books:
-    """Reads the files of a run, and on the next look only what is new."""
+    """Reads the files of a run, and on the next look only what is new.
+
+    Who needs the steps as well takes them from here, so that each line is read once: `look`, then `steps`, then
+    `balance`. For who does not, `ledger` is all three.
+    """
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
@@ -117,19 +128,57 @@ class Books:
     def _open(self) -> None:
         self._stays: list[Stay] = []
         self._supervised = False
-        self._attempts, self._metrics = Follower(self._run.attempts), Follower(self._run.metrics)
+        self._attempts, self._metrics = Follower(self._run.attempts), LineFollower(self._run.metrics)
         self._events = Follower(self._run.events(0))
 
     def ledger(self, *, now: float | None = None) -> Ledger:
-        """Return where the time went. `now` is for a run at work; without it, up to the last thing written down."""
-        if self._read():
-            self._open()  # lines were taken back that may have been counted
-            self._read()
+        """Read what is new, and return where the time went, see `balance`."""
+        self.look()
+        deque(self.steps(), maxlen=0)
+        return self.balance(now=now)
+
+    def look(self) -> bool:
+        """Take in what is new of starts and events. True: lines were taken back, and `steps` yields all from the first.
+
+        Nothing else is right then: the lines may have been counted, and the file may have grown again.
+        """
+        known = bool(self._stays)
+        if self._look() and known:
+            self._open()
+            self._look()
+            return True
+        return False
+
+    def _look(self) -> bool:
+        """Take in what is new of starts and events, and return whether lines were taken back."""
+        for line in self._attempts.new():
+            self._read_attempt(line)
+        taken_back = [self._read_event(line) for line in self._events.new() if _is_event(line)]
+        return any(taken_back)
+
+    def steps(self) -> Iterator[StepLine]:
+        """Enter the steps that are new, and yield them."""
+        stay: Stay | None = None
+        first = after = 0  # the steps that `stay` did: from `first` on, and before `after`
+        for step in filter(None, map(read_step, self._metrics.new())):
+            if not first <= step.step < after:
+                stay, first, after = self._of_step(step.step)
+            if stay is not None:
+                _enter(stay, step)
+            yield step
+
+    def balance(self, *, now: float | None = None) -> Ledger:
+        """Return where the time went, by what was read so far.
+
+        `now` is for a run at work; without it, up to the last thing written down.
+        """
         stays = self._stays
         if not stays:
             return Ledger(since=0.0, until=0.0, seconds=dict.fromkeys(CATEGORIES, 0.0))
         ends = [_end(stay, following, now) for stay, following in zip(stays, [*stays[1:], None], strict=True)]
-        until = max([*ends[-1:], *([stays[-1].over] if stays[-1].over else [])])
+        until = max(ends[-1], stays[-1].over or ends[-1])
+        if now is not None and stays[-1].over is None:
+            until = max(until, now)  # its ranks are gone, and others are about to be started
         seconds = dict.fromkeys(CATEGORIES, 0.0)
         for number, (stay, end) in enumerate(zip(stays, ends, strict=True)):
             before = stays[number - 1] if number else None
@@ -140,59 +189,55 @@ class Books:
             seconds["restart" if stay.over is None else "idle"] += max(0.0, following - end)
         return Ledger(since=stays[0].begin, until=until, seconds=seconds)
 
-    def _read(self) -> bool:
-        """Take in what is new, and return whether lines were taken back since the last look."""
-        known = bool(self._stays)
-        for line in self._attempts.new():
-            self._read_attempt(line)
-        # Lines without these are nobody's of ours.
-        replays = [self._read_event(line) for line in self._events.new() if line.keys() >= {"kind", "time", "step"}]
-        for line in self._metrics.new():
-            if "phases" in line and (stay := self._of_step(line.get("step", 0))) is not None:
-                stay.steps.add(line)
-                for name, part in split(line).items():
-                    stay.seconds[name] = stay.seconds.get(name, 0.0) + part
-        return known and any(replays)
-
     def _read_attempt(self, line: Line) -> None:
         self._supervised = True
+        if not isinstance(line.get("ended", line.get("time")), int | float):
+            return  # files are not to be trusted
         if "world_size" in line:
             self._stays.append(Stay(begin=line["time"]))
         elif "ended" in line and self._stays:
             last = self._stays[-1]
-            last.end, last.how, last.reached = line["ended"], line["how"], line["step"]
+            last.end, last.how, last.reached = line["ended"], line.get("how", ""), int(_number(line, "step"))
         elif "over" in line and self._stays:
             self._stays[-1].over = line["time"]
 
     def _read_event(self, line: Line) -> bool:
         """Take in an event of rank 0; return whether it says that lines were taken back."""
-        kind, number, data = line.get("kind"), line.get("attempt", 0), line.get("data", {})
+        kind, number, data = line["kind"], line.get("attempt", 0), line.get("data", {})
         if not self._supervised:  # the ranks were started by somebody else, who counts nothing
             if kind == "start":
                 self._stays.append(Stay(begin=line["time"]))
             number = len(self._stays) - 1
         if not 0 <= number < len(self._stays):
-            return False
+            return kind == "replay"
         stay = self._stays[number]
         if not self._supervised and kind in ("done", "stop"):
             stay.end = stay.over = line["time"]
         if kind == "ready":
             stay.start, stay.ready = line["step"], line["time"]
         elif kind == "started":
-            stay.compile += data.get("compile", {}).get("seconds", 0.0)
+            stay.compile += _number(data.get("compile"), "seconds")
         elif kind == "replay":
-            for each, steps, highest in self._owners(line["step"], data["steps"]):
+            number, seconds = int(_number(data, "steps")), _number(data, "seconds")
+            for each, steps, highest in self._owners(line["step"], number):
                 each.steps.replayed += steps
-                each.steps.replayed_seconds += steps / data["steps"] * data["seconds"]
+                each.steps.replayed_seconds += steps / number * seconds
                 each.steps.highest = max(each.steps.highest, highest)
             if stay.start is not None:  # it went back while at work, and does from now on what others had done
                 stay.start = min(stay.start, line["step"])
-        stay.events.append((line["time"], ENDS.get(str(kind), "")))
+        stay.events.append((line["time"], ENDS.get(kind, "")))
         return kind == "replay"
 
-    def _of_step(self, step: int) -> Stay | None:
-        """Return the attempt that did `step` last: the latest one that went on from before it."""
-        return next((stay for stay in reversed(self._stays) if stay.start is not None and stay.start < step), None)
+    def _of_step(self, step: int) -> tuple[Stay | None, int, int]:
+        """Return the attempt that did `step` last, which is the latest one that went on from before it; and from which
+        step on, and before which, that is true."""
+        after = sys.maxsize
+        for stay in reversed(self._stays):
+            if stay.start is not None and stay.start < step:
+                return stay, stay.start + 1, after
+            if stay.start is not None:
+                after = min(after, stay.start + 1)
+        return None, 0, after
 
     def _owners(self, after: int, steps: int) -> list[tuple[Stay, int, int]]:
         """Return which attempts did the `steps` after step `after`: how many of them each did, and up to which."""
@@ -209,19 +254,47 @@ def ledger_of(run: RunDirectory, *, now: float | None = None) -> Ledger:
     return Books(run).ledger(now=now)
 
 
-def split(line: Line) -> dict[str, float]:
-    """Return what the seconds of a step were spent on; they add up to its `step_seconds`."""
-    phases = {name: seconds or 0.0 for name, seconds in line.get("phases", {}).items()}
-    total = line.get("step_seconds") or sum(phases.values())
-    waits = line.get("waits", {})
+def split(step: StepLine) -> tuple[float, float, float, float, float]:
+    """Return what the seconds of a step were spent on, in the order of `IN_STEPS`; they add up to `step_seconds`."""
+    phases, total = step.phases, step.step_seconds
+    if not total > 0:
+        total = sum(phases.values())
     data, save = phases.get("data", 0.0), phases.get("checkpoint", 0.0)
     left = max(0.0, total - data - save)
-    straggler = min(left, waits.get("straggler") or 0.0)
+    comm, straggler = read_waits(step.rest)
+    straggler = min(left, straggler)
     # Who waits for others waits in a collective, whichever phase that is in.
-    exposed = max(phases.get("comm", 0.0), (waits.get("comm") or 0.0) + straggler)
-    communication = min(left, exposed) - straggler
-    compute = left - straggler - communication
-    return {"data": data, "save": save, "straggler": straggler, "communication": communication, "compute": compute}
+    communication = min(left, max(phases.get("comm", 0.0), comm + straggler)) - straggler
+    return left - straggler - communication, communication, data, straggler, save
+
+
+def _enter(stay: Stay, step: StepLine) -> None:
+    """Add a step to what its attempt did. One that nobody can have measured is passed over."""
+    compute, communication, data, straggler, save = split(step)
+    total = compute + communication + data + straggler + save
+    if not math.isfinite(total):
+        return
+    seconds, steps = stay.seconds, stay.steps
+    seconds[0] += compute
+    seconds[1] += communication
+    seconds[2] += data
+    seconds[3] += straggler
+    seconds[4] += save
+    steps.highest, steps.last = max(steps.highest, step.step), max(steps.last, step.time)
+    steps.recent.append(total)
+
+
+def _is_event(line: Line) -> bool:
+    """Whether a line is an event as ranks write them: files are not to be trusted."""
+    shapes = {"kind": str, "time": int | float, "step": int, "attempt": int, "data": dict}
+    optional = {"attempt": 0, "data": {}}
+    return all(isinstance(line.get(name, optional.get(name)), shape) for name, shape in shapes.items())
+
+
+def _number(tree: Any, name: str) -> float:
+    """Return a number of `tree`; 0 where there is none."""
+    found = tree.get(name) if isinstance(tree, dict) else None
+    return found if isinstance(found, int | float) else 0.0
 
 
 def _end(stay: Stay, following: Stay | None, now: float | None) -> float:
@@ -241,8 +314,9 @@ def _of_stay(stay: Stay, end: float, *, lead: str) -> dict[str, float]:
         return {lead: span}
     found = dict.fromkeys(CATEGORIES, 0.0)
     found[lead] = min(span, max(0.0, stay.ready - stay.begin))
-    compiling = min(stay.compile, stay.seconds.get("compute", 0.0))
-    steps = stay.seconds | {"compile": compiling, "compute": stay.seconds.get("compute", 0.0) - compiling}
+    steps = dict(zip(IN_STEPS, stay.seconds, strict=True))
+    steps["compile"] = min(stay.compile, steps["compute"])
+    steps["compute"] -= steps["compile"]
     steps["replay"] = stay.steps.replayed_seconds + stay.steps.usual * _unwritten(stay)
     room = span - found[lead]
     shrink = min(1.0, room / total) if (total := sum(steps.values())) > 0 else 1.0  # clocks may differ a little

@@ -21,6 +21,8 @@ THROTTLES = {
     0x80: "power_brake",
     0x100: "display_clocks",
 }
+# Those that mean heat, or a power supply that is too weak. `power_cap` is none: a GPU at full load is at its limit.
+FAULTS = ("hw_slowdown", "thermal", "hw_thermal", "power_brake")
 
 
 class Gpus:
@@ -96,6 +98,10 @@ def _power_limit(nvml: Any, handle: Any) -> dict[str, Any]:
     return {"power_limit": nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000}
 
 
+def _default_power_limit(nvml: Any, handle: Any) -> dict[str, Any]:
+    return {"power_limit_default": nvml.nvmlDeviceGetPowerManagementDefaultLimit(handle) / 1000}
+
+
 def _temperature(nvml: Any, handle: Any) -> dict[str, Any]:
     return {"temperature": nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)}
 
@@ -133,6 +139,7 @@ _QUESTIONS: tuple[Callable[[Any, Any], dict[str, Any]], ...] = (
     _memory,
     _power,
     _power_limit,
+    _default_power_limit,
     _temperature,
     _clock,
     _most_clock,

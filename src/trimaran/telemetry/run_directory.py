@@ -102,10 +102,9 @@ class RunDirectory:
         """Where a rank's stack goes when it gets SIGUSR2, also while it stands still."""
         return self.path / "logs" / f"rank-{rank}.stacks"
 
-    @property
-    def question(self) -> Path:
-        """Where witnesses read into which folder their testimony goes, see `PulseBoard.ask`."""
-        return self.path / "incidents" / "question.json"
+    def question(self, rank: int) -> Path:
+        """Where a rank's witness reads into which folder its testimony goes, see `PulseBoard.ask`."""
+        return self.path / "incidents" / f"question-{rank}.json"
 
     @property
     def ranks_shown(self) -> Path:

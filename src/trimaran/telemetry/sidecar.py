@@ -52,16 +52,20 @@ class Bell:
 
 
 class Sidecar:
-    """What one node's sidecar does until the bell rings. `visible` is as CUDA_VISIBLE_DEVICES of the ranks."""
+    """What one node's sidecar does until the bell rings. `visible` is as CUDA_VISIBLE_DEVICES of the ranks, which are
+    below `above`, or below the supervisor."""
 
-    def __init__(self, run: RunDirectory, node: int, bell: Bell, *, supervisor: int, visible: str | None) -> None:
+    def __init__(
+        self, run: RunDirectory, node: int, bell: Bell, *, supervisor: int, above: int | None, visible: str | None
+    ) -> None:
         self.run, self.node, self._bell, self._supervisor = run, node, bell, supervisor
         self._closing = False
         self._telemetry = run.read_recipe().telemetry
         self._feeds = open_feeds(self._telemetry, run) if node == 0 else []
         self._tail = Tail(run) if self._feeds else None
         asked = self._telemetry.sample_seconds > 0
-        self._sampler = Sampler(run, node, supervisor=supervisor, visible=visible) if asked else None
+        family = supervisor if above is None else above
+        self._sampler = Sampler(run, node, supervisor=family, visible=visible) if asked else None
         self._keep_due = 0.0
 
     def work(self) -> None:
@@ -125,6 +129,7 @@ def main() -> int:
     parser.add_argument("node", type=int, help="which machine of the run this is; 0 also feeds the sinks")
     parser.add_argument("--visible", help="the GPUs of the run, as CUDA_VISIBLE_DEVICES; without it, all")
     parser.add_argument("--supervisor", type=int, default=os.getppid(), help="the process to end with")
+    parser.add_argument("--above", type=int, help="the process that started the ranks, where it is not that one")
     flags = parser.parse_args()
     bell = Bell()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a person's Ctrl-C: the supervisor decides what it means
@@ -132,7 +137,8 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with contextlib.suppress(OSError):
         os.nice(NICE)
-    Sidecar(open_run(flags.run), flags.node, bell, supervisor=flags.supervisor, visible=flags.visible).work()
+    how = {"supervisor": flags.supervisor, "above": flags.above, "visible": flags.visible}
+    Sidecar(open_run(flags.run), flags.node, bell, **how).work()
     return 0
 
 

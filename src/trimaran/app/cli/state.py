@@ -4,6 +4,7 @@ import math
 import platform
 import signal
 import statistics
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
@@ -13,9 +14,10 @@ import psutil
 
 from trimaran.app.cli.logs import LogFollower, LogLine
 from trimaran.core import EXIT_AGAIN, EXIT_DONE, PHASES, Event, Incident, StepMetrics, UserError, show_count
-from trimaran.telemetry import Follower, LineFollower, RunDirectory, read_incidents
+from trimaran.telemetry import Follower, RunDirectory, read_incidents
 from trimaran.telemetry.attempts import Attempts
-from trimaran.telemetry.step_lines import read_details, read_step
+from trimaran.telemetry.ledger import Books, Ledger
+from trimaran.telemetry.step_lines import read_details
 
 Status = Literal["starting", "training", "restarting", "done", "stopped", "failed", "vanished"]
 UNDER_WAY: tuple[Status, ...] = ("starting", "training", "restarting")
@@ -93,6 +95,7 @@ class RunState:
         self.attempts = Attempts(run)
         self.samples: dict[str, dict[str, Any]] = {}
         self._sample_followers: dict[str, Follower] = {}
+        self._books = Books(run)
         self._forget_steps()
         self._event_followers: dict[int, Follower] = {}
         self._log_followers: dict[int, LogFollower] = {}
@@ -112,12 +115,11 @@ class RunState:
             self._log_followers.setdefault(rank, LogFollower(run.log(rank), rank))
 
     def _forget_steps(self) -> None:
-        """Read the metrics from their beginning at the next look."""
+        """Begin anew: some steps were taken back, and the books tell all of them again."""
         self.steps: list[StepMetrics] = []
         self.detailed: list[tuple[int, dict[str, Any]]] = []
         self.latest: dict[str, Any] = {}
         self._last_details: dict[str, Any] = {}
-        self._metrics_follower = LineFollower(self.run.metrics)
         self._every = 1
 
     def refresh(self) -> list[LogLine]:
@@ -133,14 +135,16 @@ class RunState:
         return [line for follower in self._log_followers.values() for line in follower.new()]
 
     def _read_steps(self) -> None:
+        if self._books.look():
+            self._forget_steps()
         fresh: deque[bytes] = deque(maxlen=FRESH_STEPS)
-        for step, rest in filter(None, map(read_step, self._metrics_follower.new())):
-            while self.steps and self.steps[-1].step >= step.step:  # taken back, and done again
+        for line in self._books.steps():
+            while self.steps and self.steps[-1].step >= line.step:  # taken back, and done again
                 self.steps.pop()
-            self.steps.append(step)
-            fresh.append(rest)
+            self.steps.append(line.metrics())
+            fresh.append(line.rest)
             if len(self.steps) % self._every == 0:
-                self._keep_details(step.step, rest)
+                self._keep_details(line.step, line.rest)
         for rest in fresh:
             self.latest |= (details := read_details(rest))
             self._last_details = details
@@ -165,9 +169,6 @@ class RunState:
         if event.kind == "start":
             self._now[event.rank] = []
         self._now.setdefault(event.rank, []).append(event)
-        if event.rank == 0 and event.kind in ("ready", "rewind"):
-            # Lines after this step have been taken back. The file may have grown again since: only all of it is true.
-            self._forget_steps()
 
     def of_kind(self, kind: str) -> list[Event]:
         return [event for event in self.events if event.kind == kind]
@@ -215,22 +216,13 @@ class RunState:
         return read_incidents(self.run)
 
     @property
-    def goodput(self) -> float | None:
-        """The share of the time in which steps were made that count, restarts and what was done again included."""
-        if not self.attempts.attempts or not self.steps:
-            return None
-        return min(1.0, sum(step.step_seconds for step in self.steps) / max(1e-9, self._seconds_at_work()))
+    def ledger(self) -> Ledger | None:
+        """Where the time since launch went, up to now for a run at work; None before there is any.
 
-    def _seconds_at_work(self) -> float:
-        """Seconds that somebody ran the run; a rest between a stop and a resume does not count."""
-        seconds, attempts = 0.0, self.attempts.attempts
-        for attempt, following in zip(attempts, [*attempts[1:], None], strict=True):
-            until = following.time if following is not None else math.inf
-            end = attempt.ended or max((step.time for step in self.steps if step.time < until), default=attempt.time)
-            if following is not None and attempt.how == "trouble" and following.pid == attempt.pid:
-                end = following.time  # the same supervisor: it was at work on the restart
-            seconds += max(0.0, end - attempt.time)
-        return seconds
+        It is made of what `refresh` has read: asking often costs nothing to speak of.
+        """
+        ledger = self._books.balance(now=time.time() if self.status in UNDER_WAY else None)
+        return ledger if ledger.at_work > 0 else None
 
     @property
     def failure(self) -> Event | None:
@@ -316,7 +308,7 @@ class RunState:
 
     def as_dict(self) -> dict[str, Any]:
         """Return what `--json` prints: strict JSON, a number that is not finite is null."""
-        measured, failure, incidents = self.measured, self.failure, self.incidents
+        measured, failure, ledger = self.measured, self.failure, self.ledger
         return {
             "run_dir": str(self.run.path),
             "status": self.status,
@@ -340,8 +332,9 @@ class RunState:
             "error": failure.data | {"rank": failure.rank} if failure else None,
             "attempts": len(self.attempts.attempts),
             "restarts": self.restarts,
-            "goodput": self.goodput,
-            "incidents": [incident.as_dict() for incident in incidents],
+            "goodput": ledger.goodput if ledger else None,
+            "ledger": ledger.as_dict() if ledger else None,
+            "incidents": [incident.as_dict() for incident in self.incidents],
         }
 
 

@@ -85,8 +85,9 @@ def _faults(state: RunState, console: Console) -> None:
     lost = round(sum(incident.cost.get("lost_steps", 0) for incident in incidents))
     counts = {"incident": len(incidents), "restart": state.restarts, "lost step": lost}
     words = [f"{number} {noun}{'' if number == 1 else 's'}" for noun, number in counts.items()]
-    goodput = f", {state.goodput:.1%} of the time went into steps that count" if state.goodput is not None else ""
-    print_plain(console, f"      {', '.join(words)}{goodput}")
+    if ledger := state.ledger:
+        words.append(f"goodput {ledger.goodput:.1%} of {show_seconds(ledger.at_work)}")
+    print_plain(console, f"      {', '.join(words)}")
 
 
 def next_commands(state: RunState) -> list[str]:

@@ -52,7 +52,7 @@ def phases_of(steps: Sequence[StepMetrics]) -> Tree:
     places = list(stretches(len(steps), MAX_PLACES)) if steps else []
     means = {
         name: [
-            math.fsum(number(step.phases.get(name, 0.0)) for step in steps[begin:end]) / (end - begin)
+            math.fsum([step.phases.get(name, 0.0) for step in steps[begin:end]]) / (end - begin)
             for begin, end in places
         ]
         for name in PHASES

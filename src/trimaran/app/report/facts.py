@@ -17,7 +17,6 @@ from trimaran.core import PHASES, Recipe, UserError, show_count
 from trimaran.launch.verdict import verdict
 from trimaran.models import outline_if_told
 from trimaran.telemetry import RunDirectory
-from trimaran.telemetry.ledger import ledger_of
 
 Tree = dict[str, Any]
 FORMAT = 1
@@ -48,7 +47,6 @@ def facts_of(run: RunDirectory) -> Tree:
         "phases_over_time": phases_of(state.steps),
         "ranks_over_time": ranks_of(state),
         "groups": groups_of(state),
-        "ledger": _ledger(run),
         "timeline": _timeline(state),
         "checkpoints": [row.as_dict() for row in list_checkpoints(run.checkpoints)],
         "findings": [told.as_dict() for told in findings],
@@ -128,11 +126,6 @@ def _row(name: str, predicted: float | None, measured: float | None) -> Tree:
         "measured": measured,
         "difference": measured / predicted - 1 if known else None,
     }
-
-
-def _ledger(run: RunDirectory) -> Tree:
-    ledger = ledger_of(run)
-    return {"seconds": ledger.seconds, "total": ledger.total, "goodput": ledger.goodput} if ledger.total > 0 else {}
 
 
 def _timeline(state: RunState) -> Tree:

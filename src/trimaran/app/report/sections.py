@@ -46,7 +46,7 @@ def header(facts: Tree) -> Html:
         ("a step, median", show_seconds(measured["step_seconds"]) if measured else ""),
         ("MFU, median", f"{measured['mfu']:.1%}" if measured.get("mfu") else ""),
         ("peak memory", show_bytes(measured["peak_bytes"]) if measured else ""),
-        ("goodput", f"{goodput:.1%}" if (goodput := _goodput(facts)) is not None else ""),
+        ("goodput", f"{facts['goodput']:.1%}" if facts["goodput"] is not None else ""),
         ("from first to last word", took),
         ("restarts", str(facts["restarts"]) if facts["restarts"] else ""),
     ]
@@ -134,7 +134,7 @@ def ledger(facts: Tree) -> Html:
     parts = []
     if found := facts["ledger"]:
         seconds = {name: value for name, value in found["seconds"].items() if value > 0}
-        took = show_seconds(found["total"])
+        took = show_seconds(found["at_work"])
         kinds = {name: LEDGER_KINDS.get(name, "grey") for name in seconds}
         words = f"Goodput {found['goodput']:.1%}: compute and communication of steps that count, of {took}."
         parts = [tag("p", None, words), shares_bar(seconds, kinds)]
@@ -221,10 +221,6 @@ def _why(facts: Tree) -> str:
     error = facts["error"] or {}
     told = error.get("what") or error.get("message") or facts["why"]
     return f"rank {error['rank']}: {told}" if "rank" in error else str(told)
-
-
-def _goodput(facts: Tree) -> float | None:
-    return facts["ledger"].get("goodput", facts["goodput"])
 
 
 def _arrow(first: float | None, last: float | None) -> str:

@@ -43,7 +43,9 @@ PROGRESS = {
     "samples": Metric("counter", "sequences that were trained on, replays among them"),
     "mfu_ratio": Metric("gauge", "model FLOP/s over the peak of the devices"),
     "hfu_ratio": Metric("gauge", "as mfu, with what recompute computes again"),
-    "goodput_ratio": Metric("gauge", "share of the time since launch spent on steps that count"),
+    "goodput_ratio": Metric(
+        "gauge", "compute and communication of steps that count over the time somebody ran the run"
+    ),
     "time_seconds": Metric("gauge", "the time since launch by what it went to", ("category",)),
 }
 

@@ -1,6 +1,5 @@
 """A page that a Prometheus server reads: the numbers of one run, by the names of `catalogue.py`."""
 
-import contextlib
 import logging
 import threading
 import time
@@ -11,8 +10,9 @@ from prometheus_client import start_http_server, write_to_textfile
 from trimaran.core import TelemetrySection
 from trimaran.core.recipe import PrometheusSection
 from trimaran.telemetry.attempts import read_attempts
-from trimaran.telemetry.ledger import ledger_of
+from trimaran.telemetry.ledger import Ledger
 from trimaran.telemetry.run_directory import RunDirectory
+from trimaran.telemetry.sinks.account import Account
 from trimaran.telemetry.sinks.machine_series import MachineSeries
 from trimaran.telemetry.sinks.run_series import RunSeries
 from trimaran.telemetry.sinks.series import Series
@@ -38,7 +38,7 @@ class PrometheusSink:
         self._training = RunSeries(self.series, steps=steps)
         self._trouble = TroubleSeries(self.series)
         self._machines = MachineSeries(self.series)
-        self._time = TimeSeries(run, self.series)
+        self._account = Account(run)
         for each in read_attempts(run).attempts[-1:]:
             if each.ended is None:  # it began before this sink did
                 self._training.start(each.number, {"world_size": each.world_size})
@@ -50,7 +50,7 @@ class PrometheusSink:
     def step(self, line: Line) -> None:
         with self.series.lock:
             self._training.step(line)
-        self._time.look()
+        self._show_time(self._account.look())
         self._serve()
 
     def event(self, line: Line) -> None:
@@ -65,7 +65,7 @@ class PrometheusSink:
     def sample(self, line: Line) -> None:
         with self.series.lock:
             self._machines.take(line)
-        self._time.look()
+        self._show_time(self._account.look())
         self._serve()
 
     def close(self) -> None:
@@ -76,10 +76,19 @@ class PrometheusSink:
             server.server_close()
             thread.join(timeout=5.0)
             self._server = None
-        self._time.make_up()
+        self._show_time(self._account.make_up())
         file = self._run.path / "telemetry" / "metrics.prom"
         file.parent.mkdir(parents=True, exist_ok=True)
         write_to_textfile(str(file), self.series.registry)
+
+    def _show_time(self, ledger: Ledger | None) -> None:
+        """Show where the time went. Not while somebody waits for the page: the files are read for it."""
+        if ledger is None:
+            return
+        with self.series.lock:
+            self.series.set("goodput_ratio", ledger.goodput)
+            for category, seconds in ledger.seconds.items():
+                self.series.set("time_seconds", seconds, category=category)
 
     def _refresh(self) -> None:
         self._machines.show()
@@ -96,33 +105,6 @@ class PrometheusSink:
             if not self._told:
                 log.warning("Prometheus has no page at %s:%d yet: %s", host, port, error.strerror or error)
             self._told = True
-
-
-class TimeSeries:
-    """Where the time since launch went. The books are made up from all files of the run: now and then, and not while
-    somebody waits for the page.
-    """
-
-    MIN_SECONDS, SHARE = 10.0, 0.01  # between two looks, which take at most this share of one core
-
-    def __init__(self, run: RunDirectory, series: Series) -> None:
-        self._run, self._series = run, series
-        self._next = 0.0
-
-    def look(self) -> None:
-        """Make the books up when they are old."""
-        began = time.monotonic()
-        if began >= self._next:
-            self.make_up()
-            self._next = began + max(self.MIN_SECONDS, (time.monotonic() - began) / self.SHARE)
-
-    def make_up(self) -> None:
-        with contextlib.suppress(OSError, LookupError, ValueError):  # files of a run that only begins, or is torn
-            ledger = ledger_of(self._run)
-            with self._series.lock:
-                self._series.set("goodput_ratio", ledger.goodput)
-                for category, seconds in ledger.seconds.items():
-                    self._series.set("time_seconds", seconds, category=category)
 
 
 def open_sink(telemetry: TelemetrySection, run: RunDirectory) -> PrometheusSink:

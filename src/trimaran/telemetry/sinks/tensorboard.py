@@ -9,6 +9,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from trimaran.core import TelemetrySection
 from trimaran.telemetry.run_directory import RunDirectory
+from trimaran.telemetry.sinks.account import Account, time_scalars
 from trimaran.telemetry.sinks.pace import Pace
 from trimaran.telemetry.sinks.scalars import scalars
 from trimaran.telemetry.sinks.sink import Line
@@ -31,7 +32,7 @@ class TensorBoardSink:
     def __init__(self, run: RunDirectory) -> None:
         self._writer = EventFileWriter(str(run.path / "tensorboard"), flush_secs=FLUSH_SECONDS)
         self._told = Told(run, self.name)
-        self._pace = Pace()
+        self._pace, self._account = Pace(), Account(run)
         self._step: int | None = None
         self._flushed = time.monotonic()
 
@@ -46,7 +47,7 @@ class TensorBoardSink:
             )
         self._step = step
         if self._pace.passes(line):
-            self._write(scalars(line), step, when)
+            self._write(scalars(line) | time_scalars(self._account.look()), step, when)
 
     def event(self, line: Line) -> None:
         kind, rank = line["kind"], line.get("rank", 0)
@@ -62,11 +63,14 @@ class TensorBoardSink:
     def sample(self, line: Line) -> None:
         node = line.get("node", 0)
         named = {f"node-{node}/{name}": value for name, value in scalars(line).items()}
+        named |= time_scalars(self._account.look())
         self._write(named, self._step or 0, line.get("time", time.time()))
 
     def close(self) -> None:
         if last := self._pace.held:
             self._write(scalars(last), last["step"], last.get("time", time.time()))
+        if told := time_scalars(self._account.make_up()):
+            self._write(told, self._step or 0, time.time())
         self._writer.close()
 
     def _write(self, values: dict[str, float], step: int, when: float) -> None:

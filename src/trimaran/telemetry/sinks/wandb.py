@@ -9,6 +9,7 @@ import wandb
 from trimaran.core import TelemetrySection
 from trimaran.core.recipe import WandbSection
 from trimaran.telemetry.run_directory import MARKER, RunDirectory
+from trimaran.telemetry.sinks.account import Account, time_scalars
 from trimaran.telemetry.sinks.pace import Pace
 from trimaran.telemetry.sinks.scalars import scalars
 from trimaran.telemetry.sinks.sink import Line
@@ -41,14 +42,14 @@ class WandbSink:
     def __init__(self, run: RunDirectory, section: WandbSection) -> None:
         self._directory, self._section = run, section
         self._told = Told(run, self.name)
-        self._pace = Pace()
+        self._pace, self._account = Pace(), Account(run)
         self._step = 0
         self._opened: wandb.Run | None = None
 
     def step(self, line: Line) -> None:
         self._step = line["step"]
         if self._pace.passes(line):
-            self._log(scalars(line))
+            self._log(scalars(line) | time_scalars(self._account.look()))
 
     def event(self, line: Line) -> None:
         if line["kind"] == "evaluation":
@@ -67,12 +68,14 @@ class WandbSink:
 
     def sample(self, line: Line) -> None:
         node = line.get("node", 0)
-        self._log({f"node-{node}/{name}": value for name, value in scalars(line).items()})
+        named = {f"node-{node}/{name}": value for name, value in scalars(line).items()}
+        self._log(named | time_scalars(self._account.look()))
 
     def close(self) -> None:
         if last := self._pace.held:
             self._log(scalars(last))
         if self._opened is not None:
+            self._log(time_scalars(self._account.make_up()))
             self._opened.finish()
 
     def _opened_run(self) -> wandb.Run:

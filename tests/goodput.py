@@ -1,0 +1,58 @@
+"""What the views and sinks of a run say of its goodput, for tests that want them to agree."""
+
+import io
+import json
+import re
+from contextlib import redirect_stdout
+
+import pytest
+from rich.console import Console
+
+from trimaran.app.cli.glance import glances
+from trimaran.app.cli.health import Visits
+from trimaran.app.cli.main import main
+from trimaran.app.cli.state import RunState
+from trimaran.app.cli.summary import summarise
+from trimaran.app.report.facts import facts_of
+from trimaran.app.report.page import page_of
+from trimaran.core.recipe import PrometheusSection
+from trimaran.telemetry import RunDirectory
+
+
+def check_goodput(run: RunDirectory, goodput: float) -> None:
+    """Assert that everybody shows `goodput` for `run`, which has ended: machines exactly, people in words."""
+    with redirect_stdout(io.StringIO()) as answer:
+        assert main(["watch", str(run.path), "--json"]) == 0
+    told = json.loads(answer.getvalue())
+    facts = facts_of(run)
+    numbers = {
+        "watch --json": told["goodput"],
+        "the ledger of it": told["ledger"]["goodput"],
+        "report --json": facts["goodput"],
+        "Prometheus": _shown_by_a_new_sink(run),
+    }
+    assert numbers == pytest.approx(dict.fromkeys(numbers, goodput))
+    state = RunState(run)
+    state.refresh()
+    console = Console(file=io.StringIO(), width=200)
+    summarise(state, console)
+    words = {
+        "summary": console.file.getvalue(),  # type: ignore[attr-defined]
+        "watch": "\n".join(each.plain for each in glances(state, Visits(run, at_once=False))),
+        "report": re.sub("<[^>]*>", " ", page_of(facts)),
+    }
+    for view, text in words.items():
+        assert re.search(rf"(?i)goodput +{100 * goodput:.1f}%", text), (view, text[-2000:])
+
+
+def on_page(page: str) -> float:
+    """Return the goodput on the page that a Prometheus server reads."""
+    found = re.search(r"^trimaran_goodput_ratio\{[^}]*\} (\S+)$", page, re.MULTILINE)
+    assert found, page[-2000:]
+    return float(found[1])
+
+
+def _shown_by_a_new_sink(run: RunDirectory) -> float:
+    sink = pytest.importorskip("trimaran.telemetry.sinks.prometheus").PrometheusSink(run, PrometheusSection())
+    sink.close()
+    return on_page((run.path / "telemetry" / "metrics.prom").read_text())

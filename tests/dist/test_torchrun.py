@@ -2,12 +2,16 @@
 
 import json
 import os
+import platform
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from tests.ranks import run_ranks
+from tests.ranks import _free_port, run_ranks
 from trimaran.app.cli.main import main
 from trimaran.telemetry import Section
 from trimaran.train.ties import Ties
@@ -17,10 +21,20 @@ SETTINGS = ["model.shape={layers: 1, hidden: 32, heads: 4, kv_heads: 2, ffn: 64}
             "checkpoint.every=3"]  # fmt: skip
 
 
+def command(path: Path, *settings: str) -> list[str]:
+    return ["train", "--run-dir", str(path), *(word for each in [*SETTINGS, *settings] for word in ("--set", each))]
+
+
 def train(path: Path, *settings: str) -> int:
-    return main(
-        ["train", "--run-dir", str(path), *(word for each in [*SETTINGS, *settings] for word in ("--set", each))]
-    )
+    return main(command(path, *settings))
+
+
+def train_on_two_machines(path: Path, *flags: str) -> int:
+    """As rank 0 of a machine that is well, or as the only rank of one that lacks the card that it is to use."""
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": os.environ["RANK"]}
+    if os.environ["RANK"] == "1":
+        os.environ["GLOO_SOCKET_IFNAME"] = "nosuch0"
+    return main([*command(path), *flags])
 
 
 def train_and_die(path: Path) -> int:
@@ -49,3 +63,40 @@ def test_the_same_command_goes_on_with_its_run_and_another_recipe_is_refused(tmp
     assert run_ranks(2, train, run) == [0, 0]
     assert [each["step"] for each in lines(run / "metrics.jsonl")] == list(range(1, 13))
     assert [each["step"] for each in lines(run / "events" / "rank-0.jsonl") if each["kind"] == "ready"][-1] >= 3
+
+
+def test_a_machine_on_which_the_run_could_not_work_ends_it_on_all_and_is_named_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run_ranks(2, train_on_two_machines, tmp_path / "run") == [2, 2]
+    said = capfd.readouterr()
+    assert said.err.count("H007: GLOO_SOCKET_IFNAME is nosuch0") == 1
+    assert f"  where: node {platform.node()}\n" in said.err
+    assert "--no-check" in said.err
+    assert said.out == ""
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(AssertionError, match="Unable to find address for: nosuch0"):
+        run_ranks(2, train_on_two_machines, tmp_path / "run", "--no-check")
+
+
+@pytest.mark.chaos
+def test_each_machine_of_an_outside_torchrun_is_sampled_and_no_sidecar_outlives_its_rank(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1",
+             "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{_free_port()}", "-m", "trimaran",
+             *command(run, "train.steps=150", "telemetry.sample_seconds=0.5")]  # fmt: skip
+    agents = [subprocess.Popen(agent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for _ in range(2)]
+    try:
+        told = [each.communicate(timeout=120)[0] for each in agents]
+    finally:
+        for each in agents:
+            each.kill()
+    assert [each.returncode for each in agents] == [0, 0], told
+    for node in range(2):
+        samples = [each for each in lines(run / "telemetry" / f"node-{node}.jsonl") if each["ranks"]]
+        assert {*samples[-1]["ranks"]} == {str(node)}
+        assert all("loader_cpu" not in each["ranks"][str(node)] for each in samples), "the sidecar is no loader"
+    left = [
+        each.info["cmdline"] for each in psutil.process_iter(["cmdline"]) if str(run) in (each.info["cmdline"] or [])
+    ]
+    assert left == []

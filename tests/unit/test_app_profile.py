@@ -100,7 +100,7 @@ def test_ranks_are_told_in_order_and_a_silent_one_by_its_process(tmp_path: Path)
     (tmp_path / "rank-0.stacks.txt").write_text("thread MainThread\n  File x\n")
     (tmp_path / "rank-2.json").write_text("{ half")
     (tmp_path / "process-0.json").write_text(json.dumps([{"rank": 2, "pid": 13, "state": "T", "memory": "9 kB"}]))
-    text = describe_ranks(tmp_path, 3)
+    text = describe_ranks(tmp_path, range(3))
     assert text.splitlines() == [
         "rank 0 on a, process 11: step 7, step for 0.2 s; 3.0 GiB resident, 2.0 GiB allocated on the device, "
         "4.0 GiB reserved there",

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from trimaran.core import Bytes, Seconds
 from trimaran.hardware import Cluster
 
+Kind = Literal["cuda", "cpu"]
 Version = tuple[int, ...]
 Pair = tuple[int, int]
 Round = Mapping[Pair, float | None]
@@ -133,7 +134,7 @@ class Work:
     `interval` the steps and the seconds between two checkpoints.
     """
 
-    kind: Literal["cuda", "cpu"] = "cpu"
+    kind: Kind = "cpu"
     ranks: int = 1
     nodes: int = 1
     device_bytes: Bytes = NOTHING

@@ -26,6 +26,7 @@ from trimaran.launch.formation import add_flags, formation_of  # noqa: E402
 from trimaran.launch.local import worker_environment  # noqa: E402
 from trimaran.launch.local_fleet import LocalFleet  # noqa: E402
 from trimaran.launch.local_node import LocalNode  # noqa: E402
+from trimaran.launch.look_line import LookLine  # noqa: E402
 from trimaran.launch.replan import cluster_of  # noqa: E402
 from trimaran.launch.supervisor import Supervisor, lost_supervisor  # noqa: E402
 from trimaran.telemetry import RunDirectory, last_step, open_run  # noqa: E402
@@ -41,14 +42,17 @@ def main(signals: Signals) -> int:
     try:
         refuse_unusable(os.environ)
         run, formation = open_run(flags.run), formation_of(flags)
-        return run_here(run, signals) if formation is None else run_with_others(run, formation, signals)
+        check = not flags.no_check
+        if formation is None:
+            return run_here(run, signals, check=check)
+        return run_with_others(run, formation, signals, check=check)
     except UserError as error:
         print(error, file=sys.stderr)  # noqa: T201
         return EXIT_USER
 
 
-def run_here(run: RunDirectory, signals: Signals) -> int:
-    """Run `run` on this machine alone and return the exit code."""
+def run_here(run: RunDirectory, signals: Signals, *, check: bool = True) -> int:
+    """Run `run` on this machine alone and return the exit code. With `check`, raise when it could not work here."""
     recipe, plan = run.read_recipe(), run.read_plan()
     cluster = cluster_of(recipe, plan.mesh.world_size)
 
@@ -57,6 +61,7 @@ def run_here(run: RunDirectory, signals: Signals) -> int:
         return worker_environment(os.environ, plan, on_cpu=on_cpu, deterministic=deterministic)
 
     with take(run) as lease:
+        look = LookLine(run, kind=cluster.device.kind) if check else None
         node = LocalNode(
             run,
             num_ranks=room_for(recipe, plan, cluster),
@@ -64,6 +69,8 @@ def run_here(run: RunDirectory, signals: Signals) -> int:
             faults=recipe.faults,
         )
         with LocalFleet(run, lease, node, environment) as fleet:
+            if look and (unfit := look.refusal()):
+                raise unfit
             return Supervisor(run, fleet, signals, highest=last_step(run), loss=lost_supervisor(run)).supervise()
 
 

@@ -7,6 +7,7 @@ from trimaran.launch.channel import Channel
 from trimaran.launch.formation import Formation
 from trimaran.launch.local import worker_environment
 from trimaran.launch.local_node import LocalNode
+from trimaran.launch.look_line import LookLine
 from trimaran.launch.replan import cluster_of
 from trimaran.telemetry import RunDirectory
 from trimaran.telemetry.lease import token_of
@@ -15,15 +16,18 @@ from trimaran.telemetry.lease import token_of
 class Crew:
     """Made once, whichever role this machine plays: the memory of its ranks outlives every change of roles.
 
-    Make it in the thread that stays to the end, see `LocalNode`.
+    Make it in the thread that stays to the end, see `LocalNode`. `check`: look whether the run could work here.
     """
 
-    def __init__(self, run: RunDirectory, formation: Formation) -> None:
+    def __init__(self, run: RunDirectory, formation: Formation, *, check: bool = True) -> None:
         self.run, self.formation = run, formation
         self.token, self.recipe = token_of(run), run.read_recipe()
         plan, interface = run.read_plan(), formation.interface
-        self._on_cpu = cluster_of(self.recipe, plan.mesh.world_size).device.kind == "cpu"
+        kind = cluster_of(self.recipe, plan.mesh.world_size).device.kind
+        self._on_cpu = kind == "cpu"
         here = formation.ranks or -(-plan.mesh.world_size // formation.nodes)
+        nodes, where = -(-plan.mesh.world_size // here), f"node {formation.name}"
+        self.look = LookLine(run, kind=kind, nodes=nodes, where=where) if check else None
         ours = {
             "GLOO_SOCKET_IFNAME": interface,
             "NCCL_SOCKET_IFNAME": interface,
@@ -45,5 +49,7 @@ class Crew:
         return worker_environment(os.environ, plan, on_cpu=self._on_cpu, deterministic=deterministic)
 
     def close(self) -> None:
+        if self.look is not None:
+            self.look.end()
         self.node.close()
         self.channel.close()

@@ -10,7 +10,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from trimaran.core import Action, Cause, Incident, UserError
+from trimaran.core import EXIT_USER, Action, Cause, Incident, UserError
 from trimaran.launch.crew import Crew
 from trimaran.launch.formation import Formation
 from trimaran.launch.member import Member, Parting
@@ -25,12 +25,16 @@ log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.05
 AGAIN_SECONDS = 0.5  # between tries to reach a coordinator
+TAKE_OVER_SECONDS = 30.0  # for those that are left of a run to find a coordinator; half of that is usual
 TAKEN_SECONDS = 8.0  # a place that was ours is free again after this
 
 
-def run_with_others(run: RunDirectory, formation: Formation, signals: Signals) -> int:
-    """Take part in `run` until it is over, in whichever role, and return its exit code."""
-    crew = Crew(run, formation)
+def run_with_others(run: RunDirectory, formation: Formation, signals: Signals, *, check: bool = True) -> int:
+    """Take part in `run` until it is over, in whichever role, and return its exit code.
+
+    With `check` a machine on which the run could not work keeps the run from starting, on all nodes.
+    """
+    crew = Crew(run, formation, check=check)
     try:
         return Roles(crew, signals).play()
     finally:
@@ -45,19 +49,40 @@ class Roles:
         self._watch = Watch(crew.run)
         self._formed = False
         self._apart: Incident | None = None  # we lost the coordinator, and have not found one since
-        self._since = time.monotonic()
+        self._since = self._began = time.monotonic()
+        self._unfit: UserError | None = None
 
     def play(self) -> int:
         """Coordinate or obey, as the lease has it, until the run is over; return its exit code."""
-        while not self._crew.node.warm and not self._signals.asked:
+        self._unfit = self._look()
+        while not self._crew.node.warm and not self._signals.asked and not self._unfit:
             time.sleep(LOOK_SECONDS)  # a node is of use to the others when its ranks can start
         while True:
             found = self._watch.look()
+            if isinstance(found, int) and self._unfit and not self._may_refuse(self._unfit):
+                time.sleep(AGAIN_SECONDS)
+                continue
             if isinstance(found, int) and self._formed and (over := read_attempts(self._crew.run).over) is not None:
                 return over  # the run ended while we could not hear it
             code = self._coordinate(found) if isinstance(found, int) else self._obey(found)
             if code is not None:
                 return code
+
+    def _look(self) -> UserError | None:
+        """Return why the run could not work on this machine, which people are told at once; None where it could."""
+        unfit = self._crew.look.refusal() if self._crew.look else None
+        if unfit:
+            log.error("%s", unfit)
+        return unfit
+
+    def _may_refuse(self, unfit: UserError) -> bool:
+        """Whether a machine that is unfit may take the lease, to tell those that come: not that of a run under way,
+        which others go on with. Raises when nobody is left to be told."""
+        if self._formed or self._signals.asked:
+            raise unfit
+        known = read_attempts(self._crew.run)
+        is_under_way = bool(known.attempts) and known.over is None
+        return not is_under_way or time.monotonic() > self._began + TAKE_OVER_SECONDS
 
     def _coordinate(self, term: int) -> int | None:
         """Return the run's exit code; None when somebody else coordinates, or was quicker."""
@@ -65,7 +90,7 @@ class Roles:
         if lease is None:
             return None
         log.info("coordinating under term %d at %s", lease.term, lease.holder.address)
-        fleet = NodeFleet(self._crew, lease, self._signals, formed=self._formed)
+        fleet = NodeFleet(self._crew, lease, self._signals, formed=self._formed, unfit=self._unfit)
         with lease:
             run, loss = self._crew.run, self._take_over()
             try:
@@ -75,6 +100,9 @@ class Roles:
                     return code
             except FencedError:
                 pass
+            except UserError as refusal:
+                fleet.dismiss(EXIT_USER, refusal)
+                raise
             self._crew.node.kill()
             self._formed = True
             self._part(Parting(why="our lease is over, somebody else coordinates", met=True, under_way=True))
@@ -84,10 +112,12 @@ class Roles:
         """Return the run's exit code; None when the coordinator was lost, or cannot be reached."""
         if not holder.address:
             raise refusal(self._crew.run, holder)  # one machine runs it alone
-        member = Member(self._crew.run, self._crew.node, holder, self._crew.token)
+        member = Member(self._crew.run, self._crew.node, holder, self._crew.token, unfit=self._unfit)
         if member.meet(self._signals):
             self._together("network", "waited", f"{holder.host} coordinates")
         parting = member.serve(self._watch, self._signals)
+        if parting.refusal is not None:
+            raise parting.refusal
         if parting.code is not None:
             return parting.code
         if parting.taken and time.monotonic() - self._since > TAKEN_SECONDS:

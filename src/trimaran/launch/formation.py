@@ -56,6 +56,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--min-nodes", type=int, help="how few to go on with when nodes are lost (default: all)")
     parser.add_argument("--address", default="", help="this node's IP address on the network that the nodes share")
     parser.add_argument("--node-wait", type=float, default=WAIT_SECONDS, help="seconds to wait for missing nodes (300)")
+    parser.add_argument("--no-check", action="store_true", help="do not look at this machine first, see the doctor")
     parser.add_argument("--ranks-per-node", type=int, default=0, help="ranks on this node (its part of the plan)")
 
 

@@ -119,7 +119,7 @@ def start_local(run: RunDirectory) -> LocalRun:
 
     They get a session of their own, so that Ctrl-C reaches us alone and we decide what it means.
     """
-    command = local_command(run)
+    command = [*local_command(run), "--no-check"]  # who starts it has looked
     with run.agent_log.open("ab") as log:
         process = subprocess.Popen(
             command,

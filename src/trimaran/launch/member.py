@@ -1,5 +1,6 @@
 """A node that takes its orders from another one: what its supervisor does while somebody else coordinates."""
 
+import logging
 import secrets
 import threading
 import time
@@ -7,15 +8,18 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from trimaran.core import EXIT_AGAIN
+from trimaran.core import EXIT_AGAIN, UserError
 from trimaran.launch.channel import SILENT_SECONDS
 from trimaran.launch.local_node import LocalNode
 from trimaran.launch.node import Orders
 from trimaran.launch.remote_node import record_of_news, record_of_pulse
+from trimaran.launch.show import show_ranks
 from trimaran.launch.signals import Signals
 from trimaran.telemetry import RunDirectory
 from trimaran.telemetry.lease import Holder, Watch
 from trimaran.telemetry.wire import Line, Record
+
+log = logging.getLogger(__name__)
 
 EXCHANGE_SECONDS = 0.1
 LOOK_SECONDS = 0.02
@@ -72,10 +76,11 @@ class Parting:
     """How the time under a coordinator ended: with the run's exit `code`, or, when that is None, because of `why`.
 
     `met`: whether there was any contact. `under_way`: whether ranks were at work, which were killed. `taken`: another
-    one takes part under our name.
+    one takes part under our name. `refusal`: which machine the run could not work on, ours or another.
     """
 
     code: int | None = None
+    refusal: UserError | None = None
     why: str = ""
     met: bool = False
     under_way: bool = False
@@ -83,12 +88,19 @@ class Parting:
 
 
 class Member:
-    """This machine's node under the orders of `holder`. Call it from the thread that made `node`."""
+    """This machine's node under the orders of `holder`. Call it from the thread that made `node`.
 
-    def __init__(self, run: RunDirectory, node: LocalNode, holder: Holder, token: str) -> None:
+    `unfit` is why the run could not work on this machine; the coordinator decides what that means for the others.
+    """
+
+    def __init__(
+        self, run: RunDirectory, node: LocalNode, holder: Holder, token: str, *, unfit: UserError | None = None
+    ) -> None:
         self.run, self.node, self.holder = run, node, holder
         self._letters = Letters(holder.address, token, node.name)
-        self._letters.post(num_ranks=node.num_ranks, time=time.time())
+        trouble = {"unfit": unfit.as_dict()} if unfit else {}
+        self._letters.post(num_ranks=node.num_ranks, time=time.time(), **trouble)
+        self._refusal: UserError | None = None
         self._under_way, self._asked = False, False
         self._pulses_due = 0.0
         self._end: int | None = None
@@ -115,13 +127,16 @@ class Member:
             self._obey(order)
         self._report()
         if self._end is not None:
-            return Parting(code=self._end, met=True)
+            return Parting(code=self._end, refusal=self._refusal, met=True)
         if signals.urgent or (signals.asked and not self._under_way):
             self.node.kill()
             return Parting(code=signals.exit_code if self._under_way else EXIT_AGAIN, met=self._letters.met)
         if signals.asked and not self._asked:
             self._asked = True
             self.node.ask_to_stop()
+        if signals.curious:
+            signals.curious = False
+            self._show()
         if self._letters.lost:
             return self._part(self._letters.lost)
         newest = watch.look()
@@ -131,6 +146,13 @@ class Member:
 
     def _part(self, why: str) -> Parting:
         return Parting(why=why, met=self._letters.met, under_way=self._under_way, taken=self._letters.taken)
+
+    def _show(self) -> None:
+        """Show what the ranks of this node do. Those of the others are the coordinator's to show."""
+        if self._under_way:
+            show_ranks(self.run, [self.node], sorted(self.node.pulses()), of=self.node.name)
+        else:
+            log.info("asked what the ranks do: none is at work here")
 
     def _report(self) -> None:
         """Write down what is new on this node."""
@@ -158,4 +180,5 @@ class Member:
                 self._under_way = False
             case "end":
                 self._end = order["code"]
+                self._refusal = UserError(**order["refusal"]) if "refusal" in order else None
         self._letters.post(obeyed=order["number"])

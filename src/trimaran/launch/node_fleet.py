@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 
-from trimaran.core import Plan
+from trimaran.core import EXIT_USER, Plan, UserError
 from trimaran.launch.crew import Crew
 from trimaran.launch.node import Node
 from trimaran.launch.remote_node import RemoteNode
@@ -26,17 +26,25 @@ class FencedError(Exception):
 
 
 class NodeFleet:
-    """Implements `supervisor.Fleet`. `formed`: the nodes were together before, and a loss made us the coordinator."""
+    """Implements `supervisor.Fleet`. `formed`: the nodes were together before, and a loss made us the coordinator.
 
-    def __init__(self, crew: Crew, lease: Lease, signals: Signals, *, formed: bool) -> None:
+    `unfit`: why the run could not work on this machine, which then coordinates only to tell the others.
+    """
+
+    def __init__(
+        self, crew: Crew, lease: Lease, signals: Signals, *, formed: bool, unfit: UserError | None = None
+    ) -> None:
         self.store, self.token = crew.channel.address, crew.token
+        self._unfit: dict[str, UserError] = {crew.node.name: unfit} if unfit else {}
         self._crew, self._lease, self._signals, self._formed = crew, lease, signals, formed
         self._remote: dict[str, RemoteNode] = {}
+        self._turned_away: set[str] = set()
 
     def muster(self) -> list[Node] | None:
         """Return the nodes that are there, in the order of their names, once they are enough; None: they are not.
 
-        All of them are waited for at first; later, as few as allowed are enough, after a moment to regroup.
+        All of them are waited for at first; later, as few as allowed are enough, after a moment to regroup. Raises when
+        the run has not begun and could not work on one of them: by then all that are wanted are there to hear it.
         """
         ask, began = self._crew.formation, time.monotonic()
         patience = REGROUP_SECONDS if self._formed else ask.wait_seconds
@@ -44,6 +52,11 @@ class NodeFleet:
             if not self.holds():
                 raise FencedError
             nodes, waited = self._present(), time.monotonic() - began
+            if self._unfit and (len(nodes) + len(self._unfit) >= ask.nodes or waited > ask.wait_seconds):
+                raise join_refusals(self._unfit)
+            if self._unfit:
+                time.sleep(LOOK_SECONDS)
+                continue
             if len(nodes) >= ask.nodes or (len(nodes) >= ask.min_nodes and waited > patience):
                 self._formed = True
                 log.info("%d of %d nodes: %s", len(nodes), ask.nodes, ", ".join(node.name for node in nodes))
@@ -51,6 +64,8 @@ class NodeFleet:
             if waited > max(patience, ask.wait_seconds):
                 return None
             time.sleep(LOOK_SECONDS)
+        if self._unfit:
+            raise join_refusals(self._unfit)
         return None
 
     def growth(self, nodes: Sequence[Node]) -> int | None:
@@ -71,11 +86,12 @@ class NodeFleet:
     def holds(self) -> bool:
         return self._lease.holds()
 
-    def dismiss(self, code: int) -> None:
-        """Send everybody home with the run's exit code; waits a moment until they have heard it."""
-        there = [node for node in self._present() if isinstance(node, RemoteNode)]
+    def dismiss(self, code: int, refusal: UserError | None = None) -> None:
+        """Send everybody home with the run's exit code and why; waits a moment until they have heard it."""
+        self._present()
+        there = [node for node in self._remote.values() if not node.lost]
         for node in there:
-            node.dismiss(code)
+            node.dismiss(code, refusal)
         until = time.monotonic() + FAREWELL_SECONDS
         while time.monotonic() < until and any(not node.lost for node in there):
             time.sleep(LOOK_SECONDS)
@@ -88,8 +104,26 @@ class NodeFleet:
                 hello = desk.inbox.popleft()
                 self._remote[name] = RemoteNode(self._crew.run, name, desk, num_ranks=int(hello["num_ranks"]))
                 self._mention_skew(name, hello)
+                self._note_unfit(name, hello)
+        for name in [each for each, node in self._remote.items() if node.lost]:
+            self._unfit.pop(name, None)
         there: list[Node] = [self._crew.node, *(node for node in self._remote.values() if not node.lost)]
-        return sorted(there, key=lambda node: node.name)[: self._crew.formation.nodes]
+        fit = [node for node in there if node.name not in self._unfit and node.name not in self._turned_away]
+        return sorted(fit, key=lambda node: node.name)[: self._crew.formation.nodes]
+
+    def _note_unfit(self, name: str, hello: Record) -> None:
+        """Keep in mind that the run could not work on a node; one that comes while it goes on is turned away."""
+        self._unfit.pop(name, None)
+        self._turned_away.discard(name)
+        if "unfit" not in hello:
+            return
+        trouble = UserError(**hello["unfit"])
+        log.error("%s", trouble)
+        if self._formed:
+            self._turned_away.add(name)
+            self._remote[name].dismiss(EXIT_USER, trouble)
+        else:
+            self._unfit[name] = trouble
 
     def _mention_skew(self, name: str, hello: Record) -> None:
         """Tell people when a node's clock differs from ours; files of both would be hard to read side by side."""
@@ -100,3 +134,12 @@ class NodeFleet:
             )
             log.warning(what)
             IncidentLog(self._crew.run).notice("host", what, action="continued", evidence={"skew_seconds": skew})
+
+
+def join_refusals(unfit: Mapping[str, UserError]) -> UserError:
+    """Return one error for all nodes that the run could not work on; those with the same trouble are named together."""
+    first = unfit[min(unfit)]
+    alike = [name for name, each in sorted(unfit.items()) if (each.code, each.what) == (first.code, first.what)]
+    others = [f"{name}: {each.code}, {each.what}" for name, each in sorted(unfit.items()) if name not in alike]
+    where = f"node{'s' if alike[1:] else ''} {', '.join(alike)}"
+    return UserError(first.code, "; ".join([first.what, *others]), where=where, fix=first.fix)

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from trimaran.core import UserError
 from trimaran.launch.channel import SILENT_SECONDS, Desk
 from trimaran.launch.node import Ended, Lost, News, Orders, Silent
 from trimaran.telemetry import Pulse, RunDirectory
@@ -75,9 +76,9 @@ class RemoteNode:
         self._await(self._order("kill"), seconds=KILL_SECONDS)
         self._ranks = range(0)
 
-    def dismiss(self, code: int) -> None:
-        """Let the node's supervisor leave with `code`: the run is over."""
-        self._order("end", code=code)
+    def dismiss(self, code: int, refusal: UserError | None = None) -> None:
+        """Let the node's supervisor leave with `code`: the run is over, or not for it because of `refusal`."""
+        self._order("end", code=code, **({"refusal": refusal.as_dict()} if refusal else {}))
 
     def _order(self, what: str, **more: Any) -> int:
         self._given += 1

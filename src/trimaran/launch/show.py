@@ -19,27 +19,31 @@ STATES = {"T": "stopped by a signal", "t": "held by a debugger", "D": "waiting f
 MEMORY = {"resident": "resident", "allocated": "allocated on the device", "reserved": "reserved there"}
 
 
-def show_ranks(run: RunDirectory, nodes: Sequence[Node], world_size: int) -> None:
-    """Have all ranks tell their stacks and memory; write that down in `logs/ranks.txt`, and log it."""
-    folder = run.incident("shown")
+def show_ranks(run: RunDirectory, nodes: Sequence[Node], ranks: Sequence[int], *, of: str = "") -> None:
+    """Have `ranks` tell their stacks and memory; write that down in `logs/ranks.txt`, and log it.
+
+    Where a node that does not coordinate shows its own, `of` is its name, and the file is `logs/ranks-NAME.txt`.
+    """
+    name = f"-{of}" if of else ""
+    folder, shown = run.incident(f"shown{name}"), run.ranks_shown.with_name(f"ranks{name}.txt")
     try:
         shutil.rmtree(folder, ignore_errors=True)  # what ranks said before must not be taken for an answer
         on_all(nodes, lambda node: node.testify(folder, seconds=ANSWER_SECONDS, gently=True))
-        text = describe_ranks(folder, world_size)
-        draft = run.ranks_shown.with_name(f".{run.ranks_shown.name}")
+        text = describe_ranks(folder, ranks)
+        draft = shown.with_name(f".{shown.name}")
         draft.write_text(text, encoding="utf-8")
-        draft.replace(run.ranks_shown)
+        draft.replace(shown)
         log.info("asked what the ranks do\n%s", text)
     except OSError as error:
         log.warning("what the ranks do could not be written: %s", error)
 
 
-def describe_ranks(folder: Path, world_size: int) -> str:
+def describe_ranks(folder: Path, ranks: Sequence[int]) -> str:
     """Return what `testify` had the ranks file in `folder`, rank by rank; one that did not answer has its process told
     of."""
     processes = {row["rank"]: row for path in sorted(folder.glob("process-*.json")) for row in _load(path, [])
                  if isinstance(row, dict) and "rank" in row}  # fmt: skip
-    return "\n".join(_describe(folder, rank, processes.get(rank, {})) for rank in range(world_size))
+    return "\n".join(_describe(folder, rank, processes.get(rank, {})) for rank in ranks)
 
 
 def _describe(folder: Path, rank: int, process: dict[str, Any]) -> str:

@@ -20,10 +20,10 @@ END_SECONDS = 5.0  # to write and hand on its last lines
 
 class SidecarLine:
     """Keeps one sidecar alive from `start` to `end`. Use it in a thread that lives as long as the run: the sidecar dies
-    with the one that started it."""
+    with the one that started it. Ranks are sought below the process `above`, or below this one."""
 
-    def __init__(self, run: RunDirectory, environment: Mapping[str, str]) -> None:
-        self._run, self._environment = run, environment
+    def __init__(self, run: RunDirectory, environment: Mapping[str, str], *, above: int | None = None) -> None:
+        self._run, self._environment, self._above = run, environment, above
         self._process: subprocess.Popen[bytes] | None = None
         self._node, self._due, self._delay = -1, 0.0, FIRST_DELAY
 
@@ -59,6 +59,8 @@ class SidecarLine:
         name = f"sidecar-{self._node}.log" if self._node else "sidecar.log"
         command = [sys.executable, "-m", "trimaran.telemetry.sidecar", str(self._run.path.absolute()), str(self._node)]
         command.append(f"--supervisor={os.getpid()}")
+        if self._above is not None:
+            command.append(f"--above={self._above}")
         if (visible := self._environment.get("CUDA_VISIBLE_DEVICES")) is not None:
             command.append(f"--visible={visible}")
         try:

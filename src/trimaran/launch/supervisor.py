@@ -174,7 +174,7 @@ class Supervisor:
             self._heed_wishes(watch)
             if self.signals.curious:
                 self.signals.curious = False
-                show_ranks(self.run, watch.nodes, watch.orders.world_size)
+                show_ranks(self.run, watch.nodes, range(watch.orders.world_size))
             time.sleep(LOOK_SECONDS)
         reports.take(watch.events[taken:])
         return sign

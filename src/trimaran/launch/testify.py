@@ -46,7 +46,8 @@ def testify(
     processes = {each.rank: _process(each) for each in ranks}
     if ranks:
         _write(folder / f"process-{min(processes)}.json", [*processes.values()])
-    _write(run.question, {"folder": str(folder.relative_to(run.path))})
+    for each in ranks:  # one file each: nodes may ask their ranks for different things at the same time
+        _write(run.question(each.rank), {"folder": str(folder.relative_to(run.path))})
     sizes = {each.rank: _size(run.stacks(each.rank)) for each in ranks}
     question, asked = board.ask(), time.monotonic()
     running = [each for each in ranks if processes[each.rank]["state"] not in STOPPED]

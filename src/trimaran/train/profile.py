@@ -11,7 +11,7 @@ import platform
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -207,14 +207,16 @@ class Profiler:
 
     def _write(self, recording: Recording, trace: profile, path: Path, done: int) -> None:
         """Write the trace while training goes on: packing it may take seconds."""
+        draft = path.with_name(f".{path.name}")  # the ending stays: torch packs by it
         try:
             path.parent.mkdir(exist_ok=True)
-            draft = path.with_name(f".{path.name}")  # the ending stays: torch packs by it
             trace.export_chrome_trace(str(draft))
             draft.replace(path)
             self._tell(recording, path, done)
         except Exception as error:
             self._complain(error)
+            with suppress(OSError):
+                draft.unlink(missing_ok=True)  # half a trace would keep a full disk full
 
     def _tell(self, recording: Recording, path: Path, done: int) -> None:
         what = "memory" if recording.request.memory else "trace"

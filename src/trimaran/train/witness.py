@@ -1,6 +1,6 @@
 """A thread beside the training loop that shows that the rank lives, and tells what it waits for when it is asked.
 
-The supervisor asks through the pulse board; `incidents/question.json` says in which folder the answer goes. When the
+The supervisor asks through the pulse board; `incidents/question-N.json` says in which folder the answer goes. When the
 witness cannot run, since other code holds the interpreter, SIGUSR2 still has the main thread's stack
 written to `logs/rank-N.stacks`.
 """
@@ -77,7 +77,7 @@ class Witness:
             board.live(place, answered=answered)
 
     def _testify(self) -> None:
-        question = json.loads(self._run.question.read_text(encoding="utf-8"))
+        question = json.loads(self._run.question(self._rank).read_text(encoding="utf-8"))
         folder = self._run.path / question["folder"]
         frames = sys._current_frames()
         write_whole(folder / f"rank-{self._rank}.stacks.txt", show_stacks(frames))

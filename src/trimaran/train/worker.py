@@ -32,6 +32,7 @@ from trimaran.train.answers import answers, own_words
 from trimaran.train.assemble import Crew, build_crew
 from trimaran.train.bad_samples import too_many_bad
 from trimaran.train.clock import Laps
+from trimaran.train.first_look import look_together
 from trimaran.train.generate import Voice, save_tokenizer, write
 from trimaran.train.keeper import Keeper
 from trimaran.train.place import Place, join
@@ -63,12 +64,17 @@ def run_worker(run: RunDirectory, place: Place, *, cache: Path, ties: Ties = ALO
 
 
 @contextmanager
-def in_torchrun(place: Place, make: Callable[[], RunDirectory]) -> Iterator[tuple[RunDirectory, Ties]]:
+def in_torchrun(
+    place: Place, make: Callable[[], RunDirectory], *, look: Callable[[], None] | None = None
+) -> Iterator[tuple[RunDirectory, Ties]]:
     """Join the ranks that an outside torchrun started, and lend the run that rank 0 makes or finds for all of them.
 
-    Rank 0 holds its lease meanwhile: nobody supervises the run, but nobody else may run it either.
+    Rank 0 holds its lease meanwhile: nobody supervises the run, but nobody else may run it either. `look` raises where
+    the run could not work on this machine, see `look_together`.
     """
+    store = look_together(place, look) if look else None
     join(place)
+    del store
     answer: dict[str, Any] = {}
     with ExitStack() as held:
         if place.rank == 0:

@@ -18,7 +18,7 @@ from trimaran.cost.goodput import checkpoint_bytes
 from trimaran.doctor.checks.result import CheckResult
 from trimaran.doctor.facts import Work
 from trimaran.doctor.measure import Rendezvous, measure, meet, share
-from trimaran.doctor.preflight import examine, refuse_unfit
+from trimaran.doctor.preflight import HERE, examine, look_before
 from trimaran.doctor.probe import Probe
 from trimaran.doctor.read import is_taken, read_disk, read_facts
 from trimaran.hardware import Cluster, calibration_folder, detect
@@ -62,11 +62,10 @@ def examine_machine(asked: Examination, *, as_json: bool) -> int:
     return _tell(results, others, as_json=as_json)
 
 
-def refuse_unfit_machine(request: "Request") -> None:
+def refuse_unfit_machine(request: "Request", *, where: str = HERE) -> None:
     """Raise when the run could not work on this machine, as far as a moment's look shows."""
-    on_gpus = request.cluster.device.kind == "cuda"
-    facts = read_facts(os.environ, quick=True, gpus=on_gpus)
-    refuse_unfit(replace(facts, work=work_of(request.recipe, request.plan, request.cluster)))
+    cluster = request.cluster
+    look_before(os.environ, request.plan, kind=cluster.device.kind, nodes=cluster.num_nodes, where=where)
 
 
 def work_of(recipe: Recipe, plan: Plan, cluster: Cluster, *, num_parameters: int = 0) -> Work:

@@ -1,15 +1,20 @@
 """This process as one of the ranks that an outside torchrun started."""
 
+import ctypes
 import logging
 import os
-from collections.abc import Callable
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
 from trimaran.app.cli.live import print_plain
 from trimaran.app.cli.options import own_name
+from trimaran.app.cli.preflight import refuse_unfit_machine
 from trimaran.app.cli.ready import ready
 from trimaran.app.cli.request import Request
 from trimaran.app.cli.session import conclude
@@ -18,18 +23,20 @@ from trimaran.core import EXIT_DONE
 from trimaran.core.compile_cache import compile_cache
 from trimaran.data import cache_folder
 from trimaran.launch.keep import keep_plan, keep_recipe
+from trimaran.launch.sidecar_line import SidecarLine
 from trimaran.telemetry import RunDirectory, create_run, holds_run, open_run, writing
 from trimaran.train.place import Place, place_of
 from trimaran.train.worker import in_torchrun, run_worker
 
 SECONDS_BETWEEN_LINES = 5.0
+PR_SET_NAME = 15  # of Linux's prctl.h
 
 
-def run_as_rank(request: Request, path: Path, *, as_json: bool) -> int:
+def run_as_rank(request: Request, path: Path, *, as_json: bool, check: bool = True) -> int:
     """Train this rank's part in the run directory `path` of rank 0, which also says what came out.
 
     A run of the same recipe that is there already is gone on with: that is what torchrun's restarts, and whoever starts
-    the same command again, want.
+    the same command again, want. With `check`, machines are looked at before anything is made.
     """
 
     def make() -> RunDirectory:
@@ -38,12 +45,13 @@ def run_as_rank(request: Request, path: Path, *, as_json: bool) -> int:
             return create_run(path, asked.recipe, asked.plan)
         return _go_on(asked, open_run(path), replan=False)
 
-    return _sail(request, make, as_json=as_json, news=f"training in {path}; `{own_name()} watch {path}` shows it")
+    news = f"training in {path}; `{own_name()} watch {path}` shows it"
+    return _sail(request, make, as_json=as_json, check=check, news=news)
 
 
-def resume_as_rank(request: Request, run: RunDirectory, *, replan: bool, as_json: bool) -> int:
+def resume_as_rank(request: Request, run: RunDirectory, *, replan: bool, as_json: bool, check: bool = True) -> int:
     """Go on with this rank's part of `run`, with the request's plan if `replan`; rank 0 says what came out."""
-    return _sail(request, lambda: _go_on(request, run, replan=replan), as_json=as_json)
+    return _sail(request, lambda: _go_on(request, run, replan=replan), as_json=as_json, check=check)
 
 
 def _go_on(request: Request, run: RunDirectory, *, replan: bool) -> RunDirectory:
@@ -54,17 +62,36 @@ def _go_on(request: Request, run: RunDirectory, *, replan: bool) -> RunDirectory
     return run
 
 
-def _sail(request: Request, make: Callable[[], RunDirectory], *, as_json: bool, news: str = "") -> int:
+def _sail(request: Request, make: Callable[[], RunDirectory], *, as_json: bool, check: bool, news: str = "") -> int:
     os.environ.update(compile_cache(os.environ))
     place = place_of(os.environ, on_cpu=request.cluster.device.kind == "cpu")
     console = Console(stderr=as_json, highlight=False)
-    if place.rank == 0:
+    look = partial(refuse_unfit_machine, request, where=f"node {platform.node()}") if check else None
+
+    def make_known() -> RunDirectory:
         _tell_progress(console)
         if news:
             print_plain(console, news)
-    with in_torchrun(place, make) as (run, ties):
+        return make()
+
+    with in_torchrun(place, make_known, look=look) as (run, ties), _sidecar(run, place):
         code = run_worker(run, place, cache=cache_folder(os.environ), ties=ties)
     return _conclude(run, place, code, console, as_json=as_json)
+
+
+@contextmanager
+def _sidecar(run: RunDirectory, place: Place) -> Iterator[None]:
+    """Have the first rank of each machine keep a sidecar, which samples it and, on the first machine, feeds sinks."""
+    ctypes.CDLL(None).prctl(PR_SET_NAME, f"trimaran-{place.rank}".encode())  # by which the sidecar knows ranks
+    if place.local_rank != 0:
+        yield
+        return
+    line = SidecarLine(run, os.environ, above=os.getppid())
+    line.start(int(os.environ.get("GROUP_RANK", place.rank // place.local_world_size)))
+    try:
+        yield
+    finally:
+        line.end()
 
 
 def _conclude(run: RunDirectory, place: Place, code: int, console: Console, *, as_json: bool) -> int:

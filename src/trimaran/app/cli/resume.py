@@ -30,6 +30,8 @@ def resume(
     With --set the number of steps, the cluster, the plan, checkpoints and what is done about faults may be changed; the
     model, the data and the optimizer may not: that would be another run.
 
+    The doctor looks at the run every ten seconds; what it finds comes with the command that mends it.
+
     Exit codes: 0 done; 2 a mistake in what was asked for; 75 stopped early with a complete checkpoint, start me again;
     93 no progress, do not start me again; others are faults.
 
@@ -57,7 +59,7 @@ def resume(
         refuse_unusable(os.environ, kernels=request.cluster.device.kind == "cuda")
         from trimaran.app.cli.rank import resume_as_rank
 
-        return resume_as_rank(request, found, replan=replan, as_json=as_json)
+        return resume_as_rank(request, found, replan=replan, as_json=as_json, check=not no_check)
     _refuse_held(found)
     refuse_elsewhere(request.cluster)
     if not no_check:

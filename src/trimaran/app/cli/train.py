@@ -45,6 +45,8 @@ def train(  # noqa: PLR0913 - each option of a verb is a parameter
 
     A run on several nodes is only made ready here, and the command for each node is shown.
 
+    The doctor looks at the run every ten seconds; what it finds comes with the command that mends it.
+
     Exit codes: 0 done; 2 a mistake in what was asked for; 75 stopped early with a complete checkpoint, start me again;
     93 no progress, do not start me again; others are faults.
 
@@ -65,7 +67,7 @@ def train(  # noqa: PLR0913 - each option of a verb is a parameter
         refuse_unusable(os.environ, kernels=request.cluster.device.kind == "cuda")
         from trimaran.app.cli.rank import run_as_rank
 
-        return run_as_rank(request, path, as_json=as_json)
+        return run_as_rank(request, path, as_json=as_json, check=not no_check)
     from trimaran.app.cli.ready import look
 
     refuse_occupied(path)
@@ -73,7 +75,7 @@ def train(  # noqa: PLR0913 - each option of a verb is a parameter
     if dry_run:
         return _show_intention(request, RunDirectory(path), as_json=as_json)
     if request.cluster.num_nodes > 1:
-        return _hand_over(request, path, as_json=as_json)
+        return _hand_over(request, path, as_json=as_json, check=not no_check)
     refuse_elsewhere(request.cluster)
     if not no_check:
         from trimaran.app.cli.preflight import refuse_unfit_machine
@@ -104,13 +106,13 @@ def refuse_no_profile(request: Request) -> None:
                         where="telemetry.profile_ranks", fix=f"name some of 0 to {world - 1}, or all")  # fmt: skip
 
 
-def _hand_over(request: Request, path: Path, *, as_json: bool) -> int:
+def _hand_over(request: Request, path: Path, *, as_json: bool, check: bool) -> int:
     """Claim the run directory of a run on several nodes, and tell what to start on each of them."""
     from trimaran.app.cli.ready import ready
 
     run = create_run(path, ready(request.recipe) if request.recipe.data.epochs else request.recipe, request.plan)
     nodes = request.cluster.num_nodes
-    command = [*local_command(run), f"--nodes={nodes}", "--address=IP"]
+    command = [*local_command(run), f"--nodes={nodes}", "--address=IP", *([] if check else ["--no-check"])]
     if as_json:
         typer.echo(json.dumps(answer(request) | {"run_dir": str(run.path), "command": command}))
         return 0

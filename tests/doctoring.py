@@ -3,9 +3,10 @@
 import ctypes
 import json
 import multiprocessing
+import os
 import random
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from trimaran.models import outline_if_told, spec_of
 from trimaran.planner import choose
 from trimaran.telemetry import RunDirectory
 
-NEW_NETWORK = 0x40000000  # CLONE_NEWNET
+NEW_NETWORK, NEW_MOUNTS = 0x40000000, 0x00020000  # CLONE_NEWNET, CLONE_NEWNS
 SMALL = (
     "model.shape={layers: 4, hidden: 64, heads: 4, kv_heads: 2, ffn: 128}",
     "data.seq_len=128",
@@ -53,9 +54,9 @@ def mended(recipe: Recipe, finding: Finding) -> Recipe:
     return parse_recipe(dump_recipe(recipe), name="test", overrides=settings_of(finding.patch))
 
 
-def findings(run: RunDirectory) -> dict[str, Finding]:
+def findings(run: RunDirectory, *, against: RunDirectory | None = None) -> dict[str, Finding]:
     """Return what the doctor finds in a run, by code."""
-    return {each.code: each for each in diagnose(read_evidence(run))}
+    return {each.code: each for each in diagnose(read_evidence(run, against=against))}
 
 
 def measured(run: RunDirectory) -> Measured:
@@ -66,12 +67,29 @@ def measured(run: RunDirectory) -> Measured:
 
 def in_slow_network(rate: str, function: Callable[..., Any], *args: Any) -> Any:
     """Return what `function` answers in a network namespace of its own, whose loopback carries `rate`."""
+    shape = f"tc qdisc add dev lo root tbf rate {rate} burst 256kb latency 400ms"
+    return _apart(NEW_NETWORK, ("ip link set lo up", shape), function, args)
+
+
+def in_container(cgroup: Path, function: Callable[..., Any], *args: Any) -> Any:
+    """Return what `function` answers in a memory cgroup, which it and what it starts see as that of the machine."""
+    mounts = ("mount --make-rprivate /", f"mount --bind {cgroup} {cgroup.parent}")
+
+    def inside(*args: Any) -> Any:
+        (cgroup.parent / "cgroup.procs").write_text(str(os.getpid()))
+        return function(*args)
+
+    return _apart(NEW_MOUNTS, mounts, inside, args)
+
+
+def _apart(flag: int, commands: Sequence[str], function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Return what `function` answers in a process with a namespace of its own, after these commands were run in it."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=_in_network, args=(rate, theirs, function, args))
+    child = context.Process(target=_in_namespace, args=(flag, commands, theirs, function, args))
     child.start()
     try:
-        assert ours.poll(120), "silent"
+        assert ours.poll(180), "silent"
         answer, error = ours.recv()
     finally:
         child.kill()
@@ -80,11 +98,13 @@ def in_slow_network(rate: str, function: Callable[..., Any], *args: Any) -> Any:
     return answer
 
 
-def _in_network(rate: str, pipe: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _in_namespace(
+    flag: int, commands: Sequence[str], pipe: Any, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     try:
-        if ctypes.CDLL(None, use_errno=True).unshare(NEW_NETWORK):
-            raise OSError(ctypes.get_errno(), "no network namespace")
-        for command in ("ip link set lo up", f"tc qdisc add dev lo root tbf rate {rate} burst 256kb latency 400ms"):
+        if ctypes.CDLL(None, use_errno=True).unshare(flag):
+            raise OSError(ctypes.get_errno(), "no namespace")
+        for command in commands:
             subprocess.run(command.split(), check=True)
         pipe.send((function(*args), None))
     except BaseException as error:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.disks import mounted
 from tests.fault.harness import ROOT, TINY, Supervised, wait_for
 from trimaran.telemetry import RunDirectory, last_step
 from trimaran.telemetry.profile_request import find_traces, request_file
@@ -106,3 +107,16 @@ def test_a_run_that_may_end_within_the_steps_answers_with_what_there_was_of_them
     assert trace["rank"] == 1
     assert trace["steps"][1] - trace["steps"][0] == min(99, 70 - trace["steps"][0])
     assert not request_file(run.run).exists()
+
+
+def test_a_profile_that_finds_no_room_is_told_of_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    with Supervised.start(tmp_path / "run", "train.steps=400", ranks=1, pause=PAUSE) as run:
+        wait_for(lambda: run.step() >= 3)
+        with mounted(run.run.profiles, "size=16k") as full:
+            done = ask(run.run.path, "--steps", "1")
+            told = json.loads(done.stdout)["error"]
+            assert (done.returncode, told["code"]) == (2, "D012")
+            assert "No space left on device" in told["what"]
+            wait_for(lambda: not list(full.iterdir()), 5)
+        reached = run.step()
+        assert wait_for(lambda: run.step() > reached + 2)

@@ -1,6 +1,5 @@
 """A NaN that is born on a GPU is traced to its module, also where blocks are compiled and weights are in halves."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ import pytest
 
 from tests.dist.test_birth import skip_of
 from tests.dist.test_guards import recipe_with
+from tests.environment import environment
 from trimaran.core import Plan
 from trimaran.telemetry import create_run
 
@@ -28,8 +28,8 @@ sys.exit(sail(Path(sys.argv[1]), Fault(sys.argv[2], rank=0, gradient=sys.argv[3]
 def test_the_module_is_told_on_a_gpu(tmp_path: Path, fields: dict[str, Any], what: str) -> None:
     module = "norm" if "compile" in fields else "layers.1.mlp"  # what is compiled does not ask the plant every time
     run = create_run(tmp_path / "run", recipe_with(train={"steps": 5}), Plan(micro_batch=4, **fields))
-    here = {"RANK": "0", "WORLD_SIZE": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run([sys.executable, "-c", SAIL, str(run.path), module, what], env=os.environ | here, timeout=300)
+    command = [sys.executable, "-c", SAIL, str(run.path), module, what]
+    done = subprocess.run(command, env=environment(RANK="0", WORLD_SIZE="1"), timeout=300)
     assert done.returncode == 0
     born = skip_of(run)["born"]
     assert (born["module"], born["what"], born["rank"]) == (module, what, 0)

@@ -1,6 +1,5 @@
 """The doctor on a GPU: kernels too small for their host, and the patch that helps; a wait that was planted."""
 
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -8,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.environment import environment
 from trimaran.core import Recipe, parse_recipe
 from trimaran.doctor.diagnose import diagnose
 from trimaran.doctor.evidence import read_evidence
@@ -57,9 +57,9 @@ def train(recipe: Recipe, folder: Path, *, waits: bool = False) -> RunDirectory:
     cluster = replace(cluster, num_nodes=1, devices_per_node=1)
     plan = choose(recipe, spec_of(recipe.model), cluster, outline_if_told(recipe.model, recipe.data))
     run = create_run(folder / f"run-{len(list(folder.iterdir()))}", recipe, plan)
-    environment = os.environ | {"RANK": "0", "WORLD_SIZE": "1", "TRIMARAN_CACHE": str(folder.parent / "cache")}
+    ours = environment(RANK="0", WORLD_SIZE="1", TRIMARAN_CACHE=str(folder.parent / "cache"))
     command = [sys.executable, "-c", WAITS, str(run.path), "wait" if waits else "train"]
-    assert subprocess.run(command, env=environment, timeout=300).returncode == 0, run.log(0).read_text()
+    assert subprocess.run(command, env=ours, timeout=300).returncode == 0, run.log(0).read_text()
     return run
 
 

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.environment import environment
 from trimaran.app.cli.preflight import refuse_unfit_machine
 from trimaran.app.cli.request import resolve
-from trimaran.doctor.nvidia_smi import WHOLE, ask, parse_whole
+from trimaran.doctor.nvidia_smi import PEERS, QUICK, TOPOLOGY, WHOLE, ask, parse_peers, parse_quick, parse_whole
+from trimaran.hardware.topology import parse_topology
 
 pytestmark = pytest.mark.gpu
 
@@ -19,11 +21,12 @@ pytestmark = pytest.mark.gpu
 def test_a_healthy_gpu_passes(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "trimaran", "doctor", "--json", "--set", "train.steps=2"]
     start = time.monotonic()
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
     print(done.stdout, f"{time.monotonic() - start:.1f} s")
     found = {each["code"]: each for each in json.loads(done.stdout)["checks"]}
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert {found[code]["status"] for code in ("H001", "H002", "H014", "H015")} <= {"pass", "warn"}
+    looked = ("H001", "H002", "H003", "H004", "H014", "H015")
+    assert {found[code]["status"] for code in looked} <= {"pass", "warn"}
     assert found["H015"]["evidence"]["rates"]["GPU 0"] > 1e13
     assert "driver" in found["H001"]["evidence"]
 
@@ -34,6 +37,11 @@ def test_what_the_driver_says_is_understood() -> None:
     assert gpus
     assert all(gpu.memory > 2**30 and gpu.uuid.startswith("GPU-") and gpu.pace for gpu in gpus)
     assert all(gpu.pace.power_limit and gpu.pace.max_pcie_width for gpu in gpus if gpu.pace)
+    short, same = parse_quick(ask(QUICK))
+    assert (same, [(gpu.uuid, gpu.bus) for gpu in short]) == (driver, [(gpu.uuid, gpu.bus) for gpu in gpus])
+    ways, peers = parse_topology(ask(TOPOLOGY)), parse_peers(ask(PEERS))
+    assert ways is not None
+    assert len(ways) == len(peers) == len(gpus)
 
 
 def test_the_look_before_a_run_takes_no_time() -> None:

@@ -10,6 +10,7 @@ import psutil
 import pytest
 import torch
 
+from tests.environment import environment
 from tests.fault.harness import lines
 from trimaran.telemetry import RunDirectory
 from trimaran.telemetry.nvml import Gpus
@@ -36,6 +37,8 @@ def test_a_gpu_tells_of_itself_in_a_moment() -> None:
     assert 0 < first["power"] < 1.5 * first["power_limit"]
     assert 0 < first["sm_clock"] <= first["sm_clock_max"]
     assert isinstance(first["throttle"], list)
+    assert first["power_limit_default"] > 0
+    assert first.get("ecc_uncorrected", 0) >= 0  # a GeForce has no ECC
     assert took < 0.5
     gpus.close()
 
@@ -45,7 +48,7 @@ def test_a_run_on_a_gpu_is_sampled_while_it_trains(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "trimaran", "train", "--run-dir", str(tmp_path / "run")]
     for setting in settings:
         command += ["--set", setting]
-    subprocess.run(command, check=True, timeout=300, capture_output=True)
+    subprocess.run(command, check=True, timeout=300, capture_output=True, env=environment())
     samples = lines(RunDirectory(tmp_path / "run").samples(0))
     busy = [gpu for sample in samples for gpu in sample["gpus"][:1] if sample["ranks"]]
     assert busy

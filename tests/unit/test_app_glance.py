@@ -21,6 +21,8 @@ from trimaran.app.cli.main import main
 from trimaran.app.cli.state import DETAILED_STEPS, RunState
 from trimaran.app.cli.view import draw
 from trimaran.core import Finding
+from trimaran.doctor import evidence
+from trimaran.doctor.rules import speed
 from trimaran.telemetry import IncidentLog, Journal, RunDirectory, append_line
 from trimaran.telemetry.attempts import AttemptLog
 
@@ -100,7 +102,7 @@ def test_everything_that_is_known_has_its_line(tmp_path: Path, monkeypatch: pyte
         "          rank 1 stands out: work 1.5 s, 3.0 x the median",
         "memory    75.0 GiB of 80.0 GiB (94%), 60.0 GiB in tensors, 12% fragmented, 3 retries",
         "2 nodes   cpu 25%..75%, ram 25%, disk free 50.0 GiB",
-        "2 gpus    busy 90%, memory 94%, 650 W, 71 °C, held back by power_cap",
+        "2 gpus    busy 90%, memory 94%, 650 W, 71 °C, at the power limit",
     ]
     assert lines[1].startswith("goodput   ")
 
@@ -134,7 +136,7 @@ def test_the_panel_never_outgrows_its_window(
     assert any("2 gpus" in row for row in rows) == (height > 24 or width == 130)
 
 
-def test_a_finding_is_printed_once_with_a_command_on_a_line_of_its_own(
+def test_a_finding_is_printed_once_with_its_command_on_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = told_run(tmp_path / "run")
@@ -143,9 +145,44 @@ def test_a_finding_is_printed_once_with_a_command_on_a_line_of_its_own(
     follow(RunState(run), console, over=lambda: next(looks), visits=visits_of(run, monkeypatch, SLOW))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert text.count("F001") == 1
-    assert f"\n  {SLOW.command}\n" in text
+    assert f"\n  fix: {SLOW.command}\n  expect: steps 30% shorter\n" in text
     assert shlex.split(SLOW.command)[:2] == ["trimaran", "train"]
     assert "\x1b" not in text
+
+
+def test_a_finding_is_news_once_and_again_when_it_has_become_a_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    visits = visits_of(finished_run(tmp_path / "run"), monkeypatch)
+    fault = replace(SLOW, finding=replace(SLOW.finding, severity="fault", verdict="worse now"))
+    other = replace(SLOW, finding=replace(SLOW.finding, culprit="rank 1"))
+    news = []
+    for told in ([SLOW], [replace(SLOW, command="another")], [fault], [SLOW, fault], [], [SLOW, other]):
+        visits.told = told
+        news.append(visits.news())
+    assert news == [[SLOW], [], [fault], [], [], [other]]
+
+
+@pytest.mark.parametrize("broken", ["a rule", "the files"])
+def test_whatever_goes_wrong_in_a_look_is_told_once_and_raised_to_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], broken: str
+) -> None:
+    def fall(*_: object, **__: object) -> Any:
+        raise KeyError("a strange line")
+
+    if broken == "a rule":
+        monkeypatch.setattr(speed, "RULES", (fall,))
+    else:
+        monkeypatch.setattr(evidence, "read_evidence", fall)
+    monkeypatch.setattr(health, "LOOK_SECONDS", 0.0)
+    console = Console(file=io.StringIO(), width=60)
+    looks = iter([False, True])
+    run = finished_run(tmp_path / "run")
+    follow(RunState(run), console, over=lambda: next(looks), visits=Visits(run, at_once=True))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert text.count("KeyError: 'a strange line'") == 1
+    assert "step 10/10" in text
+    assert capsys.readouterr().err == "", "no traceback over the picture"
 
 
 def test_a_doctor_who_cannot_look_is_told_and_the_run_is_shown(tmp_path: Path) -> None:

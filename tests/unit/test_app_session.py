@@ -11,14 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from trimaran.app.cli import session, stop_button
+from trimaran.app.cli import health, session, stop_button
 from trimaran.app.cli.main import main
+from trimaran.doctor import evidence
 from trimaran.launch import local
 from trimaran.launch.local import LocalRun
 from trimaran.telemetry import RunDirectory
 
 RANK = """
 import signal, sys, time
+from dataclasses import replace
 from pathlib import Path
 from tests.runs import start_ranks, step_metrics
 from trimaran.telemetry import Journal, RunDirectory
@@ -29,9 +31,9 @@ for number in (signal.SIGTERM, signal.SIGINT):
     signal.signal(number, lambda *_: run.stop_request.touch())
 
 
-def train(journal, pause=0.0):
+def train(journal, pause=0.0, **details):
     for step in range(1, steps + 1):
-        journal.step(step_metrics(step, loss=6.0 - 0.5 * step))
+        journal.step(replace(step_metrics(step, loss=6.0 - 0.5 * step), details=details))
         time.sleep(pause)
         if run.stop_request.exists():
             journal.event("stop", step=step, reason="asked to stop")
@@ -82,6 +84,7 @@ def test_a_run_ends_with_its_result_and_three_commands(stage: Stage, capsys: pyt
     assert "step 10/10  loss 1.0000" in shown.out
     assert "loss 5.5000 -> 1.0000 in 10 steps and 1.0 s" in shown.out
     assert "\nnext  trimaran " in shown.out
+    assert "finding" not in shown.out
 
 
 def test_with_json_standard_output_is_one_object(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,6 +102,55 @@ def test_a_quiet_run_shows_only_the_end(stage: Stage, capsys: pytest.CaptureFixt
     shown = capsys.readouterr().out
     assert "step 10/10" not in shown
     assert "loss 5.5000 -> 1.0000" in shown
+
+
+# Half of each step of 0.5 s is spent waiting for one loader process.
+STARVED = "steps = 20; train(journal, loader={'waited': 0.25, 'workers': 1, 'depth': 2})"
+ALONE = ("--set", "cluster=1xcpu")
+
+
+@pytest.fixture
+def curious(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The doctor looks as often as the files are read."""
+    monkeypatch.setattr(health, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(health, "MAX_SHARE", 1.0)
+
+
+@pytest.mark.usefixtures("curious")
+def test_a_finding_is_told_once_while_the_run_goes_on_and_counted_at_its_end(
+    stage: Stage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert stage.train(f"{STARVED}; time.sleep(0.8)", *ALONE) == 0
+    live, _, end = capsys.readouterr().out.partition("done  loss")
+    assert live.count("! F001 the trainer waits 50% of its time for data") == 1
+    assert live.count("\n  fix: trimaran train run/recipe.yaml --set data.workers=") == 1
+    assert main(["doctor", "run", "--json"]) == 0
+    codes = [each["code"] for each in json.loads(capsys.readouterr().out)["findings"]]
+    count = f"{len(codes)} finding{'s' * (len(codes) > 1)}"
+    assert end.endswith(f"\nfound {count} ({', '.join(codes)}); more: trimaran doctor run\n")
+
+
+@pytest.mark.usefixtures("curious")
+def test_a_quiet_run_has_its_findings_in_the_answer_only(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
+    assert stage.train(STARVED, *ALONE, "--quiet", "--json") == 0
+    shown = capsys.readouterr()
+    found = next(each for each in json.loads(shown.out)["findings"] if each["code"] == "F001")
+    assert found["command"].startswith("trimaran train run/recipe.yaml --set data.workers=")
+    assert shown.err == ""
+
+
+@pytest.mark.usefixtures("curious")
+def test_a_doctor_that_fails_leaves_the_run_alone(
+    stage: Stage, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fall(*_: object, **__: object) -> None:
+        raise RuntimeError("the doctor fell over")
+
+    monkeypatch.setattr(evidence, "read_evidence", fall)
+    assert stage.train(STARVED) == 0
+    shown = capsys.readouterr()
+    assert (shown.out.count("the doctor fell over"), shown.err) == (1, "")
+    assert "done  loss" in shown.out
 
 
 def test_a_mistake_that_a_rank_finds_is_told_like_ours(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:

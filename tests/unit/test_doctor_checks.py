@@ -34,7 +34,9 @@ from trimaran.doctor.preflight import CHECKS, examine, refuse_unfit
 from trimaran.hardware import parse_cluster
 
 MACHINES = Path(__file__).parent / "machines"
-WELL, DRIVER = parse_whole((MACHINES / "smi-well.xml").read_text())
+# What an H200 really answered (tests/unit/machines/README.md), and a neighbour like it.
+(H200,), DRIVER = parse_whole((MACHINES / "smi-h200.xml").read_text())
+WELL = (H200, replace(H200, index=1, uuid="GPU-1", bus="00000000:0B:00.0"))
 SICK, _ = parse_whole((MACHINES / "smi-sick.xml").read_text())
 HOST = Host(cores=8, memory_free=Bytes(32 * GIB), shm=Bytes(8 * GIB), shm_free=Bytes(8 * GIB), nofile=65536)
 DISK = Disk(path=Path("/runs"), free=Bytes(500 * GIB), total=Bytes(900 * GIB), inodes=10**7, bandwidth=1e9)
@@ -59,7 +61,7 @@ HEALTHY = Facts(
     disk=DISK,
     work=Work(kind="cuda", ranks=2, device_bytes=Bytes(60 * GIB), error=0.1),
     measured=MEASURED,
-    cluster=parse_cluster("2xH100"),
+    cluster=parse_cluster("2xH200"),
 )
 
 
@@ -100,7 +102,8 @@ def test_whatever_is_wrong_has_a_fix() -> None:
     ],
 )
 def test_versions_that_do_not_fit_are_told(versions_: Versions, status: str, said: str) -> None:
-    found = versions.check(replace(HEALTHY, versions=versions_))
+    h100 = tuple(replace(gpu, name="NVIDIA H100 80GB HBM3") for gpu in WELL)  # some go wrong on one kind of GPU only
+    found = versions.check(replace(HEALTHY, gpus=h100, versions=versions_))
     assert (found.status, said in found.what) == (status, True), found
 
 
@@ -280,9 +283,9 @@ def test_programs_that_cannot_reach_each_other_are_told() -> None:
 
 
 def test_a_plan_is_held_against_what_is_free_now() -> None:
-    full = tuple(replace(gpu, used=Bytes(40 * GIB)) for gpu in WELL)
+    full = tuple(replace(gpu, memory=Bytes(80 * GIB), used=Bytes(40 * GIB)) for gpu in WELL)
     found = memory.check(replace(HEALTHY, gpus=full))
-    assert (found.status, found.what) == ("fail", "the plan takes 60.0 GiB a GPU, 39.6 GiB are free")
+    assert (found.status, found.what) == ("fail", "the plan takes 60.0 GiB a GPU, 40.0 GiB are free")
     near = changed(replace(HEALTHY, gpus=full), "work", device_bytes=Bytes(42 * GIB))
     assert memory.check(near).status == "warn"  # 42 GiB may turn out to be 38
     on_cpu = replace(HEALTHY, work=Work(kind="cpu", ranks=4, device_bytes=Bytes(20 * GIB)))
@@ -299,7 +302,10 @@ def test_a_slow_device_is_named() -> None:
     dead = changed(HEALTHY, "measured", failures={"GPU 1": "CUDA error: uncorrectable ECC error"})
     assert products.check(dead).what == "no product on GPU 1: CUDA error: uncorrectable ECC error"
     all_slow = changed(HEALTHY, "measured", products=dict.fromkeys(rates, 200e12))
-    assert "usual are 795" in products.check(all_slow).what
+    words = "200 TFLOP/s, 25% of the 795 that others measured at best, and 60% is the least"
+    assert (products.check(all_slow).status, products.check(all_slow).what) == ("warn", words)
+    one = products.check(changed(HEALTHY, "measured", products={"GPU 0": 679e12}))  # an H200 that is well
+    assert (one.status, one.what) == ("pass", "679 TFLOP/s in bf16, 85% of the 795 that others measured at best")
 
 
 def test_wrong_sums_are_a_failure_with_the_rank() -> None:

@@ -4,14 +4,14 @@ import os
 import resource
 import socket
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from trimaran.core import UserError
 from trimaran.doctor.checks.pairs import check, culprits, first_round, second_round
-from trimaran.doctor.facts import Facts, Fleet, Gpu, Host, Pair, Versions
+from trimaran.doctor.facts import Ecc, Facts, Fleet, Gpu, Host, Pace, Pair, Versions
 from trimaran.doctor.measure import Rendezvous
 from trimaran.doctor.nvidia_smi import parse_peers, parse_quick, parse_ways_to_nics, parse_whole
 from trimaran.doctor.read import is_taken, read_disk, read_facts, read_nics, read_quota, read_wiring, visible
@@ -39,6 +39,49 @@ def test_the_whole_answer_of_the_drivers_tool_is_read() -> None:
     assert [gpu.reset_required for gpu in gpus] == [False, False, False, True]
 
 
+def test_what_a_real_h200_answers_is_read_to_the_last_number() -> None:
+    (gpu,), driver = parse_whole((MACHINES / "smi-h200.xml").read_text())
+    assert (driver, gpu.name, gpu.bus) == ("580.159.04", "NVIDIA H200", "00000000:0A:00.0")
+    assert (gpu.memory, gpu.used, gpu.compute_mode, gpu.mig) == (143771 * 2**20, 0, "Default", "Disabled")
+    assert gpu.ecc == Ecc(enabled=True)
+    assert gpu.pace == Pace(
+        brakes=(),
+        power_limit=700.0,
+        default_power_limit=700.0,
+        clock=1980.0,
+        default_clock=1980.0,
+        pcie_width=16,
+        max_pcie_width=16,
+        temperature=42.0,
+    )
+    (short,), same = parse_quick((MACHINES / "smi-h200.csv").read_text())
+    assert (same, short) == (driver, replace(gpu, ecc=None, pace=None, mig=""))
+    topology = (MACHINES / "topo-h200.txt").read_text()
+    assert "\x1b[4m" in topology
+    assert parse_topology(topology) == parse_peers((MACHINES / "p2p-h200.txt").read_text()) == [["X"]]
+    assert parse_ways_to_nics(topology) == []
+
+
+@pytest.mark.parametrize(
+    ("told", "says", "field"),
+    [
+        ("<gpu_recovery_action>None<", "<gpu_recovery_action>Reset<", "reset_required"),
+        ("<tpc_repair_pending>No<", "<tpc_repair_pending>Yes<", "is_pending"),
+        ("<unrepairable_memory>No<", "<unrepairable_memory>Yes<", "is_worn"),
+        ("<dram_uncorrectable>0<", "<dram_uncorrectable>5<", "uncorrected"),
+    ],
+)
+def test_trouble_that_a_new_driver_tells_of_is_understood(told: str, says: str, field: str) -> None:
+    text = (MACHINES / "smi-h200.xml").read_text()
+    assert told in text
+    (well,), _ = parse_whole(text)
+    (sick,), _ = parse_whole(text.replace(told, says))
+    assert well.ecc is not None
+    assert sick.ecc is not None
+    before, after = (asdict(each) | asdict(each.ecc) for each in (well, sick))  # type: ignore[arg-type]
+    assert {name for name in before if name != "ecc" and before[name] != after[name]} == {field}
+
+
 @pytest.mark.parametrize(
     "text", ["", "NVIDIA-SMI has failed because it couldn't communicate", "<nvidia_smi_log>", "<a/>"]
 )
@@ -49,10 +92,10 @@ def test_an_answer_that_is_none_shows_no_gpus(text: str) -> None:
     assert parse_ways_to_nics(text) == []
 
 
-def test_the_quick_answer_of_the_drivers_tool_is_read() -> None:
-    first = "0, NVIDIA H200, GPU-1, 00000000:01:00.0, 143771, 12, 575.57.08, Default"
-    gpus, driver = parse_quick(f"{first}\n1, NVIDIA H200, GPU-2, x, [N/A], 0, 575, Default\n")
-    assert (driver, gpus[0].used, gpus[1].memory) == ("575.57.08", 12 * 2**20, 0)
+def test_the_quick_answer_about_two_gpus_is_read_also_where_a_number_is_missing() -> None:
+    first = (MACHINES / "smi-h200.csv").read_text()
+    gpus, driver = parse_quick(f"{first}1, NVIDIA H200, GPU-2, x, [N/A], 12, 580, Default\n")
+    assert (driver, gpus[0].memory, gpus[1].memory, gpus[1].used) == ("580.159.04", 143771 * 2**20, 0, 12 * 2**20)
 
 
 def test_ways_between_gpus_and_cards_are_read() -> None:

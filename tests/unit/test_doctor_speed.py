@@ -110,6 +110,15 @@ def test_what_was_done_to_a_run_is_found(name: str, code: str, culprit: str, pat
     assert 0.05 < found.gain < 1
 
 
+def test_copies_whose_pace_was_found_out_in_the_first_steps_are_no_finding() -> None:
+    evidence = on_paper(*GPUS)
+    steps = evidence.steps
+    kept = [each | {"phases": each["phases"] | {"checkpoint": 9 * each["step_seconds"]}} for each in steps]
+    kept = [each | {"step_seconds": sum(each["phases"].values())} for each in kept]
+    assert "F007" not in findings(replace(evidence, steps=(*kept[:8], *steps[8:])))
+    assert "F007" in findings(replace(evidence, steps=(*steps[:8], *kept[8:12], *steps[12:-4], *kept[-4:])))
+
+
 def test_many_ranks_that_do_little_are_split_into_what_they_lose() -> None:
     found = findings(recorded("throttled-rank"))["F014"]
     assert found.culprit == "imbalance: rank 1"
@@ -217,6 +226,16 @@ def test_a_prediction_that_is_off_is_told_with_the_part_that_is() -> None:
     assert "error bar" in found.verdict
 
 
+def test_loader_processes_that_would_bring_nothing_are_no_patch() -> None:
+    """Two cores have room for one process beside the rank, and one loads no faster than the thread did."""
+    sample = {"time": 1.0, "node": 0, "cores": 2, "ranks": {"0": {"cpu": 1.0}}}
+    slow = recorded("slow-loader")
+    assert findings(replace(slow, samples=(sample | {"cores": 8},)))["F001"].gain > 0.3
+    found = findings(replace(slow, samples=(sample,)))["F001"]
+    assert (found.patch, found.gain, found.expected_effect) == ({}, None, "")
+    assert "no core is left" in found.fix
+
+
 def test_a_busy_cpu_is_blamed_on_who_uses_it() -> None:
     evidence = recorded("healthy")
     assert evidence.plan.prediction is not None
@@ -225,7 +244,8 @@ def test_a_busy_cpu_is_blamed_on_who_uses_it() -> None:
                        steps=tuple(each | {"step_seconds": 0.2} for each in evidence.steps))  # fmt: skip
     assert "F015" not in findings(evidence), "nobody looked at the machine"
     sample = {"time": 1.0, "node": 0, "cpu": 1.0, "cores": 8, "ranks": {"0": {"cpu": 1.0}, "1": {"cpu": 1.0}}}
-    assert findings(replace(evidence, samples=(sample,) * 3))["F015"].culprit == "other processes, on 6.0 cores"
+    found = findings(replace(evidence, samples=(sample,) * 3))["F015"]
+    assert (found.culprit, found.evidence["cores_of_others"]) == ("other processes", 6.0)
 
 
 def test_dips_every_ten_steps_and_busy_loaders_are_data_and_checkpoints_and_idle_memory() -> None:
@@ -238,7 +258,8 @@ def test_dips_every_ten_steps_and_busy_loaders_are_data_and_checkpoints_and_idle
     evidence = replace(on_paper(*settings, waited=0.2 * step, stall=step), samples=(sample,) * 3)
     found = findings(evidence)
     assert {"F001", "F006", "F007"} <= found.keys()
-    assert found["F001"].culprit == "2 loader processes, 100% busy"
+    assert found["F001"].culprit == "2 loader processes"
+    assert found["F001"].evidence["loader_busy"] == 1.0
     assert found["F001"].patch == {"data.workers": 3}
     assert found["F007"].evidence["every_steps"] == 10
     assert found["F007"].patch == {"checkpoint.every": "auto"}

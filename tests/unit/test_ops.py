@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from tests.prometheus_server import DASHBOARD, OPS, alerts, panels
+from trimaran.telemetry.nvml import FAULTS, THROTTLES
 from trimaran.telemetry.sinks.catalogue import CATALOGUE
 
 
@@ -33,6 +34,12 @@ def test_grafana_raises_the_same_alerts() -> None:
         assert theirs[name]["data"][0]["model"]["expr"] == f"count by (run) ({rule['expr']})"
         assert theirs[name]["for"] == rule["for"]
         assert theirs[name]["labels"] == rule["labels"]
+
+
+def test_the_alert_about_slow_gpus_names_every_fault_that_samples_do_and_not_the_power_limit() -> None:
+    (reasons,) = re.findall(r'reason=~"([^"]+)"', alerts()["TrimaranGpuThrottled"]["expr"])
+    assert set(reasons.split("|")) == set(FAULTS)
+    assert set(FAULTS) < set(THROTTLES.values()) - {"power_cap"}
 
 
 def test_the_dashboard_has_a_fixed_name_and_asks_for_its_source() -> None:

@@ -8,7 +8,8 @@ from typing import Any, Literal
 class Finding:
     """One diagnosis: a verdict with its evidence, the patch that mends it and what the patch should bring.
 
-    `culprit` names who causes it, such as `rank 3` or `layers.2.mlp`. `patch` maps recipe fields to values, the same
+    `culprit` names who causes it, such as `rank 3` or `layers.2.mlp`: nothing measured is in it, since with the code it
+    tells a finding that was told before from a new one. `patch` maps recipe fields to values, the same
     pairs that `--set` takes; where no setting mends it, `fix` says what a person does. `gain` is the share of step time
     that the patch should save by the cost model, and `confidence` how sure the verdict is, both from 0 to 1. `step` is
     the last one that was looked at.

@@ -19,13 +19,14 @@ RECENT = 400  # steps that rules look at
 BACKLOG = 8 << 20  # bytes of a file, from its end: a run of weeks is looked at in a moment
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)  # itself and no other: what was measured in it is kept
 class Evidence:
     """The files of a run, parsed. Every line is there as it was written; keys that a run has no reason for are missing.
 
     `steps` are the last `RECENT` lines of the metrics, `events` those of all ranks by time, `samples` those of all
     nodes by time, `traces` what the profiles say of a step, `snapshots` who held memory. `ask` answers with what the
     planner needs to weigh another plan for the run; None where the model's sizes or the cluster are not known here.
+    `reference` is of a run of the same on fewer ranks, where a person has one.
     """
 
     recipe: Recipe
@@ -38,6 +39,7 @@ class Evidence:
     traces: tuple[Line, ...] = ()
     snapshots: tuple[Line, ...] = ()
     ask: Callable[[], Question | None] = lambda: None
+    reference: "Evidence | None" = None
 
     def of_kind(self, kind: str) -> tuple[Line, ...]:
         return tuple(each for each in self.events if each.get("kind") == kind)
@@ -50,8 +52,13 @@ class Evidence:
 Rule = Callable[[Evidence], Iterable[Finding]]
 
 
-def read_evidence(run: RunDirectory, *, calibrations: Path | None = None) -> Evidence:
-    """Return what the run's files say now. `calibrations` is where measurements of machines are kept."""
+def read_evidence(
+    run: RunDirectory, *, calibrations: Path | None = None, against: RunDirectory | None = None
+) -> Evidence:
+    """Return what the run's files say now. `calibrations` is where measurements of machines are kept.
+
+    `against` is a run to compare with, whose ranks do the same.
+    """
     lines = {name: _lines(run, pattern) for name, pattern in PLACES.items()}
     recipe, plan = run.read_recipe(), run.read_plan()
     return Evidence(
@@ -61,8 +68,20 @@ def read_evidence(run: RunDirectory, *, calibrations: Path | None = None) -> Evi
         traces=tuple(read_traces(run.profiles)),
         snapshots=tuple(read_snapshots(run.profiles)),
         ask=cache(lambda: question_of(recipe, plan, calibrations=calibrations)),
+        reference=_reference(recipe, against),
         **{name: tuple(sorted(found, key=_time)) for name, found in lines.items()},
     )
+
+
+def _reference(recipe: Recipe, against: RunDirectory | None) -> Evidence | None:
+    """Return the evidence of a run to compare with. Raises UserError where its samples are not those of `recipe`."""
+    if against is None:
+        return None
+    found = read_evidence(against)
+    if (found.recipe.model, found.recipe.data.seq_len) != (recipe.model, recipe.data.seq_len):
+        raise UserError("A019", "the two runs train different models, or on sequences of different lengths",
+                        where=str(against.path), fix="compare with a run of the same recipe")  # fmt: skip
+    return found
 
 
 def question_of(recipe: Recipe, plan: Plan, *, calibrations: Path | None = None) -> Question | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import fmean, median
 from typing import Any
 
@@ -40,6 +41,7 @@ class Measured:
         return {part: round(self.share(part), 4) for part in parts if self.share(part) > 0}
 
 
+@lru_cache(maxsize=1)  # most rules ask, of the same evidence
 def measure(evidence: Evidence) -> Measured | None:
     """Return where the time went; None while there are too few steps to tell."""
     steps = settled(evidence)
@@ -111,12 +113,17 @@ def number(line: Line, *path: str) -> float | None:
 def _comm(evidence: Evidence, steps: Sequence[Line]) -> float:
     """Return the seconds of a step in which a rank waited in collectives and computed nothing.
 
-    That is what the loop itself waits for, and a backward that is longer beside its forward than it should be: there
-    gradients travel.
+    That is what the loop itself waits for. Where it cannot tell that in a backward, what is longer there beside the
+    forward than it should be counts as well: there gradients travel.
     """
-    if evidence.plan.mesh.world_size == 1:
+    mesh = evidence.plan.mesh
+    if mesh.world_size == 1:
         return 0.0
+    told = median(phase(each, "comm") for each in steps)
+    inside = mesh.tp * mesh.cp * mesh.ep * mesh.pp > 1 or evidence.plan.engine != "torch"
+    if not inside and any("waits" in each for each in steps):
+        return told
     time = evidence.plan.prediction.time if evidence.plan.prediction else {}
     usual = time["backward"] / time["forward"] if time.get("forward") else USUAL_BACKWARD
     late = median(phase(each, "backward") - usual * phase(each, "forward") for each in steps)
-    return median(phase(each, "comm") for each in steps) + max(0.0, late)
+    return told + max(0.0, late)

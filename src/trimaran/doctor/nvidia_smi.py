@@ -17,6 +17,8 @@ QUICK = ("nvidia-smi", f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader
 TOPOLOGY = ("nvidia-smi", "topo", "-m")
 PEERS = ("nvidia-smi", "topo", "-p2p", "r")
 WAYS = re.compile(r"X|NV\d+|PIX|PXB|PHB|NODE|SYS")
+# What driver 580 asks for in the place of `reset_required`. `Drain and Reset` can wait until a run is over.
+RECOVERIES = ("Reset", "Reboot", "Drain P2P")
 SECONDS = 20.0
 MEBI = 2**20
 
@@ -91,7 +93,8 @@ def _gpu(index: int, node: ElementTree.Element) -> Gpu:
         pace=_pace(node),
         compute_mode=_text(node, "compute_mode"),
         mig=_text(node, "mig_mode/current_mig"),
-        reset_required=_text(node, "gpu_reset_status/reset_required") == "Yes",
+        reset_required=_text(node, "gpu_reset_status/reset_required") == "Yes"
+        or _text(node, "gpu_recovery_action") in RECOVERIES,
     )
 
 
@@ -109,12 +112,15 @@ def _ecc(node: ElementTree.Element) -> Ecc | None:
         "remapped_rows/remapped_row_pending",
         "retired_pages/pending_retirement",
         "retired_pages/pending_blacklist",
+        "ecc_errors/channel_repair_pending",
+        "ecc_errors/tpc_repair_pending",
     )
+    worn = ("remapped_rows/remapped_row_failure", "ecc_errors/unrepairable_memory")
     return Ecc(
         enabled=mode == "Enabled",
         uncorrected=uncorrected,
         is_pending=any(_text(node, path) == "Yes" for path in pending),
-        is_worn=_text(node, "remapped_rows/remapped_row_failure") == "Yes",
+        is_worn=any(_text(node, path) == "Yes" for path in worn),
     )
 
 

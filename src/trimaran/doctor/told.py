@@ -62,6 +62,11 @@ def gpus_of(evidence: Evidence) -> Iterator[tuple[str, list[Line]]]:
     yield from found.items()
 
 
+def smi_name(gpu: Line) -> str:
+    """Return what `nvidia-smi -i` calls a GPU: ranks may number them in another order."""
+    return str(gpu.get("uuid") or gpu.get("index"))
+
+
 def nodes_of(evidence: Evidence) -> Iterator[tuple[str, list[Line]]]:
     """Yield each machine by name, with its samples, oldest first."""
     found: dict[str, list[Line]] = {}

@@ -19,15 +19,18 @@ if TYPE_CHECKING:
 STYLES = {"fault": "bold red", "warning": "bold yellow", "note": "bold"}
 
 
-def diagnose_run(run: str, *, as_json: bool) -> int:
-    """Print what is wrong with a run, write it to its findings.json, and return 0."""
+def diagnose_run(run: str, *, as_json: bool, against: str = "") -> int:
+    """Print what is wrong with a run, write it to its findings.json, and return 0.
+
+    `against` is a run of the same recipe on fewer ranks, if there is one.
+    """
     from trimaran.doctor.diagnose import diagnose
     from trimaran.doctor.evidence import read_evidence
     from trimaran.hardware import calibration_folder
 
-    directory = find_run(run)
+    directory, other = find_run(run), find_run(against) if against else None
     try:
-        evidence = read_evidence(directory, calibrations=calibration_folder(os.environ))
+        evidence = read_evidence(directory, calibrations=calibration_folder(os.environ), against=other)
     except (OSError, ValueError, KeyError) as error:
         raise UserError("A008", f"the run cannot be examined: {error}", where=str(directory.path),
                         fix="name a run that `trimaran train` made and that is whole") from None  # fmt: skip

@@ -21,6 +21,7 @@ def doctor(  # noqa: PLR0913 - each option of a verb is a parameter
     nodes: Annotated[int, typer.Option(help="Examine so many nodes together: start it on each of them.")] = 1,
     node: Annotated[int, typer.Option(help="Which of the nodes this is, from 0.")] = 0,
     address: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where the nodes meet: node 0, a free port.")] = "",
+    against: Annotated[str, typer.Option(metavar="RUN", help="A run of the same on fewer ranks to compare with.")] = "",
     as_json: Json = False,
 ) -> int:
     """Examine this machine before a run, or say what is wrong with a run and how to mend it.
@@ -32,11 +33,12 @@ def doctor(  # noqa: PLR0913 - each option of a verb is a parameter
     trimaran doctor --recipe recipes/stdlib-tiny.yaml --set cluster=2xcpu
     srun trimaran doctor --nodes $SLURM_NNODES --node $SLURM_NODEID --address $(hostname):29400
     trimaran doctor runs/stdlib-tiny
+    trimaran doctor runs/eight-ranks --against runs/one-rank
     """
     if run:
         from trimaran.app.cli.diagnosis import diagnose_run
 
-        return diagnose_run(run, as_json=as_json)
+        return diagnose_run(run, as_json=as_json, against=against)
     from trimaran.app.cli.preflight import Examination, examine_machine
     from trimaran.doctor.measure import Rendezvous
 

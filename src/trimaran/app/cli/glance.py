@@ -22,11 +22,12 @@ SPREADS = {
 NUM_OUTLIERS = 3
 NUM_LOSSES = 3  # of time
 TIGHT = 0.92  # of a device's memory
+POWER_CAP, AT_LIMIT = "power_cap", "at the power limit"  # where a GPU that works hard belongs: nothing is wrong with it
 
 
 def glances(state: RunState, visits: Visits | None = None) -> list[Text]:
     """Return the lines, what matters most first; what a run has no word about has no line."""
-    found = [*_findings(visits), *_ledger(visits)] if visits else []
+    found = [*_findings(visits), *_ledger(state)] if visits else []
     return [*found, *_incidents(state), *_ranks(state), *_memory(state), *_machines(state)]
 
 
@@ -34,10 +35,9 @@ def finding_lines(told: Told) -> list[Text]:
     """Return a finding in lines that can be copied: verdict, what to do, and what that should bring."""
     finding = told.finding
     sign, color = SEVERITY[finding.severity]
-    lines = [Text.assemble((f"{sign} {finding.code} ", f"bold {color}"), (printable(finding.verdict), "bold"))]
-    # A command stands alone on its line, so that it can be taken from there.
-    lines += [Text(f"  {printable(each)}") for each in (told.command, finding.fix, finding.expected_effect) if each]
-    return lines
+    head = Text.assemble((f"{sign} {finding.code} ", f"bold {color}"), (printable(finding.verdict), "bold"))
+    rows = {"fix": told.command or finding.fix, "expect": finding.expected_effect}
+    return [head, *(Text(f"  {name}: {printable(words)}") for name, words in rows.items() if words)]
 
 
 def _findings(visits: Visits) -> Iterator[Text]:
@@ -117,26 +117,28 @@ def _machines(state: RunState) -> Iterator[Text]:
     ]
     yield from _pairs("machine" if len(samples) == 1 else f"{len(samples)} nodes", hosts)
     gpus = [_tree(gpu) for each in samples for gpu in _listed(each.get("gpus"))]
+    reasons = {str(why) for gpu in gpus for why in _listed(gpu.get("throttle"))}
     rows = [
         ("busy", _range([gpu.get("utilisation") for gpu in gpus], "{:.0%}".format)),
         ("memory", _range([_share(gpu.get("memory_used"), gpu.get("memory")) for gpu in gpus], "{:.0%}".format)),
         ("", _range([gpu.get("power") for gpu in gpus], "{:.0f} W".format)),
         ("", _range([gpu.get("temperature") for gpu in gpus], "{:.0f} °C".format)),
-        ("held back by", ", ".join(sorted({str(why) for gpu in gpus for why in _listed(gpu.get("throttle"))}))),
+        ("", AT_LIMIT if POWER_CAP in reasons else ""),
+        ("held back by", ", ".join(sorted(reasons - {POWER_CAP}))),
     ]
     yield from _pairs("gpu" if len(gpus) == 1 else f"{len(gpus)} gpus", rows)
 
 
-def _ledger(visits: Visits) -> Iterator[Text]:
+def _ledger(state: RunState) -> Iterator[Text]:
     """Yield which share of the time moved the run on, and what took the most of the rest."""
-    ledger = visits.ledger
-    if ledger is None or ledger.total <= 0:
+    if (ledger := state.ledger) is None:
         return
-    lost = {name: seconds for name, seconds in ledger.seconds.items() if name not in ("compute", "communication")}
+    others = ("compute", "communication", "idle")
+    lost = {name: seconds / ledger.at_work for name, seconds in ledger.seconds.items() if name not in others}
     most = sorted(lost, key=lost.__getitem__, reverse=True)[:NUM_LOSSES]
-    words = ", ".join(f"{name} {lost[name] / ledger.total:.0%}" for name in most if lost[name] >= 0.01 * ledger.total)
+    words = ", ".join(f"{name} {lost[name]:.0%}" for name in most if lost[name] >= 0.01)
     good = Text(f"{ledger.goodput:.1%}", style=GREEN if ledger.goodput >= 0.9 else "bold")
-    yield _line("goodput", Text.assemble(good, f" of {show_seconds(ledger.total)}", f"; {words}" if words else ""))
+    yield _line("goodput", Text.assemble(good, f" of {show_seconds(ledger.at_work)}", f"; {words}" if words else ""))
 
 
 def _pairs(name: str, rows: Sequence[tuple[str, str]]) -> Iterator[Text]:

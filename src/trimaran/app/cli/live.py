@@ -11,7 +11,7 @@ from trimaran.app.cli.chart import ORANGE
 from trimaran.app.cli.glance import finding_lines, glances
 from trimaran.app.cli.health import Visits
 from trimaran.app.cli.logs import LogLine, printable
-from trimaran.app.cli.state import UNDER_WAY, RunState
+from trimaran.app.cli.state import RunState
 from trimaran.app.cli.view import draw, line
 from trimaran.launch.verdict import verdict
 
@@ -36,7 +36,6 @@ def follow(state: RunState, console: Console, *, over: Callable[[], bool], visit
 def _follow_in_panel(state: RunState, console: Console, over: Callable[[], bool], visits: Visits | None) -> None:
     """Draw the panel a few times a second, with room behind it for the ^C that a terminal echoes."""
     shown = {incident.id for incident in state.incidents}
-    diagnosed: set[tuple[str, str]] = set()
     with Live(console=console, auto_refresh=False) as live:
         ended = False
         while not ended:
@@ -44,7 +43,7 @@ def _follow_in_panel(state: RunState, console: Console, over: Callable[[], bool]
             ended = over()
             show_log(state.refresh(), console)
             show_incidents(state, console, shown)
-            show_findings(state, console, visits, diagnosed)
+            show_findings(state, console, visits)
             picture = draw(state, width=console.width - len("^C"), height=console.height, extra=glances(state, visits))
             live.update(picture, refresh=True)
             if not ended:
@@ -56,12 +55,11 @@ def _follow_in_lines(state: RunState, console: Console, over: Callable[[], bool]
     """Print a line for the first step, for the last, and in between not more often than every few seconds."""
     shown, due, ended, evaluated = -1, 0.0, False, 0
     told = {incident.id for incident in state.incidents}
-    diagnosed: set[tuple[str, str]] = set()
     while not ended:
         ended = over()
         show_log(state.refresh(), console)
         show_incidents(state, console, told)
-        show_findings(state, console, visits, diagnosed)
+        show_findings(state, console, visits)
         for step, loss in state.evaluations[evaluated:]:
             right = "".join(f"  {name} {share:.1%}" for name, share in state.accuracy.items())
             print_plain(console, f"step {step}  held-out loss {loss:.4f}{right}")
@@ -92,17 +90,16 @@ def show_incidents(state: RunState, console: Console, shown: set[str]) -> None:
             print_plain(console, rest)
 
 
-def show_findings(state: RunState, console: Console, visits: Visits | None, shown: set[tuple[str, str]]) -> None:
-    """Let the doctor look if it is time to, and print what was not found before: verdict and command, to be copied."""
+def show_findings(state: RunState, console: Console, visits: Visits | None) -> None:
+    """Let the doctor look if it is time to, and print what was not found before, with the command that mends it."""
     if visits is None:
         return
-    visits.look(now=time.time() if state.status in UNDER_WAY else None)
-    for told in visits.told:
-        key = (told.finding.code, told.finding.culprit)
-        if key not in shown:
-            shown.add(key)
-            for each in finding_lines(told):
-                console.print(each, soft_wrap=True)
+    visits.look()
+    for told in visits.news():
+        for each in finding_lines(told):
+            console.print(each, soft_wrap=True)
+    if trouble := visits.new_trouble():
+        print_plain(console, printable(trouble))
 
 
 def print_plain(console: Console, text: str) -> None:

@@ -2,13 +2,17 @@
 
 import json
 import os
+import shlex
 from pathlib import Path
 from tempfile import TemporaryFile
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
+from trimaran.app.cli.health import Visits, read_findings
 from trimaran.app.cli.live import follow, print_plain
+from trimaran.app.cli.options import own_name, typed
 from trimaran.app.cli.packing import packing_bar
 from trimaran.app.cli.ready import ready
 from trimaran.app.cli.request import Request
@@ -57,6 +61,7 @@ def attend(run: RunDirectory, console: Console, *, as_json: bool, quiet: bool) -
     state = RunState(run)
     state.refresh()  # what was before is not news
     ranks = start_local(run)
+    visits = None if quiet else Visits(run, at_once=False)
     held = HeldSupervisor(ranks, lambda words: print_plain(console, words))
     shown = ShowButton(ranks, lambda words: print_plain(console, words))
     with shown, StopButton(ranks, lambda words: print_plain(console, words)) as button:
@@ -67,7 +72,7 @@ def attend(run: RunDirectory, console: Console, *, as_json: bool, quiet: bool) -
             shown.act()
             return ranks.poll() is not None
 
-        follow(state, Console(quiet=True) if quiet else console, over=over)
+        follow(state, Console(quiet=True) if quiet else console, over=over, visits=visits)
     code = ranks.wait()
     state.refresh()
     if button.exit_code is not None and code != EXIT_DONE:
@@ -79,10 +84,18 @@ def attend(run: RunDirectory, console: Console, *, as_json: bool, quiet: bool) -
 
 def conclude(state: RunState, console: Console, code: int, *, as_json: bool) -> int:
     """Say what came out of a run, for a person or as one JSON object, and return the exit code."""
+    told, trouble = read_findings(state.run)
     if as_json:
-        typer.echo(json.dumps(state.as_dict() | {"exit": code}))
-    elif state.status in ("done", "stopped"):
+        found = {"findings": [each.as_dict() for each in told], "doctor_trouble": trouble}
+        typer.echo(json.dumps(state.as_dict() | {"exit": code} | found))
+        return code
+    if state.status in ("done", "stopped"):
         summarise(state, console)
+    if told:
+        codes = ", ".join(dict.fromkeys(each.finding.code for each in told))
+        words = f"found {len(told)} finding{'' if len(told) == 1 else 's'} ({codes}); more: "
+        command = shlex.join([own_name(), "doctor", typed(state.run.path)])
+        console.print(Text.assemble(words, (command, "bold")), soft_wrap=True)
     return code
 
 

@@ -6,7 +6,8 @@ from trimaran.doctor.checks.result import CheckResult, Look, Trouble
 from trimaran.doctor.facts import Facts
 
 LOOK = Look("H015", "matrix products")
-# Of what was measured on this kind of machine, of the catalogue's guess, and of the neighbours' median.
+# Of what was measured on this machine, of the catalogue's best product, and of the neighbours' median. A well H200 has
+# 0.85 of the catalogue's in the second that we give it; kinds that few have measured are further away.
 OF_MEASURED, OF_GUESS, OF_OTHERS = 0.7, 0.6, 0.9
 HALF = 0.5  # of the neighbours: such a device holds all others up
 
@@ -29,9 +30,9 @@ def check(facts: Facts) -> CheckResult:
     ]
     expected, share, source = expectation(facts)
     if expected and usual < share * expected:
-        troubles.append(Trouble(f"{usual / 1e12:.3g} TFLOP/s, {source} {expected / 1e12:.3g}",
-                                "is something else running? else see the clocks"))  # fmt: skip
-    beside = f", {source} {expected / 1e12:.3g}" if expected else ""
+        words = f"{usual / 1e12:.3g} TFLOP/s, {_beside(usual, expected, source)}, and {share:.0%} is the least"
+        troubles.append(Trouble(words, "is something else running? else see the clocks"))
+    beside = f", {_beside(rates[slowest], expected, source)}" if expected else ""
     healthy = f"{rates[slowest] / 1e12:.3g} TFLOP/s in {measured.precision} on each of {len(rates)}{beside}"
     if len(rates) == 1:
         healthy = f"{rates[slowest] / 1e12:.3g} TFLOP/s in {measured.precision}{beside}"
@@ -46,7 +47,11 @@ def expectation(facts: Facts) -> tuple[float, float, str]:
     device = cluster.device
     if measured.precision in device.reached:
         whole = cluster.devices_per_node if device.kind == "cpu" else 1  # the ranks of a CPU share its cores
-        return device.reached[measured.precision] * whole, OF_MEASURED, "`trimaran bench calibrate` measured"
+        return device.reached[measured.precision] * whole, OF_MEASURED, "`trimaran bench calibrate` measured here"
     if device.kind == "cpu" or "guess" in device.note:
         return 0.0, 0.0, ""
-    return device.achievable_flops(measured.precision), OF_GUESS, "usual are"
+    return device.achievable_flops(measured.precision), OF_GUESS, "others measured at best"
+
+
+def _beside(rate: float, expected: float, source: str) -> str:
+    return f"{rate / expected:.0%} of the {expected / 1e12:.3g} that {source}"

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from trimaran.core import Finding
 from trimaran.doctor.evidence import Evidence
 from trimaran.doctor.measured import number
-from trimaran.doctor.told import gpus_of
+from trimaran.doctor.told import gpus_of, smi_name
 
 
 def gpu_memory_errors(evidence: Evidence) -> Iterator[Finding]:
@@ -22,7 +22,7 @@ def gpu_memory_errors(evidence: Evidence) -> Iterator[Finding]:
             "during this run",
             culprit=name,
             evidence={"errors": counts[-1], "new": new, "uuid": samples[-1].get("uuid")},
-            fix=f"take the machine out and reset the device (`nvidia-smi -r -i {samples[-1].get('index')}`); if they "
+            fix=f"take the machine out and reset the device (`nvidia-smi -r -i {smi_name(samples[-1])}`); if they "
             "come back, have it replaced",
             confidence=0.95,
         )

@@ -8,8 +8,11 @@ from trimaran.doctor.told import facts_of, incidents_of, rank_names, severity_of
 
 
 def network(evidence: Evidence) -> Iterator[Finding]:
-    """Yield a finding when a connection or a machine was lost."""
-    incidents = incidents_of(evidence, "network", "host")
+    """Yield a finding when a connection or a machine was lost.
+
+    What a run was only told of and went on with (a wire that is slow, a clock that differs) lost nobody.
+    """
+    incidents = [each for each in incidents_of(evidence, "network", "host") if each.get("action") != "continued"]
     if not incidents:
         return
     last = incidents[-1]
@@ -20,7 +23,12 @@ def network(evidence: Evidence) -> Iterator[Finding]:
         verdict=f"ranks lost each other {times(len(incidents), 'time')}, the last after step {last.get('step')}: "
         f"{last.get('what')}",
         culprit=str(named or rank_names(last.get("suspects") or ()) or "what connects the ranks"),
-        evidence={"incident": last.get("id"), "facts": facts_of(last)[:4], "count": len(incidents)},
+        evidence={
+            "incident": last.get("id"),
+            "facts": facts_of(last)[:4],
+            "count": len(incidents),
+            "cost": last.get("cost") or {},
+        },
         fix="run `trimaran doctor` on these machines: it measures every pair and names the one that is slow or silent",
         confidence=0.7,
         step=int(last.get("step") or 0),

@@ -16,7 +16,8 @@ COSTS = 0.01  # of the time that checkpoints may cost where their distance is se
 def checkpoint_stall(evidence: Evidence) -> Iterator[Finding]:
     """Yield a finding when keeping the state costs too much of the time."""
     measured = measure(evidence)
-    if measured is None or measured.share("checkpoint") < SHARE:
+    # How often copies are made is found out in the first steps: what has been mended since is no finding.
+    if measured is None or min(measured.share("checkpoint"), _share_lately(evidence)) < SHARE:
         return
     usual = measured.compute + measured.comm + measured.bubble + measured.straggler
     pauses = [
@@ -46,6 +47,13 @@ def checkpoint_stall(evidence: Evidence) -> Iterator[Finding]:
         gain=gain if patch else None,
         confidence=0.9,
     )
+
+
+def _share_lately(evidence: Evidence) -> float:
+    """Return the share of the time that keeping the state took in the later half of the steps."""
+    steps = settled(evidence)
+    later = steps[len(steps) // 2 :]
+    return sum(phase(each, "checkpoint") for each in later) / sum(each["step_seconds"] for each in later)
 
 
 def _patch(recipe: Recipe, measured: Measured, stall: float, usual: float) -> tuple[dict[str, object], float]:

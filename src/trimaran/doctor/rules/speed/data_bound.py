@@ -10,6 +10,7 @@ from trimaran.doctor.measured import Measured, data_wait, measure, number, settl
 
 SHARE = 0.1  # of the time: what waiting for data must take to be worth a word
 OFTEN = 0.05  # of the steps must wait: one hiccup of a disk is no diagnosis
+WORTH = 0.05  # of a step: one process in place of the thread loads no faster
 MARGIN = 1.25  # loading power over what is needed on average, as the loader's own tuner has it
 UNSEEN = 8  # loader processes of a rank at most, where nobody has looked how many cores there are
 BUSY = 0.85  # of a core: a loader process that computes all the time
@@ -33,7 +34,7 @@ def data_bound(evidence: Evidence) -> Iterator[Finding]:
         severity="warning",
         verdict=f"the trainer waits {measured.share('data'):.0%} of its time for data: {show_seconds(measured.data)} "
         f"of a step of {show_seconds(measured.step)}",
-        culprit=who if busy is None else f"{who}, {busy:.0%} busy",
+        culprit=who,
         evidence=facts | ({"loader_busy": round(busy, 3)} if busy is not None else {}) | {"steps": measured.steps},
         patch=patch,
         fix=""
@@ -56,10 +57,8 @@ def _patch(evidence: Evidence, measured: Measured, workers: int) -> tuple[dict[s
     wanted = math.ceil(MARGIN * load_seconds / busy)
     room = _room(evidence)
     given = max(1, min(wanted, UNSEEN if room is None else room))
-    if given <= workers:
-        return {}, 0.0
-    then = max(busy, load_seconds / given)
-    return {"data.workers": given}, max(0.0, 1 - then / measured.step)
+    gain = 1 - max(busy, load_seconds / given) / measured.step
+    return ({"data.workers": given}, gain) if gain >= WORTH else ({}, 0.0)
 
 
 def _workers(evidence: Evidence, waiting: list[Line]) -> int:

@@ -50,7 +50,7 @@ def _seconds(evidence: Evidence, measured: Measured, prediction: Prediction) -> 
         severity="warning" if off > 0 else "note",
         verdict=f"a step takes {show_seconds(took)} where {show_seconds(prediction.step_seconds)} were predicted, "
         f"{off:+.0%} with an error bar of {prediction.error:.0%}",
-        culprit=f"other processes, on {others:.1f} cores" if others else _culprit(measured, prediction),
+        culprit="other processes" if others else _culprit(measured, prediction),
         evidence={
             "step_seconds": took,
             "predicted": prediction.step_seconds,

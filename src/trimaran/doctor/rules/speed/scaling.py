@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from trimaran.core import Finding
 from trimaran.doctor.evidence import Evidence
-from trimaran.doctor.measured import Measured, measure
+from trimaran.doctor.measured import Measured, measure, number
 from trimaran.doctor.remedy import forecast
 from trimaran.doctor.rules.speed.checkpoint_stall import checkpoint_stall
 from trimaran.doctor.rules.speed.communication_bound import communication_bound
@@ -15,6 +15,7 @@ from trimaran.doctor.rules.speed.uneven_stages import uneven_stages
 
 LOST = 0.2  # of the ranks' time
 BELOW = 0.1  # under what the prediction has
+PARTS = {"comm": "comm", "imbalance": "straggler", "sync": "checkpoint", "data": "data", "bubble": "bubble"}
 WHO = {
     "comm": (communication_bound,),
     "imbalance": (straggler, imbalance),
@@ -27,37 +28,39 @@ WHO = {
 def scaling(evidence: Evidence) -> Iterator[Finding]:
     """Yield a finding when the ranks together do clearly less than as many alone would, and what each cause takes.
 
-    Efficiency is the share of a step in which a rank computes. A rank alone would compute all the time.
+    A rank alone is taken to compute all the time, so that efficiency is the share of a step in which a rank computes.
+    Where there is a run to compare with, it is what a rank does beside a rank there, and what that waits for as well is
+    no loss.
     """
     measured, world = measure(evidence), evidence.plan.mesh.world_size
-    if measured is None or world == 1:
+    lost = _losses(evidence)
+    if measured is None or lost is None or world == 1:
         return
-    lost = losses(measured)
     efficiency = 1 - sum(lost.values())
-    expected = _expected(evidence)
+    expected = _expected(evidence, measured)
     if 1 - efficiency < LOST or expected is None or efficiency > expected - BELOW:
         return
-    worst = max(lost, key=lambda each: lost[each])
-    cure = next((each for rule in WHO[worst] for each in rule(evidence)), None)
-    if cure is None and _shares_cores(evidence):
+    largest_first = sorted(lost, key=lambda each: -lost[each])
+    worst, parts = largest_first[0], [f"{name} {lost[name]:.0%}" for name in largest_first if lost[name] > 0.005]
+    cures = ((part, each) for part in largest_first for rule in WHO.get(part, ()) for each in rule(evidence))
+    where, cure = next(cures, (worst, None))
+    if (cure is None or where != worst) and evidence.reference is None and _shares_cores(evidence):
         return
-    parts = ", ".join(
-        f"{name} {share:.0%}" for name, share in sorted(lost.items(), key=lambda each: -each[1]) if share > 0.005
-    )
     yield Finding(
         code="F014",
         severity="warning",
         verdict=f"{world} ranks do the work of {world * efficiency:.1f}, and {world * expected:.1f} were expected: "
-        f"lost to {parts}",
-        culprit=worst if cure is None or not cure.culprit else f"{worst}: {cure.culprit}",
+        f"lost to {', '.join(parts)}",
+        culprit=f"{worst}: {cure.culprit}" if cure and cure.culprit and where == worst else worst,
         evidence={"speedup": round(world * efficiency, 2), "efficiency": round(efficiency, 4),
-                  "expected_efficiency": round(expected, 4),
+                  "expected_efficiency": round(expected, 4), "compared": evidence.reference is not None,
                   "lost": {name: round(each, 4) for name, each in lost.items()}},
         patch=cure.patch if cure else {},
-        fix=(cure.fix if cure else "") or ("" if cure and cure.patch else f"look at what costs most: {worst}"),
+        fix=(cure.fix if cure else "")
+        or ("" if cure and cure.patch and where == worst else f"look at what costs most: {worst}"),
         expected_effect=cure.expected_effect if cure else "",
         gain=cure.gain if cure else None,
-        confidence=0.8,
+        confidence=0.8 if evidence.reference is None else 0.95,
     )  # fmt: skip
 
 
@@ -67,22 +70,39 @@ def _shares_cores(evidence: Evidence) -> bool:
     return question is not None and question.cluster.device.kind == "cpu"
 
 
-def losses(measured: Measured) -> dict[str, float]:
-    """Return the shares of a step in which a rank does not compute, by why."""
-    return {
-        "comm": measured.share("comm"),
-        "imbalance": measured.share("straggler"),
-        "sync": measured.share("checkpoint"),
-        "data": measured.share("data"),
-        **({"bubble": measured.share("bubble")} if measured.bubble else {}),
-    }
+def _losses(evidence: Evidence) -> dict[str, float] | None:
+    """Return the shares of a rank's time that are lost, by why; None while there are too few steps to tell."""
+    measured = measure(evidence)
+    if measured is None:
+        return None
+    if evidence.reference is None:
+        return {name: measured.share(part) for name, part in PARTS.items() if name != "bubble" or measured.bubble}
+    here, there = _a_sample(evidence), _a_sample(evidence.reference)
+    if here is None or there is None:
+        return None
+    whole = sum(here.values())
+    return {name: (here[name] - there[name]) / whole for name in here if here[name] or there[name]}
 
 
-def _expected(evidence: Evidence) -> float | None:
-    """Return the efficiency that the model has for the plan: what of a step is not waiting."""
+def _a_sample(evidence: Evidence) -> dict[str, float] | None:
+    """Return what a sample takes, in seconds of a rank, by why."""
+    measured, samples = measure(evidence), [each for each in evidence.steps if number(each, "samples")]
+    if measured is None or not samples:
+        return None
+    ranks = evidence.plan.mesh.world_size / samples[-1]["samples"]
+    return {name: ranks * getattr(measured, part) for name, part in {**PARTS, "compute": "compute"}.items()}
+
+
+def _expected(evidence: Evidence, measured: Measured) -> float | None:
+    """Return the efficiency that the model has for the plan: what of a step is not waiting.
+
+    Waiting is the model's word, computing is what was measured: a prediction that is off is another finding.
+    """
     question = evidence.ask()
     prediction = forecast(question, evidence.plan) if question else evidence.plan.prediction
     if prediction is None:
         return None
-    waits = prediction.time.get("comm", 0.0) + prediction.time.get("bubble", 0.0)
-    return 1 - waits / prediction.step_seconds
+    comm, bubble = (prediction.time.get(name, 0.0) for name in ("comm", "bubble"))
+    computes = prediction.step_seconds - comm - bubble
+    slower = max(1.0, measured.compute / computes)
+    return slower * computes / (slower * (computes + bubble) + comm)

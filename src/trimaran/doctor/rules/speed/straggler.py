@@ -8,6 +8,7 @@ from typing import NamedTuple
 from trimaran.core import Finding, show_seconds
 from trimaran.doctor.evidence import Evidence, Line
 from trimaran.doctor.measured import FEWEST, Measured, measure, number, settled
+from trimaran.telemetry.nvml import FAULTS
 
 SLOWER = 1.25  # times the median rank
 WORTH = 0.05  # of a step: what all must wait for it
@@ -128,7 +129,8 @@ def _hardware(evidence: Evidence, slow: "Slow") -> str:
     for sample in evidence.samples:
         ranks = sample.get("ranks")
         if isinstance(ranks, dict) and str(slow.rank) in ranks:
-            reasons.update(reason for gpu in sample.get("gpus") or () for reason in gpu.get("throttle") or ())
+            told = (reason for gpu in sample.get("gpus") or () for reason in gpu.get("throttle") or ())
+            reasons.update(reason for reason in told if reason in FAULTS)
     if reasons:
         return f"its node's GPUs are held back by {reasons.most_common(1)[0][0].replace('_', ' ')}"
     return "it has as much work as the others, so it is its device or its node"

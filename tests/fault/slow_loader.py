@@ -1,0 +1,17 @@
+"""A loader whose every sample takes TRIMARAN_TEST_LOAD_SECONDS longer, where TRIMARAN_TEST_PLUGIN names this module."""
+
+import os
+import time
+
+from trimaran.data import Sample, Sequences
+
+seconds = float(os.environ["TRIMARAN_TEST_LOAD_SECONDS"])
+load = Sequences.__getitem__
+
+
+def load_slowly(self: Sequences, index: int) -> Sample:
+    time.sleep(seconds)
+    return load(self, index)
+
+
+Sequences.__getitem__ = load_slowly  # type: ignore[method-assign]

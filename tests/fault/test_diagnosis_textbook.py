@@ -1,0 +1,149 @@
+"""The two exercises of the textbook, with real runs: whose steps dip, and why eight ranks do the work of five.
+
+Computing is sleeping here, in proportion to the rows: eight ranks on two cores are as fast as on eight machines.
+"""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.doctoring import findings, in_slow_network, measured, recipe_of, train
+from tests.fault.harness import Supervised
+from trimaran.app.cli.main import main
+from trimaran.core import EXIT_DONE, Recipe
+from trimaran.data import Sample, Sequences
+from trimaran.doctor.remedy import settings_of
+from trimaran.models import outline_if_told
+from trimaran.nets.decoder import Layer
+from trimaran.telemetry import RunDirectory
+from trimaran.train.keeper import Keeper
+
+pytestmark = pytest.mark.chaos
+
+
+class Sleep(torch.autograd.Function):
+    """Returns what it gets, after a while; so does its backward, after twice as long."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = 2 * seconds
+        time.sleep(seconds)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        time.sleep(ctx.seconds)
+        return gradients[0], None
+
+
+def compute_slowly(monkeypatch: pytest.MonkeyPatch, row_seconds: float, *, late: dict[int, float]) -> None:
+    """Let a forward and a backward take so long for each row, and longer by so many seconds on some ranks."""
+    forward = Layer.forward
+
+    def slowly(self: Layer, stream: Tensor, *rest: Any, **named: Any) -> Any:
+        seconds = row_seconds * len(stream) + late.get(int(os.environ["RANK"]), 0.0)
+        return forward(self, Sleep.apply(stream, seconds / 3), *rest, **named)
+
+    monkeypatch.setattr(Layer, "forward", slowly)
+
+
+def load_slowly(monkeypatch: pytest.MonkeyPatch, row_seconds: float) -> None:
+    load = Sequences.__getitem__
+
+    def slowly(self: Sequences, index: int) -> Sample:
+        time.sleep(row_seconds)
+        return load(self, index)
+
+    monkeypatch.setattr(Sequences, "__getitem__", slowly)
+
+
+def save_slowly(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    save = Keeper._save
+
+    def slowly(self: Keeper, step: int) -> None:
+        time.sleep(seconds)
+        save(self, step)
+
+    monkeypatch.setattr(Keeper, "_save", slowly)
+
+
+STEP = 1.6  # seconds
+ROWS, EVERY = 4, 5  # rows of a rank, steps between checkpoints
+PLANTED = {"comm": 0.12, "imbalance": 0.07, "sync": 0.06, "data": 0.10}  # of a step, which leaves 0.65 for computing
+ABOUT = 0.04  # of a step: two cores run eight ranks and what else there is
+TINY = (
+    "model.shape={layers: 1, hidden: 64, heads: 4, kv_heads: 2, ffn: 128}", "data.seq_len=16", "train.steps=16",
+    "checkpoint.memory=0", f"plan.micro_batch={ROWS}", "plan.grad_accum=1",
+)  # fmt: skip
+
+
+def rate_for(recipe: Recipe, seconds: float) -> str:
+    """Return the rate of a loopback on which the sums of 8 ranks' gradients take so long: each sends 14/8 of them."""
+    outline = outline_if_told(recipe.model, recipe.data)
+    assert outline is not None
+    return f"{14 * 4 * 8 * outline.trained_parameters / seconds:.0f}bit"
+
+
+def test_a_speed_up_of_5_2_on_8_ranks_is_split_into_its_causes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One rank by itself, then eight: on a slow network, with one slow disk for all and one slow rank among them."""
+    one = recipe_of("cluster=1xcpu", f"train.global_batch={ROWS}", "checkpoint.every=0", *TINY)
+    compute_slowly(monkeypatch, 0.65 * STEP / ROWS, late={3: PLANTED["imbalance"] * STEP})
+    alone = train(one, tmp_path / "1")
+    load_slowly(monkeypatch, STEP / ROWS)  # as fast as eight ranks take it, so that what is left of a step is waiting
+    save_slowly(monkeypatch, PLANTED["sync"] * STEP * EVERY)
+    eight = recipe_of(
+        "cluster=8xcpu", "plan.mesh.dp_replicate=8", f"train.global_batch={8 * ROWS}", f"checkpoint.every={EVERY}",
+        "checkpoint.asynchronous=false", *TINY,
+    )  # fmt: skip
+    run = in_slow_network(rate_for(eight, PLANTED["comm"] * STEP), train, eight, tmp_path / "8")
+    found = findings(run, against=alone)["F014"]
+    lost = found.evidence["lost"]
+    assert {name: lost[name] for name in PLANTED} == pytest.approx(PLANTED, abs=ABOUT)
+    assert abs(lost["compute"]) < ABOUT
+    assert found.evidence["speedup"] == pytest.approx(5.2, abs=8 * ABOUT)
+    faster = 8 * measured(alone).step / measured(run).step
+    assert found.evidence["speedup"] == pytest.approx(faster, abs=0.02), "what is lost is all that is missing"
+    assert found.culprit == "comm"
+    assert found.patch == {"checkpoint.asynchronous": True}, "what mends the largest part that a setting mends"
+    assert main(["doctor", str(run.path), "--against", str(alone.path)]) == 0
+    assert f"F014 warning: {found.verdict}" in capsys.readouterr().out
+
+
+DIPPING = (
+    "train.steps=36", "train.save=false", "data.workers=1", "train.global_batch=4", "plan.micro_batch=1",
+    "plan.grad_accum=4", "checkpoint.every=10", "checkpoint.asynchronous=false",
+    "checkpoint.memory=0", "telemetry.sample_seconds=0.5",
+)  # fmt: skip
+
+
+def dipping(path: Path, *settings: str) -> RunDirectory:
+    """Train with 100 ms for a micro-batch, 160 ms of a core to load a row and a disk that is slow to sync."""
+    extra = {"TRIMARAN_TEST_PLUGIN": "tests.fault.dips", "TRIMARAN_TEST_DIPS": "0.1 0 0.16 0.05"}
+    with Supervised.start(path, *DIPPING, *settings, ranks=1, extra=extra) as sailing:
+        assert sailing.wait(120) == EXIT_DONE
+    return sailing.run
+
+
+def test_dips_every_10_steps_and_busy_loaders_are_data_and_checkpoints_and_idle_memory(tmp_path: Path) -> None:
+    """Utilisation of about 70 %, a loader at 100 % of a core. The device is the rank, which sleeps when it computes."""
+    run = dipping(tmp_path / "run")
+    assert 0.6 < measured(run).share("compute") < 0.9
+    found = findings(run)
+    assert {"F001", "F006", "F007"} <= found.keys()
+    assert found["F001"].culprit == "1 loader process"
+    assert found["F001"].evidence["loader_busy"] > 0.4  # 1.0, unless others want the core as well
+    assert found["F001"].patch or "no core is left" in found["F001"].fix, "which depends on the machine"
+    assert (found["F007"].evidence["every_steps"], found["F007"].culprit) == (10, "written while all wait")
+    assert found["F007"].patch == {"checkpoint.asynchronous": True}
+    assert found["F006"].patch == {"plan.micro_batch": 4, "plan.grad_accum": 1}
+    settings = [each for code in ("F006", "F007") for each in settings_of(found[code].patch)]
+    mended = dipping(tmp_path / "mended", *settings, "data.workers=3")  # what a machine with more cores is told
+    assert measured(mended).step < 0.7 * measured(run).step
+    assert not {"F006", "F007"} & findings(mended).keys()

@@ -125,7 +125,7 @@ DIPPING = (
 
 def dipping(path: Path, *settings: str) -> RunDirectory:
     """Train with 100 ms for a micro-batch, 160 ms of a core to load a row and a disk that is slow to sync."""
-    extra = {"TRIMARAN_TEST_PLUGIN": "tests.fault.dips", "TRIMARAN_TEST_DIPS": "0.1 0 0.16 0.05"}
+    extra = {"TRIMARAN_TEST_PLUGIN": "tests.fault.dips", "TRIMARAN_TEST_DIPS": "0.1 0 0.16 0.12"}
     with Supervised.start(path, *DIPPING, *settings, ranks=1, extra=extra) as sailing:
         assert sailing.wait(120) == EXIT_DONE
     return sailing.run

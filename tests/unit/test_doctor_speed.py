@@ -13,7 +13,7 @@ import pytest
 
 from trimaran.app.cli.diagnosis import command_of, diagnose_run
 from trimaran.app.cli.main import main
-from trimaran.core import Finding, Plan, Recipe, parse_recipe
+from trimaran.core import Finding, Plan, Recipe, UserError, parse_recipe
 from trimaran.doctor.diagnose import diagnose
 from trimaran.doctor.evidence import Evidence, question_of, read_evidence
 from trimaran.doctor.measured import measure
@@ -125,6 +125,17 @@ def test_many_ranks_that_do_little_are_split_into_what_they_lose() -> None:
     lost = found.evidence["lost"]
     assert lost["imbalance"] == max(lost.values())
     assert sum(lost.values()) == pytest.approx(1 - found.evidence["efficiency"], abs=1e-3)
+
+
+def test_a_run_is_compared_with_one_of_the_same_only() -> None:
+    slow, other = RunDirectory(AILING / "throttled-rank"), RunDirectory(AILING / "unequal-pictures")
+    with pytest.raises(UserError, match="different models") as refused:
+        read_evidence(slow, against=other)
+    assert refused.value.code == "A019"
+    compared = read_evidence(slow, against=RunDirectory(AILING / "healthy"))
+    found = {each.code: each for each in diagnose(compared)}["F014"]
+    assert found.evidence["compared"]
+    assert found.culprit == "imbalance: rank 1"
 
 
 def test_a_slow_rank_with_more_tokens_is_the_datas_fault() -> None:

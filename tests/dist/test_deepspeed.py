@@ -150,6 +150,7 @@ def test_the_network_evaluates_and_writes_as_without_deepspeed(harbour: Path) ->
     assert told(sharded, "sample")["text"] == told(plain, "sample")["text"]
 
 
+@pytest.mark.chaos
 def test_a_hugging_face_model_trains_the_same_trajectory(harbour: Path, tmp_path: Path) -> None:
     torch.manual_seed(1)
     sizes = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2}

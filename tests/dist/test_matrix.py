@@ -31,7 +31,6 @@ THREE_AXES = Mesh(dp_shard=2, tp=2, pp=2)
 CHOSEN = [case for case in EVERY if case.plan.mesh.world_size <= 4 or case.plan.mesh == THREE_AXES]
 PAIRS = (
     Mesh(dp_replicate=2, dp_shard=2),
-    Mesh(dp_shard=2, tp=2),
     Mesh(dp_shard=2, pp=2),
     Mesh(dp_shard=2, cp=2),
     Mesh(pp=2, cp=2),

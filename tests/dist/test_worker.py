@@ -86,7 +86,7 @@ def test_bf16_follows_fp32_within_its_precision(folder: Path, degrees: dict[str,
         slow({"dp_shard": 2, "sharding": "optimizer"}),
         slow({"dp_shard": 2, "pp": 2}),
         {"pp": 2, "pipeline": {"schedule": "zero-bubble", "stages": (1, 1, 1, 1)}},
-        {"cp": 2, "sharding": "parameters", "offload": "parameters"},
+        slow({"cp": 2, "sharding": "parameters", "offload": "parameters"}),
     ],
     ids=str,
 )

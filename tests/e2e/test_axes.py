@@ -56,6 +56,7 @@ def test_slices_of_stages_train_and_save_what_one_process_does(tmp_path: Path) -
         assert weight == pytest.approx(plain[name], rel=1e-5, abs=1e-5)
 
 
+@pytest.mark.chaos
 def test_a_pipeline_stops_at_one_step_on_all_ranks_and_keeps_its_state(tmp_path: Path) -> None:
     run = tmp_path / "run"
     pipeline = ["--set", "plan={mesh: {pp: 2}, pipeline: {schedule: zero-bubble, stages: [1, 1, 1, 1]}, grad_accum: 4}"]

@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.cases import slow
+
 TINY = [
     "--set", "model.shape={layers: 2, hidden: 32, heads: 4, kv_heads: 2, ffn: 64}",
     "--set", "data.seq_len=32",
@@ -164,7 +166,7 @@ def test_a_killed_rank_is_replaced_and_the_verdict_is_shown(tmp_path: Path) -> N
     assert [each["step"] for each in lines(run / "metrics.jsonl")] == list(range(1, 151))
 
 
-@pytest.mark.parametrize("victim", ["trimaran train", "the supervisor"])
+@pytest.mark.parametrize("victim", ["trimaran train", slow("the supervisor")])
 def test_no_rank_outlives_who_started_it(tmp_path: Path, victim: str) -> None:
     process = start("--run-dir", str(tmp_path / "run"), "--set", "train.steps=100000", cwd=tmp_path)
     run = tmp_path / "run"

@@ -79,6 +79,7 @@ def test_a_run_comes_through_every_way_to_lose_a_rank_with_the_same_weights(tmp_
     assert all((ours[name] == theirs[name]).all() for name in ours)
 
 
+@pytest.mark.chaos
 def test_a_fault_that_always_comes_back_ends_the_run_and_names_the_step(tmp_path: Path) -> None:
     with Supervised.start(tmp_path / "run", "train.steps=20", fault="kill:1:6") as sailing:
         assert sailing.wait() == EXIT_STUCK

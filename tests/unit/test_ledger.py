@@ -113,7 +113,7 @@ def test_a_run_without_trouble_adds_up_and_its_end_is_told_by_its_events(tmp_pat
 starts = st.tuples(st.floats(0.1, 30), st.integers(1, 12), st.integers(0, 2), st.integers(0, 8), st.floats(0.5, 60))
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(st.lists(starts, min_size=1, max_size=5), st.booleans())
 def test_what_is_lost_in_trouble_is_told_from_what_counts(troubles: list[tuple], is_resumed: bool) -> None:
     with TemporaryDirectory() as folder:

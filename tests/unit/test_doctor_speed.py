@@ -127,11 +127,15 @@ def test_many_ranks_that_do_little_are_split_into_what_they_lose() -> None:
     assert sum(lost.values()) == pytest.approx(1 - found.evidence["efficiency"], abs=1e-3)
 
 
-def test_a_run_is_compared_with_one_of_the_same_only() -> None:
+def test_a_run_is_compared_with_one_of_the_same_on_fewer_ranks_only(capsys: pytest.CaptureFixture[str]) -> None:
     slow, other = RunDirectory(AILING / "throttled-rank"), RunDirectory(AILING / "unequal-pictures")
     with pytest.raises(UserError, match="different models") as refused:
         read_evidence(slow, against=other)
     assert refused.value.code == "A019"
+    with pytest.raises(UserError, match="does not have fewer ranks: 4 ranks to 4"):
+        read_evidence(slow, against=slow)
+    assert main(["doctor", "--against", str(slow.path)]) == 2
+    assert "RUN --against" in capsys.readouterr().err
     compared = read_evidence(slow, against=RunDirectory(AILING / "healthy"))
     found = {each.code: each for each in diagnose(compared)}["F014"]
     assert found.evidence["compared"]

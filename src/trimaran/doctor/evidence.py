@@ -68,19 +68,26 @@ def read_evidence(
         traces=tuple(read_traces(run.profiles)),
         snapshots=tuple(read_snapshots(run.profiles)),
         ask=cache(lambda: question_of(recipe, plan, calibrations=calibrations)),
-        reference=_reference(recipe, against),
+        reference=_reference(recipe, plan, against),
         **{name: tuple(sorted(found, key=_time)) for name, found in lines.items()},
     )
 
 
-def _reference(recipe: Recipe, against: RunDirectory | None) -> Evidence | None:
-    """Return the evidence of a run to compare with. Raises UserError where its samples are not those of `recipe`."""
+def _reference(recipe: Recipe, plan: Plan, against: RunDirectory | None) -> Evidence | None:
+    """Return the evidence of a run to compare with.
+
+    Raises UserError where its samples are not those of `recipe`, or its ranks not fewer than those of `plan`.
+    """
     if against is None:
         return None
     found = read_evidence(against)
     if (found.recipe.model, found.recipe.data.seq_len) != (recipe.model, recipe.data.seq_len):
         raise UserError("A019", "the two runs train different models, or on sequences of different lengths",
                         where=str(against.path), fix="compare with a run of the same recipe")  # fmt: skip
+    if found.plan.mesh.world_size >= plan.mesh.world_size:
+        ranks = f"{found.plan.mesh.world_size} ranks to {plan.mesh.world_size}"
+        raise UserError("A019", f"the run to compare with does not have fewer ranks: {ranks}",
+                        where=str(against.path), fix="compare with a run of the same recipe on one rank")  # fmt: skip
     return found
 
 

@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from trimaran.app.cli.options import Json, Settings, complete_recipe
+from trimaran.core import UserError
 
 Recipe = Annotated[
     str | None,
@@ -39,6 +40,9 @@ def doctor(  # noqa: PLR0913 - each option of a verb is a parameter
         from trimaran.app.cli.diagnosis import diagnose_run
 
         return diagnose_run(run, as_json=as_json, against=against)
+    if against:
+        raise UserError("A019", "--against compares two runs, and only one is named", where="--against",
+                        fix=f"name the other one first: trimaran doctor RUN --against {against}")  # fmt: skip
     from trimaran.app.cli.preflight import Examination, examine_machine
     from trimaran.doctor.measure import Rendezvous
 

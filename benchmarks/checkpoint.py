@@ -29,14 +29,14 @@ from torch.distributed.fsdp import fully_shard
 
 from trimaran.checkpoint.copier import Copier, DeviceCopier
 from trimaran.checkpoint.manifest import Manifest
-from trimaran.checkpoint.memory import Berth, Label
+from trimaran.checkpoint.memory_copies import Label, RankMemory
 from trimaran.checkpoint.ownership import own
-from trimaran.checkpoint.roster import call_roll, gather_numbers, meet
+from trimaran.checkpoint.rank_layout import exchange_rank_layout, gather_numbers, meet
+from trimaran.checkpoint.rank_share import lay_out
 from trimaran.checkpoint.saver import Order, Saver, StorePost
-from trimaran.checkpoint.share import lay_out
 from trimaran.core import CheckpointSection
-from trimaran.train.place import join, place_of
-from trimaran.train.state import TrainingState
+from trimaran.train.checkpointing.training_state import TrainingState
+from trimaran.train.process.rank_info import join, read_rank_info
 
 WIDTH = 2048
 Saving = Callable[[Path], Callable[[], None]]
@@ -47,7 +47,7 @@ class Subject:
     """A model that was trained for a step, and the ways to keep it."""
 
     def __init__(self, million: int, folder: Path) -> None:
-        self.place = place_of(os.environ)
+        self.place = read_rank_info(os.environ)
         join(self.place)
         self.group: Any = dist.new_group(backend="gloo")
         layers = max(1, million * 10**6 // (WIDTH * WIDTH))
@@ -98,11 +98,11 @@ class Ours:
 
     def __init__(self, subject: Subject, folder: Path) -> None:
         self.subject, self.number = subject, 0
-        roster = call_roll(subject.place.rank, subject.place.local_rank)
+        roster = exchange_rank_layout(subject.place.rank, subject.place.local_rank)
         pieces = subject.state.pieces()
         rows = own(pieces, rank=roster.rank, world_size=roster.world_size, gather=gather_numbers)
         self.share, self.roster = lay_out(pieces, rows), roster
-        self.berth = Berth(os.memfd_create("benchmark"))
+        self.berth = RankMemory(os.memfd_create("benchmark"))
         self.berth.lay_out(2, num_bytes=self.share.num_bytes, items_bytes=len(Copier(self.share).items))
         on_gpu = subject.place.device.type == "cuda"
         self.copier = DeviceCopier(self.share, self.berth, subject.place.device) if on_gpu else Copier(self.share)

@@ -34,7 +34,7 @@ from tests.ranks import run_ranks
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler
 
 from trimaran.data import ByteTokenizer, Sequences, ShardWriter, TokenShards
-from trimaran.data.feed import Share
+from trimaran.data.feed import DataShare
 from trimaran.data.loader import Loader
 from trimaran.data.token_feed import TokenFeed
 
@@ -96,7 +96,7 @@ def ours(folder: Path, seq_len: int, batch: int, workers: int, start: int = 0) -
     sequences = Sequences(
         shards := TokenShards.open(folder / "shards"), seq_len, False, 0, shards.num_tokens // seq_len
     )
-    feed = TokenFeed(sequences, seed=0, share=Share(rank=0, dp=1, micro_batch=batch, grad_accum=1))
+    feed = TokenFeed(sequences, seed=0, share=DataShare(rank=0, dp=1, micro_batch=batch, grad_accum=1))
     return Loader(feed, start_step=start // batch, steps=1 << 40, workers=workers)
 
 
@@ -182,7 +182,7 @@ def met_by_ours(folder: Path) -> list[int]:
     def run(dp: int, first: int, last: int) -> list[int]:
         found: list[int] = []
         for rank in range(dp):
-            share = Share(rank=rank, dp=dp, micro_batch=GLOBAL // dp, grad_accum=1)
+            share = DataShare(rank=rank, dp=dp, micro_batch=GLOBAL // dp, grad_accum=1)
             feed = TokenFeed(sequences, seed=0, share=share, epochs=1)
             with Loader(feed, start_step=first, steps=last) as loader:
                 found += [each for batch in loader for each in batch.sample_ids]

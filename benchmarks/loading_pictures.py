@@ -15,16 +15,16 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
-from trimaran.core import DataSection, PictureRules, RowCost
-from trimaran.data.feed import Share
+from trimaran.core import DataSection, ImageRules, RowCost
+from trimaran.data.feed import DataShare
 from trimaran.data.loader import Loader
 from trimaran.data.sample_feed import SampleTerms, sample_feeds
-from trimaran.data.samples.index import SampleIndex
-from trimaran.data.samples.prepare import prepare_samples
+from trimaran.data.samples.prepare_samples import prepare_samples
+from trimaran.data.samples.sample_index import SampleIndex
 
 WIDTH, HEIGHT, BATCH = 640, 480, 16
 TARGET = (504, 364)  # what the rules below make of WIDTH x HEIGHT
-RULES = PictureRules(patch=14, merge=2, image_token=257, max_pixels=448 * 448)
+RULES = ImageRules(patch=14, merge=2, image_token=257, max_pixels=448 * 448)
 
 
 class Files(Dataset):
@@ -66,7 +66,7 @@ def write_pictures(folder: Path, count: int) -> None:
 def ours(folder: Path, workers: int) -> Iterable[int]:
     section = DataSection(source="image-folder", path=str(folder / "pictures"), seq_len=2048, holdout=0)
     index = SampleIndex.open(prepare_samples(section, rules=RULES, cache=folder / "cache"))
-    share = Share(rank=0, dp=1, micro_batch=4, grad_accum=1)
+    share = DataShare(rank=0, dp=1, micro_batch=4, grad_accum=1)
     feed, _ = sample_feeds(section, index, SampleTerms(rules=RULES, cost=RowCost()), share=share)
     with Loader(feed, steps=1 << 40, workers=workers) as loader:
         for batch in loader:

@@ -17,7 +17,7 @@ from functools import cached_property
 import numpy as np
 from PIL import Image
 
-from trimaran.data.samples.index import IndexedSample
+from trimaran.data.samples.sample_index import SampleRecord
 
 IMAGE_TOKEN = 99
 WORDS = 90  # ids below this are text
@@ -45,12 +45,12 @@ class Mix:
         self.num_samples, self.sources, self._image_token = count, np.zeros(count, dtype=np.int8), image_token
         self.digest = f"mix of {count} by {seed} at {scale}"
 
-    def sample(self, index: int, /) -> IndexedSample:
+    def sample(self, index: int, /) -> SampleRecord:
         """Pictures first, then text, all of which is to be predicted."""
         first, last = self.first_picture[index : index + 2].tolist()
         tokens = np.random.default_rng(index).integers(0, WORDS, self.text_lengths[index])
         tokens[: last - first] = self._image_token
-        return IndexedSample(tokens, tokens != self._image_token, range(first, last), 0)
+        return SampleRecord(tokens, tokens != self._image_token, range(first, last), 0)
 
     def picture_bytes(self, number: int, /) -> bytes:
         return self._picture

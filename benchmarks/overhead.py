@@ -27,22 +27,22 @@ import torch.distributed as dist
 
 from trimaran.core import Plan, Recipe
 from trimaran.data import cache_folder
-from trimaran.data.batch import StepBatch
 from trimaran.data.loader import Loader
+from trimaran.data.step_batch import StepBatch
 from trimaran.hardware import parse_cluster
 from trimaran.models import spec_of
+from trimaran.optim.schedule import learning_rate
 from trimaran.parallel import autocast, build_mesh
-from trimaran.parallel.norm import gradient_norm
+from trimaran.parallel.gradient_norm import gradient_norm
 from trimaran.planner import choose
-from trimaran.telemetry import Journal, RunDirectory, create_run
-from trimaran.train.assemble import build_crew, build_stepper
-from trimaran.train.build import build_networks
-from trimaran.train.clock import Clock
-from trimaran.train.place import Place, join, place_of
-from trimaran.train.schedule import learning_rate
-from trimaran.train.stepper import PlainStepper
-from trimaran.train.ties import Ties
-from trimaran.train.update import multiply_gradients
+from trimaran.run import Journal, RunDirectory, create_run
+from trimaran.train.build import build_stepper, build_worker_parts
+from trimaran.train.metrics.step_clock import Clock
+from trimaran.train.networks import build_networks
+from trimaran.train.process.rank_info import RankInfo, join, read_rank_info
+from trimaran.train.process.supervisor_link import SupervisorLink
+from trimaran.train.steppers.stepper import PlainStepper
+from trimaran.train.steppers.update import multiply_gradients
 
 WARM_STEPS = 16  # by then all is compiled, and what a copy of the state costs is known
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -54,7 +54,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 class BareLoop:
     """A training script's loop around the same parts, one step at a call."""
 
-    def __init__(self, recipe: Recipe, plan: Plan, place: Place) -> None:
+    def __init__(self, recipe: Recipe, plan: Plan, place: RankInfo) -> None:
         self.train, self.plan, self.device = recipe.train, plan, place.device
         ranks = build_mesh(plan.mesh, device_type=place.device.type)
         networks = build_networks(recipe, plan, place, ranks)
@@ -119,11 +119,11 @@ def plan_of(recipe: Recipe) -> Plan:
 
 
 def measure(recipe: Recipe, folder: Path, turn: int) -> tuple[TakingTurns, RunDirectory]:
-    run, place = create_run(folder, recipe, plan_of(recipe)), place_of({})
+    run, place = create_run(folder, recipe, plan_of(recipe)), read_rank_info({})
     join(place)
     with Journal(run, 0) as journal:
-        ties = Ties(berths=(os.memfd_create("berth"),))  # what a supervisor owns, so that copies are made
-        crew = build_crew(run, place, journal, cache=cache_folder(os.environ), ties=ties)
+        ties = SupervisorLink(berths=(os.memfd_create("berth"),))  # what a supervisor owns, so that copies are made
+        crew = build_worker_parts(run, place, journal, cache=cache_folder(os.environ), ties=ties)
         peer = BareLoop(recipe, crew.trainer.plan, place)
         with crew.trainer.loader_from(0) as loader:
             turns = TakingTurns(loader, peer, turn)

@@ -23,35 +23,35 @@ import torch
 from benchmarks.mix import IMAGE_TOKEN, Mix
 from torch import Tensor
 
-from trimaran.core import DataSection, ModelSection, PictureRules, RowCost
-from trimaran.data.balance import deal_rows, in_order, slowest
-from trimaran.data.chart import Batching, Chart, ChartRules, draw_chart
-from trimaran.data.costs import measure
-from trimaran.data.feed import Share
-from trimaran.data.order import positions
-from trimaran.data.picture_sheet import PictureSheet
-from trimaran.data.piece import Scribe
+from trimaran.core import DataSection, ImageRules, ModelSection, RowCost
+from trimaran.data.feed import DataShare
+from trimaran.data.image_arrays import PictureSheet
+from trimaran.data.packed_sample import Scribe
+from trimaran.data.row_balance import deal_rows, in_order, slowest
+from trimaran.data.row_packing import Batching, PackingRules, RowPacking, pack_samples
+from trimaran.data.sample_costs import measure
 from trimaran.data.sample_feed import SampleFeed, SampleRows, SampleTerms
+from trimaran.data.sample_order import positions
 from trimaran.data.sequences import IGNORED
 from trimaran.models import outline_if_told
-from trimaran.models.presets import PRESETS
-from trimaran.models.presets_vlm import VLM_PRESETS
+from trimaran.models.model_presets import PRESETS
 from trimaran.models.row_cost import row_cost
-from trimaran.models.vlm import ProjectorSpec, VisionSpec, VlmSpec
+from trimaran.models.vlm_presets import VLM_PRESETS
+from trimaran.models.vlm_spec import ProjectorSpec, VisionSpec, VlmSpec
 from trimaran.nets.initialise import initialise
 from trimaran.nets.vlm_network import vlm_network
-from trimaran.train.loss import summed_loss
+from trimaran.train.loss.cross_entropy import summed_loss
 
 SEQ_LEN = 4096
-RULES = PictureRules(patch=14, merge=2, image_token=IMAGE_TOKEN, max_pixels=768 * 28 * 28)
+RULES = ImageRules(patch=14, merge=2, image_token=IMAGE_TOKEN, max_pixels=768 * 28 * 28)
 PADDED_SAMPLES = 8  # of a padded micro-batch
 MODELS = ("qwen2-vl-2b", "qwen2-vl-7b", "internvl-26b")
 Inputs = Mapping[str, Tensor]
 
 
-def chart_of(mix: Mix, rules: PictureRules, batching: Batching, seq_len: int) -> Chart:
-    asked = ChartRules(seq_len=seq_len, batching=batching, pictures=rules)
-    return draw_chart(mix, np.arange(mix.num_samples), measure(mix, rules), asked)
+def chart_of(mix: Mix, rules: ImageRules, batching: Batching, seq_len: int) -> RowPacking:
+    asked = PackingRules(seq_len=seq_len, batching=batching, pictures=rules)
+    return pack_samples(mix, np.arange(mix.num_samples), measure(mix, rules), asked)
 
 
 def waste_table(num_samples: int) -> list[dict[str, Any]]:
@@ -83,12 +83,12 @@ def balance_table() -> list[dict[str, Any]]:
         excess = measures.excess(cost, SEQ_LEN)
         rows = SEQ_LEN + np.add.reduceat(excess[chart.samples], chart.offsets[:-1])
         for dp in (8, 64):
-            share = Share(rank=0, dp=dp, micro_batch=1, grad_accum=512 // dp)
+            share = DataShare(rank=0, dp=dp, micro_batch=1, grad_accum=512 // dp)
             found.append({"model": model, "ranks": dp, **_balance(rows, share)})
     return found
 
 
-def _balance(rows: np.ndarray, share: Share) -> dict[str, float]:
+def _balance(rows: np.ndarray, share: DataShare) -> dict[str, float]:
     ratios: dict[str, list[float]] = {"in_order": [], "dealt": [], "dealt_in_sum": []}
     seconds = []
     for step in range(16):
@@ -116,7 +116,7 @@ class Side:
         return self.tokens / self.seconds
 
 
-def packed_side(mix: Mix, rules: PictureRules, batching: Batching, share: Share, seq_len: int, steps: int) -> Side:
+def packed_side(mix: Mix, rules: ImageRules, batching: Batching, share: DataShare, seq_len: int, steps: int) -> Side:
     chart = chart_of(mix, rules, batching, seq_len)
     rows = SampleRows(mix, chart, measure(mix, rules))
     feed = SampleFeed(rows, SampleTerms(rules=rules, cost=RowCost(patch=0.2)), share=share)
@@ -128,7 +128,7 @@ def packed_side(mix: Mix, rules: PictureRules, batching: Batching, share: Share,
     return Side(batching, batches)
 
 
-def padded_side(mix: Mix, rules: PictureRules, seq_len: int, steps: int) -> Side:
+def padded_side(mix: Mix, rules: ImageRules, seq_len: int, steps: int) -> Side:
     """Return random batches, each padded to its longest sample."""
     scribe, measures = Scribe(rules, seq_len), measure(mix, rules)
     fitting = np.flatnonzero(measures.lengths <= seq_len)
@@ -178,7 +178,7 @@ def speed_table(seconds: float) -> list[dict[str, Any]]:
     rules = replace(spec.pictures(), positions="line", image_token=spec.image_token)
     seq_len = SEQ_LEN if gpu else SEQ_LEN // 8
     mix = Mix(8000, scale=1.0 if gpu else 1 / 8, image_token=spec.image_token)
-    share = Share(rank=0, dp=1, micro_batch=2, grad_accum=1)
+    share = DataShare(rank=0, dp=1, micro_batch=2, grad_accum=1)
     sides = [padded_side(mix, rules, seq_len, 24)]
     sides += [packed_side(mix, rules, batching, share, seq_len, 24) for batching in ("bucket", "pack")]
     work = _worker(spec, gpu)

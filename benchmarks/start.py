@@ -26,9 +26,9 @@ import yaml
 from trimaran.core import Recipe, parse_recipe
 from trimaran.data import cache_folder, prepare
 from trimaran.hardware import detect
-from trimaran.telemetry import RunDirectory
-from trimaran.telemetry.attempts import read_attempts
-from trimaran.telemetry.journal import parse_lines
+from trimaran.run import RunDirectory
+from trimaran.run.attempts import read_attempts
+from trimaran.run.journal import parse_lines
 
 LONGEST = 560.0  # seconds that a start may take
 LARGE = {
@@ -52,8 +52,8 @@ from pathlib import Path
 import torch
 from benchmarks.overhead import BareLoop, plan_of
 from trimaran.core import parse_recipe
-from trimaran.data.batch import text_batch
-from trimaran.train.place import join, place_of
+from trimaran.data.step_batch import text_batch
+from trimaran.train.process.rank_info import join, place_of
 imported = time.time()
 recipe = parse_recipe(Path(sys.argv[1]).read_text(), name="start")
 place = place_of({})

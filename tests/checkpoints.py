@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 
 from trimaran.checkpoint.disk_source import DiskSource
-from trimaran.checkpoint.durable import Disk
+from trimaran.checkpoint.durable import DurableDisk
+from trimaran.checkpoint.load_state import fill
 from trimaran.checkpoint.manifest import Manifest
 from trimaran.checkpoint.ownership import own
-from trimaran.checkpoint.pieces import Piece
-from trimaran.checkpoint.read import fill
-from trimaran.checkpoint.share import Share, copy_in, lay_out
-from trimaran.checkpoint.shelf import draft_path, step_path
-from trimaran.checkpoint.write import commit, write_share
+from trimaran.checkpoint.rank_share import RankShare, copy_in, lay_out
+from trimaran.checkpoint.step_dirs import draft_path, step_path
+from trimaran.checkpoint.tensor_shards import TensorShard
+from trimaran.checkpoint.write_checkpoint import commit, write_share
 
 ABOUT = Manifest(step=0, time=1.5, term=3, world_size=2, plan={"mesh": {"dp_shard": 2}}, recipe="name: x\n")
 
 
-class Quick(Disk):
+class Quick(DurableDisk):
     """A disk that keeps nothing over a power cut, for tests that do not cut it."""
 
     def sync(self, fd: int) -> None:
@@ -80,7 +80,7 @@ class Board:
             return [self.said[key] for key in keys]
 
 
-def rows_of(tensors: dict[str, Tensor], rank: int, world_size: int, *, frozen: str = "frozen") -> list[Piece]:
+def rows_of(tensors: dict[str, Tensor], rank: int, world_size: int, *, frozen: str = "frozen") -> list[TensorShard]:
     """Return what a rank holds when dimension 0 is split as evenly as it goes; scalars are everywhere."""
     pieces = []
     for key, tensor in tensors.items():
@@ -89,11 +89,11 @@ def rows_of(tensors: dict[str, Tensor], rank: int, world_size: int, *, frozen: s
             first, end = (tensor.shape[0] * each // world_size for each in (rank, rank + 1))
         held = tensor[first:end].clone() if tensor.ndim else tensor.clone()
         start = (first, *(0 for _ in tensor.shape[1:])) if tensor.ndim else ()
-        pieces.append(Piece(key=key, tensor=held, shape=tuple(tensor.shape), start=start, frozen=frozen in key))
+        pieces.append(TensorShard(key=key, tensor=held, shape=tuple(tensor.shape), start=start, frozen=frozen in key))
     return pieces
 
 
-def staged(pieces: Sequence[Piece], rank: int, world_size: int, gather: Any) -> tuple[Share, memoryview]:
+def staged(pieces: Sequence[TensorShard], rank: int, world_size: int, gather: Any) -> tuple[RankShare, memoryview]:
     """Return the share of a rank and the memory that it has been copied to."""
     share = lay_out(pieces, own(pieces, rank=rank, world_size=world_size, gather=gather))
     memory = torch.zeros(share.num_bytes, dtype=torch.uint8)
@@ -117,7 +117,7 @@ def tensors_of(step: int) -> dict[str, Tensor]:
 
 
 def keep(
-    folder: Path, step: int, *, world_size: int = 2, previous: Path | None = None, disk: Disk | None = None
+    folder: Path, step: int, *, world_size: int = 2, previous: Path | None = None, disk: DurableDisk | None = None
 ) -> list[Any]:
     """Write the checkpoint of `step` as `world_size` ranks would, one after the other, and return the receipts."""
     shares = on_ranks(world_size, lambda rank, gather: staged(
@@ -137,7 +137,7 @@ def loads(path: Path, step: int) -> bool:
     source = DiskSource(path)
     for rank in range(3):
         wanted = rows_of(tensors_of(step), rank, 3)
-        held = [Piece(key=each.key, tensor=torch.zeros_like(each.tensor), shape=each.shape, start=each.start)
+        held = [TensorShard(key=each.key, tensor=torch.zeros_like(each.tensor), shape=each.shape, start=each.start)
                 for each in wanted]  # fmt: skip
         fill(held, source)
         if not all(torch.equal(a.tensor, b.tensor) for a, b in zip(held, wanted, strict=True)):

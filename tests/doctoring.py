@@ -16,12 +16,12 @@ from tests.parity import sail_to
 from trimaran.core import Finding, Recipe, dump_recipe, parse_recipe
 from trimaran.doctor.diagnose import diagnose
 from trimaran.doctor.evidence import read_evidence
-from trimaran.doctor.measured import Measured, measure
-from trimaran.doctor.remedy import settings_of
+from trimaran.doctor.predicted_gain import settings_of
+from trimaran.doctor.step_breakdown import StepBreakdown, measure
 from trimaran.hardware import parse_cluster
 from trimaran.models import outline_if_told, spec_of
 from trimaran.planner import choose
-from trimaran.telemetry import RunDirectory
+from trimaran.run import RunDirectory
 
 NEW_NETWORK, NEW_MOUNTS = 0x40000000, 0x00020000  # CLONE_NEWNET, CLONE_NEWNS
 SMALL = (
@@ -59,7 +59,7 @@ def findings(run: RunDirectory, *, against: RunDirectory | None = None) -> dict[
     return {each.code: each for each in diagnose(read_evidence(run, against=against))}
 
 
-def measured(run: RunDirectory) -> Measured:
+def measured(run: RunDirectory) -> StepBreakdown:
     found = measure(read_evidence(run))
     assert found is not None
     return found

@@ -8,15 +8,15 @@ from contextlib import redirect_stdout
 import pytest
 from rich.console import Console
 
-from trimaran.app.cli.glance import glances
-from trimaran.app.cli.health import Visits
-from trimaran.app.cli.main import main
-from trimaran.app.cli.state import RunState
-from trimaran.app.cli.summary import summarise
-from trimaran.app.report.facts import facts_of
+from trimaran.app.main import main
 from trimaran.app.report.page import page_of
+from trimaran.app.report.report_facts import facts_of
+from trimaran.app.views.run_findings import Visits
+from trimaran.app.views.run_state import RunState
+from trimaran.app.views.status_lines import glances
+from trimaran.app.views.summary import summarise
 from trimaran.core.recipe import PrometheusSection
-from trimaran.telemetry import RunDirectory
+from trimaran.run import RunDirectory
 
 
 def check_goodput(run: RunDirectory, goodput: float) -> None:

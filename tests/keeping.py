@@ -14,16 +14,16 @@ import torch.distributed as dist
 
 from tests.ranks import run_ranks
 from tests.runs import step_metrics
-from trimaran.checkpoint.durable import Disk
-from trimaran.checkpoint.memory import Label, Slot
-from trimaran.checkpoint.parts import Index
-from trimaran.checkpoint.pieces import Piece
+from trimaran.checkpoint.durable import DurableDisk
+from trimaran.checkpoint.memory_copies import Label, MemorySlot
+from trimaran.checkpoint.tensor_regions import Index
+from trimaran.checkpoint.tensor_shards import TensorShard
 from trimaran.core import Mesh, Plan, UserError, parse_recipe
-from trimaran.telemetry import Journal, RunDirectory, create_run
+from trimaran.run import Journal, RunDirectory, create_run
 from trimaran.train.agreement import Agreed, Ending
-from trimaran.train.keeper import Keeper
-from trimaran.train.place import place_of
-from trimaran.train.ties import Ties
+from trimaran.train.checkpointing.checkpointer import Checkpointer
+from trimaran.train.process.rank_info import read_rank_info
+from trimaran.train.process.supervisor_link import SupervisorLink
 
 ROWS = 12
 DIED = "died without a word|onnection (closed|reset) by peer"  # whoever is heard first: who did, or who noticed
@@ -40,9 +40,9 @@ class ToyState:
         self.seen: list[int] = []
         start, shape = (self.rows.start, 0), (ROWS, 400)
         self._pieces = [
-            Piece(key="model/weight", tensor=self.weight, shape=shape, start=start),
-            Piece(key="model/bias", tensor=self.bias, shape=(7,), start=(0,)),
-            Piece(key="model/frozen", tensor=self.frozen, shape=(5,), start=(0,), frozen=True),
+            TensorShard(key="model/weight", tensor=self.weight, shape=shape, start=start),
+            TensorShard(key="model/bias", tensor=self.bias, shape=(7,), start=(0,)),
+            TensorShard(key="model/frozen", tensor=self.frozen, shape=(5,), start=(0,), frozen=True),
         ]
 
     def step(self, number: int) -> None:
@@ -58,10 +58,10 @@ class ToyState:
         mine = other.weight[self.rows.start : self.rows.stop]
         return torch.equal(mine, self.weight) and torch.equal(other.bias, self.bias) and self.seen == other.seen
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[TensorShard]:
         return self._pieces
 
-    def pieces_from(self, index: Index) -> list[Piece]:
+    def pieces_from(self, index: Index) -> list[TensorShard]:
         return self._pieces
 
     def gather(self) -> None: ...
@@ -107,15 +107,15 @@ def sail(path: Path, leg: Leg) -> Log:
     """Train the toy as the worker would, from the newest state on."""
     if leg.nodes:
         os.environ["LOCAL_RANK"] = "0"
-    place = place_of(os.environ)
+    place = read_rank_info(os.environ)
     dist.init_process_group("gloo")
     state = ToyState(place.rank, place.world_size)
     berths = leg.berths[place.rank : place.rank + 1] if leg.nodes else leg.berths
-    ties = Ties(attempt=leg.attempt, term=leg.term, place=place.local_rank, berths=berths)
+    ties = SupervisorLink(attempt=leg.attempt, term=leg.term, place=place.local_rank, berths=berths)
     if place.rank == leg.who:
         sabotage(leg)
     with Journal(RunDirectory(path), place.rank, attempt=leg.attempt) as journal:
-        keeper = Keeper(RunDirectory(path), place, journal, ties, state)
+        keeper = Checkpointer(RunDirectory(path), place, journal, ties, state)
         start = done = keeper.resume()
         while done < leg.to:
             assert state.is_after(done)
@@ -135,7 +135,7 @@ def sail(path: Path, leg: Leg) -> Log:
         return Log(start=start, is_right=state.is_after(done), error=error, saves=list(keeper.totals().values()))
 
 
-def stretch(leg: Leg, keeper: Keeper, state: ToyState, journal: Journal, start: int) -> int:
+def stretch(leg: Leg, keeper: Checkpointer, state: ToyState, journal: Journal, start: int) -> int:
     """Sail to the end, or to where to go back from, and return the step. Metrics come a step late, as in training."""
     agreed, end = Agreed(), leg.rewind[0] if leg.rewind else leg.to
     for done in range(start + 1, end + 1):
@@ -160,14 +160,14 @@ def stretch(leg: Leg, keeper: Keeper, state: ToyState, journal: Journal, start: 
 
 
 def sabotage(leg: Leg) -> None:
-    seal, write = Slot.seal, Disk.write
+    seal, write = MemorySlot.seal, DurableDisk.write
 
-    def sealing(slot: Slot, label: Label, items: bytes, num_bytes: int) -> None:
+    def sealing(slot: MemorySlot, label: Label, items: bytes, num_bytes: int) -> None:
         if label.step == leg.die_sealing:
             os._exit(9)
         seal(slot, label, items, num_bytes)
 
-    def writing(disk: Disk, fd: int, data: memoryview) -> None:
+    def writing(disk: DurableDisk, fd: int, data: memoryview) -> None:
         name = os.readlink(f"/proc/self/fd/{fd}")
         if leg.die_writing >= 0 and f"step-{leg.die_writing:08d}" in name:
             os._exit(9)
@@ -176,7 +176,7 @@ def sabotage(leg: Leg) -> None:
         time.sleep(leg.slow_disk)
         write(disk, fd, data)
 
-    Slot.seal, Disk.write = sealing, writing  # type: ignore[method-assign]
+    MemorySlot.seal, DurableDisk.write = sealing, writing  # type: ignore[method-assign]
 
 
 def new_run(folder: Path, *overrides: str) -> RunDirectory:

@@ -12,19 +12,19 @@ from typing import Any
 
 import numpy as np
 
-from trimaran.data import ByteTokenizer, Sample, Sequences, ShardWriter, TokenShards
-from trimaran.data.feed import Share
+from trimaran.data import ByteTokenizer, Sequences, ShardWriter, TokenSample, TokenShards
+from trimaran.data.feed import DataShare
 from trimaran.data.loader import Loader as AnyLoader
+from trimaran.data.loader_tuner import LoaderLimits
 from trimaran.data.quarantine import Screen
 from trimaran.data.token_feed import TokenFeed
-from trimaran.data.tuner import Room
 
-ROOMY = Room(cores=4, free_bytes=1 << 30)
-ALONE = Share(rank=0, dp=1, micro_batch=2, grad_accum=1)
+ROOMY = LoaderLimits(cores=4, free_bytes=1 << 30)
+ALONE = DataShare(rank=0, dp=1, micro_batch=2, grad_accum=1)
 
 
 def Loader(  # noqa: N802 - a loader of sequences
-    sequences: Sequences, *, seed: int, share: Share, screen: Screen | None = None, **options: Any
+    sequences: Sequences, *, seed: int, share: DataShare, screen: Screen | None = None, **options: Any
 ) -> AnyLoader:
     return AnyLoader(TokenFeed(sequences, seed=seed, share=share, screen=screen), **options)
 
@@ -41,7 +41,7 @@ def small_shards(path: Path) -> TokenShards:
 class Slow(Sequences):
     """Takes 20 ms a sample."""
 
-    def __getitem__(self, index: int) -> Sample:
+    def __getitem__(self, index: int) -> TokenSample:
         time.sleep(0.02)
         return super().__getitem__(index)
 
@@ -51,7 +51,7 @@ class Broken(Sequences):
 
     failures = (math.inf,)
 
-    def __getitem__(self, index: int) -> Sample:
+    def __getitem__(self, index: int) -> TokenSample:
         if index == 5 and self.failures[0] > 0:
             if isinstance(self.failures, list):
                 self.failures[0] -= 1
@@ -62,7 +62,7 @@ class Broken(Sequences):
 class Deadly(Sequences):
     """Kills the process that loads sample 5."""
 
-    def __getitem__(self, index: int) -> Sample:
+    def __getitem__(self, index: int) -> TokenSample:
         if index == 5:
             os.kill(os.getpid(), signal.SIGSEGV)
         return super().__getitem__(index)
@@ -73,7 +73,7 @@ class Poisoned(Sequences):
 
     damage: Callable[[np.ndarray], np.ndarray]
 
-    def __getitem__(self, index: int) -> Sample:
+    def __getitem__(self, index: int) -> TokenSample:
         sample = super().__getitem__(index)
         return replace(sample, tokens=self.damage(sample.tokens)) if index == 5 else sample
 
@@ -81,7 +81,7 @@ class Poisoned(Sequences):
 class Stuck(Sequences):
     """Never comes back from sample 5."""
 
-    def __getitem__(self, index: int) -> Sample:
+    def __getitem__(self, index: int) -> TokenSample:
         if index == 5:
             time.sleep(1000)
         return super().__getitem__(index)

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from tests.ranks import run_ranks
 from trimaran.core import AXES, Mesh, Plan, Recipe
-from trimaran.telemetry import RunDirectory, create_run
-from trimaran.train.place import place_of
+from trimaran.run import RunDirectory, create_run
+from trimaran.train.process.rank_info import read_rank_info
 from trimaran.train.worker import run_worker
 
 TOLERANCE = 1e-5
@@ -96,4 +96,4 @@ def differences(course: Trajectory, reference: Trajectory) -> tuple[float, float
 
 
 def _worker(path: Path, cache: Path) -> int:
-    return run_worker(RunDirectory(path), place_of(os.environ), cache=cache)
+    return run_worker(RunDirectory(path), read_rank_info(os.environ), cache=cache)

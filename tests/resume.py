@@ -11,20 +11,20 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import run_ranks
+from trimaran.checkpoint.load_state import fill, refuse_leftovers
 from trimaran.checkpoint.ownership import own
-from trimaran.checkpoint.parts import Entry, Index, Part, Whole
-from trimaran.checkpoint.pieces import Piece, State
-from trimaran.checkpoint.read import fill, refuse_leftovers
-from trimaran.checkpoint.share import TORCH_DTYPES, copy_in, copy_out, lay_out, view_of, whole_of
+from trimaran.checkpoint.rank_share import TORCH_DTYPES, copy_in, copy_out, lay_out, view_of, whole_of
+from trimaran.checkpoint.tensor_regions import Entry, Index, TensorRegion, Whole
+from trimaran.checkpoint.tensor_shards import State, TensorShard
 from trimaran.core import Plan, Recipe
-from trimaran.data.batch import StepBatch, text_batch
-from trimaran.data.feed import Share
+from trimaran.data.feed import DataShare
+from trimaran.data.step_batch import StepBatch, text_batch
+from trimaran.optim.schedule import learning_rate
 from trimaran.parallel import RankMesh, build_mesh
-from trimaran.train.assemble import build_stepper
-from trimaran.train.build import build_networks
-from trimaran.train.clock import Clock
-from trimaran.train.place import join, place_of
-from trimaran.train.schedule import learning_rate
+from trimaran.train.build import build_stepper
+from trimaran.train.metrics.step_clock import Clock
+from trimaran.train.networks import build_networks
+from trimaran.train.process.rank_info import join, read_rank_info
 
 SHAPE = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 64}
 LEG = 2  # steps under each plan
@@ -62,11 +62,11 @@ class Kept:
             for each in held:
                 before = self.index.get(each.key)
                 parts = before.parts if before else ()
-                part = Part(each.start, each.size, f"rank-{rank}", 0)
+                part = TensorRegion(each.start, each.size, f"rank-{rank}", 0)
                 self.index[each.key] = Entry(each.whole, (*parts, part))
                 self._values[each.key, each.start] = each
 
-    def read(self, key: str, part: Part) -> torch.Tensor:
+    def read(self, key: str, part: TensorRegion) -> torch.Tensor:
         return self._values[key, part.start].tensor
 
     def whole(self, key: str) -> torch.Tensor:
@@ -131,7 +131,7 @@ def _together(step: int, answers: Sequence[tuple[list[Held], dict[str, Any]]]) -
 
 
 def _leg(recipe: Recipe, plan: Plan, after: Kept | None, steps: range) -> tuple[list[float], list[Held], Any, Any]:
-    place = place_of(os.environ)
+    place = read_rank_info(os.environ)
     if not dist.is_initialized():
         join(place)
     ranks = build_mesh(plan.mesh, device_type=place.device.type)
@@ -171,7 +171,7 @@ def share_of(state: State) -> list[Held]:
     return [Held(each.key, each.whole, each.start, each.size, to_bytes(view_of(memory, each))) for each in share.items]
 
 
-def held(piece: Piece) -> Held:
+def held(piece: TensorShard) -> Held:
     values = torch.empty(piece.tensor.shape, dtype=piece.tensor.dtype)
     copy_out(piece.tensor, values)
     return Held(piece.key, whole_of(piece), piece.start, tuple(piece.tensor.shape), to_bytes(values))
@@ -179,7 +179,7 @@ def held(piece: Piece) -> Held:
 
 def batch_of(step: int, recipe: Recipe, plan: Plan, ranks: RankMesh) -> StepBatch:
     """Return this rank's part of a global batch that depends on the step alone. Rows have very uneven valid tokens."""
-    share = Share(rank=ranks.data_rank, dp=plan.mesh.dp, micro_batch=plan.micro_batch, grad_accum=plan.grad_accum)
+    share = DataShare(rank=ranks.data_rank, dp=plan.mesh.dp, micro_batch=plan.micro_batch, grad_accum=plan.grad_accum)
     rows, length = recipe.train.global_batch, recipe.data.seq_len
     draw = torch.Generator().manual_seed(step)
     tokens = torch.randint(96, (rows, length + 1), generator=draw)

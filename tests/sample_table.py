@@ -9,7 +9,7 @@ import numpy as np
 from benchmarks.mix import IMAGE_TOKEN
 from PIL import Image
 
-from trimaran.data.samples.index import IndexedSample
+from trimaran.data.samples.sample_index import SampleRecord
 
 
 def png(colour: tuple[int, int, int], size: tuple[int, int]) -> bytes:
@@ -53,11 +53,11 @@ class Table:
     def first_picture(self) -> np.ndarray:
         return np.cumsum([0, *(list(text).count(IMAGE_TOKEN) for text in self.texts)])
 
-    def sample(self, index: int, /) -> IndexedSample:
+    def sample(self, index: int, /) -> SampleRecord:
         tokens = np.array(self.texts[index], dtype=np.int64)
         targets = np.arange(len(tokens)) >= len(tokens) // 3
         first, last = self.first_picture[index : index + 2].tolist()
-        return IndexedSample(tokens, targets, range(first, last), int(self.sources[index]))
+        return SampleRecord(tokens, targets, range(first, last), int(self.sources[index]))
 
     def picture_bytes(self, number: int, /) -> bytes:
         if number in self.files:

@@ -13,18 +13,18 @@ import torch.distributed as dist
 
 from tests.ranks import run_ranks
 from trimaran.core import Plan, TrainSection
-from trimaran.data.batch import StepBatch
-from trimaran.data.feed import Share
+from trimaran.data.feed import DataShare
+from trimaran.data.step_batch import StepBatch
 from trimaran.models import PRESETS, VLM_PRESETS, VlmSpec
 from trimaran.models.stages import stage_ranges, stages_of_rank
 from trimaran.nets import initialise
 from trimaran.nets.family import network_of
 from trimaran.nets.hf_weights import whole
 from trimaran.parallel import apply_plan, build_mesh
-from trimaran.parallel.towers import freeze_towers
-from trimaran.train.assemble import build_stepper
-from trimaran.train.clock import Clock
-from trimaran.train.place import join, place_of
+from trimaran.parallel.tower_plan import freeze_towers
+from trimaran.train.build import build_stepper
+from trimaran.train.metrics.step_clock import Clock
+from trimaran.train.process.rank_info import join, read_rank_info
 
 SEQ_LEN, GLOBAL_BATCH, STEPS, IGNORED = 32, 8, 3, -100
 GRIDS = ((2, 2), (2, 4), (4, 2), (4, 4))
@@ -74,7 +74,7 @@ def row(step: int, number: int) -> dict[str, np.ndarray]:
     }
 
 
-def batch_of(step: int, share: Share) -> StepBatch:
+def batch_of(step: int, share: DataShare) -> StepBatch:
     """Return this rank's rows of a step."""
     micro = [[row(step, int(each) % GLOBAL_BATCH) for each in numbers] for numbers in share.indices(0)]
     arrays = {
@@ -94,7 +94,7 @@ def batch_of(step: int, share: Share) -> StepBatch:
 def take_course(spec: VlmSpec, plan: Plan, train: Mapping[str, Any], freeze: tuple[str, ...]) -> Course:
     """Train this rank's part for a few steps."""
     if not dist.is_initialized():
-        join(place_of(os.environ))
+        join(read_rank_info(os.environ))
     section, ranks = TrainSection.model_validate(train), build_mesh(plan.mesh, device_type="cpu")
     ranges = stage_ranges(spec, plan, seq_len=SEQ_LEN)
     here = stages_of_rank(plan.pipeline.schedule, plan.mesh.pp, ranks.rank("pp"), len(ranges))
@@ -107,7 +107,7 @@ def take_course(spec: VlmSpec, plan: Plan, train: Mapping[str, Any], freeze: tup
         initialise(network.module, seed=5, spec=spec)
     stepper = build_stepper(networks, section, plan, ranks, Clock(torch.device("cpu")))
     stepper.set_training(True)
-    share = Share(rank=ranks.data_rank, dp=plan.mesh.dp, micro_batch=plan.micro_batch, grad_accum=plan.grad_accum)
+    share = DataShare(rank=ranks.data_rank, dp=plan.mesh.dp, micro_batch=plan.micro_batch, grad_accum=plan.grad_accum)
     losses, norms, towers = [], [], []
     for step in range(STEPS):
         numbers = stepper.step(batch_of(step, share).to(torch.device("cpu")))

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.runs import new_run, step_metrics
-from trimaran.telemetry import RunDirectory, append_line
+from trimaran.run import RunDirectory, append_line
 from trimaran.telemetry.sinks.sink import Line, Sink
 
 GIB = 1 << 30

@@ -12,10 +12,10 @@ import yaml
 
 from tests.matrix import cases
 from tests.parity import TOLERANCE
-from trimaran.app.cli.main import VERBS, main
-from trimaran.app.cli.state import DETAILS
+from trimaran.app.main import VERBS, main
+from trimaran.app.views.run_state import DETAILS
 from trimaran.core import PHASES, Plan, Recipe, StepMetrics, UserError, parse_recipe
-from trimaran.train.spread import MEASURES
+from trimaran.train.metrics.rank_stats import MEASURES
 
 ROOT = Path(__file__).parents[1]
 CODES = ROOT / "docs" / "codes"

@@ -6,27 +6,31 @@ from pathlib import Path
 
 import pytest
 
-PAPER = {"core", "hardware", "models", "cost", "planner"}
-WORKER = {"nets", "parallel", "data", "checkpoint", "train"}
+PLANNING = {"core", "hardware", "models", "cost", "planner"}
+RUN = {"run", "telemetry"}
+WORKER = {"nets", "parallel", "data", "checkpoint", "optim", "infer", "train"}
 MAY_IMPORT: dict[str, set[str]] = {
     "core": set(),
     "hardware": {"core"},
     "models": {"core"},
     "cost": {"core", "hardware", "models"},
     "planner": {"core", "hardware", "models", "cost"},
-    "telemetry": {"core"},
+    "run": {"core"},
+    "telemetry": {"core", "run"},
     "nets": {"core", "models"},
-    "parallel": {"core", "models", "telemetry", "nets"},
-    "data": {"core", "telemetry"},
-    "checkpoint": {"core", "models", "telemetry", "nets", "parallel"},
-    "train": {"core", "models", "cost", "telemetry", "nets", "parallel", "data", "checkpoint"},
-    "launch": {*PAPER, "telemetry"},
-    "doctor": {*PAPER, "telemetry"},
-    "autopilot": {*PAPER, "telemetry", "doctor"},
-    "serve": {*PAPER, "telemetry", "nets", "parallel", "checkpoint"},
-    "app": {*PAPER, *WORKER, "telemetry", "launch", "doctor", "autopilot", "serve"},
+    "parallel": {"core", "models", "run", "nets"},
+    "data": {"core", "run"},
+    "checkpoint": {"core", "models", "run", "nets", "parallel"},
+    "optim": {"core", "models", "nets", "parallel", "checkpoint"},
+    "infer": {"core", "models", "run", "nets", "parallel", "data"},
+    "train": {"core", "models", "cost", *RUN, *WORKER} - {"train"},
+    "loop": {"core", "run", *WORKER},
+    "probe": {"core"},
+    "launch": {*PLANNING, *RUN},
+    "doctor": {*PLANNING, *RUN},
+    "app": {*PLANNING, *RUN, *WORKER, "loop", "launch", "doctor"},
 }
-TORCH_FREE = {*PAPER, "telemetry", "launch", "doctor", "autopilot"}
+TORCH_FREE = {*PLANNING, *RUN, "launch", "doctor"}
 TORCH_ALLOWED = {"models/from_module.py"}  # walks a live nn.Module
 SRC = Path(__file__).parents[1] / "src" / "trimaran"
 FILES = sorted(SRC.glob("*/**/*.py"))

@@ -13,7 +13,7 @@ from transformers import LlavaConfig, PreTrainedModel, Qwen2_5_VLConfig, Qwen2VL
 
 from trimaran.models import VLM_PRESETS, ProjectorSpec, VlmSpec
 from trimaran.models.to_hf_vlm import vlm_to_disk
-from trimaran.models.vlm import CLIP_MEAN, CLIP_STD, VisionBlock
+from trimaran.models.vlm_spec import CLIP_MEAN, CLIP_STD, VisionBlock
 from trimaran.nets import Vlm, initialise
 
 IMAGE = 300

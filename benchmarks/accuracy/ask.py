@@ -13,7 +13,7 @@ from trimaran.core import ModelSection, Plan
 from trimaran.cost import STACKS, STATE_BYTES, Job, predict
 from trimaran.hardware import parse_cluster
 from trimaran.models import outline_of, spec_of
-from trimaran.planner.bulk import predict_line
+from trimaran.planner.predict_bulk import predict_line
 
 H200 = Path(__file__).parents[1] / "h200.jsonl"
 HELD_OUT = Path(__file__).parents[1] / "h200_held_out.jsonl"

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from trimaran.cost import STACKS, Stack
-from trimaran.cost.memory_habits import Saved
-from trimaran.cost.time_habits import COMPILED, EAGER
+from trimaran.cost.memory_profiles import Saved
+from trimaran.cost.time_profiles import COMPILED, EAGER
 
 # The stream was fp32 on one device: both norms kept it, each projection had its own cast of its input (one for all when
 # compiled), weights were fp32 with a cast for each product, and torch's own AdamW came after a pass that clipped.

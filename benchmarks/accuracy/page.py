@@ -27,7 +27,7 @@ the best that was measured, everything if it failed. The table is sorted by meas
 its order: a tie counts as the mean of its plans. Nine configurations are published twice, as run and as failed;
 repeats are one plan, which ran if any did. "Repeats apart" is the same figure without that.
 
-The constants of `cost/memory_habits.py` and `cost/time_habits.py` were set with these same sources in view, and those
+The constants of `cost/memory_profiles.py` and `cost/time_profiles.py` were set with these same sources in view, and those
 of our trainer with these same H200 runs: the errors here are of the fit. Those on what a fit never saw are next.
 """
 LEFT_OUT = """

@@ -17,7 +17,7 @@ from benchmarks.accuracy.errors import Case
 from benchmarks.accuracy.published import Run
 
 from trimaran.hardware import find_device
-from trimaran.planner.line import job_of
+from trimaran.planner.predict_request import job_of
 
 STAGE = {"none": 0, "optimizer": 1, "gradients": 2, "parameters": 3}
 LLM_ANALYSIS_GPUS = {"H100": "h100-sxm-80gb", "A100-80GB": "a100-sxm-80gb", "A100-40GB": "a100-sxm-40gb"}

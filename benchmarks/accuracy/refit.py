@@ -18,7 +18,7 @@ from benchmarks.accuracy.errors import Case, by, summarise
 from benchmarks.accuracy.published import SOURCES, Run
 
 from trimaran.cost import STACKS, Stack, predict
-from trimaran.planner.line import cluster_of, job_of, plan_of, tidy
+from trimaran.planner.predict_request import cluster_of, job_of, plan_of, tidy
 
 SAMPLE, ROUNDS, WIDTH = 160, 3, 2.5
 SHARES = ("hides", "holes")  # of a whole: never more than 1

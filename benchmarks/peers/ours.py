@@ -18,14 +18,14 @@ from benchmarks.peers.work import CLIP, LR, SEED, WEIGHT_DECAY, Eye, Work
 from PIL import Image
 
 from trimaran import __version__
-from trimaran.app.cli.request import Request, resolve
+from trimaran.app.request.request import Request, resolve
 from trimaran.core import Plan, Recipe
 from trimaran.data import cache_folder
-from trimaran.data.shards import ShardWriter
+from trimaran.data.token_shards import ShardWriter
 from trimaran.data.tokenizer import ByteTokenizer
 from trimaran.hardware import detect
 from trimaran.launch.local import worker_environment
-from trimaran.telemetry import create_run
+from trimaran.run import create_run
 
 MEAN_DOCUMENT = 512  # tokens, where documents are packed
 PICTURES = 32
@@ -120,19 +120,19 @@ def write_pictures(work: Work, path: Path, eye: Eye) -> None:
 def trainer() -> Callable[[Path, Recipe, Plan], None]:
     """Return what trains in this process and keeps nothing: no checkpoint is written, and none has to fit a disk."""
     # Only now: the environment is read when torch is imported.
-    from trimaran.telemetry import Journal  # noqa: PLC0415
-    from trimaran.train import moorings  # noqa: PLC0415
-    from trimaran.train.assemble import build_crew  # noqa: PLC0415
-    from trimaran.train.place import join, place_of  # noqa: PLC0415
+    from trimaran.run import Journal  # noqa: PLC0415
+    from trimaran.train.build import build_worker_parts  # noqa: PLC0415
+    from trimaran.train.checkpointing import checkpoint_backend  # noqa: PLC0415
+    from trimaran.train.process.rank_info import join, read_rank_info  # noqa: PLC0415
 
-    moorings._refuse_small_disk = lambda *_: None
+    checkpoint_backend._refuse_small_disk = lambda *_: None
 
     def train(path: Path, recipe: Recipe, plan: Plan) -> None:
         run = create_run(path, recipe, plan)
-        place = place_of({})
+        place = read_rank_info({})
         join(place)
         with Journal(run, 0) as journal:
-            trainer = build_crew(run, place, journal, cache=cache_folder(os.environ)).trainer
+            trainer = build_worker_parts(run, place, journal, cache=cache_folder(os.environ)).trainer
             ending = trainer.train(trainer.keeper.resume())
             assert ending.reason == "done", f"it ended with {ending.reason}"
 

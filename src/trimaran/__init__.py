@@ -8,13 +8,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trimaran.app.live_module import plan
-    from trimaran.train.boat import Boat, prepare
+    from trimaran.app.request.live_module import plan
+    from trimaran.loop.loop import Loop, prepare
 
 __version__ = "0.1.0"
-__all__ = ["Boat", "plan", "prepare"]
+__all__ = ["Loop", "plan", "prepare"]
 
-_WHERE = {"Boat": "trimaran.train.boat", "prepare": "trimaran.train.boat", "plan": "trimaran.app.live_module"}
+_WHERE = {"Loop": "trimaran.loop.loop", "prepare": "trimaran.loop.loop", "plan": "trimaran.app.request.live_module"}
 
 
 def __getattr__(name: str) -> Any:

@@ -2,7 +2,7 @@
 
 import sys
 
-from trimaran.app.cli.main import main
+from trimaran.app.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from tests.chaos.voyage import order
 from tests.fault.harness import Supervised
-from trimaran.checkpoint.shelf import steps
+from trimaran.checkpoint.step_dirs import steps
 from trimaran.core import Cause
 
 Strike = Callable[[Supervised, int], None]

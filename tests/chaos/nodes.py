@@ -20,7 +20,7 @@ from trimaran.data import cache_folder, prepare
 from trimaran.hardware import parse_cluster
 from trimaran.models import spec_of
 from trimaran.planner import choose
-from trimaran.telemetry import RunDirectory, create_run, read_incidents
+from trimaran.run import RunDirectory, create_run, read_incidents
 
 PAUSE = 0.05  # seconds a step, so that there is time to break something
 

@@ -21,13 +21,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.fault import plugin
-from trimaran.checkpoint.durable import Disk
-from trimaran.data.sequences import Sample, Sequences
+from trimaran.checkpoint.durable import DurableDisk
+from trimaran.data.sequences import Sequences, TokenSample
 from trimaran.nets import Network
-from trimaran.nets.shards import local_part
-from trimaran.telemetry import Section
-from trimaran.train import assemble, sentinel
-from trimaran.train.ties import Ties
+from trimaran.nets.local_shards import local_part
+from trimaran.run import Section
+from trimaran.train import build
+from trimaran.train.health import replica_check
+from trimaran.train.process.supervisor_link import SupervisorLink
 
 RUN = Path(sys.argv[1])
 SLOW_SECONDS = 5.0
@@ -107,10 +108,10 @@ plugin.FAULTS |= {
     "barrier": dist.barrier,
     "shape": lambda: dist.all_reduce(torch.zeros(7)),
 }
-plain_enter, build = Ties.enter, assemble.build_networks
+plain_enter, build_networks = SupervisorLink.enter, build.build_networks
 
 
-def enter(self: Ties, section: Section, at: int = 0) -> None:
+def enter(self: SupervisorLink, section: Section, at: int = 0) -> None:
     if section in ("first", "step"):
         mischief.output = mischief.gradient = None
         plugin.pause = 0.0 if (RUN / "hurry").exists() else float(os.environ.get("TRIMARAN_TEST_PAUSE", "0"))
@@ -134,31 +135,31 @@ def spoil(module: torch.nn.Module, args: Any, out: tuple[Tensor, Tensor]) -> Any
 
 
 def build_with_hook(*args: Any) -> tuple[Network, ...]:
-    mischief.networks = build(*args)
+    mischief.networks = build_networks(*args)
     mischief.networks[-1].module.register_forward_hook(spoil)
     return mischief.networks
 
 
-Ties.enter = enter  # type: ignore[method-assign]
-assemble.build_networks = build_with_hook
+SupervisorLink.enter = enter  # type: ignore[method-assign]
+build.build_networks = build_with_hook
 
 if seconds := float(os.environ.get("TRIMARAN_TEST_DISK_SECONDS", "0")):
-    sync = Disk.sync
+    sync = DurableDisk.sync
 
-    def sync_slowly(self: Disk, fd: int) -> None:
+    def sync_slowly(self: DurableDisk, fd: int) -> None:
         time.sleep(seconds)
         sync(self, fd)
 
-    Disk.sync = sync_slowly  # type: ignore[method-assign]
+    DurableDisk.sync = sync_slowly  # type: ignore[method-assign]
 
 if every := int(os.environ.get("TRIMARAN_TEST_COMPARE", "0")):
-    sentinel.Sentinel.__init__.__kwdefaults__["every"] = every
+    replica_check.ReplicaCheck.__init__.__kwdefaults__["every"] = every
 
 if poison := os.environ.get("TRIMARAN_TEST_SAMPLE"):  # KIND:ID, the kinds being raise, shape and range
     kind, number = poison.split(":")
     read = Sequences.__getitem__
 
-    def read_poisoned(self: Sequences, index: int) -> Sample:
+    def read_poisoned(self: Sequences, index: int) -> TokenSample:
         sample = read(self, index)
         if self.first + index != int(number):
             return sample

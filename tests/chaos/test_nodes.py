@@ -14,7 +14,7 @@ import pytest
 
 from tests.chaos.nodes import Fleet, Machine, make_run
 from tests.fault.harness import lines, wait_for
-from trimaran.telemetry import RunDirectory
+from trimaran.run import RunDirectory
 
 ROOT_NEEDED = pytest.mark.skipif(
     os.geteuid() != 0 or not Path("/dev/net/tun").exists() or not shutil.which("ip"),

@@ -9,11 +9,11 @@ import pytest
 
 from tests.chaos.voyage import NAME_SECONDS, RESUME_SECONDS, assert_as_undisturbed, hurry, order, sail
 from tests.fault.harness import Supervised, lines, wait_for
-from trimaran.checkpoint.shelf import steps
+from trimaran.checkpoint.step_dirs import steps
 from trimaran.core import EXIT_DONE, Incident
 from trimaran.data import TokenShards, cache_folder, positions, prepare, split
-from trimaran.data.feed import Share
-from trimaran.telemetry import RunDirectory
+from trimaran.data.feed import DataShare
+from trimaran.run import RunDirectory
 
 pytestmark = pytest.mark.chaos
 
@@ -22,7 +22,7 @@ def samples_of(run: RunDirectory, step: int, rank: int) -> list[int]:
     """Return the samples that a rank works on at `step`, which counts from 1."""
     recipe, plan = run.read_recipe(), run.read_plan()
     training, _ = split(TokenShards.open(prepare(recipe.data, cache=cache_folder(os.environ))), recipe.data)
-    share = Share(rank=rank, dp=plan.mesh.dp, micro_batch=plan.micro_batch, grad_accum=plan.grad_accum)
+    share = DataShare(rank=rank, dp=plan.mesh.dp, micro_batch=plan.micro_batch, grad_accum=plan.grad_accum)
     return positions(recipe.train.seed, share.indices(step - 1).ravel(), len(training)).tolist()
 
 

@@ -16,10 +16,10 @@ import pytest
 from tests.chaos.voyage import assert_as_undisturbed, hurry, lose, resumes, sail, sail_on
 from tests.disks import mounted, remount
 from tests.fault.harness import wait_for
-from trimaran.checkpoint.shelf import steps
-from trimaran.checkpoint.verify import verify
+from trimaran.checkpoint.step_dirs import steps
+from trimaran.checkpoint.verify_checkpoint import verify
 from trimaran.core import EXIT_DONE
-from trimaran.telemetry import RunDirectory
+from trimaran.run import RunDirectory
 
 pytestmark = pytest.mark.chaos
 

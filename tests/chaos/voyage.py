@@ -10,8 +10,8 @@ from tests.fault.harness import Supervised, lines, wait_for
 from tests.ranks import run_ranks
 from trimaran.core import EXIT_DONE
 from trimaran.data import cache_folder
-from trimaran.telemetry import RunDirectory, create_run
-from trimaran.train.place import place_of
+from trimaran.run import RunDirectory, create_run
+from trimaran.train.process.rank_info import read_rank_info
 from trimaran.train.worker import run_worker
 
 PLUGIN = {"TRIMARAN_TEST_PLUGIN": "tests.chaos.plugin"}
@@ -74,4 +74,4 @@ def assert_as_undisturbed(run: RunDirectory, path: Path) -> None:
 
 
 def _sail_undisturbed(path: Path) -> int:
-    return run_worker(RunDirectory(path), place_of(os.environ), cache=cache_folder(os.environ))
+    return run_worker(RunDirectory(path), read_rank_info(os.environ), cache=cache_folder(os.environ))

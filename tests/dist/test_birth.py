@@ -16,9 +16,10 @@ from tests.dist.test_guards import recipe_with
 from tests.parity import plan_for
 from tests.ranks import run_ranks
 from trimaran.nets import Network
-from trimaran.telemetry import RunDirectory, create_run
-from trimaran.train import assemble, birth
-from trimaran.train.place import place_of
+from trimaran.run import RunDirectory, create_run
+from trimaran.train import build
+from trimaran.train.health import nonfinite_search
+from trimaran.train.process.rank_info import read_rank_info
 from trimaran.train.worker import run_worker
 
 BAD = 3
@@ -40,7 +41,7 @@ class Fault:
 
 def plant(fault: Fault) -> None:
     """Let the networks that this process will build have the fault."""
-    build, seen = assemble.build_networks, []
+    build_networks, seen = build.build_networks, []
     state = {"bad": False}
 
     def note(module: torch.nn.Module, args: Any, fields: dict[str, Any]) -> None:
@@ -57,7 +58,7 @@ def plant(fault: Fault) -> None:
         return out
 
     def with_fault(*args: Any) -> tuple[Network, ...]:
-        networks = build(*args)
+        networks = build_networks(*args)
         for network in networks:
             network.module.register_forward_pre_hook(note, with_kwargs=True)
             for name, module in network.module.named_modules():
@@ -65,12 +66,12 @@ def plant(fault: Fault) -> None:
                     module.register_forward_hook(spoil)
         return networks
 
-    assemble.build_networks = with_fault
+    build.build_networks = with_fault
 
 
-def sail(path: Path, fault: Fault, searches: int = birth.MOST_SEARCHES) -> int:
-    run, place = RunDirectory(path), place_of(os.environ)
-    birth.MOST_SEARCHES = searches
+def sail(path: Path, fault: Fault, searches: int = nonfinite_search.MOST_SEARCHES) -> int:
+    run, place = RunDirectory(path), read_rank_info(os.environ)
+    nonfinite_search.MOST_SEARCHES = searches
     if fault.rank == place.rank:
         plant(fault)
     return run_worker(run, place, cache=path.parent / "cache")

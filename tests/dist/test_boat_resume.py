@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import trimaran
 from tests.ranks import run_ranks
-from trimaran.checkpoint import write
+from trimaran.checkpoint import write_checkpoint
 from trimaran.core import UserError
 
 STEPS = 6
@@ -114,14 +114,14 @@ def test_the_ranks_and_the_sharding_may_change(tmp_path: Path) -> None:
 def killed_in_mid_save(folder: Path) -> None:
     """Let the second save of rank 1 die between two files."""
     dist.init_process_group("gloo")
-    whole = write._write
+    whole = write_checkpoint._write
 
     def write_some(path: Path, *rest: Any) -> Any:
         if dist.get_rank() == 1 and "00000004" in str(path):
             os.kill(os.getpid(), signal.SIGKILL)
         return whole(path, *rest)
 
-    write._write = write_some
+    write_checkpoint._write = write_some
     folder.mkdir(exist_ok=True)
     loop(folder, until=STEPS, sharding="parameters")
 

@@ -11,16 +11,16 @@ from tests.ranks import run_ranks
 from trimaran.core import Mesh, Plan
 from trimaran.nets import Network
 from trimaran.parallel import apply_plan, build_mesh
-from trimaran.parallel.comm.compress import COMPRESSION
+from trimaran.parallel.comm.compression import COMPRESSION
 from trimaran.parallel.comm.local_steps import meeting
-from trimaran.train.place import join, place_of
+from trimaran.train.process.rank_info import join, read_rank_info
 
 STEPS = 150
 
 
 def gradients(compression: str) -> list[np.ndarray]:
     """Return the gradient that each step left here, when every rank has a constant one of its own."""
-    place = place_of(os.environ)
+    place = read_rank_info(os.environ)
     join(place)
     model = nn.Linear(64, 32, bias=False)
     plan = Plan.model_validate({"mesh": Mesh(dp_replicate=2), "comm": {"compression": compression}})
@@ -72,7 +72,7 @@ def test_top_k_sends_few_values() -> None:
 
 def weights_by_step(local_steps: int) -> list[np.ndarray]:
     """Return the weights after each update of replicas that see different data."""
-    place = place_of(os.environ)
+    place = read_rank_info(os.environ)
     join(place)
     model = nn.Linear(8, 4)
     with torch.no_grad():

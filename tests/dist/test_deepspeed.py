@@ -21,15 +21,15 @@ from tests.cases import slow
 from tests.parity import Trajectory, assert_same_course, sail, sail_to
 from tests.ranks import run_ranks
 from trimaran.core import Mesh, ModelSection, Plan, Recipe, UserError
-from trimaran.data.batch import text_batch
+from trimaran.data.step_batch import text_batch
 from trimaran.parallel import build_mesh
-from trimaran.telemetry import RunDirectory, create_run
-from trimaran.train.assemble import build_stepper
-from trimaran.train.build import build_networks
-from trimaran.train.clock import Clock
-from trimaran.train.deepspeed import load_deepspeed
-from trimaran.train.guard import Guard
-from trimaran.train.place import join, place_of
+from trimaran.run import RunDirectory, create_run
+from trimaran.train.build import build_stepper
+from trimaran.train.networks import build_networks
+from trimaran.train.metrics.step_clock import Clock
+from trimaran.train.steppers.deepspeed_stepper import load_deepspeed
+from trimaran.train.health.guard import Guard
+from trimaran.train.process.rank_info import join, read_rank_info
 from trimaran.train.worker import run_worker
 
 # Wide enough that ZeRO-3 splits some matrices (from 10,000 elements) and leaves the others whole.
@@ -164,7 +164,7 @@ def test_a_hugging_face_model_trains_the_same_trajectory(harbour: Path, tmp_path
 
 def held(recipe: Recipe, plan: Plan) -> tuple[list[str], int]:
     """Return the parameters' names and how many elements of the large ones this rank holds between two steps."""
-    place = place_of(os.environ)
+    place = read_rank_info(os.environ)
     join(place)
     ranks = build_mesh(plan.mesh, device_type="cpu")
     networks = build_networks(recipe, plan, place, ranks)
@@ -185,7 +185,7 @@ def test_parameters_keep_their_names_and_each_rank_holds_half(harbour: Path) -> 
 
 def steps_with_logits_times(recipe: Recipe, plan: Plan, factors: list[float]) -> list[tuple[float, bool, bool]]:
     """Return of steps whose logits are multiplied: the norm, whether it was refused, and whether anything moved."""
-    place = place_of(os.environ)
+    place = read_rank_info(os.environ)
     join(place)
     ranks = build_mesh(plan.mesh, device_type="cpu")
     networks = build_networks(recipe, plan, place, ranks)
@@ -240,7 +240,7 @@ def forget_deepspeed() -> None:
 def work_without_deepspeed(path: Path, cache: Path) -> int:
     forget_deepspeed()
     sys.meta_path.insert(0, Blocker())
-    return run_worker(RunDirectory(path), place_of(os.environ), cache=cache)
+    return run_worker(RunDirectory(path), read_rank_info(os.environ), cache=cache)
 
 
 def test_a_missing_package_is_told_with_the_way_to_install_it(harbour: Path, tmp_path: Path) -> None:

@@ -16,17 +16,17 @@ from torch.distributed.tensor import DTensor
 from tests.cases import slow
 from tests.ranks import run_ranks
 from trimaran.core import Mesh, Plan
-from trimaran.models import PRESETS, Experts, ModelSpec
+from trimaran.models import PRESETS, ExpertSpec, ModelSpec
 from trimaran.nets import Network, decoder_network, initialise
-from trimaran.nets.mixture import Mixture
-from trimaran.nets.shards import local_part, local_slices
+from trimaran.nets.moe import MoeLayer
+from trimaran.nets.local_shards import local_part, local_slices
 from trimaran.parallel import RankMesh, build_mesh
 from trimaran.parallel.apply import SHARDING
 from trimaran.parallel.axes.cp import apply_cp
 from trimaran.parallel.axes.ep import Exchange, apply_ep
 from trimaran.parallel.axes.tp import apply_tp
-from trimaran.train.place import join, place_of
-from trimaran.train.router import router_statistics
+from trimaran.train.process.rank_info import join, read_rank_info
+from trimaran.train.metrics.router_stats import router_statistics
 
 HIDDEN, LENGTH, SEQUENCES = 16, 16, 8
 SHARED = {"shared_ffn": 16, "shared_gate": True}
@@ -53,27 +53,27 @@ OTHERS = [name for name in PRODUCTS if name not in ("ep-2", "ep-tp", "ep-tp-repl
 
 
 def start(mesh: Mesh) -> RankMesh:
-    join(place_of(os.environ))
+    join(read_rank_info(os.environ))
     return build_mesh(mesh, device_type="cpu")
 
 
-def experts_of(kind: str) -> Experts:
-    return Experts(**{"num_experts": 8, "ffn": 16, "balance": 0.1} | KINDS[kind])
+def experts_of(kind: str) -> ExpertSpec:
+    return ExpertSpec(**{"num_experts": 8, "ffn": 16, "balance": 0.1} | KINDS[kind])
 
 
 def seeded(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(11))
 
 
-def mixture(kind: str) -> Mixture:
-    module = Mixture(experts_of(kind), HIDDEN)
+def mixture(kind: str) -> MoeLayer:
+    module = MoeLayer(experts_of(kind), HIDDEN)
     torch.manual_seed(2)
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=0.4)
     return module
 
 
-def backward(module: Mixture, rows: slice) -> Tensor:
+def backward(module: MoeLayer, rows: slice) -> Tensor:
     """Leave the gradients of these sequences and return the mixture's output for them."""
     x, wish = seeded(2, SEQUENCES, LENGTH, HIDDEN)[:, rows]
     out, loss = module(x)
@@ -224,7 +224,7 @@ def stage_statistics() -> dict[str, float]:
     ranks, spec = start(Mesh(pp=2)), spec_for("dropless")
     network = decoder_network(spec, range(ranks.rank("pp"), ranks.rank("pp") + 1))
     (mixture,) = (layer.mlp for layer in network.blocks)
-    assert isinstance(mixture, Mixture)
+    assert isinstance(mixture, MoeLayer)
     even, one = [2.0] * 8, [16.0] + [0.0] * 7
     mixture.tally[:] = torch.tensor([*(one if ranks.rank("pp") else even), 0, 16])
     return router_statistics((network,), ranks)()["router"]

@@ -11,10 +11,10 @@ from PIL import Image
 
 from tests.parity import Trajectory, assert_same_course, plan_for, sail
 from trimaran.core import Recipe, UserError
-from trimaran.data.features import BF16, FeatureStore
+from trimaran.data.feature_cache import BF16, FeatureStore
 from trimaran.data.quarantine import BadSampleError
 from trimaran.nets.vision import VisionTower
-from trimaran.train.features import refuse_trained
+from trimaran.train.inputs.vision_features import refuse_trained
 
 
 @pytest.fixture(scope="module")

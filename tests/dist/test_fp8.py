@@ -16,7 +16,7 @@ from trimaran.nets import decoder_network, initialise
 from trimaran.parallel import apply_plan, autocast, build_mesh
 from trimaran.parallel.fp8 import convert
 from trimaran.parallel.fp8_linear import Fp8Linear
-from trimaran.train.place import join, place_of
+from trimaran.train.process.rank_info import join, read_rank_info
 
 TINY = PRESETS["tiny"]
 SPEC = replace(TINY, layers=1, hidden=256, heads=4, kv_heads=4, head_dim=64, ffn=512, tied=False,
@@ -31,7 +31,7 @@ PLANS = {
 
 def course(plan: Plan, in_fp8: bool) -> dict[str, Tensor]:
     """Return the whole gradient of each parameter, and the loss, of a rank that sees all tokens."""
-    join(place_of(os.environ))
+    join(read_rank_info(os.environ))
     network = decoder_network(SPEC)
     initialise(network.module, seed=0, spec=SPEC)
     if in_fp8:

@@ -19,19 +19,20 @@ from tests.parity import plan_for
 from tests.ranks import run_ranks
 from trimaran.core import Plan, Recipe
 from trimaran.data import TokenShards, positions, prepare, split
-from trimaran.data.batch import StepBatch
-from trimaran.data.feed import Share
+from trimaran.data.step_batch import StepBatch
+from trimaran.data.feed import DataShare
 from trimaran.nets import Network
-from trimaran.nets.shards import local_part
-from trimaran.parallel.comm import compress
-from trimaran.telemetry import RunDirectory, create_run
-from trimaran.train import assemble, guard
-from trimaran.train.keeper import Keeper
-from trimaran.train.loss_scale import LossScale
-from trimaran.train.place import place_of
-from trimaran.train.sentinel import Sentinel
-from trimaran.train.stepper import PlainStepper
-from trimaran.train.update import Updater
+from trimaran.nets.local_shards import local_part
+from trimaran.parallel.comm import compression
+from trimaran.run import RunDirectory, create_run
+from trimaran.train import build
+from trimaran.train.health import guard
+from trimaran.train.checkpointing.checkpointer import Checkpointer
+from trimaran.optim.loss_scale import LossScale
+from trimaran.train.process.rank_info import read_rank_info
+from trimaran.train.health.replica_check import ReplicaCheck
+from trimaran.train.steppers.stepper import PlainStepper
+from trimaran.train.steppers.update import Updater
 from trimaran.train.worker import run_worker
 
 SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64}
@@ -77,7 +78,7 @@ def samples_of(run: RunDirectory, step: int, rank: int = 0) -> list[int]:
     """Return the samples that a data rank works on at `step`, which counts from 1."""
     recipe, plan = run.read_recipe(), run.read_plan()
     training, _ = split(TokenShards.open(prepare(recipe.data, cache=run.path.parents[1] / "cache")), recipe.data)
-    share = Share(rank=rank, dp=plan.mesh.dp, micro_batch=plan.micro_batch, grad_accum=plan.grad_accum)
+    share = DataShare(rank=rank, dp=plan.mesh.dp, micro_batch=plan.micro_batch, grad_accum=plan.grad_accum)
     return positions(recipe.train.seed, share.indices(step - 1).ravel(), len(training)).tolist()
 
 
@@ -101,7 +102,7 @@ NAN = Fault(output=lambda out: out * math.nan)
 
 def plant(fault: Fault, grad_accum: int) -> None:
     """Let the networks that this process will build have the fault."""
-    build, seen = assemble.build_networks, []
+    build_networks, seen = build.build_networks, []
 
     def spoil(module: torch.nn.Module, args: Any, fields: dict[str, Any], out: tuple[Tensor, Tensor]) -> Any:
         if not module.training:
@@ -118,11 +119,11 @@ def plant(fault: Fault, grad_accum: int) -> None:
         return logits, out[1]
 
     def with_fault(*args: Any) -> tuple[Network, ...]:
-        networks = build(*args)
+        networks = build_networks(*args)
         networks[-1].module.register_forward_hook(spoil, with_kwargs=True)
         return networks
 
-    assemble.build_networks = with_fault
+    build.build_networks = with_fault
 
 
 def watch() -> list[tuple[bool, bool]]:
@@ -148,7 +149,7 @@ def watch() -> list[tuple[bool, bool]]:
 
 
 def sail_with(path: Path, fault: Fault | None, history: int = guard.HISTORY) -> tuple[int, list[tuple[bool, bool]]]:
-    run, place = RunDirectory(path), place_of(os.environ)
+    run, place = RunDirectory(path), read_rank_info(os.environ)
     guard.HISTORY = history
     if fault is not None and fault.rank == place.rank:
         plant(fault, run.read_plan().grad_accum)
@@ -225,8 +226,8 @@ def test_a_bad_gradient_or_a_jump_of_the_loss_moves_nothing_anywhere(folder: Pat
 def test_what_is_kept_between_steps_has_no_trace_of_a_bad_one(
     folder: Path, monkeypatch: pytest.MonkeyPatch, train: dict[str, Any], fields: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(compress, "FIRST_STEPS", 2)
-    monkeypatch.setattr(assemble, "build_loss_scale", lambda plan, train: scale if plan.precision == "fp16" else None)
+    monkeypatch.setattr(compression, "FIRST_STEPS", 2)
+    monkeypatch.setattr(build, "build_loss_scale", lambda plan, train: scale if plan.precision == "fp16" else None)
     scale = LossScale(start=1024.0)  # from which nothing overflows
     recipe = recipe_with(train=train, faults={"max_skips": 1})
     run = run_of(folder, recipe, plan_for(recipe, grad_accum=1, **fields))
@@ -305,12 +306,12 @@ def ask_to_end() -> None:
 def interrupted(path: Path, where: str) -> tuple[int, int]:
     """Return the exit code of a run in which rank 1 is asked to end, and how many batches it was evaluated on."""
     asked, evaluated = os.environ["RANK"] == "1", []
-    build, evaluate, save = assemble.build_networks, PlainStepper.evaluate, Keeper._save
+    build_networks, evaluate, save = build.build_networks, PlainStepper.evaluate, Checkpointer._save
 
     def building(*args: Any) -> tuple[Network, ...]:
         if asked and where == "building":
             ask_to_end()
-        return build(*args)
+        return build_networks(*args)
 
     def evaluating(stepper: PlainStepper, batch: StepBatch) -> Tensor:
         evaluated.append(batch.step)
@@ -318,13 +319,13 @@ def interrupted(path: Path, where: str) -> tuple[int, int]:
             ask_to_end()
         return evaluate(stepper, batch)
 
-    def saving(keeper: Keeper, step: int) -> None:
+    def saving(keeper: Checkpointer, step: int) -> None:
         if asked and where == "saving":
             ask_to_end()
         save(keeper, step)
 
-    assemble.build_networks, PlainStepper.evaluate, Keeper._save = building, evaluating, saving
-    return run_worker(RunDirectory(path), place_of(os.environ), cache=path.parents[1] / "cache"), len(evaluated)
+    build.build_networks, PlainStepper.evaluate, Checkpointer._save = building, evaluating, saving
+    return run_worker(RunDirectory(path), read_rank_info(os.environ), cache=path.parents[1] / "cache"), len(evaluated)
 
 
 @pytest.mark.parametrize(("where", "step", "batches"), [("building", 0, 0), ("evaluating", 4, 3), ("saving", 4, 1)])
@@ -361,8 +362,8 @@ def with_a_flipped_bit(path: Path) -> int:
         return answer
 
     Updater.update = flipping
-    assemble.Sentinel = partial(Sentinel, every=2)
-    return run_worker(RunDirectory(path), place_of(os.environ), cache=path.parents[1] / "cache")
+    build.ReplicaCheck = partial(ReplicaCheck, every=2)
+    return run_worker(RunDirectory(path), read_rank_info(os.environ), cache=path.parents[1] / "cache")
 
 
 def test_replicas_that_differ_go_back_to_where_they_were_equal(folder: Path) -> None:

@@ -21,17 +21,17 @@ from tests.resume import LEG, Held, Leg, batch_of, bits, held, recipe_for, sail_
 from tests.seeing import SPEC, assert_alike, courses, plan_of
 from trimaran.checkpoint.convert import read_whole
 from trimaran.checkpoint.disk_source import DiskSource
-from trimaran.checkpoint.shelf import newest
+from trimaran.checkpoint.step_dirs import newest
 from trimaran.core import Plan, Recipe
 from trimaran.nets.hf_weights import whole
 from trimaran.parallel import build_mesh
-from trimaran.train import halves
-from trimaran.train.assemble import build_stepper
-from trimaran.train.build import build_networks
-from trimaran.train.clock import Clock
-from trimaran.train.halves import halves_of
-from trimaran.train.place import join, place_of
-from trimaran.train.schedule import learning_rate
+from trimaran.optim import split_weights
+from trimaran.train.build import build_stepper
+from trimaran.train.networks import build_networks
+from trimaran.train.metrics.step_clock import Clock
+from trimaran.optim.split_weights import split_weights_of
+from trimaran.train.process.rank_info import join, read_rank_info
+from trimaran.optim.schedule import learning_rate
 
 # A large eps: otherwise the first steps of AdamW are of one size, whatever the gradient, down to its rounding.
 SMOOTH: dict[str, Any] = {"optimizer": {"eps": 1e-3}}
@@ -55,7 +55,7 @@ def whole_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Projections of the same input are products of their own, as they are with fp32 weights: no sum is another."""
-    monkeypatch.setattr(halves, "join_projections", lambda *_: {})
+    monkeypatch.setattr(split_weights, "join_projections", lambda *_: {})
 
 
 def nudge(module: nn.Module) -> None:
@@ -64,14 +64,14 @@ def nudge(module: nn.Module) -> None:
     One in 65,536 is. A cast rounds it to the even one, and halves round it away from zero: the only difference.
     """
     for each in module.parameters():
-        both = halves_of(each)
+        both = split_weights_of(each)
         last = each.data.view(torch.int32) if both is None else both.lower
         last.bitwise_or_(1)
 
 
 def course(recipe: Recipe, plan: Plan, steps: int) -> tuple[list[float], list[float], dict[str, Tensor], int]:
     """Return losses, norms and final weights of nudged steps, and how many weights were in halves."""
-    place = place_of(os.environ)
+    place = read_rank_info(os.environ)
     join(place)
     ranks = build_mesh(plan.mesh, device_type="cpu")
     networks = build_networks(recipe, plan, place, ranks)
@@ -86,7 +86,7 @@ def course(recipe: Recipe, plan: Plan, steps: int) -> tuple[list[float], list[fl
         norms.append(float(norm))
     named = dict(module.named_parameters())
     weights = {name: whole(each) for name, each in named.items()}
-    return losses, norms, weights, sum(halves_of(each) is not None for each in named.values())
+    return losses, norms, weights, sum(split_weights_of(each) is not None for each in named.values())
 
 
 def assert_same_course(
@@ -121,7 +121,7 @@ def test_halves_take_the_course_of_fp32_weights(name: str, grad_accum: int, requ
 def test_joint_projections_take_the_course_to_the_rounding_of_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_for(RECIPES["untied"], grad_accum=2, precision="bf16")
     ((losses, norms, weights, _),) = run_ranks(1, course, RECIPES["untied"], plan, 6)
-    monkeypatch.setattr(halves, "join_projections", lambda *_: {})
+    monkeypatch.setattr(split_weights, "join_projections", lambda *_: {})
     ((their_losses, their_norms, their_weights, _),) = run_ranks(1, course, RECIPES["untied"], plan, 6)
     assert losses != their_losses
     assert losses == pytest.approx(their_losses, rel=1e-4)
@@ -210,7 +210,7 @@ def test_the_model_of_a_run_is_its_last_checkpoint_in_fp32(tmp_path: Path) -> No
 
 def refused_and_taken(recipe: Recipe, plan: Plan) -> tuple[list[Held], list[Held], list[Held]]:
     """Return what is kept before and after a step with a gradient that is no number, and after a good one."""
-    place = place_of(os.environ)
+    place = read_rank_info(os.environ)
     join(place)
     ranks = build_mesh(plan.mesh, device_type="cpu")
     networks = build_networks(recipe, plan, place, ranks)
@@ -220,7 +220,7 @@ def refused_and_taken(recipe: Recipe, plan: Plan) -> tuple[list[Held], list[Held
     for step, broken in enumerate((False, True, False)):
         stepper.step(batch_of(step, recipe, plan, ranks))
         weight = networks[0].module.get_parameter("lm_head.weight")
-        assert halves_of(weight) is not None
+        assert split_weights_of(weight) is not None
         if broken:
             sums = getattr(weight, "main_grad", None)
             (weight.grad if sums is None else sums)[3, 3] = torch.nan

@@ -14,8 +14,9 @@ from tests.parity import TOLERANCE, Trajectory, assert_same_course, plan_for, sa
 from tests.seeing import SPEC, TIED, TRAIN, Course, assert_alike, courses, plan_of
 from trimaran.core import ModelSection, Recipe
 from trimaran.models import VlmSpec
-from trimaran.telemetry import RunDirectory
-from trimaran.train import head_loss, objective
+from trimaran.run import RunDirectory
+from trimaran.train.loss import head_loss
+from trimaran.train.loss import objective
 
 PLANS: dict[str, dict[str, Any]] = {
     "one process": {},

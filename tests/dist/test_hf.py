@@ -26,7 +26,7 @@ from trimaran.core import ModelSection, Plan, Recipe
 from trimaran.nets.hf import HfNetwork, hf_network
 from trimaran.nets.hf_build import open_hf_model
 from trimaran.parallel import RankMesh, apply_plan, build_mesh
-from trimaran.train.place import join, place_of
+from trimaran.train.process.rank_info import join, read_rank_info
 
 CPU = torch.device("cpu")
 TOKENS = torch.arange(96).view(4, 24)
@@ -69,7 +69,7 @@ def plan_of(mesh: dict[str, int], **fields: Any) -> Plan:
 
 
 def built(folder: Path, plan: Plan) -> tuple[HfNetwork, RankMesh]:
-    join(place_of(os.environ))
+    join(read_rank_info(os.environ))
     ranks = build_mesh(plan.mesh, device_type="cpu")
     module, fill = open_hf_model(folder, trust_remote_code=False, seed=7)
     network = hf_network(module, None)

@@ -17,16 +17,16 @@ from tests.parity import plan_for, sail
 from tests.ranks import run_ranks
 from tests.seeing import SEQ_LEN, SPEC, STEPS, TRAIN, Course, assert_alike, batch_of, plan_of
 from trimaran.core import ModelSection, Plan, Recipe, TrainSection
-from trimaran.data.feed import Share
+from trimaran.data.feed import DataShare
 from trimaran.models import spec_of
 from trimaran.nets.hf_build import open_hf_model
 from trimaran.nets.hf_vlm import HfVlmNetwork, network_of_hf
 from trimaran.nets.hf_weights import whole
 from trimaran.parallel import apply_plan, build_mesh
-from trimaran.parallel.towers import freeze_towers
-from trimaran.train.assemble import build_stepper
-from trimaran.train.clock import Clock
-from trimaran.train.place import join, place_of
+from trimaran.parallel.tower_plan import freeze_towers
+from trimaran.train.build import build_stepper
+from trimaran.train.metrics.step_clock import Clock
+from trimaran.train.process.rank_info import join, read_rank_info
 
 CPU = torch.device("cpu")
 TEXT = vlm_models.TEXT | {"vocab_size": SPEC.vocab, "rope_scaling": vlm_models.GRID["rope_scaling"]}
@@ -46,7 +46,7 @@ def llava() -> LlavaConfig:
 
 def built(folder: Path, plan: Plan, freeze: tuple[str, ...]) -> HfVlmNetwork:
     if not torch.distributed.is_initialized():
-        join(place_of(os.environ))
+        join(read_rank_info(os.environ))
     module, fill = open_hf_model(folder, trust_remote_code=False, seed=5)
     network = network_of_hf(module, spec_of(ModelSection(family="hf", path=str(folder))))
     assert isinstance(network, HfVlmNetwork)
@@ -62,7 +62,7 @@ def take_course(folder: Path, plan: Plan, freeze: tuple[str, ...] = ()) -> Cours
     ranks = build_mesh(plan.mesh, device_type="cpu")
     stepper = build_stepper((network,), section, plan, ranks, Clock(CPU))
     stepper.set_training(True)
-    share = Share(rank=ranks.data_rank, dp=plan.mesh.dp, micro_batch=plan.micro_batch, grad_accum=plan.grad_accum)
+    share = DataShare(rank=ranks.data_rank, dp=plan.mesh.dp, micro_batch=plan.micro_batch, grad_accum=plan.grad_accum)
     losses, norms = [], []
     for step in range(STEPS):
         losses.append(stepper.step(batch_of(step, share).to(CPU))[0].item())

@@ -12,15 +12,15 @@ from tests.keeping import DIED, Leg, events, killed, new_run, sabotage, sail, to
 from tests.parity import plan_for, trajectory_of
 from tests.ranks import run_ranks
 from trimaran.checkpoint.manifest import read_manifest
-from trimaran.checkpoint.memory import Berth
-from trimaran.checkpoint.partner import FIRST_PACE
-from trimaran.checkpoint.shelf import step_path, steps
-from trimaran.checkpoint.verify import verify
+from trimaran.checkpoint.memory_copies import RankMemory
+from trimaran.checkpoint.peer_copies import FIRST_PACE
+from trimaran.checkpoint.step_dirs import step_path, steps
+from trimaran.checkpoint.verify_checkpoint import verify
 from trimaran.core import parse_recipe
-from trimaran.telemetry import RunDirectory, create_run
-from trimaran.telemetry.lease import take
-from trimaran.train.place import place_of
-from trimaran.train.ties import Ties
+from trimaran.run import RunDirectory, create_run
+from trimaran.run.lease import take
+from trimaran.train.process.rank_info import read_rank_info
+from trimaran.train.process.supervisor_link import SupervisorLink
 from trimaran.train.worker import run_worker
 
 
@@ -83,7 +83,7 @@ def test_damaged_memory_is_never_loaded(tmp_path: Path, berths: tuple[int, ...])
     run = new_run(tmp_path, "checkpoint.every=5", "checkpoint.memory=1")
     run_ranks(2, sail, run.path, Leg(to=12, berths=berths))
     run_ranks(2, sail, run.path, Leg(to=14, attempt=1, berths=berths, finish=False))
-    for _, kept in Berth(berths[1]).kept():
+    for _, kept in RankMemory(berths[1]).kept():
         kept.memory[40] ^= 1
     logs = run_ranks(2, sail, run.path, Leg(to=15, attempt=2, berths=berths))
     assert [(log.start, log.is_right) for log in logs] == [(12, True)] * 2
@@ -153,7 +153,7 @@ def test_going_back_forgets_what_came_after(tmp_path: Path, berths: tuple[int, .
     logs = run_ranks(2, sail, run.path, leg)
     assert [(log.start, log.is_right) for log in logs] == [(0, True)] * 2
     if supervised:
-        kept = [kept.label for fd in berths for _, kept in Berth(fd).kept()]
+        kept = [kept.label for fd in berths for _, kept in RankMemory(fd).kept()]
         assert {label.voyage for label in kept} == {(0, 1)}
         assert max(label.step for label in kept) == 14
 
@@ -203,7 +203,7 @@ def test_what_is_only_named_like_a_checkpoint_gets_another_name(tmp_path: Path) 
 
 
 def test_without_memory_a_checkpoint_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trimaran.checkpoint.budget.FREE_SHARE", 0.0)
+    monkeypatch.setattr("trimaran.checkpoint.memory_budget.FREE_SHARE", 0.0)
     run = new_run(tmp_path, "checkpoint.every=5")
     logs = run_ranks(2, sail, run.path, Leg(to=12))
     assert all(log.is_right for log in logs)
@@ -216,7 +216,7 @@ def test_without_memory_a_checkpoint_is_written_at_once(tmp_path: Path, monkeypa
 def test_memory_that_was_asked_for_and_is_not_there_is_an_error(
     tmp_path: Path, berths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trimaran.checkpoint.budget.FREE_SHARE", 0.0)
+    monkeypatch.setattr("trimaran.checkpoint.memory_budget.FREE_SHARE", 0.0)
     run = new_run(tmp_path, "checkpoint.memory=1")
     with pytest.raises(AssertionError, match="K040"):
         run_ranks(2, sail, run.path, Leg(to=3, berths=berths))
@@ -271,7 +271,7 @@ def test_frozen_weights_are_written_once(tmp_path: Path) -> None:
 def test_a_lost_node_is_replaced_from_the_memory_of_its_neighbour(tmp_path: Path, berths: tuple[int, ...]) -> None:
     run = new_run(tmp_path, "checkpoint.every=0", "checkpoint.memory=1")
     killed(run, Leg(to=50, berths=berths, who=1, die_sealing=30, nodes=True))
-    steps_here = {kept.label.step for _, kept in Berth(berths[0]).kept() if kept.label.rank == 1}
+    steps_here = {kept.label.step for _, kept in RankMemory(berths[0]).kept() if kept.label.rank == 1}
     assert max(steps_here) > FIRST_PACE, "rank 0 has copies of its partner's share, and not the first ones alone"
     # From now on the ranks compare what copies cost them, and must have made as many.
     run.recipe.write_text(run.recipe.read_text().replace("memory: 1", "memory: auto"))
@@ -296,7 +296,7 @@ def test_machines_that_change_their_order_do_not_mix_up_their_memory(tmp_path: P
 def test_a_damaged_copy_on_the_neighbour_is_not_loaded(tmp_path: Path, berths: tuple[int, ...]) -> None:
     run = new_run(tmp_path, "checkpoint.every=10", "checkpoint.memory=1")
     killed(run, Leg(to=50, berths=berths, who=1, die_sealing=19, nodes=True))
-    for _, kept in Berth(berths[0]).kept():
+    for _, kept in RankMemory(berths[0]).kept():
         if kept.label.rank == 1:
             kept.memory[8] ^= 1
     fresh = os.memfd_create("fresh")
@@ -307,10 +307,10 @@ def test_a_damaged_copy_on_the_neighbour_is_not_loaded(tmp_path: Path, berths: t
 
 
 def worker(path: Path, cache: Path, leg: Leg) -> int:
-    place = place_of(os.environ)
+    place = read_rank_info(os.environ)
     if place.rank == leg.who:
         sabotage(leg)
-    ties = Ties(attempt=leg.attempt, place=place.local_rank, berths=leg.berths)
+    ties = SupervisorLink(attempt=leg.attempt, place=place.local_rank, berths=leg.berths)
     return run_worker(RunDirectory(path), place, cache=cache, ties=ties)
 
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from tests.keeping import DIED, Leg, Log, events, new_run, sail
 from tests.ranks import run_ranks
 from trimaran.checkpoint.copier import Copier
-from trimaran.telemetry import RunDirectory
-from trimaran.train import moorings
+from trimaran.run import RunDirectory
+from trimaran.train.checkpointing import checkpoint_backend
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ class Slow(Late):
 
 
 def sail_with(kind: type[Copier], path: Path, leg: Leg) -> Log:
-    moorings.Copier = kind  # in this forked rank only
+    checkpoint_backend.Copier = kind  # in this forked rank only
     return sail(path, leg)
 
 

@@ -13,19 +13,20 @@ from PIL import Image
 from tests.dist.test_guards import BAD, assert_skipped, events, lines, recipe_with, run_of, watch
 from tests.parity import plan_for
 from tests.ranks import run_ranks
-from trimaran.app.cli.main import main
+from trimaran.app.main import main
 from trimaran.core import Recipe
-from trimaran.data.features import FeatureStore
-from trimaran.data.feed import Load
+from trimaran.data.feature_cache import FeatureStore
+from trimaran.data.feed import LoadedArrays
 from trimaran.data.sample_feed import SampleFeed
-from trimaran.data.samples.index import SampleIndex
-from trimaran.data.sequences import Sample, Sequences
-from trimaran.data.tuner import Room
-from trimaran.telemetry import RunDirectory
-from trimaran.train import assemble, features
-from trimaran.train.place import place_of
-from trimaran.train.report import waited
-from trimaran.train.ties import Ties
+from trimaran.data.samples.sample_index import SampleIndex
+from trimaran.data.sequences import TokenSample, Sequences
+from trimaran.data.loader_tuner import LoaderLimits
+from trimaran.run import RunDirectory
+from trimaran.train import build
+from trimaran.train.inputs import vision_features
+from trimaran.train.process.rank_info import read_rank_info
+from trimaran.train.metrics.step_monitor import waited
+from trimaran.train.process.supervisor_link import SupervisorLink
 from trimaran.train.worker import run_worker
 
 
@@ -52,14 +53,14 @@ def seeing(folder: Path, **model: Any) -> Recipe:
 
 
 def work(path: Path) -> int:
-    return run_worker(RunDirectory(path), place_of(os.environ), cache=path.parents[1] / "cache")
+    return run_worker(RunDirectory(path), read_rank_info(os.environ), cache=path.parents[1] / "cache")
 
 
 def with_a_disk_that_fails(path: Path) -> tuple[int, list[tuple[bool, bool]]]:
     """Train where rank 1 alone cannot read the pictures of the bad step. Returns what `watch` saw, too."""
     load, read, at = SampleFeed.load, SampleIndex.picture_bytes, [0]
 
-    def loading(feed: SampleFeed, step: int, told: Any) -> Load:
+    def loading(feed: SampleFeed, step: int, told: Any) -> LoadedArrays:
         at[0] = step + 1
         return load(feed, step, told)
 
@@ -95,19 +96,19 @@ def with_slow_samples(path: Path) -> int:
     """Train on sequences that take their time, with a loader that looks soon."""
     get = Sequences.__getitem__
 
-    def slowly(sequences: Sequences, index: int) -> Sample:
+    def slowly(sequences: Sequences, index: int) -> TokenSample:
         time.sleep(0.02)
         return get(sequences, index)
 
     Sequences.__getitem__ = slowly  # pyrefly: ignore[bad-assignment]
-    assemble.room_of = lambda _: Room(cores=2, free_bytes=1 << 30)
+    build.room_of = lambda _: LoaderLimits(cores=2, free_bytes=1 << 30)
     return work(path)
 
 
 def test_each_change_of_the_loader_is_an_event_and_waiting_is_in_the_metrics(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trimaran.data.waits.WINDOW_SECONDS", 0.1)
+    monkeypatch.setattr("trimaran.data.loader_waits.WINDOW_SECONDS", 0.1)
     recipe = recipe_with(train={"steps": 30})
     run = run_of(folder, recipe, plan_for(recipe, grad_accum=1))
     assert run_ranks(1, with_slow_samples, run.path) == [0]
@@ -143,8 +144,8 @@ def test_only_waiting_that_cost_something_is_told(
 def with_small_parts(path: Path) -> tuple[int, int]:
     """Train on kept features, in parts of one picture. Returns how often the rank showed that it was at the start."""
     entered: list[str] = []
-    features.FeatureStore = partial(FeatureStore, part_bytes=1)  # pyrefly: ignore[bad-assignment]
-    Ties.enter = lambda self, section, step=0: entered.append(section)
+    vision_features.FeatureStore = partial(FeatureStore, part_bytes=1)  # pyrefly: ignore[bad-assignment]
+    SupervisorLink.enter = lambda self, section, step=0: entered.append(section)
     return work(path), entered.count("start")
 
 

@@ -23,8 +23,8 @@ from trimaran.nets import Decoder, initialise
 from trimaran.nets.hf_weights import whole
 from trimaran.parallel import build_mesh
 from trimaran.planner import check_plan
-from trimaran.train.build import build_networks
-from trimaran.train.place import join, place_of
+from trimaran.train.networks import build_networks
+from trimaran.train.process.rank_info import join, read_rank_info
 
 EVERY = cases()
 THREE_AXES = Mesh(dp_shard=2, tp=2, pp=2)
@@ -68,7 +68,7 @@ def test_the_planner_calls_every_case_of_the_matrix_legal(harbour: Path, case: C
 
 def state_under(recipe: Recipe, plan: Plan) -> tuple[list[str], dict[str, np.ndarray]]:
     """Return the names of this rank's parameters, and its state dict with every value whole."""
-    place = place_of(os.environ)
+    place = read_rank_info(os.environ)
     join(place)
     networks = build_networks(recipe, plan, place, build_mesh(plan.mesh, device_type="cpu"))
     names = [name for network in networks for name, _ in network.module.named_parameters()]

@@ -25,12 +25,12 @@ from tests.ranks import run_ranks
 from trimaran.core import Mesh, Plan
 from trimaran.models import PRESETS, ModelSpec
 from trimaran.nets import Network, decoder_network, initialise
-from trimaran.nets.shards import local_part
+from trimaran.nets.local_shards import local_part
 from trimaran.parallel import RankMesh, apply_plan, autocast, build_mesh
 from trimaran.parallel.axes.ep import apply_ep
-from trimaran.parallel.memory.activations import Copies, apply_activation_offload
+from trimaran.parallel.memory.activation_offload import Copies, apply_activation_offload
 from trimaran.parallel.memory.recompute import apply_recompute
-from trimaran.train.place import join, place_of
+from trimaran.train.process.rank_info import join, read_rank_info
 
 SMALL = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 64, "tied": False}
 DENSE = replace(PRESETS["tiny"], **SMALL)
@@ -46,7 +46,7 @@ MODES: tuple[dict[str, Any], ...] = (
 
 
 def ranks_of(mesh: Mesh) -> RankMesh:
-    join(place_of(os.environ))
+    join(read_rank_info(os.environ))
     return build_mesh(mesh, device_type="cpu")
 
 

@@ -14,12 +14,12 @@ from tests.cases import slow
 from tests.parity import Trajectory, plan_for, sail_to, trajectory_of
 from tests.ranks import run_ranks
 from trimaran.core import Recipe
-from trimaran.data.batch import Inputs
+from trimaran.data.step_batch import Inputs
 from trimaran.nets import Network
-from trimaran.telemetry import RunDirectory, create_run
-from trimaran.train import stepper
-from trimaran.train.objective import Losses, Objective
-from trimaran.train.place import place_of
+from trimaran.run import RunDirectory, create_run
+from trimaran.train.steppers import stepper
+from trimaran.train.loss.objective import LossSums, Objective
+from trimaran.train.process.rank_info import read_rank_info
 from trimaran.train.worker import run_worker
 
 SMALL = {"layers": 4, "hidden": 16, "heads": 2, "kv_heads": 2, "ffn": 64}  # no layer is too large to be seen whole
@@ -129,9 +129,9 @@ def _late_worker(path: Path, cache: Path) -> int:
     if os.environ["RANK"] == "1":
         punctual = stepper.losses_of
 
-        def late(objective: Objective, network: Network, inputs: Inputs) -> tuple[Losses, torch.Tensor]:
+        def late(objective: Objective, network: Network, inputs: Inputs) -> tuple[LossSums, torch.Tensor]:
             time.sleep(LATE)
             return punctual(objective, network, inputs)
 
         stepper.losses_of = late
-    return run_worker(RunDirectory(path), place_of(os.environ), cache=cache)
+    return run_worker(RunDirectory(path), read_rank_info(os.environ), cache=cache)

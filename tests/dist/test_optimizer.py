@@ -15,7 +15,7 @@ from tests.parity import TOLERANCE, plan_for, sail
 from tests.ranks import run_ranks
 from trimaran.core import Plan, Recipe, TrainSection
 from trimaran.parallel import gradient_norm
-from trimaran.train.optimizer import build_optimizer
+from trimaran.optim import build_optimizer
 
 LEAN = ["bf16", "8bit"]
 

@@ -15,12 +15,13 @@ from tests.parity import Trajectory, assert_same_course, plan_for, sail, sail_to
 from tests.ranks import run_ranks
 from trimaran.core import ModelSection, Plan, Recipe
 from trimaran.data import TokenShards, prepare, split
-from trimaran.data.feed import Share
+from trimaran.data.feed import DataShare
 from trimaran.data.loader import Loader
 from trimaran.data.token_feed import TokenFeed
 from trimaran.parallel import build_mesh
-from trimaran.train.build import build_networks, load_trained
-from trimaran.train.place import join, place_of
+from trimaran.infer.load_trained import load_trained
+from trimaran.train.networks import build_networks
+from trimaran.train.process.rank_info import join, read_rank_info
 
 PLANS = {
     "one-process": {},
@@ -123,14 +124,14 @@ def test_the_ranks_really_count_different_tokens(harbour: Path) -> None:
     training, _ = split(TokenShards.open(prepare(recipe.data, cache=harbour / "cache")), recipe.data)
     counts = []
     for rank in range(4):
-        share = Share(rank=rank, dp=4, micro_batch=4, grad_accum=1)
+        share = DataShare(rank=rank, dp=4, micro_batch=4, grad_accum=1)
         with Loader(TokenFeed(training, seed=recipe.train.seed, share=share), steps=recipe.train.steps) as loader:
             counts.append([batch.num_valid for batch in loader])
     assert all(len(set(of_step)) > 1 for of_step in zip(*counts, strict=True))
 
 
 def names_under(recipe: Recipe, plan: Plan) -> list[tuple[str, tuple[int, ...]]]:
-    place = place_of(os.environ)
+    place = read_rank_info(os.environ)
     join(place)
     (network,) = build_networks(recipe, plan, place, build_mesh(plan.mesh, device_type="cpu"))
     return [(name, tuple(each.shape)) for name, each in network.module.named_parameters()]

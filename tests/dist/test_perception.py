@@ -8,7 +8,7 @@ from tests.cases import quick_or_slow
 from tests.parity import Trajectory, assert_same_course, differences, plan_for, sail
 from trimaran.core import ModelSection, Recipe
 from trimaran.models import spec_of
-from trimaran.models.perception import PerceptionSpec
+from trimaran.models.perception_spec import PerceptionSpec
 from trimaran.nets import initialise
 from trimaran.nets.perception import perception_network
 

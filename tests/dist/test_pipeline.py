@@ -14,9 +14,9 @@ from tests.parity import assert_same_course, plan_for, sail_to, trajectory_of
 from tests.ranks import run_ranks
 from trimaran.core import ModelSection, Pipeline, Plan, Recipe
 from trimaran.parallel import build_mesh
-from trimaran.telemetry import RunDirectory
-from trimaran.train.build import build_networks
-from trimaran.train.place import join, place_of
+from trimaran.run import RunDirectory
+from trimaran.train.networks import build_networks
+from trimaran.train.process.rank_info import join, read_rank_info
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 SHAPE = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64}
@@ -160,7 +160,7 @@ def test_every_step_tells_how_long_its_ranks_waited(harbour: Path) -> None:
 
 
 def names_under(recipe: Recipe, plan: Plan) -> list[list[tuple[str, tuple[int, ...]]]]:
-    place = place_of(os.environ)
+    place = read_rank_info(os.environ)
     join(place)
     networks = build_networks(recipe, plan, place, build_mesh(plan.mesh, device_type="cpu"))
     dist.barrier()  # who leaves first must not cut off who is still joining a group

@@ -14,11 +14,11 @@ from tests.cases import quick_or_slow
 from tests.parity import plan_for, sail_to
 from tests.ranks import run_ranks
 from trimaran.core import Plan, Recipe
-from trimaran.telemetry import Journal, RunDirectory, create_run
-from trimaran.train import assemble
-from trimaran.train.assemble import build_crew
-from trimaran.train.loss_scale import START, LossScale
-from trimaran.train.place import join, place_of
+from trimaran.run import Journal, RunDirectory, create_run
+from trimaran.train import build
+from trimaran.train.build import build_worker_parts
+from trimaran.optim.loss_scale import START, LossScale
+from trimaran.train.process.rank_info import join, read_rank_info
 from trimaran.train.worker import run_worker
 
 PLANS = {
@@ -89,7 +89,7 @@ def test_steps_that_overflow_are_skipped_and_written_down(
     harbour: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     # A scale that is too high for the first gradients comes down by itself, a step at a time.
-    monkeypatch.setattr(assemble, "build_loss_scale", lambda plan, train: LossScale(start=2.0**32))
+    monkeypatch.setattr(build, "build_loss_scale", lambda plan, train: LossScale(start=2.0**32))
     recipe = recipe_for(harbour, steps=24)
     course = lines(recipe, plan_in("fp16", recipe, name), harbour)
     assert column(course, "step") == list(range(1, 25))
@@ -101,7 +101,7 @@ def test_steps_that_overflow_are_skipped_and_written_down(
     assert column(course, "loss")[-1] < 0.95 * column(course, "loss")[skipped]
 
 
-def whole_weights(crew: assemble.Crew) -> np.ndarray:
+def whole_weights(crew: build.WorkerParts) -> np.ndarray:
     parameters = (each.detach() for each in crew.networks[0].module.parameters())
     whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in parameters]
     return torch.cat([each.flatten() for each in whole]).numpy()
@@ -109,7 +109,7 @@ def whole_weights(crew: assemble.Crew) -> np.ndarray:
 
 def overflow_on_one_rank(run: RunDirectory, cache: Path) -> list[tuple[float, float, np.ndarray]]:
     """Return (gradient norm, loss scale, weights) after each of four steps; in the second, rank 1 overflows."""
-    place = place_of(os.environ)
+    place = read_rank_info(os.environ)
     join(place)
     reports, overflows = [], [False]
 
@@ -117,7 +117,7 @@ def overflow_on_one_rank(run: RunDirectory, cache: Path) -> list[tuple[float, fl
         logits.register_hook(lambda gradient: gradient * (1e6 if overflows[0] else 1))
 
     with Journal(run, place.rank) as journal:
-        crew = build_crew(run, place, journal, cache=cache)
+        crew = build_worker_parts(run, place, journal, cache=cache)
         crew.networks[0].module.lm_head.register_forward_hook(blow_up)
         stepper = crew.trainer.stepper
         with crew.trainer.loader_from(0) as loader:
@@ -211,7 +211,7 @@ def test_all_modules_in_another_precision_are_that_precision(
 
 
 def worker(run: RunDirectory, cache: Path) -> int:
-    return run_worker(run, place_of(os.environ), cache=cache)
+    return run_worker(run, read_rank_info(os.environ), cache=cache)
 
 
 def test_a_module_that_does_not_exist_ends_the_run_before_it_starts(harbour: Path) -> None:

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import _free_port, run_ranks
-from trimaran.doctor.measure import measure
-from trimaran.doctor.probe import Probe
+from trimaran.doctor.measure_machine import measure
+from trimaran.doctor.probe_process import ProbeProcess
 from trimaran.hardware import parse_cluster
-from trimaran.train.probe_nodes import Meeting
-from trimaran.train.probe_ranks import count_wrong, measure_products, measure_sums, run_forked
+from trimaran.probe.probe_nodes import NodeRendezvous
+from trimaran.probe.probe_ranks import count_wrong, measure_products, measure_sums, run_forked
 
 CPU = torch.device("cpu")
 
@@ -73,7 +73,7 @@ def test_ranks_that_fail_die_or_hang_are_told_apart() -> None:
 
 def test_a_torch_that_cannot_be_imported_is_the_reason_why_nothing_was_measured(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.13: cannot open shared object file')")
-    with Probe({"PYTHONPATH": str(tmp_path), "PATH": os.environ["PATH"]}) as probe:
+    with ProbeProcess({"PYTHONPATH": str(tmp_path), "PATH": os.environ["PATH"]}) as probe:
         found = measure(probe, parse_cluster("2xcpu"))
     assert found.missing.endswith("ImportError: libcudart.so.13: cannot open shared object file")
 
@@ -90,7 +90,7 @@ def test_two_nodes_meet_compare_clocks_and_measure_their_pair(monkeypatch: pytes
 
 def meet(address: str) -> dict[str, Any]:
     node = int(os.environ["RANK"])
-    meeting = Meeting(address, 2, node, seconds=20.0)
+    meeting = NodeRendezvous(address, 2, node, seconds=20.0)
     seconds = meeting.measure([(0, 1)], kind="cpu", devices=1)
     others = meeting.share(f"from {node}")
     return {"names": meeting.names, "skews": meeting.skews, "seconds": seconds, "others": others}
@@ -98,4 +98,4 @@ def meet(address: str) -> dict[str, Any]:
 
 def test_a_node_that_does_not_come_is_named() -> None:
     with pytest.raises(TimeoutError, match=r"node 1, 2 of 3 did not come within 0\.3 s"):
-        Meeting(f"127.0.0.1:{_free_port()}", 3, 0, seconds=0.3)
+        NodeRendezvous(f"127.0.0.1:{_free_port()}", 3, 0, seconds=0.3)

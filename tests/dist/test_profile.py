@@ -13,12 +13,12 @@ from tests.cases import slow
 from tests.parity import plan_for, sail_to, trajectory_of
 from tests.ranks import run_ranks
 from trimaran.core import Plan, Recipe
-from trimaran.telemetry import RunDirectory, create_run
+from trimaran.run import RunDirectory, create_run
 from trimaran.telemetry.merged_trace import merge
-from trimaran.telemetry.profile_request import ProfileRequest, find_traces, request_file, write_request
-from trimaran.telemetry.traces import Trace, load_trace, summarise
-from trimaran.train.place import place_of
-from trimaran.train.stepper import PlainStepper
+from trimaran.run.profile_request import ProfileRequest, find_traces, request_file, write_request
+from trimaran.telemetry.trace_summary import Trace, load_trace, summarise
+from trimaran.train.process.rank_info import read_rank_info
+from trimaran.train.steppers.stepper import PlainStepper
 from trimaran.train.worker import run_worker
 
 SHAPE = {"layers": 2, "hidden": 16, "heads": 2, "kv_heads": 2, "ffn": 32}
@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def work(path: Path, cache: Path) -> int:
-    return run_worker(RunDirectory(path), place_of(os.environ), cache=cache)
+    return run_worker(RunDirectory(path), read_rank_info(os.environ), cache=cache)
 
 
 def asked_run(folder: Path, name: str, request: ProfileRequest, recipe: Recipe, plan: Plan) -> RunDirectory:

@@ -14,10 +14,10 @@ from tests.hf_models import SMALL
 from tests.parity import TOLERANCE, plan_for
 from tests.resume import LEG, Kept, Leg, bits, recipe_for, sail_leg
 from trimaran.core import Plan, Recipe
-from trimaran.train.loss_scale import LossScale
-from trimaran.train.optimizer.blocks import codebook, quantised, restored
-from trimaran.train.optimizer.grid import Grid, Recut
-from trimaran.train.state import forgotten
+from trimaran.optim.loss_scale import LossScale
+from trimaran.optim.block_quantization import codebook, quantised, restored
+from trimaran.optim.block_layout import BlockLayout, BlockReshard
+from trimaran.train.checkpointing.training_state import forgotten
 
 
 def pipeline(schedule: str) -> dict[str, Any]:
@@ -195,12 +195,12 @@ def test_a_loss_scale_goes_on_counting() -> None:
 def test_states_that_only_change_their_blocks_keep_their_values() -> None:
     values = torch.randn(3, 500, generator=torch.Generator().manual_seed(0))
     values[:, 253] = 9.0  # of the second cut, and of the first block of the uncut table
-    book, cut = codebook(torch.device("cpu"), signed=True), Grid(500, 250)
+    book, cut = codebook(torch.device("cpu"), signed=True), BlockLayout(500, 250)
     parts = [quantised(part, book) for part in values.split(250, 1)]
     codes, kept = torch.cat([part[0] for part in parts], 1), torch.cat([part[1] for part in parts], 1)
     was = torch.cat([restored(*part, book) for part in parts], 1)
     scales = torch.empty(3, 2)
-    Recut(codes=codes, scales=scales, kept=kept, grid=cut, columns=range(500), signed=True).settle()
-    assert (cut.name, cut.num_blocks, Grid(500, 256).name, Grid(500, 500).num_blocks) == ("@250", 2, "", 2)
+    BlockReshard(codes=codes, scales=scales, kept=kept, grid=cut, columns=range(500), signed=True).settle()
+    assert (cut.name, cut.num_blocks, BlockLayout(500, 256).name, BlockLayout(500, 500).num_blocks) == ("@250", 2, "", 2)
     assert (restored(codes, scales, book) - was).abs().max() < 0.02 * was.abs().max()
     assert not torch.equal(bits(scales), bits(kept))

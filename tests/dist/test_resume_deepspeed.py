@@ -14,7 +14,7 @@ from tests.dist.test_resume import assert_no_trace
 from tests.parity import TOLERANCE, plan_for
 from tests.resume import LEG, Kept, recipe_for, sail_leg
 from trimaran.core import Plan
-from trimaran.train.deepspeed_state import boxes
+from trimaran.train.steppers.deepspeed_state import boxes
 
 # Wide enough that ZeRO-3 splits some matrices (from 10,000 elements) and leaves the others whole.
 RECIPE = recipe_for(shape={"layers": 2, "hidden": 64, "head_dim": 16, "ffn": 192})

@@ -5,28 +5,28 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import run_ranks
-from trimaran.checkpoint.pieces import Piece
-from trimaran.train.sentinel import Difference, Sentinel, bit_sum
+from trimaran.checkpoint.tensor_shards import TensorShard
+from trimaran.train.health.replica_check import ReplicaDifference, ReplicaCheck, bit_sum
 
 
-def pieces(rank: int, *, shared: torch.Tensor) -> list[Piece]:
+def pieces(rank: int, *, shared: torch.Tensor) -> list[TensorShard]:
     """Return what all ranks hold alike, what only this rank holds, and a statistic that may differ."""
     rows = torch.full((1, 3), float(rank))
     running = torch.full((3,), float(rank))
     return [
-        Piece(key="model/norm", tensor=shared, shape=(5,), start=(0,)),
-        Piece(key="model/rows", tensor=rows, shape=(4, 3), start=(rank, 0)),
-        Piece(key="model/running", tensor=running, shape=(3,), start=(0,), fluid=True),
-        Piece(key="optimizer/exp_avg/norm", tensor=running, shape=(3,), start=(0,)),
+        TensorShard(key="model/norm", tensor=shared, shape=(5,), start=(0,)),
+        TensorShard(key="model/rows", tensor=rows, shape=(4, 3), start=(rank, 0)),
+        TensorShard(key="model/running", tensor=running, shape=(3,), start=(0,), fluid=True),
+        TensorShard(key="optimizer/exp_avg/norm", tensor=running, shape=(3,), start=(0,)),
     ]
 
 
-def watch(dtype: torch.dtype, flipped: int | None) -> list[Difference | None]:
+def watch(dtype: torch.dtype, flipped: int | None) -> list[ReplicaDifference | None]:
     """Check three times; before the third, one bit of one weight of rank `flipped` turns over."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     shared = torch.arange(5, dtype=torch.float32).to(dtype)
-    sentinel = Sentinel(lambda: pieces(rank, shared=shared), device=torch.device("cpu"), every=10)
+    sentinel = ReplicaCheck(lambda: pieces(rank, shared=shared), device=torch.device("cpu"), every=10)
     found = [sentinel.check(10), sentinel.check(15), sentinel.check(20)]
     if rank == flipped:
         shared.view(torch.uint8)[6] ^= 1
@@ -37,14 +37,14 @@ def watch(dtype: torch.dtype, flipped: int | None) -> list[Difference | None]:
 def test_one_bit_of_one_replica_names_its_rank(dtype: torch.dtype) -> None:
     for found in run_ranks(3, watch, dtype, 2):
         assert found[:4] == [None] * 4
-        assert found[4] == Difference(step=30, ranks=(2,), known=True, keys=("model/norm",), since=20)
+        assert found[4] == ReplicaDifference(step=30, ranks=(2,), known=True, keys=("model/norm",), since=20)
 
 
-def begin_at(step: int) -> Difference | None:
+def begin_at(step: int) -> ReplicaDifference | None:
     """A run that goes on from `step`: its replicas are equal there, and one is not at the first check."""
     dist.init_process_group("gloo")
     shared = torch.zeros(5)
-    sentinel = Sentinel(lambda: pieces(dist.get_rank(), shared=shared), device=torch.device("cpu"), every=10)
+    sentinel = ReplicaCheck(lambda: pieces(dist.get_rank(), shared=shared), device=torch.device("cpu"), every=10)
     assert sentinel.check(step + 1) is None
     shared[0] = dist.get_rank()
     return sentinel.check(step + 10)
@@ -58,7 +58,7 @@ def test_where_a_run_was_resumed_its_replicas_were_equal() -> None:
 
 def test_of_two_replicas_nobody_knows_which_is_right() -> None:
     for found in run_ranks(2, watch, torch.float32, 1):
-        assert found[4] == Difference(step=30, ranks=(0, 1), known=False, keys=("model/norm",), since=20)
+        assert found[4] == ReplicaDifference(step=30, ranks=(0, 1), known=False, keys=("model/norm",), since=20)
 
 
 def test_replicas_that_are_equal_raise_no_alarm() -> None:

@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 from tests.ranks import _free_port, run_ranks
-from trimaran.app.cli.main import main
-from trimaran.telemetry import Section
-from trimaran.train.ties import Ties
+from trimaran.app.main import main
+from trimaran.run import Section
+from trimaran.train.process.supervisor_link import SupervisorLink
 
 SETTINGS = ["model.shape={layers: 1, hidden: 32, heads: 4, kv_heads: 2, ffn: 64}", "data.seq_len=32", "train.steps=12",
             "train.global_batch=8", "train.sample.tokens=0", "train.evaluate.batches=0",
@@ -38,14 +38,14 @@ def train_on_two_machines(path: Path, *flags: str) -> int:
 
 
 def train_and_die(path: Path) -> int:
-    enter = Ties.enter
+    enter = SupervisorLink.enter
 
-    def enter_and_die(self: Ties, section: Section, step: int = 0) -> None:
+    def enter_and_die(self: SupervisorLink, section: Section, step: int = 0) -> None:
         if os.environ["RANK"] == "1" and step == 8:
             os._exit(9)
         enter(self, section, step)
 
-    Ties.enter = enter_and_die  # type: ignore[method-assign]
+    SupervisorLink.enter = enter_and_die  # type: ignore[method-assign]
     return train(path)
 
 

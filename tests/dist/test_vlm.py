@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.seeing import GLOBAL_BATCH, SPEC, STEPS, TIED, Course, assert_alike, batch_of, courses, plan_of, row
-from trimaran.data.feed import Share
+from trimaran.data.feed import DataShare
 
 WHOLE = {"vision": {"tp": 1}}
 PLANS: dict[str, dict[str, Any]] = {
@@ -60,7 +60,7 @@ def alone_and_tied() -> Course:
 def test_ranks_and_micro_batches_without_a_picture_come_up() -> None:
     pictures = [[len(row(step, number)["grids"]) for number in range(GLOBAL_BATCH)] for step in range(STEPS)]
     assert [sum(of_step) > 0 for of_step in pictures] == [True, False, True], "one step has none at all"
-    shares = [Share(rank=rank, dp=2, micro_batch=1, grad_accum=4) for rank in range(2)]
+    shares = [DataShare(rank=rank, dp=2, micro_batch=1, grad_accum=4) for rank in range(2)]
     found = [len(batch_of(0, share).micro(index)["patches"]) > 0 for share in shares for index in range(4)]
     assert set(found) == {True, False}
     assert any(found[index] != found[4 + index] for index in range(4)), "one rank sees while the other does not"

@@ -16,13 +16,13 @@ from tests.disks import mounted
 from tests.cases import slow
 from tests.parity import assert_same_course, plan_for, sail, sail_to, trajectory_of
 from tests.ranks import run_ranks
-from trimaran.checkpoint.durable import Disk
+from trimaran.checkpoint.durable import DurableDisk
 from trimaran.core import Bytes, Plan, Recipe, UserError
-from trimaran.data import Sample, Sequences, position
+from trimaran.data import TokenSample, Sequences, position
 from trimaran.nets import initialise
-from trimaran.telemetry import RunDirectory, create_run, refuse_full_disk
-from trimaran.train import build
-from trimaran.train.place import place_of
+from trimaran.run import RunDirectory, create_run, refuse_full_disk
+from trimaran.train import networks
+from trimaran.train.process.rank_info import read_rank_info
 from trimaran.train.worker import run_worker
 
 SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64}
@@ -50,7 +50,7 @@ def events(run: RunDirectory, rank: int = 0) -> list[dict]:
 
 
 def work(path: Path, cache: Path) -> int:
-    return run_worker(RunDirectory(path), place_of(os.environ), cache=cache)
+    return run_worker(RunDirectory(path), read_rank_info(os.environ), cache=cache)
 
 
 def test_a_deterministic_run_repeats_itself_bit_by_bit(folder: Path) -> None:
@@ -147,7 +147,7 @@ def with_a_deadly_sample(path: Path, cache: Path, deaths: int) -> int:
     load, marks = Sequences.__getitem__, path / "deaths"
     marks.mkdir()
 
-    def deadly(sequences: Sequences, index: int) -> Sample:
+    def deadly(sequences: Sequences, index: int) -> TokenSample:
         if index == position(0, 16, len(sequences)) and len(list(marks.iterdir())) < deaths:
             (marks / f"{index}-{os.getpid()}").touch()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -193,14 +193,14 @@ def test_weights_that_do_not_fit_on_the_disk_leave_an_error_and_no_draft(small_d
 
 
 def without_room_for_checkpoints(path: Path, cache: Path) -> int:
-    write = Disk.write
+    write = DurableDisk.write
 
-    def refusing(disk: Disk, fd: int, data: memoryview) -> None:
+    def refusing(disk: DurableDisk, fd: int, data: memoryview) -> None:
         if "step-" in os.readlink(f"/proc/self/fd/{fd}"):
             raise OSError(28, "No space left on device")
         write(disk, fd, data)
 
-    Disk.write = refusing
+    DurableDisk.write = refusing
     return work(path, cache)
 
 
@@ -219,7 +219,7 @@ def with_a_weight_that_is_none(path: Path, cache: Path) -> int:
         with torch.no_grad():
             next(module.parameters()).fill_(float("nan"))
 
-    build.initialise = initialise_and_spoil
+    networks.initialise = initialise_and_spoil
     return work(path, cache)
 
 

@@ -15,15 +15,15 @@ from tests.checkpoints import Quick, keep, tensors_of
 from tests.disks import mounted, remount
 from tests.unit.test_checkpoint_export import keep as keep_tensors
 from tests.unit.test_checkpoint_export import network_of, state_of
-from trimaran.app.cli.main import main
-from trimaran.checkpoint import catalogue
+from trimaran.app.main import main
+from trimaran.checkpoint import checkpoint_list
 from trimaran.checkpoint.convert import read_whole
 from trimaran.checkpoint.disk_source import DiskSource
-from trimaran.checkpoint.shelf import refuse, step_path, steps
+from trimaran.checkpoint.step_dirs import refuse, step_path, steps
 from trimaran.core import Mesh, Plan, parse_recipe
 from trimaran.nets import decoder_network, load_hf_weights
-from trimaran.telemetry import RunDirectory, create_run
-from trimaran.telemetry.lease import take
+from trimaran.run import RunDirectory, create_run
+from trimaran.run.lease import take
 
 SMALL = [
     "model.shape={layers: 1, hidden: 32, heads: 2, kv_heads: 2, ffn: 48}",
@@ -171,7 +171,7 @@ def test_a_full_disk_can_be_pruned_and_a_read_only_one_says_so(
 def test_a_checkpoint_that_is_pruned_under_the_reader_is_followed_by_a_newer_one(
     kept: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    verify, seen = catalogue.verify_all, []
+    verify, seen = checkpoint_list.verify_all, []
 
     def pruned_meanwhile(path: Path, progress: Any) -> Any:
         seen.append(path.name)
@@ -184,10 +184,10 @@ def test_a_checkpoint_that_is_pruned_under_the_reader_is_followed_by_a_newer_one
     def use(path: Path) -> int:
         return len(pruned_meanwhile(path, lambda _: None))
 
-    path, damages = catalogue.with_step(kept.checkpoints, None, use, where="here")
+    path, damages = checkpoint_list.with_step(kept.checkpoints, None, use, where="here")
     assert (seen, path.name, damages) == (["step-00000006", "step-00000008"], "step-00000008", 0)
     seen.clear()
-    monkeypatch.setattr("trimaran.app.cli.checkpoints.verify_all", pruned_meanwhile)
+    monkeypatch.setattr("trimaran.app.commands.checkpoints.verify_all", pruned_meanwhile)
     found = asked(capsys, "checkpoints", "verify", str(kept.path))["checkpoints"]
     assert [(each["step"], each["damages"]) for each in found] == [(4, []), (8, [])]
 

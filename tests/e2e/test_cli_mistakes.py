@@ -12,7 +12,7 @@ import pytest
 
 from tests.disks import mounted
 from tests.runs import new_run
-from trimaran.app.cli.main import main
+from trimaran.app.main import main
 from trimaran.models import PRESETS, spec_to_hf
 
 

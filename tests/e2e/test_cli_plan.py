@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.test_cli_start import complete
-from trimaran.app.cli.main import main
+from trimaran.app.main import main
 from trimaran.core import Plan, Prediction
 from trimaran.models import PRESETS, spec_to_hf
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.runs import new_run, start_ranks
-from trimaran.app.cli.main import VERBS, main
-from trimaran.telemetry import Journal
+from trimaran.app.main import VERBS, main
+from trimaran.run import Journal
 
 MAX_HELP_SECONDS = 0.3
 
@@ -44,7 +44,7 @@ def test_torch_is_not_imported_for(words: tuple[str, ...]) -> None:
     )
     assert imports.returncode == 0
     modules = {line.rpartition("|")[2].strip() for line in imports.stderr.splitlines()}
-    assert "trimaran.app.cli.main" in modules
+    assert "trimaran.app.main" in modules
     assert not modules & {"torch", "transformers", "datasets"}
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from trimaran.app.cli.main import main
-from trimaran.app.cli.preflight import interface_to, refuse_unfit_machine
-from trimaran.app.cli.request import resolve
+from trimaran.app.main import main
+from trimaran.app.request.machine_check import interface_to, refuse_unfit_machine
+from trimaran.app.request.request import resolve
 
 TINY = ["--set", "cluster=2xcpu", "--set", "train.steps=2"]
 

@@ -18,10 +18,10 @@ from tests.goodput import on_page
 from tests.prometheus_server import Server, alerts, filled_in, free_port, panels, prometheus
 from tests.runs import new_run
 from tests.sink_lines import event_line, feed, incident_line, recorded, sample_line, step_line, troubles
-from trimaran.app.cli.main import main
+from trimaran.app.main import main
 from trimaran.core import TelemetrySection, UserError, changes_of_course, parse_recipe
 from trimaran.core.recipe import PrometheusSection
-from trimaran.telemetry import RunDirectory, append_line
+from trimaran.run import RunDirectory, append_line
 from trimaran.telemetry.ledger import ledger_of
 from trimaran.telemetry.sinks import open as opening
 from trimaran.telemetry.sinks.open import SINKS, open_sinks, refuse_missing_sinks
@@ -211,7 +211,7 @@ def documents(run: RunDirectory) -> list[Line]:
 
 def test_elasticsearch_gets_events_incidents_and_what_was_printed(tmp_path: Path) -> None:
     run = new_run(tmp_path / "toy")
-    printed = "WARNING trimaran.train.report: step 3 was refused\n\x1b[31mplain words\x1b[0m\n"
+    printed = "WARNING trimaran.train.metrics.step_monitor: step 3 was refused\n\x1b[31mplain words\x1b[0m\n"
     trace = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\nValueError: a bad thing\n'
     run.log(1).write_text(printed + trace)
     run.agent_log.write_text("2026-11-15 21:59:48,670 INFO trimaran.launch.supervisor: start 1\n")

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimaran.data import Sample, Sequences
-from trimaran.nets.decoder import Layer
-from trimaran.train.stepper import PlainStepper
+from trimaran.data import Sequences, TokenSample
+from trimaran.nets.decoder import DecoderLayer
+from trimaran.train.steppers.stepper import PlainStepper
 
 call_seconds, layer_seconds, row_seconds, sync_seconds = map(float, os.environ["TRIMARAN_TEST_DIPS"].split())
-judge, forward, load, sync = PlainStepper._losses, Layer.forward, Sequences.__getitem__, os.fsync
+judge, forward, load, sync = PlainStepper._losses, DecoderLayer.forward, Sequences.__getitem__, os.fsync
 
 
 class Pause(torch.autograd.Function):
@@ -37,11 +37,11 @@ def judge_slowly(self: PlainStepper, inputs: Any) -> Any:
     return judge(self, inputs)
 
 
-def pass_slowly(self: Layer, stream: Tensor, *rest: Any, **named: Any) -> Any:
+def pass_slowly(self: DecoderLayer, stream: Tensor, *rest: Any, **named: Any) -> Any:
     return forward(self, Pause.apply(stream), *rest, **named)
 
 
-def load_slowly(self: Sequences, index: int) -> Sample:
+def load_slowly(self: Sequences, index: int) -> TokenSample:
     until = time.perf_counter() + row_seconds
     while time.perf_counter() < until:
         pass
@@ -54,6 +54,6 @@ def sync_slowly(fd: int) -> None:
 
 
 PlainStepper._losses = judge_slowly  # type: ignore[method-assign]
-Layer.forward = pass_slowly  # type: ignore[method-assign]
+DecoderLayer.forward = pass_slowly  # type: ignore[method-assign]
 Sequences.__getitem__ = load_slowly  # type: ignore[method-assign]
 os.fsync = sync_slowly

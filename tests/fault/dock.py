@@ -18,16 +18,16 @@ import torch.distributed as dist
 
 from tests.ranks import _free_port
 from tests.runs import new_run
-from trimaran.launch.blame import Judgement, judge
+from trimaran.launch.attribution import Attribution, attribute_fault
+from trimaran.launch.collect_reports import ProcessObservation, collect_reports
 from trimaran.launch.node import Ended
-from trimaran.launch.testify import Witnessed, testify
-from trimaran.launch.testimony import Testimony as Account
-from trimaran.launch.testimony import read_testimonies
-from trimaran.telemetry import Follower, Journal, PulseBoard
-from trimaran.train.ties import Ties
-from trimaran.train.witness import Witness
+from trimaran.launch.rank_report import RankReport as Account
+from trimaran.launch.rank_report import read_rank_reports
+from trimaran.run import Follower, HeartbeatBoard, Journal
+from trimaran.train.process.heartbeat_thread import HeartbeatThread
+from trimaran.train.process.supervisor_link import SupervisorLink
 
-Scenario = Callable[[int, Ties], Any]
+Scenario = Callable[[int, SupervisorLink], Any]
 
 
 class Dock:
@@ -36,7 +36,7 @@ class Dock:
     def __init__(self, path: Path, world_size: int, scenario: Scenario) -> None:
         self.run = new_run(path / "run", world_size=world_size)
         self.world_size = world_size
-        self.board = PulseBoard.make(world_size)
+        self.board = HeartbeatBoard.make(world_size)
         self.board.clear()
         context, port = multiprocessing.get_context("fork"), _free_port()
         args = [(self.run, rank, world_size, port, self.board, scenario) for rank in range(world_size)]
@@ -72,27 +72,27 @@ class Dock:
         """Return the testimony of all ranks, as the supervisor gets it."""
         folder = folder or self.run.incident("i-0001")
         living = [rank for rank in range(self.world_size) if self.processes[rank].is_alive()]
-        testify(
+        collect_reports(
             self.run,
             self.board,
-            [Witnessed(rank, rank, self.pid(rank)) for rank in living],
+            [ProcessObservation(rank, rank, self.pid(rank)) for rank in living],
             folder,
             seconds=2.0,
             gently=False,
         )
-        return read_testimonies(self.run, folder, range(self.world_size))
+        return read_rank_reports(self.run, folder, range(self.world_size))
 
-    def judge(self) -> Judgement:
+    def attribute_fault(self) -> Attribution:
         deaths = [
             Ended(rank=rank, code=process.exitcode, time=rank)
             for rank, process in enumerate(self.processes)
             if process.exitcode is not None
         ]
         events = [event for rank in range(self.world_size) for event in Follower(self.run.events(rank)).new()]
-        return judge(self.ask(), deaths, events)
+        return attribute_fault(self.ask(), deaths, events)
 
 
-def _rank(run: Any, rank: int, world_size: int, port: int, board: PulseBoard, scenario: Scenario) -> None:
+def _rank(run: Any, rank: int, world_size: int, port: int, board: HeartbeatBoard, scenario: Scenario) -> None:
     torch.set_num_threads(1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
@@ -101,8 +101,8 @@ def _rank(run: Any, rank: int, world_size: int, port: int, board: PulseBoard, sc
     os.dup2(log, 1)
     os.dup2(log, 2)
     faulthandler.enable(sys.__stderr__)
-    ties, code = Ties(board=board, place=rank), 1
-    with Journal(run, rank) as journal, Witness(run, rank, ties), contextlib.suppress(Exception):
+    ties, code = SupervisorLink(board=board, place=rank), 1
+    with Journal(run, rank) as journal, HeartbeatThread(run, rank, ties), contextlib.suppress(Exception):
         try:
             dist.init_process_group("gloo", timeout=timedelta(seconds=40))
             scenario(rank, ties)

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from trimaran.telemetry import Section
-from trimaran.train.ties import Ties
+from trimaran.run import Section
+from trimaran.train.process.supervisor_link import SupervisorLink
 
 
 def _hang() -> None:
@@ -56,10 +56,10 @@ FAULTS = {
 
 plans = [each.split(":") for each in os.environ.get("TRIMARAN_TEST_FAULT", "").split(",") if each]
 pause = float(os.environ.get("TRIMARAN_TEST_PAUSE", "0"))
-enter = Ties.enter
+enter = SupervisorLink.enter
 
 
-def enter_and_break(self: Ties, section: Section, at: int = 0) -> None:
+def enter_and_break(self: SupervisorLink, section: Section, at: int = 0) -> None:
     enter(self, section, at)
     if section in ("first", "step"):
         time.sleep(pause)
@@ -68,4 +68,4 @@ def enter_and_break(self: Ties, section: Section, at: int = 0) -> None:
                 FAULTS[fault]()
 
 
-Ties.enter = enter_and_break  # type: ignore[method-assign]
+SupervisorLink.enter = enter_and_break  # type: ignore[method-assign]

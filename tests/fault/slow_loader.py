@@ -3,13 +3,13 @@
 import os
 import time
 
-from trimaran.data import Sample, Sequences
+from trimaran.data import Sequences, TokenSample
 
 seconds = float(os.environ["TRIMARAN_TEST_LOAD_SECONDS"])
 load = Sequences.__getitem__
 
 
-def load_slowly(self: Sequences, index: int) -> Sample:
+def load_slowly(self: Sequences, index: int) -> TokenSample:
     time.sleep(seconds)
     return load(self, index)
 

@@ -16,24 +16,24 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.fault.dock import Dock, Scenario
 from trimaran.core import Incident
-from trimaran.launch.blame import Judgement
+from trimaran.launch.attribution import Attribution
 from trimaran.launch.node import Orders
-from trimaran.launch.roll_call import RollCall
-from trimaran.telemetry import IncidentLog, Pulse, read_incidents
-from trimaran.train.ties import Ties
+from trimaran.launch.slow_rank_check import SlowRankCheck
+from trimaran.run import Heartbeat, IncidentLog, read_incidents
+from trimaran.train.process.supervisor_link import SupervisorLink
 
 
-def judgement_of(tmp_path: Path, world_size: int, scenario: Scenario) -> Judgement:
+def judgement_of(tmp_path: Path, world_size: int, scenario: Scenario) -> Attribution:
     with Dock(tmp_path, world_size, scenario) as dock:
         dock.in_trouble()
         return dock.judge()
 
 
-def blames(judgement: Judgement) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+def blames(judgement: Attribution) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
     return judgement.cause, judgement.suspects, judgement.victims
 
 
-def warm_up(ties: Ties) -> None:
+def warm_up(ties: SupervisorLink) -> None:
     """A few steps in which all is well."""
     for step in range(3):
         ties.enter("step", step)
@@ -45,7 +45,7 @@ def fall_behind(seconds: float = 60.0) -> None:
     time.sleep(seconds)
 
 
-def miss_a_collective(rank: int, ties: Ties) -> None:
+def miss_a_collective(rank: int, ties: SupervisorLink) -> None:
     warm_up(ties)
     if rank == 1:
         fall_behind()
@@ -63,7 +63,7 @@ def test_a_rank_that_misses_a_collective_is_named_and_so_is_the_line_where_it_st
     )
 
 
-def train_on(rank: int, ties: Ties) -> None:
+def train_on(rank: int, ties: SupervisorLink) -> None:
     warm_up(ties)
     while True:
         dist.all_reduce(torch.ones(4))
@@ -80,7 +80,7 @@ def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
     assert "rank 2 is stopped" in judgement.what
 
 
-def match_for_ever(rank: int, ties: Ties) -> None:
+def match_for_ever(rank: int, ties: SupervisorLink) -> None:
     warm_up(ties)
     if rank == 0:
         re.match(r"(a+)+$", "a" * 60 + "b")  # holds the interpreter for years
@@ -96,7 +96,7 @@ def test_a_rank_that_holds_the_interpreter_is_named_and_its_stack_comes_from_bel
     assert "in match_for_ever: re.match" in judgement.evidence["facts"][0]
 
 
-def lock_twice(rank: int, ties: Ties) -> None:
+def lock_twice(rank: int, ties: SupervisorLink) -> None:
     warm_up(ties)
     if rank == 1:
         native, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
@@ -111,7 +111,7 @@ def test_a_rank_that_has_locked_itself_out_in_native_code_is_named(tmp_path: Pat
     assert "native.pthread_mutex_lock(mutex)" in judgement.evidence["facts"][0]
 
 
-def call_something_else(rank: int, ties: Ties) -> None:
+def call_something_else(rank: int, ties: SupervisorLink) -> None:
     warm_up(ties)
     if rank == 2:
         dist.all_gather([torch.ones(4) for _ in range(3)], torch.ones(4))
@@ -126,7 +126,7 @@ def test_a_rank_that_calls_another_collective_is_named_with_both_call_sites(tmp_
     assert "dist.all_reduce(torch.ones(4))" in judgement.evidence["sites"]["0"]
 
 
-def bring_another_shape(rank: int, ties: Ties) -> None:
+def bring_another_shape(rank: int, ties: SupervisorLink) -> None:
     warm_up(ties)
     dist.all_reduce(torch.ones(400 if rank == 1 else 4))
 
@@ -144,7 +144,7 @@ def test_ranks_that_bring_different_shapes_are_a_mismatch_though_gloo_aborts(tmp
     )
 
 
-def pipeline_of_pairs(rank: int, ties: Ties) -> None:
+def pipeline_of_pairs(rank: int, ties: SupervisorLink) -> None:
     """Two stages of two ranks: pairs (0, 1) and (2, 3) sum, 0 sends to 2 and 1 to 3, gradients go back."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     for step in range(4):
@@ -167,7 +167,7 @@ def test_the_culprit_is_found_through_groups_and_messages(tmp_path: Path) -> Non
     assert "rank 1 waits for rank 3 in message 4 from it; it has begun to send 3" in judgement.evidence["facts"]
 
 
-def receive_ahead(rank: int, ties: Ties) -> None:
+def receive_ahead(rank: int, ties: SupervisorLink) -> None:
     """Rank 1 has asked for its next message already when it falls behind: it waits for nobody, for all that."""
     warm_up(ties)
     if rank == 1:
@@ -182,7 +182,7 @@ def test_a_rank_that_has_begun_an_operation_and_computes_is_not_taken_for_a_vict
     assert blames(judgement_of(tmp_path, 2, receive_ahead)) == ("hang", (1,), (0,))
 
 
-def both_receive(rank: int, ties: Ties) -> None:
+def both_receive(rank: int, ties: SupervisorLink) -> None:
     warm_up(ties)
     dist.recv(torch.ones(4), 1 - rank)
 
@@ -206,7 +206,7 @@ class Slow(torch.autograd.Function):
         return gradient
 
 
-def train_with_ddp(rank: int, ties: Ties) -> None:
+def train_with_ddp(rank: int, ties: SupervisorLink) -> None:
     model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
     replica = DistributedDataParallel(model, bucket_cap_mb=0.02)
     for step in range(4):
@@ -223,7 +223,7 @@ def test_a_rank_stuck_in_backward_is_told_from_those_that_wait_there_for_its_gra
     assert "in fall_behind" in judgement.evidence["facts"][0]
 
 
-def die(rank: int, ties: Ties) -> None:
+def die(rank: int, ties: SupervisorLink) -> None:
     warm_up(ties)
     if rank == 1:
         raise_something()
@@ -234,21 +234,21 @@ def raise_something() -> None:
     raise ZeroDivisionError("a rank's own error")
 
 
-def leave(rank: int, ties: Ties) -> None:
+def leave(rank: int, ties: SupervisorLink) -> None:
     warm_up(ties)
     if rank == 1:
         os._exit(0)
     dist.all_reduce(torch.ones(4))
 
 
-def crash(rank: int, ties: Ties) -> None:
+def crash(rank: int, ties: SupervisorLink) -> None:
     warm_up(ties)
     if rank == 1:
         ctypes.string_at(0)
     dist.all_reduce(torch.ones(4))
 
 
-def swell(rank: int, ties: Ties) -> None:
+def swell(rank: int, ties: SupervisorLink) -> None:
     warm_up(ties)
     if rank == 1:
         torch.empty(1 << 50)
@@ -275,7 +275,7 @@ def test_the_first_to_die_is_told_from_those_who_lost_it(
     assert any("rank 0 lost the others" in fact for fact in judgement.evidence["facts"])
 
 
-def train_in_step(rank: int, ties: Ties) -> None:
+def train_in_step(rank: int, ties: SupervisorLink) -> None:
     """Steps of 30 ms that sleep instead of computing, so that a busy machine does not make them slow."""
     buckets = [torch.ones(100 + each) for each in range(3)]
     for step in range(10_000):
@@ -311,14 +311,14 @@ class Attempt:
     def nodes(self) -> list["Attempt"]:
         return [self]
 
-    def pulses(self) -> dict[int, Pulse]:
+    def pulses(self) -> dict[int, Heartbeat]:
         return {rank: self.dock.board.read(rank) for rank in range(self.dock.world_size)}
 
-    def testify(self, folder: Path, *, seconds: float, gently: bool = False) -> None:
+    def collect_reports(self, folder: Path, *, seconds: float, gently: bool = False) -> None:
         self.dock.ask(folder)
 
 
-def watch_for(seconds: float, attempt: Attempt, roll_call: RollCall) -> list[Incident]:
+def watch_for(seconds: float, attempt: Attempt, roll_call: SlowRankCheck) -> list[Incident]:
     """Take the roll call as the supervisor does, until it finds something."""
     end = time.monotonic() + seconds
     while time.monotonic() < end and not read_incidents(attempt.dock.run):
@@ -333,7 +333,7 @@ def test_a_rank_that_is_held_up_is_called_slow_and_nobody_else_is(tmp_path: Path
         dock.until(lambda: dock.board.read(0).step > 5)
         orders = Orders(attempt=0, first_rank=0, num_ranks=2, world_size=2, store="", token="")
         attempt, over = Attempt(dock, orders), threading.Event()
-        roll_call = RollCall(dock.run, IncidentLog(dock.run))
+        roll_call = SlowRankCheck(dock.run, IncidentLog(dock.run))
         assert watch_for(2.0, attempt, roll_call) == []
         onset = dock.board.read(0).step
         thread = threading.Thread(target=hamper, args=(dock.pid(1), over))

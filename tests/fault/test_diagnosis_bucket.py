@@ -8,9 +8,9 @@ import pytest
 from tests.doctoring import findings, in_slow_network, measured, mended, recipe_of, train
 from tests.fault.harness import Supervised, lines
 from trimaran.core import EXIT_DONE
-from trimaran.doctor.remedy import settings_of
+from trimaran.doctor.predicted_gain import settings_of
 from trimaran.doctor.rules.speed.bucket import IDLE
-from trimaran.telemetry import RunDirectory
+from trimaran.run import RunDirectory
 
 pytestmark = pytest.mark.chaos
 

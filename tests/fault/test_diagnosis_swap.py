@@ -14,9 +14,9 @@ from tests.doctoring import findings, in_container
 from tests.fault.harness import Supervised, lines
 from trimaran.core import EXIT_DONE, Mesh, Plan, parse_recipe
 from trimaran.doctor.evidence import Evidence
-from trimaran.doctor.remedy import settings_of
+from trimaran.doctor.predicted_gain import settings_of
 from trimaran.doctor.rules.health.swap import swap
-from trimaran.telemetry import RunDirectory
+from trimaran.run import RunDirectory
 
 MEMORY = Path("/sys/fs/cgroup/memory")  # of cgroup v1, which counts memory and swap apart
 MIB = 2**20

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from tests.doctoring import findings, in_slow_network, measured, recipe_of, train
 from tests.fault.harness import Supervised
-from trimaran.app.cli.main import main
+from trimaran.app.main import main
 from trimaran.core import EXIT_DONE, Recipe
-from trimaran.data import Sample, Sequences
-from trimaran.doctor.remedy import settings_of
+from trimaran.data import Sequences, TokenSample
+from trimaran.doctor.predicted_gain import settings_of
 from trimaran.models import outline_if_told
-from trimaran.nets.decoder import Layer
-from trimaran.telemetry import RunDirectory
-from trimaran.train.keeper import Keeper
+from trimaran.nets.decoder import DecoderLayer
+from trimaran.run import RunDirectory
+from trimaran.train.checkpointing.checkpointer import Checkpointer
 
 pytestmark = pytest.mark.chaos
 
@@ -43,19 +43,19 @@ class Sleep(torch.autograd.Function):
 
 def compute_slowly(monkeypatch: pytest.MonkeyPatch, row_seconds: float, *, late: dict[int, float]) -> None:
     """Let a forward and a backward take so long for each row, and longer by so many seconds on some ranks."""
-    forward = Layer.forward
+    forward = DecoderLayer.forward
 
-    def slowly(self: Layer, stream: Tensor, *rest: Any, **named: Any) -> Any:
+    def slowly(self: DecoderLayer, stream: Tensor, *rest: Any, **named: Any) -> Any:
         seconds = row_seconds * len(stream) + late.get(int(os.environ["RANK"]), 0.0)
         return forward(self, Sleep.apply(stream, seconds / 3), *rest, **named)
 
-    monkeypatch.setattr(Layer, "forward", slowly)
+    monkeypatch.setattr(DecoderLayer, "forward", slowly)
 
 
 def load_slowly(monkeypatch: pytest.MonkeyPatch, row_seconds: float) -> None:
     load = Sequences.__getitem__
 
-    def slowly(self: Sequences, index: int) -> Sample:
+    def slowly(self: Sequences, index: int) -> TokenSample:
         time.sleep(row_seconds)
         return load(self, index)
 
@@ -63,13 +63,13 @@ def load_slowly(monkeypatch: pytest.MonkeyPatch, row_seconds: float) -> None:
 
 
 def save_slowly(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    save = Keeper._save
+    save = Checkpointer._save
 
-    def slowly(self: Keeper, step: int) -> None:
+    def slowly(self: Checkpointer, step: int) -> None:
         time.sleep(seconds)
         save(self, step)
 
-    monkeypatch.setattr(Keeper, "_save", slowly)
+    monkeypatch.setattr(Checkpointer, "_save", slowly)
 
 
 STEP = 1.6  # seconds

@@ -15,8 +15,8 @@ from tests.doctoring import SEEING, findings, mended, recipe_of, train, write_pi
 from tests.fault.harness import Supervised, lines, wait_for
 from trimaran.core import EXIT_DONE, EXIT_STUCK, Finding, Recipe
 from trimaran.nets import Network
-from trimaran.telemetry import RunDirectory
-from trimaran.train import assemble
+from trimaran.run import RunDirectory
+from trimaran.train import build
 
 pytestmark = pytest.mark.chaos
 
@@ -25,15 +25,15 @@ Hook = Callable[[torch.nn.Module, Any, Any], Any]
 
 def hooked(monkeypatch: pytest.MonkeyPatch, module: str, hook: Hook, *, rank: int = 0) -> None:
     """Let a module of the networks that one rank will build have a forward hook."""
-    build = assemble.build_networks
+    build_networks = build.build_networks
 
     def with_hook(*args: Any) -> tuple[Network, ...]:
-        networks = build(*args)
+        networks = build_networks(*args)
         if os.environ["RANK"] == str(rank):
             networks[0].module.get_submodule(module).register_forward_hook(hook)
         return networks
 
-    monkeypatch.setattr(assemble, "build_networks", with_hook)
+    monkeypatch.setattr(build, "build_networks", with_hook)
 
 
 def losses(run: RunDirectory) -> list[float]:
@@ -45,15 +45,15 @@ def short(*settings: str) -> Recipe:
 
 
 def test_a_planted_nan_is_traced_to_its_module_and_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    build = assemble.build_networks
+    build_networks = build.build_networks
 
     def with_fault(*args: Any) -> tuple[Network, ...]:
-        assemble.build_networks = build
+        build.build_networks = build_networks
         if os.environ["RANK"] == "1":
             plant(Fault("layers.2.mlp.down_proj", call=10))
-        return assemble.build_networks(*args)
+        return build.build_networks(*args)
 
-    monkeypatch.setattr(assemble, "build_networks", with_fault)
+    monkeypatch.setattr(build, "build_networks", with_fault)
     found = findings(train(short("cluster=2xcpu", "plan.mesh.dp_replicate=2", "plan.grad_accum=1"), tmp_path / "run"))
     assert found["F050"].culprit == "layers.2.mlp.down_proj on rank 1"
     assert found["F050"].severity == "fault"
@@ -115,14 +115,14 @@ def train_to_the_end(recipe: Recipe, folder: Path) -> RunDirectory:
 
 
 def test_a_parameter_without_a_use_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    build = assemble.build_networks
+    build_networks = build.build_networks
 
     def with_spare(*args: Any) -> tuple[Network, ...]:
-        networks = build(*args)
+        networks = build_networks(*args)
         networks[0].module.get_submodule("layers.1").spare = torch.nn.Linear(4, 4)
         return networks
 
-    monkeypatch.setattr(assemble, "build_networks", with_spare)
+    monkeypatch.setattr(build, "build_networks", with_spare)
     found = findings(train(short("cluster=1xcpu"), tmp_path / "run"))["F055"]
     assert found.culprit == "layers.1.spare"
     assert found.evidence["parameters"] == ["layers.1.spare.bias", "layers.1.spare.weight"]

@@ -24,11 +24,11 @@ from tests.doctoring import (
     write_pictures,
 )
 from tests.fault.harness import wait_for
-from trimaran.data import Sample, Sequences
+from trimaran.data import Sequences, TokenSample
 from trimaran.doctor.evidence import read_evidence
-from trimaran.nets.decoder import Layer
-from trimaran.telemetry import RunDirectory
-from trimaran.train.stepper import PlainStepper
+from trimaran.nets.decoder import DecoderLayer
+from trimaran.run import RunDirectory
+from trimaran.train.steppers.stepper import PlainStepper
 
 pytestmark = pytest.mark.chaos
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.chaos
 def test_a_slow_loader_is_found_and_more_processes_help(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load = Sequences.__getitem__
 
-    def slowly(self: Sequences, index: int) -> Sample:
+    def slowly(self: Sequences, index: int) -> TokenSample:
         time.sleep(0.1)  # much beside what little there is to compute
         return load(self, index)
 
@@ -115,13 +115,13 @@ def test_checkpoints_that_all_wait_for_are_found_and_writing_beside_helps(
 
 
 def test_uneven_stages_are_found_and_an_even_split_helps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = Layer.forward
+    forward = DecoderLayer.forward
 
-    def slowly(self: Layer, *inputs: Any, **named: Any) -> Any:
+    def slowly(self: DecoderLayer, *inputs: Any, **named: Any) -> Any:
         time.sleep(0.01)  # so that layers take as long on a busy machine as on an idle one
         return forward(self, *inputs, **named)
 
-    monkeypatch.setattr(Layer, "forward", slowly)
+    monkeypatch.setattr(DecoderLayer, "forward", slowly)
     recipe = recipe_of(
         "cluster=2xcpu", "model.shape={layers: 8, hidden: 64, heads: 4, kv_heads: 2, ffn: 128}", "plan.mesh.pp=2",
         "plan.micro_batch=2", "plan.grad_accum=8", "plan.pipeline.schedule=1f1b", "plan.pipeline.stages=[7, 1]",
@@ -162,28 +162,28 @@ def test_unequal_pictures_are_found_and_dealing_by_cost_evens_them_out(tmp_path:
 def test_a_planted_wait_for_a_number_is_found_in_a_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_of("cluster=1xcpu", "telemetry.profile=10:13")
     assert "F009" not in findings(train(recipe, tmp_path / "healthy"))
-    forward = Layer.forward
+    forward = DecoderLayer.forward
 
-    def waits(self: Layer, stream: Tensor, *rest: Any, **named: Any) -> Any:
+    def waits(self: DecoderLayer, stream: Tensor, *rest: Any, **named: Any) -> Any:
         assert stream.abs().max().item() < 1e9
         return forward(self, stream, *rest, **named)
 
-    monkeypatch.setattr(Layer, "forward", waits)
+    monkeypatch.setattr(DecoderLayer, "forward", waits)
     found = findings(train(recipe, tmp_path / "waiting"))["F009"]
     assert found.culprit == "forward, after aten::max"
     assert found.evidence["waits_a_step"] == 4  # one in each layer
 
 
 def test_a_storm_of_compilations_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = Layer.forward
+    forward = DecoderLayer.forward
     sizes = itertools.count(2)
     double = torch.compile(lambda part: part * 2, backend="eager", dynamic=False)
 
-    def compiles(self: Layer, stream: Tensor, *rest: Any, **named: Any) -> Any:
+    def compiles(self: DecoderLayer, stream: Tensor, *rest: Any, **named: Any) -> Any:
         double(stream.detach()[:, : next(sizes) // 4])  # four layers: another size every step
         return forward(self, stream, *rest, **named)
 
-    monkeypatch.setattr(Layer, "forward", compiles)
+    monkeypatch.setattr(DecoderLayer, "forward", compiles)
     found = findings(train(recipe_of("cluster=1xcpu"), tmp_path / "runs"))["F008"]
     assert "size mismatch" in found.evidence["why"]
     assert found.culprit.startswith("<lambda> (test_doctor_speed.py:")

@@ -12,7 +12,7 @@ import pytest
 from tests.doctoring import SMALL
 from tests.fault.harness import ROOT, wait_for
 from trimaran.core import EXIT_AGAIN
-from trimaran.telemetry import RunDirectory, last_step
+from trimaran.run import RunDirectory, last_step
 
 pytestmark = pytest.mark.chaos
 

@@ -19,23 +19,23 @@ import torch.distributed as dist
 
 from tests.ranks import run_ranks
 from trimaran.launch import channel as channel_module
-from trimaran.launch import member as member_module
+from trimaran.launch import follower as member_module
 from trimaran.launch import node_fleet
 from trimaran.launch import remote_node as remote_node_module
 from trimaran.launch.channel import Channel
-from trimaran.launch.crew import Crew
-from trimaran.launch.formation import Formation
+from trimaran.launch.follower import Follower, FollowerEnd
 from trimaran.launch.local_node import LocalNode
-from trimaran.launch.member import Member, Parting
 from trimaran.launch.node import Ended, Lost, News, Orders
-from trimaran.launch.node_fleet import FencedError, NodeFleet
+from trimaran.launch.node_agent import NodeAgent
+from trimaran.launch.node_fleet import FencedError, RemoteNodeGroup
+from trimaran.launch.node_options import NodeOptions
 from trimaran.launch.remote_node import RemoteNode
 from trimaran.launch.signals import Signals
-from trimaran.telemetry import Pulse, RunDirectory, read_incidents
-from trimaran.telemetry.lease import Watch, claim, read_holder, take, token_of
-from trimaran.telemetry.wire import split_address
-from trimaran.train.place import Place, join
-from trimaran.train.ties import Ties
+from trimaran.run import Heartbeat, RunDirectory, read_incidents
+from trimaran.run.lease import LeaseWatch, claim, read_holder, take, token_of
+from trimaran.run.wire import split_address
+from trimaran.train.process.rank_info import RankInfo, join
+from trimaran.train.process.supervisor_link import SupervisorLink
 
 WAIT = 10.0
 
@@ -57,7 +57,7 @@ class FakeNode:
         self.told: list[str] = []
         self.orders: Orders | None = None
         self.coming: list[News] = []
-        self.beating: dict[int, Pulse] = {}
+        self.beating: dict[int, Heartbeat] = {}
 
     def start(self, orders: Orders) -> None:
         self.orders = orders
@@ -67,12 +67,12 @@ class FakeNode:
         found, self.coming = self.coming, []
         return found
 
-    def pulses(self) -> dict[int, Pulse]:
+    def pulses(self) -> dict[int, Heartbeat]:
         return self.beating
 
-    def testify(self, folder: Path, *, seconds: float) -> None:
+    def collect_reports(self, folder: Path, *, seconds: float) -> None:
         time.sleep(0.1)
-        self.told.append(f"testify {folder.name} {seconds:g}")
+        self.told.append(f"collect_reports {folder.name} {seconds:g}")
 
     def ask_to_stop(self) -> None:
         self.told.append("stop")
@@ -88,13 +88,13 @@ class Under:
         holder = read_holder(run)
         assert holder is not None
         self.node, self.signals = node, Signals()
-        self.parting: Parting | None = None
-        self._member = Member(run, cast(LocalNode, node), holder, token_of(run))
+        self.parting: FollowerEnd | None = None
+        self._member = Follower(run, cast(LocalNode, node), holder, token_of(run))
         self.thread = threading.Thread(target=self._serve, args=(run,), daemon=True)
         self.thread.start()
 
     def _serve(self, run: RunDirectory) -> None:
-        self.parting = self._member.serve(Watch(run), self.signals)
+        self.parting = self._member.serve(LeaseWatch(run), self.signals)
 
 
 @pytest.fixture
@@ -133,10 +133,10 @@ def orders(attempt: int = 0) -> Orders:
 
 
 def reduce_among_strangers(address: str, token: str) -> list[float]:
-    place = Place(
+    place = RankInfo(
         rank=int(os.environ["RANK"]), world_size=4, local_rank=int(os.environ["RANK"]), device=torch.device("cpu")
     )
-    join(place, Ties(store=address, token=token))
+    join(place, SupervisorLink(store=address, token=token))
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     found = []
     for name in ("dp", "tp"):
@@ -196,7 +196,7 @@ def test_orders_reach_a_node_and_its_news_come_back_by_our_clock(run: RunDirecto
     until(lambda: under.node.told == ["start"])
     assert under.node.orders == orders()
     now = time.monotonic()
-    under.node.beating = {2: Pulse(section="step", step=7, entered=now - 100.0, alive=now, answered=0)}
+    under.node.beating = {2: Heartbeat(section="step", step=7, entered=now - 100.0, alive=now, answered=0)}
     under.node.coming = [Ended(rank=3, code=-9, time=now - 2.0)]
     news: list[News] = []
     until(lambda: news.extend(remote.news()) or (news and remote.pulses()))
@@ -205,8 +205,8 @@ def test_orders_reach_a_node_and_its_news_come_back_by_our_clock(run: RunDirecto
     assert (ended.rank, ended.code) == (3, -9)
     assert now - ended.time == pytest.approx(2.0, abs=1.0)
     assert now - remote.pulses()[2].entered == pytest.approx(100.0, abs=1.0)
-    remote.testify(run.path / "incidents" / "i-0001", seconds=1.0)
-    assert under.node.told[-1] == "testify i-0001 1"  # it has, when the call returns
+    remote.collect_reports(run.path / "incidents" / "i-0001", seconds=1.0)
+    assert under.node.told[-1] == "collect_reports i-0001 1"  # it has, when the call returns
     remote.ask_to_stop()
     remote.kill()
     assert under.node.told[-2:] == ["stop", "kill"]
@@ -235,7 +235,7 @@ def test_a_silent_node_is_lost_on_both_sides(
     remote.kill()  # returns, though nobody hears it
     under.thread.join(5.0)
     assert under.node.told == ["start", "kill"]
-    assert under.parting == Parting(why=under.parting.why if under.parting else "", met=True, under_way=True)
+    assert under.parting == FollowerEnd(why=under.parting.why if under.parting else "", met=True, under_way=True)
 
 
 def test_a_node_whose_supervisor_dies_is_lost_at_once(run: RunDirectory, channel: Channel) -> None:
@@ -273,16 +273,16 @@ def test_a_second_supervisor_of_a_node_is_turned_away(run: RunDirectory, channel
 
 
 class FakeCrew:
-    def __init__(self, run: RunDirectory, channel: Channel, formation: Formation) -> None:
+    def __init__(self, run: RunDirectory, channel: Channel, formation: NodeOptions) -> None:
         self.run, self.channel, self.formation, self.token = run, channel, formation, token_of(run)
         self.node, self.per_node = FakeNode("a", 1), frozenset()
 
 
-def fleet_of(run: RunDirectory, channel: Channel, *, min_nodes: int, wait_seconds: float = 20.0) -> NodeFleet:
-    formation = Formation(nodes=2, min_nodes=min_nodes, address="127.0.0.1", wait_seconds=wait_seconds)
+def fleet_of(run: RunDirectory, channel: Channel, *, min_nodes: int, wait_seconds: float = 20.0) -> RemoteNodeGroup:
+    formation = NodeOptions(nodes=2, min_nodes=min_nodes, address="127.0.0.1", wait_seconds=wait_seconds)
     lease = claim(run, 2, address=channel.address, shared=True)
     assert lease is not None
-    return NodeFleet(cast(Crew, FakeCrew(run, channel, formation)), lease, Signals(), formed=False)
+    return RemoteNodeGroup(cast(NodeAgent, FakeCrew(run, channel, formation)), lease, Signals(), formed=False)
 
 
 @pytest.mark.usefixtures("quick")
@@ -293,13 +293,13 @@ def test_the_coordinator_waits_for_all_and_later_goes_on_with_as_few_as_allowed(
     late = threading.Timer(0.5, lambda: joined.append(Under(run, FakeNode("b", 2))))
     joined: list[Under] = []
     late.start()
-    nodes = fleet.muster()
+    nodes = fleet.wait_for_nodes()
     assert nodes is not None
     assert [node.name for node in nodes] == ["a", "b"]
     assert fleet.growth(nodes) is None
     joined[0].signals.asked = joined[0].signals.urgent = True
     joined[0].thread.join(WAIT)
-    until(lambda: [node.name for node in fleet.muster() or []] == ["a"])
+    until(lambda: [node.name for node in fleet.wait_for_nodes() or []] == ["a"])
     again = Under(run, FakeNode("b", 2))
     until(lambda: fleet.growth(nodes[:1]) == 3)
     again.signals.asked = True
@@ -307,7 +307,7 @@ def test_the_coordinator_waits_for_all_and_later_goes_on_with_as_few_as_allowed(
 
 
 def test_too_few_nodes_are_told_after_the_wait(run: RunDirectory, channel: Channel) -> None:
-    assert fleet_of(run, channel, min_nodes=2, wait_seconds=0.3).muster() is None
+    assert fleet_of(run, channel, min_nodes=2, wait_seconds=0.3).wait_for_nodes() is None
 
 
 def test_a_coordinator_without_its_lease_starts_nothing(run: RunDirectory, channel: Channel) -> None:
@@ -316,7 +316,7 @@ def test_a_coordinator_without_its_lease_starts_nothing(run: RunDirectory, chann
     assert newer is not None
     until(lambda: not fleet.holds())
     with pytest.raises(FencedError):
-        fleet.muster()
+        fleet.wait_for_nodes()
     newer.release()
 
 
@@ -327,7 +327,7 @@ def test_a_clock_that_differs_is_mentioned_and_nothing_else(
     monkeypatch.setattr(member_module.time, "time", lambda: real() - 60.0)
     under = Under(run, FakeNode("b", 2))
     monkeypatch.setattr(member_module.time, "time", real)
-    nodes = fleet.muster()
+    nodes = fleet.wait_for_nodes()
     assert nodes is not None
     assert len(nodes) == 2
     (said,) = read_incidents(run)

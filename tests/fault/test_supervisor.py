@@ -17,17 +17,17 @@ from tests.runs import new_run
 from trimaran.core import EXIT_AGAIN, EXIT_DONE, EXIT_STUCK, Incident
 from trimaran.data import cache_folder
 from trimaran.launch.local import start_local
-from trimaran.telemetry import RunDirectory, create_run
-from trimaran.telemetry.lease import token_of
+from trimaran.run import RunDirectory, create_run
+from trimaran.run.lease import token_of
 from trimaran.telemetry.ledger import ledger_of
-from trimaran.train.place import place_of
+from trimaran.train.process.rank_info import read_rank_info
 from trimaran.train.worker import run_worker
 
 STEPS = 100
 
 
 def sail_undisturbed(path: Path) -> int:
-    return run_worker(RunDirectory(path), place_of(os.environ), cache=cache_folder(os.environ))
+    return run_worker(RunDirectory(path), read_rank_info(os.environ), cache=cache_folder(os.environ))
 
 
 def strike(sailing: Supervised, rank: int, number: signal.Signals, *, after: int) -> Incident:

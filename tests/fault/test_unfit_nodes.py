@@ -20,13 +20,13 @@ from tests.fault.harness import lines, wait_for
 from tests.fault.test_network import FakeNode, fleet_of
 from trimaran.core import UserError
 from trimaran.launch.channel import Channel
+from trimaran.launch.follower import Follower, FollowerEnd
 from trimaran.launch.local_node import LocalNode
-from trimaran.launch.look_line import LookLine
-from trimaran.launch.member import Member, Parting
-from trimaran.launch.node_fleet import NodeFleet
+from trimaran.launch.node_fleet import RemoteNodeGroup
+from trimaran.launch.preflight_process import PreflightProcess
 from trimaran.launch.signals import Signals
-from trimaran.telemetry import RunDirectory
-from trimaran.telemetry.lease import Watch, read_holder, take, token_of
+from trimaran.run import RunDirectory
+from trimaran.run.lease import LeaseWatch, read_holder, take, token_of
 
 NO_CARD = {"GLOO_SOCKET_IFNAME": "nosuch0"}
 ADDRESSES = ("127.0.0.1", "127.0.0.2")
@@ -48,13 +48,13 @@ class Joining:
     def __init__(self, run: RunDirectory, name: str, unfit: UserError | None) -> None:
         holder = read_holder(run)
         assert holder is not None
-        self.parting: Parting | None = None
+        self.parting: FollowerEnd | None = None
         self.signals = Signals()
-        member = Member(run, cast(LocalNode, FakeNode(name, 1)), holder, token_of(run), unfit=unfit)
-        self._thread = threading.Thread(target=self._serve, args=(member, Watch(run)), daemon=True)
+        member = Follower(run, cast(LocalNode, FakeNode(name, 1)), holder, token_of(run), unfit=unfit)
+        self._thread = threading.Thread(target=self._serve, args=(member, LeaseWatch(run)), daemon=True)
         self._thread.start()
 
-    def _serve(self, member: Member, watch: Watch) -> None:
+    def _serve(self, member: Follower, watch: LeaseWatch) -> None:
         self.parting = member.serve(watch, self.signals)
 
     def refusal(self) -> UserError:
@@ -69,9 +69,9 @@ class Joining:
         self._thread.join(10.0)
 
 
-def refused(fleet: NodeFleet) -> UserError:
+def refused(fleet: RemoteNodeGroup) -> UserError:
     with pytest.raises(UserError) as told:
-        fleet.muster()
+        fleet.wait_for_nodes()
     fleet.dismiss(2, told.value)
     return told.value
 
@@ -93,7 +93,7 @@ def test_a_node_that_was_mended_in_time_is_waited_for(tmp_path: Path, channel: C
     wait_for(lambda: len(fleet._present()) == 2 and fleet._unfit)
     first.leave()
     again = Joining(run, "b", None)
-    nodes = fleet.muster()
+    nodes = fleet.wait_for_nodes()
     assert nodes is not None
     assert [node.name for node in nodes] == ["a", "b", "c"]
     other.leave()
@@ -103,7 +103,7 @@ def test_a_node_that_was_mended_in_time_is_waited_for(tmp_path: Path, channel: C
 def test_an_unfit_node_that_comes_later_is_turned_away_and_the_others_go_on(tmp_path: Path, channel: Channel) -> None:
     run = RunDirectory(tmp_path)
     fleet, well = fleet_of(run, channel, min_nodes=1), Joining(run, "b", None)
-    nodes = fleet.muster()
+    nodes = fleet.wait_for_nodes()
     assert nodes is not None
     late = Joining(run, "c", UNFIT)
     wait_for(lambda: "c" in fleet._turned_away or fleet.growth(nodes))
@@ -117,10 +117,10 @@ def test_the_look_of_a_node_is_the_doctors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = make_run(tmp_path / "run")
-    looks = [LookLine(run, kind="cpu", nodes=2)]
+    looks = [PreflightProcess(run, kind="cpu", nodes=2)]
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
-    looks.append(LookLine(run, kind="cpu", nodes=2, where="node b"))
-    looks.append(LookLine(RunDirectory(tmp_path / "none"), kind="no such kind"))
+    looks.append(PreflightProcess(run, kind="cpu", nodes=2, where="node b"))
+    looks.append(PreflightProcess(RunDirectory(tmp_path / "none"), kind="no such kind"))
     well, unfit, broken = [look.refusal() for look in looks]
     assert well is None
     assert unfit is not None

@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from trimaran.core import Plan, Recipe
-from trimaran.data.batch import StepBatch
 from trimaran.data.loader import Loader
-from trimaran.telemetry import Journal, create_run
-from trimaran.train.assemble import build_crew
-from trimaran.train.place import Place, join, place_of
-from trimaran.train.ties import Ties
+from trimaran.data.step_batch import StepBatch
+from trimaran.run import Journal, create_run
+from trimaran.train.build import build_worker_parts
+from trimaran.train.process.rank_info import RankInfo, join, read_rank_info
+from trimaran.train.process.supervisor_link import SupervisorLink
 
 WARM, WATCHED = 12, 8  # steps; by the end of the warm-up the pace of copies is known and everything is compiled
 MARK = "a step begins"
@@ -102,7 +102,7 @@ def waits_in(trace: Path) -> dict[str, int]:
     return dict(found)
 
 
-def watch(name: str, folder: Path, place: Place, cache: Path) -> dict[str, Any]:
+def watch(name: str, folder: Path, place: RankInfo, cache: Path) -> dict[str, Any]:
     """Return what was seen of one plan."""
     told = PLANS[name]
     train = TRAIN | {"optimizer": {"states": told.get("states", "fp32")}, "clip_norm": told.get("clip_norm", 1.0)}
@@ -115,7 +115,7 @@ def watch(name: str, folder: Path, place: Place, cache: Path) -> dict[str, Any]:
     trace, berth = run.path / "trace.json", os.memfd_create("berth")
     with Journal(run, 0) as journal:
         # With a berth, as under a supervisor: a copy of the state goes to memory after every step.
-        crew = build_crew(run, place, journal, cache=cache, ties=Ties(berths=(berth,)))
+        crew = build_worker_parts(run, place, journal, cache=cache, ties=SupervisorLink(berths=(berth,)))
         refused = ""
         with crew.trainer.loader_from(0) as loader:
             watched = Watched(loader, trace)
@@ -136,7 +136,7 @@ def watch(name: str, folder: Path, place: Place, cache: Path) -> dict[str, Any]:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    place = place_of({})
+    place = read_rank_info({})
     join(place)
     names = sys.argv[2:] or PLANS
     print(json.dumps({name: watch(name, folder, place, folder / "cache") for name in names}))

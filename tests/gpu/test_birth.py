@@ -11,7 +11,7 @@ from tests.dist.test_birth import skip_of
 from tests.dist.test_guards import recipe_with
 from tests.environment import environment
 from trimaran.core import Plan
-from trimaran.telemetry import create_run
+from trimaran.run import create_run
 
 pytestmark = pytest.mark.gpu
 

@@ -11,12 +11,12 @@ from tests.environment import environment
 from trimaran.core import Recipe, parse_recipe
 from trimaran.doctor.diagnose import diagnose
 from trimaran.doctor.evidence import read_evidence
-from trimaran.doctor.measured import measure
-from trimaran.doctor.remedy import patched
+from trimaran.doctor.predicted_gain import patched
+from trimaran.doctor.step_breakdown import measure
 from trimaran.hardware import parse_cluster
 from trimaran.models import outline_if_told, spec_of
 from trimaran.planner import choose
-from trimaran.telemetry import RunDirectory, create_run
+from trimaran.run import RunDirectory, create_run
 
 pytestmark = pytest.mark.gpu
 
@@ -36,8 +36,8 @@ import os, sys
 from pathlib import Path
 from trimaran.data import cache_folder
 from trimaran.nets.decoder import Layer
-from trimaran.telemetry import open_run
-from trimaran.train.place import place_of
+from trimaran.run import open_run
+from trimaran.train.process.rank_info import place_of
 from trimaran.train.worker import run_worker
 
 forward = Layer.forward

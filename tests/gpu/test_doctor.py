@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.environment import environment
-from trimaran.app.cli.preflight import refuse_unfit_machine
-from trimaran.app.cli.request import resolve
+from trimaran.app.request.machine_check import refuse_unfit_machine
+from trimaran.app.request.request import resolve
 from trimaran.doctor.nvidia_smi import PEERS, QUICK, TOPOLOGY, WHOLE, ask, parse_peers, parse_quick, parse_whole
-from trimaran.hardware.topology import parse_topology
+from trimaran.hardware.gpu_topology import parse_topology
 
 pytestmark = pytest.mark.gpu
 

@@ -12,18 +12,18 @@ import torch.distributed as dist
 from tests.parity import plan_for
 from tests.resume import LEG, batch_of, bits, recipe_for, sail_leg_here
 from trimaran.checkpoint.copier import DeviceCopier
-from trimaran.checkpoint.memory import Berth, Label, MemorySource, pack_items
-from trimaran.checkpoint.pieces import Piece
-from trimaran.checkpoint.read import fill
-from trimaran.checkpoint.share import lay_out
+from trimaran.checkpoint.load_state import fill
+from trimaran.checkpoint.memory_copies import Label, MemorySource, RankMemory, pack_items
+from trimaran.checkpoint.rank_share import lay_out
+from trimaran.checkpoint.tensor_shards import TensorShard
 from trimaran.core import Plan, Recipe
+from trimaran.optim.split_bf16 import split
+from trimaran.optim.split_weights import AT_ONCE, SplitWeights
 from trimaran.parallel import build_mesh
-from trimaran.train.assemble import build_stepper
-from trimaran.train.build import build_networks
-from trimaran.train.clock import Clock
-from trimaran.train.halves import AT_ONCE, Halves
-from trimaran.train.optimizer.halves import split
-from trimaran.train.place import join, place_of
+from trimaran.train.build import build_stepper
+from trimaran.train.metrics.step_clock import Clock
+from trimaran.train.networks import build_networks
+from trimaran.train.process.rank_info import join, read_rank_info
 
 pytestmark = pytest.mark.gpu
 
@@ -45,7 +45,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def bytes_a_value(recipe: Recipe, plan: Plan) -> tuple[float, float]:
     """Return what a value of the weights takes between steps, and with its gradient before the update."""
-    place = place_of(os.environ)
+    place = read_rank_info(os.environ)
     if not dist.is_initialized():
         join(place)
     for dtype in (torch.float32, torch.bfloat16):  # what cuBLAS works in stays allocated from here on
@@ -102,12 +102,12 @@ def test_fp32_weights_go_on_from_halves_and_back() -> None:
 def test_a_copy_to_the_host_is_whole_and_needs_little_room() -> None:
     values = torch.randn(16384, 8192, device="cuda")
     held, empty = (
-        Piece(key="model/w", tensor=Halves(*split(each)), shape=tuple(each.shape), start=(0, 0))
+        TensorShard(key="model/w", tensor=SplitWeights(*split(each)), shape=tuple(each.shape), start=(0, 0))
         for each in (values, torch.zeros_like(values))
     )
     share = lay_out([held], [(0, len(values))])
     fd = os.memfd_create("test")
-    berth = Berth(fd)
+    berth = RankMemory(fd)
     berth.lay_out(1, num_bytes=share.num_bytes, items_bytes=len(pack_items(share.items)))
     copier = DeviceCopier(share, berth, torch.device("cuda"))
     gc.collect()
@@ -117,11 +117,11 @@ def test_a_copy_to_the_host_is_whole_and_needs_little_room() -> None:
     copier.copy(berth.slots[0], Label(step=1, voyage=(0, 0), rank=0, world_size=1), [held])
     copier.before_update()
     copier.settle()
-    ((_, kept),) = Berth(fd).kept()
+    ((_, kept),) = RankMemory(fd).kept()
     fill([empty], MemorySource({0: kept}))
     torch.cuda.synchronize()
     # Of the 512 MiB: what is joined or split at a time, a few times over.
     assert torch.cuda.max_memory_allocated() - before <= 5 * 4 * AT_ONCE < values.nbytes
-    assert isinstance(empty.tensor, Halves)
+    assert isinstance(empty.tensor, SplitWeights)
     assert torch.equal(bits(empty.tensor.whole()), bits(values.cpu()))
     os.close(fd)

@@ -21,15 +21,15 @@ from torch import Tensor, nn
 from trimaran.core import Finding, Recipe, parse_recipe
 from trimaran.doctor.diagnose import diagnose
 from trimaran.doctor.evidence import read_evidence
-from trimaran.doctor.measured import Measured, measure
-from trimaran.doctor.remedy import patched
+from trimaran.doctor.predicted_gain import patched
+from trimaran.doctor.step_breakdown import StepBreakdown, measure
 from trimaran.hardware import parse_cluster
 from trimaran.models import outline_if_told, spec_of
-from trimaran.nets.decoder import Layer
+from trimaran.nets.decoder import DecoderLayer
 from trimaran.planner import choose
-from trimaran.telemetry import RunDirectory, create_run, open_run
+from trimaran.run import RunDirectory, create_run, open_run
 from trimaran.telemetry.sampler import Sampler
-from trimaran.train.place import place_of
+from trimaran.train.process.rank_info import read_rank_info
 from trimaran.train.worker import run_worker
 
 pytestmark = pytest.mark.gpu
@@ -90,13 +90,13 @@ class Crowd:
 
 def crowd() -> None:
     """Let a crowd into the ranks that this process becomes."""
-    forward, guest = Layer.forward, Crowd()
+    forward, guest = DecoderLayer.forward, Crowd()
 
-    def crowded(self: Layer, stream: Tensor, *rest: object) -> object:
+    def crowded(self: DecoderLayer, stream: Tensor, *rest: object) -> object:
         guest.enter(self, stream.device)
         return forward(self, stream, *rest)  # type: ignore[arg-type]
 
-    Layer.forward = crowded  # type: ignore[assignment,method-assign]
+    DecoderLayer.forward = crowded  # type: ignore[assignment,method-assign]
 
 
 def crowd_in_segments_that_grow() -> None:
@@ -108,7 +108,7 @@ def sail(path: str, plant: Callable[[], None] | None) -> None:
     """Be the only rank of a run."""
     if plant is not None:
         plant()
-    place = place_of(os.environ | {"RANK": "0", "WORLD_SIZE": "1"})
+    place = read_rank_info(os.environ | {"RANK": "0", "WORLD_SIZE": "1"})
     sys.exit(run_worker(open_run(Path(path)), place, cache=Path(path).parent / "cache"))
 
 
@@ -161,7 +161,7 @@ def told(run: RunDirectory) -> dict[str, Finding]:
     return found
 
 
-def measured(run: RunDirectory) -> Measured:
+def measured(run: RunDirectory) -> StepBreakdown:
     found = measure(read_evidence(run))
     assert found is not None
     return found

@@ -9,7 +9,7 @@ from torch import Tensor
 from tests.unit.test_nets_joint import joined
 from trimaran.models import PRESETS
 from trimaran.nets.attention import rotation_at
-from trimaran.nets.decoder import Layer
+from trimaran.nets.decoder import DecoderLayer
 
 KINDS = [torch.bfloat16, torch.float32]
 
@@ -69,8 +69,8 @@ def test_a_compiled_joint_layer_has_the_gradients_of_its_parts(shape: tuple[int,
     weight = torch.randn(2, 1024, hidden, device="cuda", dtype=torch.bfloat16)
     rotation = rotation_at(torch.arange(1024, device="cuda")[None], spec.block.rope, head_dim)
     found = []
-    apart = Layer(spec).cuda()
-    for layer in (apart, joined(Layer(spec).cuda(), torch.bfloat16)):
+    apart = DecoderLayer(spec).cuda()
+    for layer in (apart, joined(DecoderLayer(spec).cuda(), torch.bfloat16)):
         for ours, theirs in zip(layer.parameters(), apart.parameters(), strict=True):
             ours.data.copy_(theirs.data)
         layer.compile()

@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 from trimaran.checkpoint.copier import Copier, DeviceCopier
-from trimaran.checkpoint.memory import Berth, Label, MemorySource
-from trimaran.checkpoint.pieces import Piece
-from trimaran.checkpoint.share import Share, lay_out
+from trimaran.checkpoint.memory_copies import Label, MemorySource, RankMemory
+from trimaran.checkpoint.rank_share import RankShare, lay_out
+from trimaran.checkpoint.tensor_shards import TensorShard
 from trimaran.core import Plan, Recipe
-from trimaran.telemetry import RunDirectory, create_run
+from trimaran.run import RunDirectory, create_run
 
 pytestmark = pytest.mark.gpu
 
@@ -28,9 +28,9 @@ TREE = {
 WORKER = """
 import os, sys
 from pathlib import Path
-from trimaran.telemetry import RunDirectory
-from trimaran.train.place import place_of
-from trimaran.train.ties import Ties
+from trimaran.run import RunDirectory
+from trimaran.train.process.rank_info import place_of
+from trimaran.train.process.supervisor_link import Ties
 from trimaran.train.worker import run_worker
 path, cache, attempt, fd = sys.argv[1:]
 ties = Ties(attempt=int(attempt), berths=(int(fd),))
@@ -71,7 +71,7 @@ def test_a_killed_rank_goes_on_from_memory_with_every_bit(tmp_path: Path, offloa
     assert losses(run) == losses(clean)
     ours, theirs = (load_file(each.model / "model.safetensors") for each in (run, clean))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    newest = max((kept for _, kept in Berth(fd).kept()), key=lambda kept: kept.label.step)
+    newest = max((kept for _, kept in RankMemory(fd).kept()), key=lambda kept: kept.label.step)
     assert newest.label.step == STEPS
     assert newest.verify()
     source = MemorySource({0: newest})
@@ -83,13 +83,13 @@ def test_a_killed_rank_goes_on_from_memory_with_every_bit(tmp_path: Path, offloa
 ENDING = """
 import os, sys, torch
 from trimaran.checkpoint.copier import DeviceCopier
-from trimaran.checkpoint.memory import Berth
-from trimaran.checkpoint.share import Share
+from trimaran.checkpoint.memory_copies import RankMemory
+from trimaran.checkpoint.rank_share import RankShare
 device = torch.device("cuda", 0)
 torch.zeros(1, device=device)
-berth = Berth(os.memfd_create("test"))
+berth = RankMemory(os.memfd_create("test"))
 berth.lay_out(8, num_bytes=1 << 30, items_bytes=100, take=False)
-copier = DeviceCopier(Share((), 1 << 30), berth, device)
+copier = DeviceCopier(RankShare((), 1 << 30), berth, device)
 print(copier.is_ready)
 sys.exit(75)
 """
@@ -105,10 +105,10 @@ def test_a_process_that_ends_while_memory_is_pinned_ends_as_it_wanted() -> None:
 @pytest.mark.parametrize("pinned", [True, False])
 def test_a_copy_has_the_values_of_its_moment_whether_its_memory_is_pinned_or_not(pinned: bool) -> None:
     values = torch.zeros(1 << 26, device="cuda")
-    piece = Piece(key="model/w", tensor=values, shape=tuple(values.shape), start=(0,))
+    piece = TensorShard(key="model/w", tensor=values, shape=tuple(values.shape), start=(0,))
     share = lay_out([piece], [(0, len(values))])
     fd = os.memfd_create("test")
-    berth = Berth(fd)
+    berth = RankMemory(fd)
     copier = Copier(share)
     berth.lay_out(2, num_bytes=share.num_bytes, items_bytes=len(copier.items), take=False)
     copier = DeviceCopier(share, berth, torch.device("cuda")) if pinned else copier
@@ -129,11 +129,11 @@ def test_training_goes_on_while_memory_is_pinned() -> None:
     device, num_bytes = torch.device("cuda", 0), 4 << 30
     values = torch.zeros(1 << 20, device=device)
     fd = os.memfd_create("test")
-    berth = Berth(fd)
+    berth = RankMemory(fd)
     berth.lay_out(2, num_bytes=num_bytes, items_bytes=100, take=False)
     began = last = time.monotonic()
     longest = 0.0
-    copier = DeviceCopier(Share((), num_bytes), berth, device)
+    copier = DeviceCopier(RankShare((), num_bytes), berth, device)
     while not copier.is_ready:
         values += 1
         torch.cuda.synchronize()

@@ -15,11 +15,11 @@ from trimaran.core import Plan
 from trimaran.models import PRESETS
 from trimaran.nets import Network, decoder_network, initialise
 from trimaran.parallel import autocast
-from trimaran.train import head_loss
-from trimaran.train.head_loss import head_losses
-from trimaran.train.loss import IGNORED, row_losses, scaled
-from trimaran.train.objective import LanguageObjective
-from trimaran.train.stepper import judge_of
+from trimaran.train.loss import head_loss
+from trimaran.train.loss.cross_entropy import IGNORED, row_losses, scaled
+from trimaran.train.loss.head_loss import head_losses
+from trimaran.train.loss.objective import LanguageObjective
+from trimaran.train.steppers.stepper import judge_of
 
 pytestmark = pytest.mark.gpu
 

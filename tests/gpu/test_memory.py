@@ -14,7 +14,7 @@ from torch import Tensor
 from trimaran.core import Plan
 from trimaran.models import PRESETS, ModelSpec
 from trimaran.nets import Network, decoder_network, initialise
-from trimaran.parallel.memory.activations import LEAST_BYTES, Offload, StreamCopies, offload_blocks
+from trimaran.parallel.memory.activation_offload import LEAST_BYTES, Offload, StreamCopies, offload_blocks
 from trimaran.parallel.memory.recompute import apply_recompute
 
 pytestmark = pytest.mark.gpu

@@ -11,16 +11,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trimaran.core import Mesh
-from trimaran.models import PRESETS, Experts
+from trimaran.models import PRESETS, ExpertSpec
 from trimaran.nets import decoder_network, initialise
-from trimaran.nets.mixture import Mixture
+from trimaran.nets.moe import MoeLayer
 from trimaran.parallel import RankMesh
 from trimaran.parallel.axes.ep import Exchange
-from trimaran.train.router import router_statistics
+from trimaran.train.metrics.router_stats import router_statistics
 
 pytestmark = pytest.mark.gpu
 
-SPEC = Experts(num_experts=8, top_k=2, ffn=64, capacity=0.7, z_loss=0.01)
+SPEC = ExpertSpec(num_experts=8, top_k=2, ffn=64, capacity=0.7, z_loss=0.01)
 HIDDEN = 64
 
 
@@ -32,9 +32,9 @@ def group() -> Iterator[Any]:
     dist.destroy_process_group()
 
 
-def mixture() -> Mixture:
+def mixture() -> MoeLayer:
     torch.manual_seed(3)
-    module = Mixture(SPEC, HIDDEN)
+    module = MoeLayer(SPEC, HIDDEN)
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     return module
@@ -44,7 +44,7 @@ def stream(length: int = 32) -> Tensor:
     return torch.randn(4, length, HIDDEN, generator=torch.Generator().manual_seed(5))
 
 
-def gradients(module: Mixture, x: Tensor) -> list[Tensor]:
+def gradients(module: MoeLayer, x: Tensor) -> list[Tensor]:
     x = x.clone().requires_grad_()
     out, loss = module(x)
     (out.float().square().sum() + loss).backward()

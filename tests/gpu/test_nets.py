@@ -8,7 +8,7 @@ from torch import Tensor
 
 from trimaran.models import PRESETS, ModelSpec
 from trimaran.nets import Decoder, initialise
-from trimaran.nets.mixture import Mixture
+from trimaran.nets.moe import MoeLayer
 
 pytestmark = pytest.mark.gpu
 
@@ -66,7 +66,7 @@ def test_an_expert_without_tokens_has_a_gradient_of_zeros_on_a_gpu(precision: to
     with torch.autocast("cuda", dtype=torch.bfloat16, enabled=precision == torch.bfloat16):
         loss_of(module, TOKENS[:1, :2].cuda()).backward()
     for layer in module.layers:
-        assert isinstance(layer.mlp, Mixture)
+        assert isinstance(layer.mlp, MoeLayer)
         for parameter in layer.mlp.experts.parameters():
             assert parameter.grad is not None
             assert parameter.grad.isfinite().all()

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from tests.unit.test_train_optimizer import Oddities, section, state_bytes, train
 from trimaran.core import Plan
-from trimaran.train.optimizer import adamw, build_optimizer
-from trimaran.train.optimizer.ferry import BERTHS
+from trimaran.optim import adamw, build_optimizer
+from trimaran.optim.state_streaming import BERTHS
 
 pytestmark = pytest.mark.gpu
 

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from tests.unit.test_train_optimizer import FORMATS, Oddities, section
 from tests.unit.test_train_optimizer_halves import halved
 from trimaran.core import Plan
-from trimaran.train.optimizer import build_optimizer
-from trimaran.train.optimizer.blocks import codebook, edges, num_blocks, quantised
-from trimaran.train.optimizer.halves import join
-from trimaran.train.optimizer.moments import FORMATS as MOMENTS
-from trimaran.train.optimizer.moments import Constants, Piece, move, words
-from trimaran.train.optimizer.rounding import salt
+from trimaran.optim import build_optimizer
+from trimaran.optim.block_quantization import codebook, edges, num_blocks, quantised
+from trimaran.optim.moments import FORMATS as MOMENTS
+from trimaran.optim.moments import Constants, StateChunk, move, words
+from trimaran.optim.split_bf16 import join
+from trimaran.optim.stochastic_rounding import salt
 
 pytestmark = pytest.mark.gpu
 
@@ -128,10 +128,12 @@ def test_more_values_than_31_bits_can_count() -> None:
     assert not torch.equal(last, torch.ones_like(last))
 
 
-def piece_of(weight: Tensor, gradient: Tensor, states: dict[str, Tensor], constants: Constants, **other: Any) -> Piece:
+def piece_of(
+    weight: Tensor, gradient: Tensor, states: dict[str, Tensor], constants: Constants, **other: Any
+) -> StateChunk:
     steps = torch.ones(1, device=weight.device)
     salts = torch.tensor([salt("0/weight")], dtype=torch.int32, device=weight.device)
-    return Piece(
+    return StateChunk(
         weight=weight,
         low=None,
         gradient=gradient,
@@ -145,7 +147,7 @@ def piece_of(weight: Tensor, gradient: Tensor, states: dict[str, Tensor], consta
     )
 
 
-def move_on_gpu(piece: Piece, states: dict[str, Tensor], refused: Tensor | None) -> None:
-    from trimaran.train.kernels import adamw  # noqa: PLC0415  Triton is there where CUDA is
+def move_on_gpu(piece: StateChunk, states: dict[str, Tensor], refused: Tensor | None) -> None:
+    from trimaran.optim.kernels import adamw  # noqa: PLC0415  Triton is there where CUDA is
 
     adamw.move_on_gpu(piece, states, refused)

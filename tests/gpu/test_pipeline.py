@@ -8,16 +8,16 @@ import torch
 import torch.distributed as dist
 
 from trimaran.core import Mesh, Pipeline, Plan, TrainSection
-from trimaran.data.batch import StepBatch, text_batch
+from trimaran.data.step_batch import StepBatch, text_batch
 from trimaran.models import PRESETS, ModelSpec
 from trimaran.nets import decoder_network, initialise
 from trimaran.parallel import RankMesh, build_mesh
 from trimaran.parallel.axes.pp import StageMap
-from trimaran.train import pipeline
-from trimaran.train.assemble import build_stepper
-from trimaran.train.clock import Clock
-from trimaran.train.place import join, place_of
-from trimaran.train.stepper import Stepper
+from trimaran.train.build import build_stepper
+from trimaran.train.metrics.step_clock import Clock
+from trimaran.train.process.rank_info import join, read_rank_info
+from trimaran.train.steppers import pipeline_stepper
+from trimaran.train.steppers.stepper import Stepper
 
 pytestmark = pytest.mark.gpu
 
@@ -31,8 +31,8 @@ SEQ_LEN = 64
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[RankMesh]:
-    join(place_of({}))
-    yield build_mesh(Mesh(), device_type=place_of({}).device.type)
+    join(read_rank_info({}))
+    yield build_mesh(Mesh(), device_type=read_rank_info({}).device.type)
     dist.destroy_process_group()
 
 
@@ -45,7 +45,7 @@ def batch(device: torch.device) -> StepBatch:
 
 
 def stepper(spec: ModelSpec, plan: Plan, layers: list[range], ranks: RankMesh) -> tuple[Stepper, Clock]:
-    device = place_of({}).device
+    device = read_rank_info({}).device
     with torch.device("meta"):
         networks = tuple(decoder_network(spec, each) for each in layers)
     for network in networks:
@@ -60,12 +60,12 @@ def stepper(spec: ModelSpec, plan: Plan, layers: list[range], ranks: RankMesh) -
 def test_a_schedule_on_one_gpu_trains_as_the_plain_network(
     schedule: str, kind: str, ranks: RankMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec, device = SPECS[kind], place_of({}).device
+    spec, device = SPECS[kind], read_rank_info({}).device
     fields = {"micro_batch": 2, "grad_accum": ACCUMULATION}
     plain, _ = stepper(spec, Plan.model_validate(fields), [range(4)], ranks)
     cuts = [range(4)] if schedule in ("gpipe", "1f1b") else [range(3), range(3, 4)]
     stages = StageMap(tuple(range(len(cuts))), (0,) * len(cuts), ranks.group("pp"))
-    monkeypatch.setattr(pipeline, "map_stages", lambda plan, ranks: stages)
+    monkeypatch.setattr(pipeline_stepper, "map_stages", lambda plan, ranks: stages)
     split = {"mesh": Mesh(pp=2), "pipeline": Pipeline.model_validate({"schedule": schedule})}
     piped, clock = stepper(spec, Plan.model_validate(fields | split), cuts, ranks)
     for _ in range(3):

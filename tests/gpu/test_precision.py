@@ -19,10 +19,10 @@ from trimaran.nets import Network, decoder_network, initialise
 from trimaran.parallel import RankMesh, autocast, build_mesh, override_precision
 from trimaran.parallel.axes.pp import Trained
 from trimaran.parallel.fp8 import apply_fp8
-from trimaran.telemetry import create_run
-from trimaran.train.clock import Clock
-from trimaran.train.place import join, place_of
-from trimaran.train.update import Updater
+from trimaran.run import create_run
+from trimaran.train.metrics.step_clock import Clock
+from trimaran.train.process.rank_info import join, read_rank_info
+from trimaran.train.steppers.update import Updater
 
 pytestmark = pytest.mark.gpu
 
@@ -83,7 +83,7 @@ def test_fp16_follows_fp32_and_reports_its_loss_scale(folder: Path) -> None:
 
 @pytest.fixture
 def ranks() -> Iterator[RankMesh]:
-    join(place_of({}))
+    join(read_rank_info({}))
     yield build_mesh(Mesh(), device_type="cuda")
     dist.destroy_process_group()
 

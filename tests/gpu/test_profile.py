@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from trimaran.core import Plan, Recipe
-from trimaran.telemetry import RunDirectory, create_run
+from trimaran.run import RunDirectory, create_run
+from trimaran.run.profile_request import ProfileRequest, find_traces, snapshot_file, write_request
 from trimaran.telemetry.merged_trace import device_phases, merge
-from trimaran.telemetry.profile_request import ProfileRequest, find_traces, snapshot_file, write_request
-from trimaran.telemetry.traces import load_trace, summarise
+from trimaran.telemetry.trace_summary import load_trace, summarise
 
 pytestmark = pytest.mark.gpu
 
@@ -22,9 +22,9 @@ GREEDY = """
 import os, sys, torch
 from pathlib import Path
 from trimaran.data import cache_folder
-from trimaran.telemetry import open_run
-from trimaran.train.place import place_of
-from trimaran.train.stepper import PlainStepper
+from trimaran.run import open_run
+from trimaran.train.process.rank_info import place_of
+from trimaran.train.steppers.stepper import PlainStepper
 from trimaran.train.worker import run_worker
 
 step, calls = PlainStepper.step, []

@@ -12,7 +12,7 @@ from tests.parity import plan_for
 from tests.resume import LEG, recipe_for, sail_leg_here
 from trimaran.core import Mesh
 from trimaran.parallel import build_mesh
-from trimaran.train.place import join, place_of
+from trimaran.train.process.rank_info import join, read_rank_info
 
 pytestmark = pytest.mark.gpu
 
@@ -47,7 +47,7 @@ def test_a_break_leaves_no_trace(fields: dict[str, Any], states: str) -> None:
 
 def test_random_numbers_on_the_gpu_depend_on_the_step_alone() -> None:
     if not dist.is_initialized():
-        join(place_of({}))
+        join(read_rank_info({}))
     ranks, drawn = build_mesh(Mesh(), device_type="cuda"), []
     for step in (7, 8, 7):
         ranks.reseed(3, step)

@@ -14,10 +14,10 @@ import torch
 
 from tests.parity import plan_for
 from trimaran.core import Recipe
-from trimaran.data.feed import Load, Share
+from trimaran.data.feed import DataShare, LoadedArrays
 from trimaran.data.loader import Loader
-from trimaran.data.tuner import Room
-from trimaran.telemetry import create_run
+from trimaran.data.loader_tuner import LoaderLimits
+from trimaran.run import create_run
 
 pytestmark = pytest.mark.gpu
 
@@ -108,14 +108,14 @@ def test_kept_features_take_the_place_of_a_frozen_tower(folder: Path) -> None:
 class Ragged:
     """A feed whose batches differ in size, down to nothing."""
 
-    share = Share(rank=0, dp=1, micro_batch=2, grad_accum=1)
+    share = DataShare(rank=0, dp=1, micro_batch=2, grad_accum=1)
 
-    def load(self, step: int, at: Callable[[int], None]) -> Load:
+    def load(self, step: int, at: Callable[[int], None]) -> LoadedArrays:
         at(step)
         draw = np.random.default_rng(step)
         patches = draw.integers(0, 255, (step**3 % 1000, 48), dtype=np.uint8)
         arrays = {"tokens": draw.integers(0, 9, (1, 2, 8)), "patches": patches}
-        return Load(arrays=arrays, num_valid=16, cuts={"patches": (0, len(patches))})
+        return LoadedArrays(arrays=arrays, num_valid=16, cuts={"patches": (0, len(patches))})
 
     def samples(self, step: int, data_ranks: Sequence[int]) -> tuple[int, ...]:
         return (step,)
@@ -127,7 +127,7 @@ class Ragged:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_land_in_pinned_memory_and_arrive_whole(workers: int) -> None:
     torch.zeros(1, device=GPU)  # the processes are forked from one that has touched the GPU, and must not mind
-    room = Room(cores=4, free_bytes=1 << 30, pin_memory=GPU.type == "cuda")
+    room = LoaderLimits(cores=4, free_bytes=1 << 30, pin_memory=GPU.type == "cuda")
     there = []
     with Loader(Ragged(), steps=40, workers=workers, room=room) as loader:
         for batch in loader:

@@ -12,7 +12,7 @@ import torch
 
 from tests.environment import environment
 from tests.fault.harness import lines
-from trimaran.telemetry import RunDirectory
+from trimaran.run import RunDirectory
 from trimaran.telemetry.nvml import Gpus
 
 pytestmark = pytest.mark.gpu

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from trimaran.launch.channel import Channel
-from trimaran.train.place import TIMEOUT
-from trimaran.train.store import TokenStore
+from trimaran.train.process.rank_info import TIMEOUT
+from trimaran.train.process.token_store import TokenStore
 
 pytestmark = pytest.mark.gpu
 

@@ -10,13 +10,13 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from trimaran.core import Plan
-from trimaran.data.batch import StepBatch
+from trimaran.data.step_batch import StepBatch
 from trimaran.models import VLM_PRESETS, VlmSpec
 from trimaran.nets import Network, Vlm, initialise, network_of
 from trimaran.nets.patch_layout import lay_out
 from trimaran.parallel.memory.compile import apply_compile
-from trimaran.parallel.towers import freeze_towers
-from trimaran.train.objective import LanguageObjective
+from trimaran.parallel.tower_plan import freeze_towers
+from trimaran.train.loss.objective import LanguageObjective
 
 pytestmark = pytest.mark.gpu
 

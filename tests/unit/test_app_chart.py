@@ -1,6 +1,6 @@
 """Characters that stand for numbers."""
 
-from trimaran.app.cli.chart import curve, shares
+from trimaran.app.views.text_chart import curve, shares
 
 BLANK = chr(0x2800)
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from tests.runs import new_run, start_ranks, step_metrics
-from trimaran.app.cli.main import main
+from trimaran.app.main import main
 from trimaran.checkpoint.manifest import MANIFEST
 from trimaran.core import EXIT_AGAIN, EXIT_DONE, EXIT_STUCK, dump_recipe, parse_recipe
-from trimaran.telemetry import Journal, RunDirectory
-from trimaran.telemetry.attempts import AttemptLog
+from trimaran.run import Journal, RunDirectory
+from trimaran.run.attempts import AttemptLog
 
 RESUME, EXPORT = "`trimaran resume runs/toy`", "make step 3 a Hugging Face folder with `trimaran export runs/toy`"
 WATCH = "`trimaran watch runs/toy`"

@@ -13,18 +13,18 @@ import pytest
 from rich.console import Console
 
 from tests.runs import finished_run, new_run, start_ranks, step_metrics
-from trimaran.app.cli import health
-from trimaran.app.cli.glance import glances
-from trimaran.app.cli.health import Told, Visits
-from trimaran.app.cli.live import follow
-from trimaran.app.cli.main import main
-from trimaran.app.cli.state import DETAILED_STEPS, RunState
-from trimaran.app.cli.view import draw
+from trimaran.app.main import main
+from trimaran.app.views import run_findings
+from trimaran.app.views.live import follow
+from trimaran.app.views.run_findings import RunFindings, Visits
+from trimaran.app.views.run_state import DETAILED_STEPS, RunState
+from trimaran.app.views.run_view import draw
+from trimaran.app.views.status_lines import glances
 from trimaran.core import Finding
 from trimaran.doctor import evidence
 from trimaran.doctor.rules import speed
-from trimaran.telemetry import IncidentLog, Journal, RunDirectory, append_line
-from trimaran.telemetry.attempts import AttemptLog
+from trimaran.run import IncidentLog, Journal, RunDirectory, append_line
+from trimaran.run.attempts import AttemptLog
 
 GIB = 2**30
 RANKS = {
@@ -49,7 +49,7 @@ GPU = {
     "temperature": 71,
     "throttle": ["power_cap"],
 }
-SLOW = Told(
+SLOW = RunFindings(
     finding=Finding(code="F001", severity="warning", verdict="the loader is too slow: " + "data " * 40,
                     culprit="rank 0", patch={"data.loader.workers": 4}, expected_effect="steps 30% shorter", gain=0.3),
     command="trimaran train runs/toy/recipe.yaml --set data.loader.workers=4" + " --set train.seed=1" * 5,
@@ -78,9 +78,9 @@ def state_of(run: RunDirectory) -> RunState:
     return state
 
 
-def visits_of(run: RunDirectory, monkeypatch: pytest.MonkeyPatch, *told: Told) -> Visits:
+def visits_of(run: RunDirectory, monkeypatch: pytest.MonkeyPatch, *told: RunFindings) -> Visits:
     """Return visits of a doctor who says `told`."""
-    monkeypatch.setattr(health, "read_findings", lambda run: (list(told), ""))
+    monkeypatch.setattr(run_findings, "read_findings", lambda run: (list(told), ""))
     visits = Visits(run, at_once=True)
     visits.look()
     return visits
@@ -174,7 +174,7 @@ def test_whatever_goes_wrong_in_a_look_is_told_once_and_raised_to_nobody(
         monkeypatch.setattr(speed, "RULES", (fall,))
     else:
         monkeypatch.setattr(evidence, "read_evidence", fall)
-    monkeypatch.setattr(health, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(run_findings, "LOOK_SECONDS", 0.0)
     console = Console(file=io.StringIO(), width=60)
     looks = iter([False, True])
     run = finished_run(tmp_path / "run")
@@ -200,13 +200,13 @@ def test_the_doctor_comes_every_ten_seconds_and_less_often_when_that_takes_long(
 ) -> None:
     clock, looked = [100.0], []
 
-    def look(run: RunDirectory) -> tuple[list[Told], str]:
+    def look(run: RunDirectory) -> tuple[list[RunFindings], str]:
         looked.append(clock[0])
         clock[0] += 2.0  # a twentieth of a core: not again within 40 s
         return [], ""
 
-    monkeypatch.setattr(health, "read_findings", look)
-    monkeypatch.setattr(health.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(run_findings, "read_findings", look)
+    monkeypatch.setattr(run_findings.time, "monotonic", lambda: clock[0])
     visits = Visits(finished_run(tmp_path / "run"), at_once=False)
     for _ in range(80):
         visits.look()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trimaran.app.cli.options import complete_recipe, complete_run, complete_setting
+from trimaran.app.request.options import complete_recipe, complete_run, complete_setting
 from trimaran.core import UserError, parse_recipe
 
 

@@ -10,17 +10,17 @@ import pytest
 from rich.console import Console
 
 from tests.runs import PREDICTION
-from trimaran.app.cli.answer import Report, as_dict, with_files, with_goal, with_top
-from trimaran.app.cli.answer_view import show_report
-from trimaran.app.cli.bill import Terms, account_of, read_terms
-from trimaran.app.cli.emit import Loss, search_for, show_slower
-from trimaran.app.cli.options import complete_cluster, complete_goal, complete_lines, complete_tool, complete_what
-from trimaran.app.cli.plan_view import show_terms
-from trimaran.app.cli.what import Asked, ask_about
+from trimaran.app.request.emit_files import SlowerBy, search_for, show_slower
+from trimaran.app.request.options import complete_cluster, complete_goal, complete_lines, complete_tool, complete_what
+from trimaran.app.request.plan_answer import Report, as_dict, with_files, with_goal, with_top
+from trimaran.app.request.plan_request import Asked, ask_about
+from trimaran.app.request.run_cost import Terms, account_of, read_terms
+from trimaran.app.views.plan_answer_view import show_report
+from trimaran.app.views.plan_view import show_terms
 from trimaran.core import GIB, Bytes, Mesh, Pipeline, Plan, Seconds, UserError
 from trimaran.core.plan import TowerPlan
 from trimaran.hardware import parse_cluster
-from trimaran.planner import Answer, Miss
+from trimaran.planner import NearMiss, PlanAnswer
 from trimaran.planner.choose import refusal
 from trimaran.planner.explain import MEANING, PHASE_MEANING
 
@@ -50,10 +50,10 @@ PIPED = predicted(
 
 def report(*, asked: Asked | None = None, ranked: tuple[Plan, ...] = (BEST, SECOND), **rest: object) -> Report:
     asked = asked or asked_about()
-    answer = Answer(
+    answer = PlanAnswer(
         question=asked.question,
         ranked=ranked,
-        misses=(Miss(plan=PIPED, why="6.0 GiB over"),),
+        misses=(NearMiss(plan=PIPED, why="6.0 GiB over"),),
         hints=("one more node: 1.9x as fast",),
         warnings=("above 88 % full steps slow down",),
         num_considered=1234,
@@ -182,7 +182,7 @@ def test_a_tool_gets_the_best_plan_that_it_can_express() -> None:
 def test_a_tool_that_cannot_have_the_best_plan_says_why_and_what_that_costs(tmp_path: Path) -> None:
     _, form = search_for("deepspeed", asked_about().question)
     assert form is not None
-    loss = Loss(why="deepspeed cannot express mesh.tp 2: it has no slices", times=4.2)
+    loss = SlowerBy(why="deepspeed cannot express mesh.tp 2: it has no slices", times=4.2)
     told = replace(report(), form=replace(form, loss=loss))
     text = drawn(with_files(told, tmp_path, force=True), width=200)
     assert "deepspeed cannot express mesh.tp 2: it has no slices; this one is 4.2 times slower" in text

@@ -11,13 +11,13 @@ import pytest
 from rich.console import Console
 
 from tests.runs import new_run
-from trimaran.app.cli.main import main
-from trimaran.app.cli.profile_view import show_profile
-from trimaran.app.cli.train import profile_settings
+from trimaran.app.commands.train import profile_settings
+from trimaran.app.main import main
+from trimaran.app.views.profile_view import show_profile
 from trimaran.core import UserError, dump_recipe, parse_recipe
-from trimaran.launch.show import describe_ranks
+from trimaran.launch.show_ranks import describe_ranks
 from trimaran.launch.signals import HEARD, Signals
-from trimaran.telemetry.profile_request import request_file
+from trimaran.run.profile_request import request_file
 
 GIB = 1 << 30
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from tests.runs import finished_run, new_run, step_metrics
-from trimaran.app.cli.main import main
-from trimaran.app.cli.resume import refuse_other_run
-from trimaran.app.cli.state import RunState
+from trimaran.app.commands.resume import refuse_other_run
+from trimaran.app.main import main
+from trimaran.app.views.run_state import RunState
 from trimaran.core import UserError, parse_recipe
-from trimaran.telemetry import IncidentLog, Journal, RunDirectory
-from trimaran.telemetry.attempts import AttemptLog
-from trimaran.telemetry.lease import take
+from trimaran.run import IncidentLog, Journal, RunDirectory
+from trimaran.run.attempts import AttemptLog
+from trimaran.run.lease import take
 
 
 @pytest.mark.parametrize(

@@ -11,19 +11,20 @@ from pathlib import Path
 
 import pytest
 
-from trimaran.app.cli import health, session, stop_button
-from trimaran.app.cli.main import main
+from trimaran.app.main import main
+from trimaran.app.session import session, stop_signals
+from trimaran.app.views import run_findings
 from trimaran.doctor import evidence
 from trimaran.launch import local
 from trimaran.launch.local import LocalRun
-from trimaran.telemetry import RunDirectory
+from trimaran.run import RunDirectory
 
 RANK = """
 import signal, sys, time
 from dataclasses import replace
 from pathlib import Path
 from tests.runs import start_ranks, step_metrics
-from trimaran.telemetry import Journal, RunDirectory
+from trimaran.run import Journal, RunDirectory
 
 run = RunDirectory(Path(sys.argv[1]))
 steps = 10
@@ -112,8 +113,8 @@ ALONE = ("--set", "cluster=1xcpu")
 @pytest.fixture
 def curious(monkeypatch: pytest.MonkeyPatch) -> None:
     """The doctor looks as often as the files are read."""
-    monkeypatch.setattr(health, "LOOK_SECONDS", 0.0)
-    monkeypatch.setattr(health, "MAX_SHARE", 1.0)
+    monkeypatch.setattr(run_findings, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(run_findings, "MAX_SHARE", 1.0)
 
 
 @pytest.mark.usefixtures("curious")
@@ -236,7 +237,7 @@ def test_a_killed_supervisor_is_named(stage: Stage, capsys: pytest.CaptureFixtur
 
 def test_a_supervisor_that_a_signal_holds_is_told_of_once(stage: Stage, monkeypatch: pytest.MonkeyPatch,
                                                           capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
-    monkeypatch.setattr(stop_button, "HELD_SECONDS", 0.1)
+    monkeypatch.setattr(stop_signals, "HELD_SECONDS", 0.1)
     wake = "subprocess.Popen(['sh', '-c', f'sleep 2; kill -CONT {os.getpid()}'])"
     assert stage.train(f"import os, subprocess; {wake}; os.kill(os.getpid(), signal.SIGSTOP); train(journal)") == 0
     assert capsys.readouterr().out.count(f"kill -CONT {stage.ranks[0].process.pid}") == 1

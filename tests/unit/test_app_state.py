@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.runs import finished_run, new_run, start_ranks, step_metrics
-from trimaran.app.cli.state import RunState
+from trimaran.app.views.run_state import RunState
 from trimaran.core import UserError
-from trimaran.telemetry import Journal, RunDirectory
+from trimaran.run import Journal, RunDirectory
 
 
 def state_of(run: RunDirectory) -> RunState:

@@ -9,13 +9,13 @@ import pytest
 from rich.console import Console, RenderableType
 
 from tests.runs import finished_run, new_run, start_ranks, step_metrics
-from trimaran.app.cli.live import follow
-from trimaran.app.cli.state import RunState
-from trimaran.app.cli.summary import explain_failure, next_commands, summarise
-from trimaran.app.cli.view import difference, draw, line
+from trimaran.app.views.live import follow
+from trimaran.app.views.run_state import RunState
+from trimaran.app.views.run_view import difference, draw, line
+from trimaran.app.views.summary import explain_failure, next_commands, summarise
 from trimaran.core import UserError
-from trimaran.telemetry import Journal, RunDirectory
-from trimaran.telemetry.attempts import AttemptLog
+from trimaran.run import Journal, RunDirectory
+from trimaran.run.attempts import AttemptLog
 
 
 def state_of(run: RunDirectory) -> RunState:

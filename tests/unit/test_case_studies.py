@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from trimaran.app.cli.request import ask
+from trimaran.app.request.request import ask
 from trimaran.core import GIB, Bytes, Mesh, Plan, Prediction, Recipe
 from trimaran.cost import predict
 from trimaran.models import Outline
-from trimaran.planner import Answer, Question, search
+from trimaran.planner import PlanAnswer, Question, search
 from trimaran.planner.hints import frozen
 
 CASES = Path(__file__).parents[2] / "recipes" / "case-studies"
@@ -27,7 +27,7 @@ def question(name: str) -> Question:
 
 
 @lru_cache
-def answer(name: str) -> Answer:
+def answer(name: str) -> PlanAnswer:
     return search(question(name))
 
 

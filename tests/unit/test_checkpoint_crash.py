@@ -27,12 +27,12 @@ from tests.checkpoints import (
 )
 from tests.disks import mounted, remount
 from trimaran.checkpoint.disk_source import verify
-from trimaran.checkpoint.durable import Disk
+from trimaran.checkpoint.durable import DurableDisk
 from trimaran.checkpoint.manifest import Manifest
-from trimaran.checkpoint.roster import Roster
+from trimaran.checkpoint.rank_layout import RankLayout
 from trimaran.checkpoint.saver import Order, Outcome, Saver
-from trimaran.checkpoint.shelf import newest, prune, step_path, steps, sweep_drafts
-from trimaran.checkpoint.write import Clerk
+from trimaran.checkpoint.step_dirs import newest, prune, step_path, steps, sweep_drafts
+from trimaran.checkpoint.write_checkpoint import Clerk
 from trimaran.core import CheckpointSection, UserError, show_bytes
 
 DISKS = [Fragile, Unplugged]
@@ -47,7 +47,9 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def every_crash(disk_kind: type[Fragile], prepare: Callable[[], None], act: Callable[[Disk], Any]) -> Iterator[str]:
+def every_crash(
+    disk_kind: type[Fragile], prepare: Callable[[], None], act: Callable[[DurableDisk], Any]
+) -> Iterator[str]:
     """Die at each call that `act` makes, from a fresh start each, and yield what the call was, after the crash."""
     prepare()
     counter = disk_kind()
@@ -130,12 +132,14 @@ def test_retention_may_die_at_any_call(tmp_path: Path, template: Path, disk_kind
         check_newest(folder, (2,), at)
 
 
-def save_all(folder: Path, steps: list[int], disks: list[Disk], board: Board | None = None) -> list[list[Outcome]]:
+def save_all(
+    folder: Path, steps: list[int], disks: list[DurableDisk], board: Board | None = None
+) -> list[list[Outcome]]:
     """Return, for each rank, what came of the saves. Ranks are threads with savers as a run has them."""
     world_size, post = len(disks), board or Board()
 
     def work(rank: int, gather: Any) -> list[Outcome]:
-        roster = Roster(rank=rank, local_rank=rank, nodes=(0,) * world_size)
+        roster = RankLayout(rank=rank, local_rank=rank, nodes=(0,) * world_size)
         rules = CheckpointSection(keep=9)
         saver = Saver(folder, roster, post, rules, lambda order: about(order, world_size), disks[rank])
         saver.nonce = "beef"
@@ -168,7 +172,7 @@ def test_a_full_disk_is_named_on_all_ranks_and_costs_nothing_old(
         keep(folder, 1)
         if after:
             remount(place, after)
-        for (outcome,) in save_all(folder, [2], [Disk(), Disk(), Disk()]):
+        for (outcome,) in save_all(folder, [2], [DurableDisk(), DurableDisk(), DurableDisk()]):
             assert words in outcome.failed
             total = show_bytes(shutil.disk_usage(place).total)
             assert re.search(rf"disk {re.escape(str(place))}: [\d.]+ (B|KiB|MiB) of {total} free", outcome.failed)

@@ -28,9 +28,9 @@ from tests.ranks import run_ranks
 from trimaran.checkpoint.convert import dcp_source, read_whole
 from trimaran.checkpoint.dcp_read import DcpSource
 from trimaran.checkpoint.dcp_write import dcp_key, write_dcp
-from trimaran.checkpoint.opcodes import Table, read_opcodes
-from trimaran.checkpoint.parts import Whole
-from trimaran.checkpoint.share import DTYPE_NAMES, TORCH_DTYPES
+from trimaran.checkpoint.rank_share import DTYPE_NAMES, TORCH_DTYPES
+from trimaran.checkpoint.safe_pickle import Table, read_opcodes
+from trimaran.checkpoint.tensor_regions import Whole
 from trimaran.core import UserError
 
 CANARY = "canary"

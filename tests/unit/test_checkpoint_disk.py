@@ -12,12 +12,12 @@ import torch
 from safetensors import safe_open
 
 from tests.checkpoints import Quick, keep, loads, tensors_of
-from trimaran.checkpoint.compare import compare
+from trimaran.checkpoint.compare_checkpoints import compare
 from trimaran.checkpoint.disk_source import DiskSource, verify
-from trimaran.checkpoint.index import index_bytes, layout_of, parse_index
 from trimaran.checkpoint.manifest import BLANK, END, DamagedError, Manifest, read_manifest
-from trimaran.checkpoint.share import DTYPE_NAMES
-from trimaran.checkpoint.shelf import headless, newest, prune, refuse, step_path, steps, superfluous, sweep_drafts
+from trimaran.checkpoint.rank_share import DTYPE_NAMES
+from trimaran.checkpoint.shard_index import index_bytes, layout_of, parse_index
+from trimaran.checkpoint.step_dirs import headless, newest, prune, refuse, step_path, steps, superfluous, sweep_drafts
 from trimaran.core import UserError
 
 SHARDS = {f"rank-0000{rank}{part}.safetensors" for rank in (0, 1) for part in ("", ".frozen")}

@@ -22,10 +22,10 @@ from trimaran.checkpoint.disk_source import DiskSource
 from trimaran.checkpoint.export_hf import write_hf_folder
 from trimaran.checkpoint.import_dcp import find_arrivals, write_arrivals
 from trimaran.checkpoint.manifest import Manifest
-from trimaran.checkpoint.pieces import Source
-from trimaran.checkpoint.shelf import draft_path, step_path
-from trimaran.checkpoint.verify import verify
-from trimaran.checkpoint.write import commit, write_share
+from trimaran.checkpoint.step_dirs import draft_path, step_path
+from trimaran.checkpoint.tensor_shards import Source
+from trimaran.checkpoint.verify_checkpoint import verify
+from trimaran.checkpoint.write_checkpoint import commit, write_share
 from trimaran.core import ModelSection, Recipe, UserError, parse_recipe
 from trimaran.models import model_folder, spec_of
 from trimaran.nets import Decoder, Network, decoder_network, initialise, load_hf_weights

@@ -7,33 +7,33 @@ from dataclasses import replace
 import pytest
 import torch
 
-from trimaran.checkpoint.budget import Room, first_that_fits, rooms
 from trimaran.checkpoint.copier import Copier
-from trimaran.checkpoint.memory import Berth, Label, MemorySource, Slot, pack_items
-from trimaran.checkpoint.pieces import Piece
-from trimaran.checkpoint.read import fill
-from trimaran.checkpoint.share import Share, lay_out
+from trimaran.checkpoint.load_state import fill
+from trimaran.checkpoint.memory_budget import MemoryBudget, first_that_fits, rooms
+from trimaran.checkpoint.memory_copies import Label, MemorySlot, MemorySource, RankMemory, pack_items
+from trimaran.checkpoint.rank_share import RankShare, lay_out
+from trimaran.checkpoint.tensor_shards import TensorShard
 from trimaran.core import CheckpointSection, Seconds
-from trimaran.train.pace import SaveCost, SavePace, copy_every, is_look, save_interval
+from trimaran.train.checkpointing.save_interval import SaveCost, SavePace, copy_every, is_look, save_interval
 
 GIB = 1 << 30
 
 
 @pytest.fixture
-def berth() -> Iterator[Berth]:
+def berth() -> Iterator[RankMemory]:
     fd = os.memfd_create("test")
-    yield Berth(fd)
+    yield RankMemory(fd)
     os.close(fd)
 
 
-def pieces_of(*values: float) -> list[Piece]:
+def pieces_of(*values: float) -> list[TensorShard]:
     """Return weights of 3 x 5, and a frozen one at the end."""
-    made = [Piece(key=f"model/{index}", tensor=torch.full((3, 5), value), shape=(3, 5), start=(0, 0))
+    made = [TensorShard(key=f"model/{index}", tensor=torch.full((3, 5), value), shape=(3, 5), start=(0, 0))
             for index, value in enumerate(values)]  # fmt: skip
     return [*made[:-1], replace(made[-1], frozen=True)]
 
 
-def share_of(pieces: list[Piece]) -> Share:
+def share_of(pieces: list[TensorShard]) -> RankShare:
     return lay_out(pieces, [(0, 3)] * len(pieces))
 
 
@@ -41,16 +41,16 @@ def label(step: int, *, rank: int = 0, world_size: int = 1) -> Label:
     return Label(step=step, voyage=(0, 0), rank=rank, world_size=world_size, progress={"seed": 7})
 
 
-def laid_out(berth: Berth, share: Share, *, slots: int = 2) -> tuple[Slot, ...]:
+def laid_out(berth: RankMemory, share: RankShare, *, slots: int = 2) -> tuple[MemorySlot, ...]:
     berth.lay_out(slots, num_bytes=share.num_bytes, items_bytes=len(pack_items(share.items)))
     return berth.slots
 
 
-def test_a_copy_is_found_again_by_whoever_opens_the_berth(berth: Berth) -> None:
+def test_a_copy_is_found_again_by_whoever_opens_the_berth(berth: RankMemory) -> None:
     pieces = pieces_of(1.5, 2.5, 3.5)
     share = share_of(pieces)
     Copier(share).copy(laid_out(berth, share)[0], label(12), pieces)
-    ((_, kept),) = Berth(berth.fd).kept()
+    ((_, kept),) = RankMemory(berth.fd).kept()
     assert kept.verify()
     assert kept.label == label(12)
     source = MemorySource({0: kept})
@@ -60,20 +60,20 @@ def test_a_copy_is_found_again_by_whoever_opens_the_berth(berth: Berth) -> None:
     assert [float(piece.tensor.mean()) for piece in found] == [1.5, 2.5, 3.5]
 
 
-def test_shares_of_two_ranks_make_one_source(berth: Berth) -> None:
+def test_shares_of_two_ranks_make_one_source(berth: RankMemory) -> None:
     whole = torch.arange(12.0).view(6, 2)
-    parts = [Piece(key="model/w", tensor=whole[row : row + 3], shape=(6, 2), start=(row, 0)) for row in (0, 3)]
+    parts = [TensorShard(key="model/w", tensor=whole[row : row + 3], shape=(6, 2), start=(row, 0)) for row in (0, 3)]
     shares = [lay_out([part], [(0, 3)]) for part in parts]
     slots = laid_out(berth, shares[0])
     for rank, (part, share, slot) in enumerate(zip(parts, shares, slots, strict=True)):
         Copier(share).copy(slot, label(1, rank=rank, world_size=2), [part])
     source = MemorySource({kept.label.rank: kept for _, kept in berth.kept()})
-    loaded = Piece(key="model/w", tensor=torch.zeros(6, 1), shape=(6, 2), start=(0, 1))
+    loaded = TensorShard(key="model/w", tensor=torch.zeros(6, 1), shape=(6, 2), start=(0, 1))
     fill([loaded], source)
     assert torch.equal(loaded.tensor, whole[:, 1:])
 
 
-def test_a_slot_that_was_opened_and_not_sealed_holds_nothing(berth: Berth) -> None:
+def test_a_slot_that_was_opened_and_not_sealed_holds_nothing(berth: RankMemory) -> None:
     pieces = pieces_of(1.0, 2.0)
     share = share_of(pieces)
     first, second = laid_out(berth, share)
@@ -85,7 +85,7 @@ def test_a_slot_that_was_opened_and_not_sealed_holds_nothing(berth: Berth) -> No
 
 
 @pytest.mark.parametrize("where", [0, 8, 16, 24, 32, 60, 120])
-def test_a_damaged_head_hides_the_slot(berth: Berth, where: int) -> None:
+def test_a_damaged_head_hides_the_slot(berth: RankMemory, where: int) -> None:
     pieces = pieces_of(1.0, 2.0)
     share = share_of(pieces)
     (slot,) = laid_out(berth, share, slots=1)
@@ -94,7 +94,7 @@ def test_a_damaged_head_hides_the_slot(berth: Berth, where: int) -> None:
     assert berth.kept() == []
 
 
-def test_a_flipped_bit_of_the_values_is_found(berth: Berth) -> None:
+def test_a_flipped_bit_of_the_values_is_found(berth: RankMemory) -> None:
     pieces = pieces_of(1.0, 2.0)
     share = share_of(pieces)
     (slot,) = laid_out(berth, share, slots=1)
@@ -105,7 +105,7 @@ def test_a_flipped_bit_of_the_values_is_found(berth: Berth) -> None:
     assert not kept.verify()
 
 
-def test_what_is_frozen_is_copied_once_to_each_slot(berth: Berth) -> None:
+def test_what_is_frozen_is_copied_once_to_each_slot(berth: RankMemory) -> None:
     pieces = pieces_of(1.0, 2.0)
     share = share_of(pieces)
     slots, copier = laid_out(berth, share), Copier(share)
@@ -121,41 +121,41 @@ def test_what_is_frozen_is_copied_once_to_each_slot(berth: Berth) -> None:
         assert [float(each.tensor.mean()) for each in loaded] == [step, 2.0]
 
 
-def test_the_same_cut_leaves_everything_in_its_place(berth: Berth) -> None:
+def test_the_same_cut_leaves_everything_in_its_place(berth: RankMemory) -> None:
     pieces = pieces_of(1.0, 2.0)
     share = share_of(pieces)
     slots = laid_out(berth, share)
     Copier(share).copy(slots[1], label(5), pieces)
-    assert Berth(berth.fd).lay_out(2, num_bytes=share.num_bytes, items_bytes=len(pack_items(share.items)))
-    assert [kept.label.step for _, kept in Berth(berth.fd).kept()] == [5]
-    assert not Berth(berth.fd).lay_out(3, num_bytes=share.num_bytes, items_bytes=len(pack_items(share.items)))
-    assert Berth(berth.fd).kept() == []
+    assert RankMemory(berth.fd).lay_out(2, num_bytes=share.num_bytes, items_bytes=len(pack_items(share.items)))
+    assert [kept.label.step for _, kept in RankMemory(berth.fd).kept()] == [5]
+    assert not RankMemory(berth.fd).lay_out(3, num_bytes=share.num_bytes, items_bytes=len(pack_items(share.items)))
+    assert RankMemory(berth.fd).kept() == []
 
 
-def test_a_berth_full_of_garbage_is_an_empty_one(berth: Berth) -> None:
+def test_a_berth_full_of_garbage_is_an_empty_one(berth: RankMemory) -> None:
     os.pwrite(berth.fd, os.urandom(20_000), 0)
-    assert Berth(berth.fd).slots == ()
+    assert RankMemory(berth.fd).slots == ()
 
 
 def test_memory_is_divided_as_well_as_it_goes() -> None:
     options = rooms(CheckpointSection(), has_berth=True, pairs=False)
     sizes, nodes = [GIB, GIB, GIB, GIB], [0, 0, 2, 2]
 
-    def fit(free: float) -> Room:
+    def fit(free: float) -> MemoryBudget:
         return first_that_fits(options, sizes, nodes, [100 * GIB, 100 * GIB, *[int(free * GIB)] * 2])
 
-    assert fit(12.0) == Room(own=3)
-    assert fit(11.9) == Room(own=2)
-    assert fit(7.9) == Room(own=1, memory=False)
-    assert fit(3.9) == Room(own=0, memory=False)
+    assert fit(12.0) == MemoryBudget(own=3)
+    assert fit(11.9) == MemoryBudget(own=2)
+    assert fit(7.9) == MemoryBudget(own=1, memory=False)
+    assert fit(3.9) == MemoryBudget(own=0, memory=False)
 
 
 def test_copies_that_nobody_wants_take_no_memory() -> None:
-    staging = [Room(own=1, memory=False), Room(own=0, memory=False)]
+    staging = [MemoryBudget(own=1, memory=False), MemoryBudget(own=0, memory=False)]
     assert rooms(CheckpointSection(memory=0), has_berth=True, pairs=True) == staging
     assert rooms(CheckpointSection(), has_berth=False, pairs=True) == staging
     several = rooms(CheckpointSection(), has_berth=True, pairs=True)
-    assert several[0] == Room(own=5, foreign=2)
+    assert several[0] == MemoryBudget(own=5, foreign=2)
     assert [room.num_slots for room in several] == sorted((room.num_slots for room in several), reverse=True)
 
 

@@ -15,18 +15,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from trimaran.checkpoint import pinned
-from trimaran.checkpoint.memory import Berth
-from trimaran.checkpoint.pinned import Preparation, within_stretches
+from trimaran.checkpoint import pinned_memory
+from trimaran.checkpoint.memory_copies import RankMemory
+from trimaran.checkpoint.pinned_memory import Preparation, within_stretches
 
 SLOT_BYTES = 1 << 20
 
 
 @pytest.fixture
-def berth() -> Iterator[Berth]:
+def berth() -> Iterator[RankMemory]:
     """Two slots whose memory nobody has taken yet."""
     fd = os.memfd_create("test")
-    made = Berth(fd)
+    made = RankMemory(fd)
     made.lay_out(2, num_bytes=SLOT_BYTES, items_bytes=100, take=False)
     yield made
     os.close(fd)
@@ -39,7 +39,7 @@ class Pin:
         self.memory = memory
 
 
-def test_memory_is_taken_and_every_slot_pinned(berth: Berth) -> None:
+def test_memory_is_taken_and_every_slot_pinned(berth: RankMemory) -> None:
     assert berth.taken_bytes < SLOT_BYTES < berth.num_bytes
     places: list[int] = []
     preparation = Preparation(berth, lambda memory: places.append(memory.data_ptr()))
@@ -50,9 +50,9 @@ def test_memory_is_taken_and_every_slot_pinned(berth: Berth) -> None:
 
 
 def test_a_slot_is_pinned_a_stretch_at_a_time_with_a_turn_for_training_between(
-    berth: Berth, monkeypatch: pytest.MonkeyPatch
+    berth: RankMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pinned, "STRETCH", SLOT_BYTES // 4)
+    monkeypatch.setattr(pinned_memory, "STRETCH", SLOT_BYTES // 4)
     spans: list[tuple[float, float, int]] = []
 
     def pin(memory: Tensor) -> Pin:
@@ -71,7 +71,7 @@ def test_a_slot_is_pinned_a_stretch_at_a_time_with_a_turn_for_training_between(
 def test_no_piece_of_a_copy_spans_two_stretches_and_none_is_left_out(
     shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pinned, "STRETCH", 256)
+    monkeypatch.setattr(pinned_memory, "STRETCH", 256)
     slot = torch.zeros(8192, dtype=torch.uint8)
     values = torch.arange(1.0, 1 + math.prod(shape)).view(shape)
     target = slot[192 : 192 + values.nbytes].view(torch.float32).view(shape)
@@ -83,9 +83,9 @@ def test_no_piece_of_a_copy_spans_two_stretches_and_none_is_left_out(
     assert torch.equal(target, values)
 
 
-def test_a_start_that_was_killed_while_memory_was_taken_leaves_the_rest_to_the_next(berth: Berth) -> None:
+def test_a_start_that_was_killed_while_memory_was_taken_leaves_the_rest_to_the_next(berth: RankMemory) -> None:
     os.posix_fallocate(berth.fd, 0, SLOT_BYTES)
-    again = Berth(berth.fd)
+    again = RankMemory(berth.fd)
     assert again.lay_out(2, num_bytes=SLOT_BYTES, items_bytes=100, take=False), "it is cut as before"
     assert again.taken_bytes < again.num_bytes, "what is still to be taken is not counted as taken"
     assert Preparation(again, Pin).wait()
@@ -93,7 +93,7 @@ def test_a_start_that_was_killed_while_memory_was_taken_leaves_the_rest_to_the_n
 
 
 def test_where_no_more_may_be_pinned_nothing_is_and_copies_go_on(
-    berth: Berth, caplog: pytest.LogCaptureFixture
+    berth: RankMemory, caplog: pytest.LogCaptureFixture
 ) -> None:
     held: list[weakref.ref[Pin]] = []
 
@@ -112,8 +112,8 @@ def test_where_no_more_may_be_pinned_nothing_is_and_copies_go_on(
     assert "no more of it" in caplog.text
 
 
-def test_a_lack_of_memory_is_told_and_a_mistake_is_raised_where_training_waits(berth: Berth) -> None:
-    class Full(Berth):
+def test_a_lack_of_memory_is_told_and_a_mistake_is_raised_where_training_waits(berth: RankMemory) -> None:
+    class Full(RankMemory):
         def take(self, goes_on: object = None) -> None:
             raise OSError(28, "No space left on device")
 
@@ -125,7 +125,7 @@ def test_a_lack_of_memory_is_told_and_a_mistake_is_raised_where_training_waits(b
         Preparation(berth, wrong).wait()
 
 
-def test_what_is_let_go_is_pinned_no_more_and_no_further(berth: Berth) -> None:
+def test_what_is_let_go_is_pinned_no_more_and_no_further(berth: RankMemory) -> None:
     began, goes_on = threading.Event(), threading.Event()
     held: list[weakref.ref[Pin]] = []
 
@@ -150,10 +150,10 @@ def test_what_is_let_go_is_pinned_no_more_and_no_further(berth: Berth) -> None:
 
 ENDING = """
 import os, sys, time
-from trimaran.checkpoint.memory import Berth
-from trimaran.checkpoint.pinned import Preparation
+from trimaran.checkpoint.memory_copies import RankMemory
+from trimaran.checkpoint.pinned_memory import Preparation
 
-berth = Berth(os.memfd_create("test"))
+berth = RankMemory(os.memfd_create("test"))
 berth.lay_out(50, num_bytes=4096, items_bytes=100, take=False)
 
 def pin(memory):

@@ -13,20 +13,20 @@ from hypothesis import strategies as st
 from tests.checkpoints import ABOUT, Quick, on_ranks, rows_of, staged, tensors_of
 from trimaran.checkpoint import ownership
 from trimaran.checkpoint.disk_source import DiskSource
+from trimaran.checkpoint.load_state import fill, refuse_leftovers
 from trimaran.checkpoint.ownership import own
-from trimaran.checkpoint.parts import VALUE_BYTES
-from trimaran.checkpoint.pieces import Piece
-from trimaran.checkpoint.read import fill, refuse_leftovers
-from trimaran.checkpoint.share import DTYPE_NAMES, TORCH_DTYPES, copy_in, lay_out, view_of
-from trimaran.checkpoint.write import commit, write_share
+from trimaran.checkpoint.rank_share import DTYPE_NAMES, TORCH_DTYPES, copy_in, lay_out, view_of
+from trimaran.checkpoint.tensor_regions import VALUE_BYTES
+from trimaran.checkpoint.tensor_shards import TensorShard
+from trimaran.checkpoint.write_checkpoint import commit, write_share
 from trimaran.core import UserError
 
 
-def piece(key: str, tensor: torch.Tensor, **kwargs: Any) -> Piece:
-    return Piece(key=key, tensor=tensor, shape=tuple(tensor.shape), start=(0,) * tensor.ndim, **kwargs)
+def piece(key: str, tensor: torch.Tensor, **kwargs: Any) -> TensorShard:
+    return TensorShard(key=key, tensor=tensor, shape=tuple(tensor.shape), start=(0,) * tensor.ndim, **kwargs)
 
 
-def keep_pieces(folder: Path, held: list[list[Piece]]) -> DiskSource:
+def keep_pieces(folder: Path, held: list[list[TensorShard]]) -> DiskSource:
     """Return the state that the ranks hold, after it has been to the disk."""
     world_size = len(held)
     shares = on_ranks(world_size, lambda rank, gather: staged(held[rank], rank, world_size, gather))
@@ -50,21 +50,21 @@ def grids(draw: st.DrawFn, shape: tuple[int, ...]) -> list[tuple[tuple[int, ...]
 
 
 @st.composite
-def holdings(draw: st.DrawFn, wholes: dict[str, torch.Tensor], *, blank: bool) -> list[list[Piece]]:
+def holdings(draw: st.DrawFn, wholes: dict[str, torch.Tensor], *, blank: bool) -> list[list[TensorShard]]:
     """Return what each of some ranks holds: rectangles of every tensor, each on one rank or on several of them."""
     ranks = range(draw(st.integers(1, 4)))
-    held: list[list[Piece]] = [[] for _ in ranks]
+    held: list[list[TensorShard]] = [[] for _ in ranks]
     for key, whole in wholes.items():
         for start, size in draw(grids(tuple(whole.shape))):
             for rank in draw(st.sets(st.sampled_from(ranks), min_size=1)):
                 window = tuple(slice(low, low + n) for low, n in zip(start, size, strict=True))
                 values = torch.zeros(size, dtype=whole.dtype) if blank else whole[window].clone()
-                held[rank].append(Piece(key=key, tensor=values, shape=tuple(whole.shape), start=start))
+                held[rank].append(TensorShard(key=key, tensor=values, shape=tuple(whole.shape), start=start))
     return held
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[dict[str, torch.Tensor], list[list[Piece]], list[list[Piece]]]:
+def cases(draw: st.DrawFn) -> tuple[dict[str, torch.Tensor], list[list[TensorShard]], list[list[TensorShard]]]:
     shapes = draw(st.lists(st.lists(st.integers(1, 9), max_size=3), min_size=1, max_size=3))
     names = st.sampled_from(["F32", "BF16", "U8", "I64", "BOOL", "F16"])
     wholes = {}
@@ -161,7 +161,7 @@ def test_a_copy_is_of_the_moment(tmp_path: Path) -> None:
         (piece("model/weight", torch.ones(5, 6)), "K003", "as 6 x 5, this run wants 5 x 6"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, wanted: Piece, code: str, words: str) -> None:
+def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, wanted: TensorShard, code: str, words: str) -> None:
     source = keep_pieces(tmp_path, [rows_of(tensors_of(1), 0, 1)])
     good = piece("model/frozen.bias", torch.zeros(8, dtype=torch.float16))
     with pytest.raises(UserError) as refusal:

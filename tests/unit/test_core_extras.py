@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import pytest
 
 from trimaran.core import Plan, UserError
-from trimaran.core.extras import refuse_missing_extras
+from trimaran.core.optional_packages import refuse_missing_extras
 
 
 def test_a_missing_package_is_told_with_how_to_install_it() -> None:

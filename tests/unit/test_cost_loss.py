@@ -7,11 +7,11 @@ import pytest
 
 from tests.unit.test_cost_memory import PAGE, memory, plan_of
 from trimaran.cost import STATE_BYTES, Job, find_stack, predict
-from trimaran.cost.loss import piece_rows
-from trimaran.cost.seconds import seconds_of
+from trimaran.cost.loss_kind import piece_rows
+from trimaran.cost.step_time import seconds_of
 from trimaran.hardware import parse_cluster
 from trimaran.models import PRESETS, outline_of
-from trimaran.train.head_loss import piece_rows as trained_rows
+from trimaran.train.loss.head_loss import piece_rows as trained_rows
 
 
 def test_a_fused_loss_has_one_buffer_of_logits_and_leaves_the_gradients_of_the_head() -> None:

@@ -8,17 +8,17 @@ import torch
 
 from trimaran.core import GIB, Bytes, Comm, Flops, Mesh, Plan
 from trimaran.cost import STATE_BYTES, Job, find_stack
-from trimaran.cost.activations import LayerBytes, kept_bytes, kept_on, layer_bytes
-from trimaran.cost.memory import CONTEXT_BYTES, PROCESS_BYTES, Memory, memory_of
-from trimaran.cost.part import parts_of
-from trimaran.cost.scene import Scene, scene_of
+from trimaran.cost.activation_memory import LayerBytes, kept_bytes, kept_on, layer_bytes
+from trimaran.cost.memory_inputs import MemoryInputs, memory_inputs_of
+from trimaran.cost.peak_memory import CONTEXT_BYTES, PROCESS_BYTES, Memory, memory_of
+from trimaran.cost.rank_part import parts_of
 from trimaran.cost.states import States, states_of
 from trimaran.hardware import Cluster, find_device
-from trimaran.models import PRESETS, Experts, Layer, ModelSpec, Opaque, Outline, Tower, outline_of
+from trimaran.models import PRESETS, ExpertSpec, ModelSpec, Opaque, Outline, OutlineLayer, Tower, outline_of
 from trimaran.nets.attention import rotation_at
-from trimaran.nets.decoder import Layer as RealLayer
-from trimaran.nets.joint import joint_slices
-from trimaran.nets.mixture import FeedForward
+from trimaran.nets.decoder import DecoderLayer as RealLayer
+from trimaran.nets.joint_projections import joint_slices
+from trimaran.nets.moe import FeedForward
 
 # A layer: attention 4 * (4 + 2 + 2 + 4) = 48, feed-forward 3 * 4 * 8 = 96, norms 8. Ends: 2 * 10 * 4, final norm 4.
 PAGE = ModelSpec(name="page", layers=2, hidden=4, heads=2, kv_heads=1, head_dim=2, ffn=8, vocab=10, max_seq_len=64)
@@ -30,8 +30,8 @@ def plan_of(**fields: Any) -> Plan:
     return Plan.model_validate(fields)
 
 
-def scene(plan: Plan, spec: ModelSpec = PAGE, stack: str = "trimaran") -> Scene:
-    return scene_of(Job(outline=outline_of(spec), seq_len=64, stack=find_stack(stack)), H200, plan)
+def scene(plan: Plan, spec: ModelSpec = PAGE, stack: str = "trimaran") -> MemoryInputs:
+    return memory_inputs_of(Job(outline=outline_of(spec), seq_len=64, stack=find_stack(stack)), H200, plan)
 
 
 def states(plan: Plan, spec: ModelSpec = PAGE, stack: str = "trimaran") -> States:
@@ -42,7 +42,7 @@ def states(plan: Plan, spec: ModelSpec = PAGE, stack: str = "trimaran") -> State
 def layer(plan: Plan, spec: ModelSpec = PAGE, stack: str = "trimaran", *, cpu: bool = False) -> LayerBytes:
     seen = scene(plan, spec, stack)
     block = outline_of(spec).main.runs[0][0]
-    assert isinstance(block, Layer)
+    assert isinstance(block, OutlineLayer)
     parts = plan.mesh.cp if plan.comm.context == "gather" else 1
     return layer_bytes(block, seen.saved, seen.width, seen.tp, parts, cpu)
 
@@ -147,7 +147,7 @@ def test_a_layer_keeps_what_its_operators_save(plan: Plan, expected: int) -> Non
 
 
 def test_experts_keep_the_rows_of_the_tokens_they_were_sent() -> None:
-    routed = replace(PAGE, block=replace(PAGE.block, experts=Experts(num_experts=4, top_k=2, ffn=6, shared_ffn=3)))
+    routed = replace(PAGE, block=replace(PAGE.block, experts=ExpertSpec(num_experts=4, top_k=2, ffn=6, shared_ffn=3)))
     dense = layer(Plan()).none - 4 * 4 * 8
     assert layer(Plan(), routed).none == dense + 4 * (2 * (4 * 6 + 2 * 4) + 4 * 3)
 
@@ -228,7 +228,7 @@ def test_a_tied_embedding_and_what_is_frozen_stay_whole_beside_halves() -> None:
     assert (tied.gradients, tied.twice) == (2 * 308 + 4 * 40, 4 * 40)
     outline = outline_of(PAGE)
     frozen = replace(outline, towers=(replace(outline.main, frozen=True),))
-    seen = scene_of(Job(outline=frozen, seq_len=64), H200, plan_of(precision="bf16"))
+    seen = memory_inputs_of(Job(outline=frozen, seq_len=64), H200, plan_of(precision="bf16"))
     held = states_of(seen, parts_of(frozen, seen.plan, seq_len=64)[0])
     assert (held.weights, held.masters, held.gradients) == (4 * 388, 0, 0)
 
@@ -261,7 +261,7 @@ def test_what_is_offloaded_is_on_the_host_instead() -> None:
 
 
 def test_a_frozen_tower_in_front_keeps_its_weights_and_nothing_else() -> None:
-    eye = Layer(hidden=4, heads=2, kv_heads=2, head_dim=2, ffn=8, gated=False, causal=False)
+    eye = OutlineLayer(hidden=4, heads=2, kv_heads=2, head_dim=2, ffn=8, gated=False, causal=False)
     vision = Tower(name="vision", runs=((eye, 3),), hidden=4, positions=16)
     language = outline_of(PAGE).main
 
@@ -276,7 +276,7 @@ def test_a_frozen_tower_in_front_keeps_its_weights_and_nothing_else() -> None:
 
 
 def test_each_tower_is_sharded_and_computed_again_as_its_own_plan_says() -> None:
-    eye = Layer(hidden=4, heads=2, kv_heads=2, head_dim=2, ffn=8, gated=False, causal=False)
+    eye = OutlineLayer(hidden=4, heads=2, kv_heads=2, head_dim=2, ffn=8, gated=False, causal=False)
     vlm = Outline(
         name="vlm",
         towers=(Tower(name="vision", runs=((eye, 3),), hidden=4, positions=64), outline_of(PAGE).main),
@@ -284,7 +284,7 @@ def test_each_tower_is_sharded_and_computed_again_as_its_own_plan_says() -> None
     job, whole = Job(outline=vlm, seq_len=64), {"mesh": {"dp_shard": 4}, "sharding": "parameters"}
 
     def held(**towers: Any) -> tuple[float, float]:
-        seen = scene_of(job, H200, plan_of(**whole, towers=towers))
+        seen = memory_inputs_of(job, H200, plan_of(**whole, towers=towers))
         (part,) = parts_of(vlm, seen.plan, seq_len=64)
         return states_of(seen, part).weights, kept_on(seen, part, gathered=0).layers
 
@@ -294,7 +294,7 @@ def test_each_tower_is_sharded_and_computed_again_as_its_own_plan_says() -> None
 
 
 def test_all_towers_of_a_rank_share_buckets_of_a_size() -> None:
-    layer = Layer(hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=256)
+    layer = OutlineLayer(hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=256)
     eye, mouth = (Tower(name=name, runs=((layer, 2),), hidden=64, vocab=64, outputs=64) for name in ("eye", "mouth"))
     plan = Plan.model_validate({"mesh": {"dp_shard": 8}, "sharding": "gradients", "precision": "bf16"})
     one, two = (

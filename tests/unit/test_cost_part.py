@@ -7,17 +7,17 @@ import pytest
 
 from trimaran.core import Plan
 from trimaran.cost import Job, find_stack, predict
-from trimaran.cost.memory import memory_of
-from trimaran.cost.part import dealt, distinct_parts, parts_of
+from trimaran.cost.peak_memory import memory_of
+from trimaran.cost.rank_part import dealt, distinct_parts, parts_of
 from trimaran.cost.states import owned
 from trimaran.hardware import Cluster, find_device
-from trimaran.models import PRESETS, Layer, ModelSpec, Outline, Tower, outline_of
+from trimaran.models import PRESETS, ModelSpec, Outline, OutlineLayer, Tower, outline_of
 
 TINY, MIXTURE = PRESETS["tiny"], PRESETS["tiny-moe"]
 ENDS = TINY.vocab * TINY.hidden
 H100 = Cluster(device=find_device("H100"), devices_per_node=4)
 # The Llama shape of nanotron's published runs with 1B: the head weighs as much as four layers.
-LAYER = Layer(hidden=2048, heads=32, kv_heads=32, head_dim=64, ffn=8192, extras=4096)
+LAYER = OutlineLayer(hidden=2048, heads=32, kv_heads=32, head_dim=64, ffn=8192, extras=4096)
 LLAMA = Outline(
     name="llama-like-1B",
     towers=(
@@ -52,7 +52,7 @@ def test_stages_have_every_parameter_once_but_a_tied_embedding_twice(schedule: s
 
 
 def test_a_tower_that_is_cut_has_what_is_in_no_block_once() -> None:
-    layer = Layer(hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=256)
+    layer = OutlineLayer(hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=256)
     eye = Tower(name="vision", runs=((layer, 6),), hidden=64, extras=1000, positions=64)
     mouth = Tower(name="language", runs=((layer, 2),), hidden=64, vocab=100, outputs=100, extras=64)
     outline = Outline(name="both", towers=(eye, mouth))
@@ -71,7 +71,7 @@ def test_slices_and_experts_divide_what_they_split() -> None:
 
 
 def test_a_frozen_tower_is_not_trained_and_counts_apart() -> None:
-    eye = Layer(hidden=8, heads=2, kv_heads=2, head_dim=4, ffn=16, gated=False, extras=16)
+    eye = OutlineLayer(hidden=8, heads=2, kv_heads=2, head_dim=4, ffn=16, gated=False, extras=16)
     towers = (Tower(name="vision", runs=((eye, 3),), hidden=8, extras=5, frozen=True), outline_of(TINY).main)
     (part,) = parts_of(Outline(name="vlm", towers=towers), Plan(), seq_len=64)
     assert [holding.tower.name for holding in part.holdings] == ["vision", "language"]

@@ -6,7 +6,7 @@ import pytest
 
 from trimaran.core import Plan
 from trimaran.cost import Job, find_stack
-from trimaran.cost.repeated import repeated_flops
+from trimaran.cost.recompute_flops import repeated_flops
 from trimaran.models import PRESETS, outline_of
 
 JOB = Job(outline=outline_of(PRESETS["llama-3.2-1b"]), seq_len=2048)

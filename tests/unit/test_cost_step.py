@@ -13,13 +13,13 @@ from trimaran.core import Bytes, Mesh, Plan, Prediction
 from trimaran.core.plan import TowerPlan
 from trimaran.cost import Job, find_stack, predict
 from trimaran.cost.collective import all_gather_seconds, ring_of
-from trimaran.cost.memory import Memory
-from trimaran.cost.pace import ask_of, paces_of
+from trimaran.cost.peak_memory import Memory
 from trimaran.cost.roofline import attention_seconds, product_seconds, rates_of
-from trimaran.cost.seconds import seconds_of
+from trimaran.cost.stage_time import ask_of, stage_times_of
 from trimaran.cost.step import crowding_share
+from trimaran.cost.step_time import seconds_of
 from trimaran.hardware import DEVICES, Calibration, Cluster, apply_calibration, parse_cluster
-from trimaran.models import PRESETS, Layer, ModelSpec, Opaque, Outline, Tower, outline_of
+from trimaran.models import PRESETS, ModelSpec, Opaque, Outline, OutlineLayer, Tower, outline_of
 
 H200 = rates_of(DEVICES["H200"], "bf16")
 MEASURED = Path(__file__).parents[2] / "benchmarks" / "h200.jsonl"
@@ -68,7 +68,7 @@ def test_every_axis_shortens_a_micro_batch_but_not_below_its_share(mesh: dict[st
     cluster, one, split = parse_cluster("8xH100"), Plan(precision="bf16"), Plan.model_validate({"mesh": mesh})
     rates = rates_of(cluster.device, "bf16")
     whole, part = (
-        paces_of(ask_of(job_of("llama-3-8b", seq_len=8192), rates, cluster.levels, each)).slowest
+        stage_times_of(ask_of(job_of("llama-3-8b", seq_len=8192), rates, cluster.levels, each)).slowest
         for each in (one, split)
     )
     busy, degree = part.forward + part.backward, split.mesh.world_size
@@ -76,7 +76,7 @@ def test_every_axis_shortens_a_micro_batch_but_not_below_its_share(mesh: dict[st
 
 
 def test_the_bubble_of_equal_stages_is_the_theoretical_share_of_a_busy_rank() -> None:
-    layer = Layer(hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008)
+    layer = OutlineLayer(hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008)
     tower = Tower(name="language", runs=((layer, 32),), hidden=4096)
     plan = Plan.model_validate({"mesh": {"dp_replicate": 2, "pp": 4}, "grad_accum": 8, "precision": "bf16"})
     job, cluster = Job(outline=Outline(name="headless", towers=(tower,)), seq_len=4096), parse_cluster("8xH100")
@@ -93,7 +93,7 @@ def test_a_stage_that_is_dearer_slows_the_whole_pipeline() -> None:
 
 
 def test_more_stages_a_rank_halve_the_bubble_and_send_twice() -> None:
-    layer = Layer(hidden=2048, heads=32, kv_heads=8, head_dim=64, ffn=8192)
+    layer = OutlineLayer(hidden=2048, heads=32, kv_heads=8, head_dim=64, ffn=8192)
     tower = Tower(name="language", runs=((layer, 16),), hidden=2048)
     job = Job(outline=Outline(name="headless", towers=(tower,)), seq_len=2048)
     wish = {"mesh": {"dp_replicate": 2, "pp": 4}, "grad_accum": 8, "precision": "bf16"}
@@ -259,8 +259,8 @@ def test_what_nobody_measured_has_a_wider_bar() -> None:
 
 
 def two_towers(*, frozen: bool) -> Outline:
-    vision = Layer(hidden=1024, heads=16, kv_heads=16, head_dim=64, ffn=4096, gated=False, causal=False)
-    language = Layer(hidden=2048, heads=16, kv_heads=16, head_dim=128, ffn=8192)
+    vision = OutlineLayer(hidden=1024, heads=16, kv_heads=16, head_dim=64, ffn=4096, gated=False, causal=False)
+    language = OutlineLayer(hidden=2048, heads=16, kv_heads=16, head_dim=128, ffn=8192)
     eye = Tower(name="vision", runs=((vision, 24),), hidden=1024, positions=4096, segment=1024, frozen=frozen)
     mouth = Tower(name="language", runs=((language, 24),), hidden=2048, vocab=32000, outputs=32000)
     return Outline(name="vlm", towers=(eye, mouth))
@@ -380,7 +380,7 @@ def test_two_cores_are_predicted_as_measured(shape: tuple[int, ...], seq_len: in
 def test_published_runs_are_predicted(
     gpus: int, mesh: dict[str, int], micro_batch: int, grad_accum: int, published: float
 ) -> None:
-    layer = Layer(hidden=2048, heads=32, kv_heads=32, head_dim=64, ffn=8192, extras=4096)
+    layer = OutlineLayer(hidden=2048, heads=32, kv_heads=32, head_dim=64, ffn=8192, extras=4096)
     tower = Tower(name="language", runs=((layer, 16),), hidden=2048, vocab=131072, outputs=131072, tied=True)
     job = Job(outline=Outline(name="1B", towers=(tower,)), seq_len=4096, stack=find_stack("nanotron"))
     plan = Plan.model_validate(

@@ -9,8 +9,8 @@ import pytest
 from benchmarks.curves import MEAN_OVER, SETTINGS, SHAPES, Line, loss_at, measure, plot, table, words_of
 
 from tests.cases import slow
-from trimaran.core.extras import FP8_MULTIPLE, FP8_SMALLEST
-from trimaran.core.parse import parse_recipe
+from trimaran.core.optional_packages import FP8_MULTIPLE, FP8_SMALLEST
+from trimaran.core.recipe_parser import parse_recipe
 from trimaran.models import spec_of
 from trimaran.planner.legal import check_fp8
 

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 from benchmarks.mix import IMAGE_TOKEN, Mix
 
-from trimaran.core import PictureRules, RowCost
-from trimaran.data.balance import deal_rows, in_order, slowest
-from trimaran.data.chart import ChartRules, draw_chart
-from trimaran.data.costs import measure
-from trimaran.data.feed import Share
-from trimaran.data.order import positions
+from trimaran.core import ImageRules, RowCost
+from trimaran.data.feed import DataShare
+from trimaran.data.row_balance import deal_rows, in_order, slowest
+from trimaran.data.row_packing import PackingRules, pack_samples
+from trimaran.data.sample_costs import measure
+from trimaran.data.sample_order import positions
 
-RULES = PictureRules(patch=14, merge=2, image_token=IMAGE_TOKEN, max_pixels=768 * 28 * 28)
+RULES = ImageRules(patch=14, merge=2, image_token=IMAGE_TOKEN, max_pixels=768 * 28 * 28)
 COSTS = {  # of a tower of 0.7 B before 7 B, of 6 B before 20 B, and of 0.7 B before 1.5 B
     "7b": RowCost(token_pair=1.4e-5, patch=0.09, patch_pair=1.2e-5),
     "26b": RowCost(token_pair=1e-5, patch=0.3, patch_pair=1e-5),
@@ -19,12 +19,12 @@ COSTS = {  # of a tower of 0.7 B before 7 B, of 6 B before 20 B, and of 0.7 B be
 }
 
 
-def share_of(dp: int, micro_batch: int, rows: int) -> Share:
-    return Share(rank=0, dp=dp, micro_batch=micro_batch, grad_accum=rows // dp // micro_batch)
+def share_of(dp: int, micro_batch: int, rows: int) -> DataShare:
+    return DataShare(rank=0, dp=dp, micro_batch=micro_batch, grad_accum=rows // dp // micro_batch)
 
 
 @pytest.mark.parametrize("share", [share_of(8, 1, 64), share_of(4, 4, 64), share_of(64, 1, 64), share_of(1, 8, 64)])
-def test_every_row_has_one_place(share: Share) -> None:
+def test_every_row_has_one_place(share: DataShare) -> None:
     costs = np.random.default_rng(0).lognormal(size=64)
     places = deal_rows(costs, share)
     assert places.shape == (share.grad_accum, share.dp, share.micro_batch)
@@ -51,8 +51,8 @@ def test_the_slowest_rank_is_within_five_percent_of_the_mean(
 @pytest.fixture(scope="module")
 def rows() -> tuple[np.ndarray, np.ndarray, Mix]:
     mix = Mix(20_000)
-    rules = ChartRules(seq_len=4096, pictures=RULES)
-    chart = draw_chart(mix, np.arange(mix.num_samples), measure(mix, RULES), rules)
+    rules = PackingRules(seq_len=4096, pictures=RULES)
+    chart = pack_samples(mix, np.arange(mix.num_samples), measure(mix, RULES), rules)
     return chart.offsets, chart.samples, mix
 
 
@@ -72,5 +72,5 @@ def test_ranks_in_step_get_rows_of_about_one_cost_and_all_the_same_in_sum() -> N
 
 
 def test_without_balance_rows_stay_where_the_plan_puts_them() -> None:
-    share = Share(rank=1, dp=2, micro_batch=3, grad_accum=2)
+    share = DataShare(rank=1, dp=2, micro_batch=3, grad_accum=2)
     assert np.array_equal(in_order(share)[:, 1], share.indices(0))

@@ -7,18 +7,18 @@ import pytest
 from benchmarks.mix import IMAGE_TOKEN, Mix
 
 from tests.sample_table import Table
-from trimaran.core import PictureRules, RowCost
-from trimaran.data.chart import Batching, Chart, ChartRules, draw_chart, num_places, open_chart
-from trimaran.data.costs import measure
+from trimaran.core import ImageRules, RowCost
+from trimaran.data.row_packing import Batching, PackingRules, RowPacking, num_places, open_row_packing, pack_samples
+from trimaran.data.sample_costs import measure
 
-RULES = PictureRules(patch=14, merge=2, image_token=IMAGE_TOKEN, max_pixels=768 * 28 * 28)
-SMALL = PictureRules(patch=2, merge=2, image_token=IMAGE_TOKEN, min_pixels=16, max_pixels=16 * 16)
+RULES = ImageRules(patch=14, merge=2, image_token=IMAGE_TOKEN, max_pixels=768 * 28 * 28)
+SMALL = ImageRules(patch=2, merge=2, image_token=IMAGE_TOKEN, min_pixels=16, max_pixels=16 * 16)
 
 
-def chart_of(table: Mix | Table, seq_len: int, batching: Batching = "pack", **rules: object) -> Chart:
+def chart_of(table: Mix | Table, seq_len: int, batching: Batching = "pack", **rules: object) -> RowPacking:
     pictures = RULES if isinstance(table, Mix) else SMALL
-    asked = ChartRules(seq_len=seq_len, batching=batching, pictures=pictures, **rules)  # type: ignore
-    return draw_chart(table, np.arange(table.num_samples), measure(table, pictures), asked)
+    asked = PackingRules(seq_len=seq_len, batching=batching, pictures=pictures, **rules)  # type: ignore
+    return pack_samples(table, np.arange(table.num_samples), measure(table, pictures), asked)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_a_chart_is_a_function_of_its_seed(mix: Mix) -> None:
 
 def test_a_sample_that_comes_twice_lies_in_two_places() -> None:
     table = Table([[1] * 5, [2] * 6, [3] * 4])
-    chart = draw_chart(table, np.array([0, 0, 1, 2]), measure(table, None), ChartRules(seq_len=8))
+    chart = pack_samples(table, np.array([0, 0, 1, 2]), measure(table, None), PackingRules(seq_len=8))
     assert sorted(chart.samples.tolist()) == [0, 0, 1, 2]
 
 
@@ -104,21 +104,21 @@ def test_padding_takes_one_sample_a_row() -> None:
 def test_a_chart_is_kept_and_read_again(tmp_path: Path) -> None:
     table = Table([[1] * length for length in range(1, 60)])
     ids, measures = np.arange(59), measure(table, None)
-    first = open_chart(table, ids, measures, ChartRules(seq_len=64), folder=tmp_path / "charts")
+    first = open_row_packing(table, ids, measures, PackingRules(seq_len=64), folder=tmp_path / "charts")
     (file,) = (tmp_path / "charts").iterdir()
     # To know that it is read and not drawn, the measures say something else now.
     nothing = measure(Table([[1]] * 59), None)
-    again = open_chart(table, ids, nothing, ChartRules(seq_len=64), folder=tmp_path / "charts")
+    again = open_row_packing(table, ids, nothing, PackingRules(seq_len=64), folder=tmp_path / "charts")
     assert np.array_equal(first.samples, again.samples)
     assert np.array_equal(first.offsets, again.offsets)
     assert first.left_out == again.left_out
-    other = open_chart(table, ids, measures, ChartRules(seq_len=64, seed=1), folder=tmp_path / "charts")
+    other = open_row_packing(table, ids, measures, PackingRules(seq_len=64, seed=1), folder=tmp_path / "charts")
     assert not np.array_equal(first.samples, other.samples)
     assert len(list((tmp_path / "charts").iterdir())) == 2
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 0xFF
     file.write_bytes(content)
-    mended = open_chart(table, ids, measures, ChartRules(seq_len=64), folder=tmp_path / "charts")
+    mended = open_row_packing(table, ids, measures, PackingRules(seq_len=64), folder=tmp_path / "charts")
     assert np.array_equal(first.samples, mended.samples)
 
 
@@ -126,4 +126,4 @@ def test_a_folder_that_cannot_be_written_to_costs_only_time(tmp_path: Path) -> N
     (tmp_path / "file").write_text("in the way")
     table = Table([[1] * 5])
     folder = tmp_path / "file" / "charts"
-    assert len(open_chart(table, np.arange(1), measure(table, None), ChartRules(seq_len=8), folder=folder)) == 1
+    assert len(open_row_packing(table, np.arange(1), measure(table, None), PackingRules(seq_len=8), folder=folder)) == 1

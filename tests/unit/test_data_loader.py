@@ -14,10 +14,10 @@ import torch
 from tests.loaders import ALONE, ROOMY, Loader, Slow, like, small_shards
 from trimaran.core import UserError
 from trimaran.data import IGNORED, Sequences, TokenShards
-from trimaran.data.feed import BadSample, Load, Share
+from trimaran.data.feed import BadSample, DataShare, LoadedArrays
 from trimaran.data.loader import Loader as AnyLoader
+from trimaran.data.loader_tuner import LoaderLimits
 from trimaran.data.token_feed import TokenFeed
-from trimaran.data.tuner import Room
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def sequences(shards: TokenShards) -> Sequences:
 
 
 def test_one_epoch_meets_each_sample_once(sequences: Sequences) -> None:
-    share = Share(rank=0, dp=1, micro_batch=1, grad_accum=1)
+    share = DataShare(rank=0, dp=1, micro_batch=1, grad_accum=1)
     with Loader(sequences, seed=3, share=share, steps=82) as loader:
         seen = [batch.sample_ids[0] for batch in loader]
     assert sorted(seen[:41]) == sorted(seen[41:]) == list(range(41))
@@ -44,12 +44,12 @@ def test_samples_and_their_order_do_not_depend_on_the_plan(
     sequences: Sequences, dp: int, micro_batch: int, grad_accum: int, workers: int
 ) -> None:
     steps, start = 3, 2
-    one = Share(rank=0, dp=1, micro_batch=12, grad_accum=1)
+    one = DataShare(rank=0, dp=1, micro_batch=12, grad_accum=1)
     with Loader(sequences, seed=1, share=one, steps=steps + start) as loader:
         expected = list(loader)[start:]
     parts = []
     for rank in range(dp):
-        share = Share(rank=rank, dp=dp, micro_batch=micro_batch, grad_accum=grad_accum)
+        share = DataShare(rank=rank, dp=dp, micro_batch=micro_batch, grad_accum=grad_accum)
         with Loader(sequences, seed=1, share=share, start_step=start, steps=steps + start, workers=workers) as loader:
             parts.append(list(loader))
     for step, whole in enumerate(expected):
@@ -65,7 +65,7 @@ def test_samples_and_their_order_do_not_depend_on_the_plan(
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_batch_holds_what_its_samples_hold(sequences: Sequences, workers: int) -> None:
-    share = Share(rank=1, dp=2, micro_batch=2, grad_accum=3)
+    share = DataShare(rank=1, dp=2, micro_batch=2, grad_accum=3)
     with Loader(sequences, seed=0, share=share, steps=4, workers=workers) as loader:
         for batch in loader:
             samples = [sequences[index] for index in batch.sample_ids]
@@ -87,7 +87,7 @@ def test_without_isolation_every_label_counts_and_there_are_no_documents(shards:
 
 
 def test_the_samples_of_other_ranks_are_known_too(sequences: Sequences) -> None:
-    shares = [Share(rank=rank, dp=3, micro_batch=2, grad_accum=2) for rank in range(3)]
+    shares = [DataShare(rank=rank, dp=3, micro_batch=2, grad_accum=2) for rank in range(3)]
     loaders = [Loader(sequences, seed=0, share=share, steps=5) for share in shares]
     assert loaders[0].samples(4, [1]) == loaders[1].sample_ids(4)
     assert loaders[0].samples(4, [0, 2]) == loaders[0].sample_ids(4) + loaders[2].sample_ids(4)
@@ -98,8 +98,8 @@ def test_the_samples_of_other_ranks_are_known_too(sequences: Sequences) -> None:
 def test_auto_adds_processes_when_the_trainer_waits_and_changes_no_batch(
     sequences: Sequences, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trimaran.data.waits.WINDOW_SECONDS", 0.1)
-    room = Room(cores=3, free_bytes=1 << 30)
+    monkeypatch.setattr("trimaran.data.loader_waits.WINDOW_SECONDS", 0.1)
+    room = LoaderLimits(cores=3, free_bytes=1 << 30)
     with Loader(sequences, seed=0, share=ALONE, steps=60) as loader:
         expected = [(batch.step, batch.sample_ids, batch.arrays["tokens"].tolist()) for batch in loader]
         assert loader.facts()["workers"] == 0
@@ -118,7 +118,7 @@ def test_auto_adds_processes_when_the_trainer_waits_and_changes_no_batch(
 
 
 def test_a_fixed_number_of_processes_stays(sequences: Sequences, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trimaran.data.waits.WINDOW_SECONDS", 0.05)
+    monkeypatch.setattr("trimaran.data.loader_waits.WINDOW_SECONDS", 0.05)
     with Loader(like(Slow, sequences), seed=0, share=ALONE, steps=20, workers=1, room=ROOMY) as loader:
         assert len(list(loader)) == 20
         assert not loader.changes
@@ -130,7 +130,7 @@ class Wide:
 
     share = ALONE
 
-    def load(self, step: int, at: Callable[[int], None]) -> Load:
+    def load(self, step: int, at: Callable[[int], None]) -> LoadedArrays:
         at(step)
         draw = np.random.default_rng(step)
         arrays = {
@@ -142,7 +142,7 @@ class Wide:
         }
         cuts = {"patches": (0, step**3 % 1000), "grids": (0, 0)}
         bad = (BadSample(step, "torn"),) if step % 2 else ()
-        return Load(arrays=arrays, num_valid=step, cuts=cuts, facts={"waste": np.float64(step / 3)}, bad=bad)
+        return LoadedArrays(arrays=arrays, num_valid=step, cuts=cuts, facts={"waste": np.float64(step / 3)}, bad=bad)
 
     def samples(self, step: int, data_ranks: Sequence[int]) -> tuple[int, ...]:
         return (step,)
@@ -170,7 +170,7 @@ def test_batches_are_loaded_while_the_trainer_computes(workers: int) -> None:
     third = multiprocessing.get_context("fork").Event()
 
     class Telling(Wide):
-        def load(self, step: int, at: Callable[[int], None]) -> Load:
+        def load(self, step: int, at: Callable[[int], None]) -> LoadedArrays:
             if step == 2:
                 third.set()
             return super().load(step, at)
@@ -184,7 +184,7 @@ def test_two_processes_load_at_the_same_time() -> None:
     meeting = multiprocessing.get_context("fork").Barrier(2, timeout=10)
 
     class Meeting(Wide):
-        def load(self, step: int, at: Callable[[int], None]) -> Load:
+        def load(self, step: int, at: Callable[[int], None]) -> LoadedArrays:
             if step < 2:
                 meeting.wait()  # breaks when nobody else comes
             return super().load(step, at)
@@ -198,7 +198,7 @@ def test_a_step_that_is_slow_holds_up_no_other_process() -> None:
     reached = multiprocessing.get_context("fork").Event()
 
     class Uneven(Wide):
-        def load(self, step: int, at: Callable[[int], None]) -> Load:
+        def load(self, step: int, at: Callable[[int], None]) -> LoadedArrays:
             if step == 10:
                 reached.set()
             assert step != 2 or reached.wait(timeout=5)
@@ -215,14 +215,14 @@ class Heavy(Wide):
     def __init__(self) -> None:
         self.begun: list[int] = []
 
-    def load(self, step: int, at: Callable[[int], None]) -> Load:
+    def load(self, step: int, at: Callable[[int], None]) -> LoadedArrays:
         self.begun.append(step)
-        return Load(arrays={"tokens": np.zeros((1, 2, 1 << 16))}, num_valid=1)
+        return LoadedArrays(arrays={"tokens": np.zeros((1, 2, 1 << 16))}, num_valid=1)
 
 
 def test_no_more_is_loaded_ahead_than_memory_has_room_for() -> None:
     feed = Heavy()
-    room = Room(cores=1, free_bytes=4 << 20)  # a quarter of it: one batch
+    room = LoaderLimits(cores=1, free_bytes=4 << 20)  # a quarter of it: one batch
     with AnyLoader(feed, steps=9, room=room) as loader:
         next(loader)
         time.sleep(0.1)
@@ -232,10 +232,10 @@ def test_no_more_is_loaded_ahead_than_memory_has_room_for() -> None:
 
 def test_batches_that_memory_has_no_room_for_are_refused_before_the_first_step() -> None:
     with pytest.raises(UserError, match="T060: 4 loader processes and 6 batches ahead") as refusal:
-        next(AnyLoader(Heavy(), steps=9, workers=4, room=Room(cores=4, free_bytes=16 << 20)))
+        next(AnyLoader(Heavy(), steps=9, workers=4, room=LoaderLimits(cores=4, free_bytes=16 << 20)))
     assert "set data.workers to auto" in refusal.value.fix
     with pytest.raises(UserError, match="T060: the loader and 2 batches"):
-        next(AnyLoader(Heavy(), steps=9, workers="auto", room=Room(cores=4, free_bytes=1 << 20)))
+        next(AnyLoader(Heavy(), steps=9, workers="auto", room=LoaderLimits(cores=4, free_bytes=1 << 20)))
     assert not multiprocessing.active_children()
 
 
@@ -247,7 +247,7 @@ def test_an_epoch_ends_at_the_same_step_on_all_ranks_and_its_last_batch_is_fille
     seen: Counter[int] = Counter()
     valid = 0
     for rank in range(dp):
-        share = Share(rank=rank, dp=dp, micro_batch=1, grad_accum=10 // dp)
+        share = DataShare(rank=rank, dp=dp, micro_batch=1, grad_accum=10 // dp)
         feed = TokenFeed(sequences, seed=0, share=share, epochs=2.5)
         assert feed.steps_in(2.5) == 11
         with AnyLoader(feed, steps=feed.steps_in(2.5)) as loader:

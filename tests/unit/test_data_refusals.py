@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from trimaran.app.cli.main import main
-from trimaran.app.cli.what import ask_about
+from trimaran.app.main import main
+from trimaran.app.request.plan_request import ask_about
 from trimaran.core import DataSection, ModelSection, Plan, Recipe, UserError
-from trimaran.data.kinds import kind_of
+from trimaran.data.data_kind import kind_of
 from trimaran.data.samples import prepare_samples
 from trimaran.models import VLM_PRESETS, spec_of
-from trimaran.models.picture_rules import picture_rules
-from trimaran.telemetry import create_run
+from trimaran.models.recipe_images import recipe_image_rules
+from trimaran.run import create_run
 
 
 def png(width: int, height: int) -> bytes:
@@ -55,7 +55,7 @@ def test_shapes_are_refused_to_a_model_without_eyes_before_one_is_drawn(tmp_path
 def test_a_strip_is_no_picture_and_the_reason_is_told(tmp_path: Path) -> None:
     (tmp_path / "strip.png").write_bytes(png(402, 2))
     (tmp_path / "strip.txt").write_text("a bar")
-    rules = picture_rules(Recipe.model_validate({"model": {"family": "vlm"}, "data": {"source": "shapes"}}))
+    rules = recipe_image_rules(Recipe.model_validate({"model": {"family": "vlm"}, "data": {"source": "shapes"}}))
     data = DataSection(source="image-folder", path=str(tmp_path))
     with pytest.raises(UserError, match="402 x 2 pixels, one side is more than 200 times the other"):
         prepare_samples(data, rules=rules, cache=tmp_path / "cache")

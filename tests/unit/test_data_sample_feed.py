@@ -12,20 +12,20 @@ import pytest
 from benchmarks.mix import IMAGE_TOKEN
 
 from tests.sample_table import Table, png
-from trimaran.core import DataSection, PictureRules, RowCost, UserError
+from trimaran.core import DataSection, ImageRules, RowCost, UserError
 from trimaran.data import sample_feed
-from trimaran.data.chart import Batching, ChartRules, draw_chart
-from trimaran.data.costs import SampleTable, measure
-from trimaran.data.feed import Load, Share
+from trimaran.data.feed import DataShare, LoadedArrays
 from trimaran.data.loader import Loader
+from trimaran.data.row_packing import Batching, PackingRules, pack_samples
+from trimaran.data.sample_costs import SampleTable, measure
 from trimaran.data.sample_feed import SampleFeed, SampleRows, SampleTerms, sample_feeds
-from trimaran.data.samples.index import SampleIndex
-from trimaran.data.samples.prepare import prepare_samples
+from trimaran.data.samples.prepare_samples import prepare_samples
+from trimaran.data.samples.sample_index import SampleIndex
 from trimaran.data.sequences import IGNORED
-from trimaran.data.vision.places import grid_positions
+from trimaran.data.vision.grid_positions import grid_positions
 
-RULES = PictureRules(patch=2, merge=2, image_token=IMAGE_TOKEN, min_pixels=16, max_pixels=12 * 12)
-ALONE = Share(rank=0, dp=1, micro_batch=2, grad_accum=2)
+RULES = ImageRules(patch=2, merge=2, image_token=IMAGE_TOKEN, min_pixels=16, max_pixels=12 * 12)
+ALONE = DataShare(rank=0, dp=1, micro_batch=2, grad_accum=2)
 COST = RowCost(token_pair=1e-3, patch=0.5)
 SEQ_LEN = 32
 
@@ -50,25 +50,25 @@ def some_table(count: int = 40, **options: Any) -> Table:
 
 def feed_of(
     table: SampleTable,
-    share: Share = ALONE,
+    share: DataShare = ALONE,
     *,
     batching: Batching = "pack",
-    rules: PictureRules | None = RULES,
+    rules: ImageRules | None = RULES,
     terms: dict[str, Any] | None = None,
     **options: Any,
 ) -> SampleFeed:
     measures = measure(table, rules)
-    chart_rules = ChartRules(seq_len=SEQ_LEN, batching=batching, seed=5, pictures=rules)
-    chart = draw_chart(table, np.arange(table.num_samples), measures, chart_rules)
+    chart_rules = PackingRules(seq_len=SEQ_LEN, batching=batching, seed=5, pictures=rules)
+    chart = pack_samples(table, np.arange(table.num_samples), measures, chart_rules)
     asked = SampleTerms(rules=rules, cost=COST, seed=5, **(terms or {}))
     return SampleFeed(SampleRows(table, chart, measures), asked, share=share, **options)
 
 
-def load(feed: SampleFeed, step: int = 0) -> Load:
+def load(feed: SampleFeed, step: int = 0) -> LoadedArrays:
     return feed.load(step, lambda _: None)
 
 
-def micro(found: Load, number: int) -> dict[str, np.ndarray]:
+def micro(found: LoadedArrays, number: int) -> dict[str, np.ndarray]:
     """One micro-batch, cut as `StepBatch.micro` cuts it."""
     cuts = found.cuts
     return {
@@ -77,7 +77,7 @@ def micro(found: Load, number: int) -> dict[str, np.ndarray]:
     }
 
 
-def pieces(found: Load) -> dict[tuple[int, ...], tuple[Any, ...]]:
+def pieces(found: LoadedArrays) -> dict[tuple[int, ...], tuple[Any, ...]]:
     """Every document by its tokens, with its labels; padding left out."""
     result = {}
     flat = [found.arrays[name].reshape(-1, SEQ_LEN) for name in ("tokens", "labels", "documents")]
@@ -137,10 +137,10 @@ def test_padding_is_a_document_of_its_own_and_is_counted() -> None:
 
 
 PLANS = [
-    Share(rank=0, dp=1, micro_batch=8, grad_accum=1),
-    Share(rank=0, dp=2, micro_batch=1, grad_accum=4),
-    Share(rank=0, dp=4, micro_batch=2, grad_accum=1),
-    Share(rank=0, dp=8, micro_batch=1, grad_accum=1),
+    DataShare(rank=0, dp=1, micro_batch=8, grad_accum=1),
+    DataShare(rank=0, dp=2, micro_batch=1, grad_accum=4),
+    DataShare(rank=0, dp=4, micro_batch=2, grad_accum=1),
+    DataShare(rank=0, dp=8, micro_batch=1, grad_accum=1),
 ]
 
 
@@ -149,7 +149,7 @@ PLANS = [
 def test_every_plan_trains_on_the_same_rows(batching: Batching, balance: bool) -> None:
     table = some_table()
 
-    def rows(share: Share, step: int) -> Counter[bytes]:
+    def rows(share: DataShare, step: int) -> Counter[bytes]:
         found: Counter[bytes] = Counter()
         for rank in range(share.dp):
             feed = feed_of(table, replace(share, rank=rank), batching=batching, balance=balance)
@@ -176,7 +176,7 @@ def test_what_is_loaded_depends_on_the_step_alone() -> None:
 def test_every_sample_of_an_epoch_comes_once_and_the_rest_of_the_last_batch_is_empty() -> None:
     table = some_table()
     seen: Counter[int] = Counter()
-    shares = [Share(rank=rank, dp=2, micro_batch=2, grad_accum=1) for rank in range(2)]
+    shares = [DataShare(rank=rank, dp=2, micro_batch=2, grad_accum=1) for rank in range(2)]
     feeds = [feed_of(table, share, epochs=1) for share in shares]
     steps = feeds[0].steps_in(1)
     assert feeds[0].num_rows % 4, "the last batch has rows that are not there"
@@ -272,7 +272,7 @@ def test_positions_begin_anew_in_every_document() -> None:
 
 
 def test_tiles_of_a_picture_have_a_grid_each() -> None:
-    rules = PictureRules(patch=2, merge=2, image_token=IMAGE_TOKEN, variant="tiled", tile=4, max_tiles=4)
+    rules = ImageRules(patch=2, merge=2, image_token=IMAGE_TOKEN, variant="tiled", tile=4, max_tiles=4)
     found = load(feed_of(Table([[1, IMAGE_TOKEN, 2, 3]], [(8, 4)]), rules=rules))
     assert found.arrays["grids"][:3].tolist() == [[2, 2]] * 3
     assert (found.arrays["tokens"] == IMAGE_TOKEN).sum() == len(found.arrays["grids"])
@@ -346,7 +346,7 @@ def test_a_loader_brings_the_same_batches(workers: int) -> None:
                     assert np.array_equal(ours[name].numpy(), each), name
 
 
-SEEING = PictureRules(patch=8, merge=2, image_token=257, before=(258,), after=(259,), min_pixels=256)
+SEEING = ImageRules(patch=8, merge=2, image_token=257, before=(258,), after=(259,), min_pixels=256)
 
 
 def chat_section(folder: Path, **options: Any) -> DataSection:

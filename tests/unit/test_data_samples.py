@@ -18,13 +18,13 @@ import tokenizers
 from PIL import Image
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from trimaran.core import DataSection, PictureRules, UserError
+from trimaran.core import DataSection, ImageRules, UserError
 from trimaran.data.quarantine import BadSampleError
 from trimaran.data.samples import SampleIndex, prepare_samples
-from trimaran.data.samples.mixture import copies, repeat
-from trimaran.data.samples.templates import TEMPLATES
+from trimaran.data.samples.chat_templates import TEMPLATES
+from trimaran.data.samples.source_mixture import copies, repeat
 
-RULES = PictureRules(patch=8, merge=2, image_token=257)
+RULES = ImageRules(patch=8, merge=2, image_token=257)
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
 TALK = [("system", "Be brief."), ("user", "Who is there? "), ("assistant", "Nobody, but thé cat."), ("user", "And?"),
         ("assistant", "A dog.")]  # fmt: skip
@@ -41,7 +41,7 @@ def chat(folder: Path, rows: list[Any], name: str = "rows.jsonl", **fields: Any)
     return DataSection.model_validate({"source": "chat", "path": str(folder / name), **fields})
 
 
-def index_of(cache: Path, data: DataSection, rules: PictureRules | None = None) -> SampleIndex:
+def index_of(cache: Path, data: DataSection, rules: ImageRules | None = None) -> SampleIndex:
     return SampleIndex.open(prepare_samples(data, rules=rules, cache=cache))
 
 
@@ -126,7 +126,7 @@ def test_what_a_user_writes_never_becomes_a_special_token(hidden: bool, tmp_path
     data = chat(tmp_path, rows, tokenizer=str(tmp_path / "tokenizer.json"))
     plain = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     start, end, begin, done, pad = (plain.token_to_id(each) for each in SPECIAL[1:])
-    rules = PictureRules(patch=8, merge=2, image_token=pad)
+    rules = ImageRules(patch=8, merge=2, image_token=pad)
     index = index_of(tmp_path / "cache", data, rules)
     counts = Counter(index.sample(0).tokens.tolist())
     assert [counts[each] for each in (start, end, begin, done, pad)] == [2, 2, 1, 1, 1]  # ours alone

@@ -17,13 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from trimaran.core import DataSection, PictureRules, UserError
+from trimaran.core import DataSection, ImageRules, UserError
 from trimaran.data.quarantine import BadSampleError
 from trimaran.data.samples import SampleIndex, prepare_samples
-from trimaran.data.samples.chat import CAPTIONS, CONVERSATIONS, QUESTIONS, Images, read_row
-from trimaran.data.samples.chat import PICTURES as PICTURE_FIELDS
+from trimaran.data.samples.parse_chat import CAPTIONS, CONVERSATIONS, QUESTIONS, RowImages, read_row
+from trimaran.data.samples.parse_chat import PICTURES as PICTURE_FIELDS
 
-RULES = PictureRules(patch=8, merge=2, image_token=257)
+RULES = ImageRules(patch=8, merge=2, image_token=257)
 PICTURE = 257
 ASKED = "what is it?"
 FIELDS = [
@@ -49,7 +49,7 @@ def section(source: str, path: Path | None = None, **fields: Any) -> DataSection
     return DataSection.model_validate({"source": source, **where, **fields})
 
 
-def indexed(cache: Path, data: DataSection, rules: PictureRules | None = RULES) -> SampleIndex:
+def indexed(cache: Path, data: DataSection, rules: ImageRules | None = RULES) -> SampleIndex:
     index = SampleIndex.open(prepare_samples(data, rules=rules, cache=cache))
     index.verify()
     return index
@@ -346,7 +346,7 @@ JSON = st.recursive(
 @given(JSON)
 def test_whatever_a_row_holds_it_is_a_sample_or_a_bad_one(row: Any) -> None:
     try:
-        turns, pictures = read_row(row, Images("/images"))
+        turns, pictures = read_row(row, RowImages("/images"))
     except BadSampleError:
         return
     assert sum(part is None for turn in turns for part in turn.parts) == len(pictures)

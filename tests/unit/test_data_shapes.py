@@ -8,26 +8,26 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from trimaran.core import DataSection, PictureRules
-from trimaran.data import shapes
+from trimaran.core import DataSection, ImageRules
+from trimaran.data import drawn_shapes
 from trimaran.data.samples import SampleIndex, prepare_samples
 
-DRAWN = [shapes.draw(number) for number in range(600)]
+DRAWN = [drawn_shapes.draw(number) for number in range(600)]
 
 
-def pixels(drawn: shapes.Drawn) -> np.ndarray:
+def pixels(drawn: drawn_shapes.Drawn) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(drawn.picture)).convert("RGB")).astype(int)
 
 
 def test_a_sample_is_a_function_of_its_number() -> None:
-    assert [shapes.draw(number) for number in range(20)] == DRAWN[:20]
+    assert [drawn_shapes.draw(number) for number in range(20)] == DRAWN[:20]
     assert len({(drawn.picture, drawn.question, drawn.answer) for drawn in DRAWN}) > 500
 
 
 def test_pictures_have_many_shapes_and_some_samples_have_none() -> None:
     sizes = [pixels(drawn).shape[:2] for drawn in DRAWN if drawn.picture]
     assert 0.06 < 1 - len(sizes) / len(DRAWN) < 0.14
-    assert {side for size in sizes for side in size} == set(shapes.SIDES)
+    assert {side for size in sizes for side in size} == set(drawn_shapes.SIDES)
     assert max(max(size) / min(size) for size in sizes) == 2
 
 
@@ -50,14 +50,14 @@ def test_the_answer_is_in_the_picture() -> None:
             _, colour, _ = drawn.answer.split(" ")
             seen = pixels(drawn)
             far = np.abs(seen - seen[0, 0]).sum(axis=2)
-            assert np.abs(seen[far > far.max() - 5].mean(axis=0) - shapes.COLOURS[colour]).max() < 20
+            assert np.abs(seen[far > far.max() - 5].mean(axis=0) - drawn_shapes.COLOURS[colour]).max() < 20
             checked += 1
     assert checked > 10
 
 
 def test_shapes_are_a_source_like_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shapes, "NUM_SAMPLES", 1200)  # of several thousand
-    rules = PictureRules(patch=8, merge=2, image_token=257)
+    monkeypatch.setattr(drawn_shapes, "NUM_SAMPLES", 1200)  # of several thousand
+    rules = ImageRules(patch=8, merge=2, image_token=257)
     told: list[float] = []
     path = prepare_samples(
         DataSection(source="shapes"), rules=rules, cache=tmp_path, progress=lambda _, share: told.append(share)

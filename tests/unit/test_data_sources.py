@@ -8,7 +8,7 @@ import pytest
 
 from trimaran.core import DataSection, UserError
 from trimaran.data import check
-from trimaran.data.sources import find_files, read_pieces
+from trimaran.data.text_sources import find_files, read_pieces
 
 
 def section(source: str, path: Path | None = None, **fields: object) -> DataSection:
@@ -49,7 +49,7 @@ def test_text_folders_are_read_recursively_in_the_order_of_their_names(tmp_path:
 
 
 def test_a_large_file_comes_in_pieces_of_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trimaran.data.sources.PIECE_BYTES", 10)
+    monkeypatch.setattr("trimaran.data.text_sources.PIECE_BYTES", 10)
     text = "".join(f"Zeile {number}: Rümpfe\n" for number in range(9))
     (tmp_path / "long.txt").write_text(text)
     (tmp_path / "short.txt").write_text("end")

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from trimaran.data.tuner import AHEAD, Room, Seen, Setting, Tuner
-from trimaran.train.place import Place
-from trimaran.train.room import room_of
+from trimaran.data.loader_tuner import AHEAD, LoaderLimits, Seen, Setting, Tuner
+from trimaran.train.inputs.loader_limits import room_of
+from trimaran.train.process.rank_info import RankInfo
 
-ROOM = Room(cores=8, free_bytes=64 << 30, pin_memory=True)
+ROOM = LoaderLimits(cores=8, free_bytes=64 << 30, pin_memory=True)
 THREAD = Setting(workers=0, depth=AHEAD, pin=True)
 
 
@@ -83,7 +83,7 @@ def test_batches_that_are_late_now_and_then_are_asked_for_earlier() -> None:
 
 
 def test_memory_bounds_processes_and_batches_ahead() -> None:
-    room = Room(cores=64, free_bytes=64 << 30)
+    room = LoaderLimits(cores=64, free_bytes=64 << 30)
     tuner = Tuner(room, THREAD)
     run(tuner, 9, load=9.0, step=0.1, batch_bytes=1 << 30)
     assert tuner.setting.workers == 4
@@ -113,8 +113,8 @@ def test_local_ranks_share_the_cores_and_the_memory_of_their_container(tmp_path:
     (tmp_path / "memory.max").write_text(str(1 << 20))
     (tmp_path / "memory.current").write_text("0")
     (tmp_path / "memory.stat").write_text("file 0\nshmem 0\n")
-    place = Place(rank=0, world_size=8, local_rank=0, device=torch.device("cpu"), local_world_size=4)
-    assert room_of(place, tmp_path) == Room(cores=0, free_bytes=1 << 18)
+    place = RankInfo(rank=0, world_size=8, local_rank=0, device=torch.device("cpu"), local_world_size=4)
+    assert room_of(place, tmp_path) == LoaderLimits(cores=0, free_bytes=1 << 18)
     assert room_of(replace(place, local_world_size=1), tmp_path).cores <= 1
     (tmp_path / "cpu.max").write_text("max 100000")
     assert room_of(replace(place, local_world_size=1), tmp_path).cores == len(os.sched_getaffinity(0)) - 1

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from trimaran.core import PictureRules
+from trimaran.core import ImageRules
 from trimaran.data.vision import (
     BadPictureError,
     cut_patches,
@@ -25,9 +25,9 @@ from trimaran.data.vision import (
 )
 from trimaran.data.vision.decode import MAX_PIXELS
 
-QWEN = PictureRules(patch=14, merge=2, image_token=0, max_pixels=1280 * 28 * 28)
-INTERN = PictureRules(patch=14, merge=2, image_token=0, variant="tiled", tile=448, max_tiles=12)
-LLAVA = PictureRules(patch=14, merge=1, image_token=0, variant="tiled", tile=336, max_tiles=1)
+QWEN = ImageRules(patch=14, merge=2, image_token=0, max_pixels=1280 * 28 * 28)
+INTERN = ImageRules(patch=14, merge=2, image_token=0, variant="tiled", tile=448, max_tiles=12)
+LLAVA = ImageRules(patch=14, merge=1, image_token=0, variant="tiled", tile=336, max_tiles=1)
 
 
 def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
@@ -97,7 +97,7 @@ def test_patches_are_those_of_qwen2_vl(size: tuple[int, int]) -> None:
 
 
 def test_tiles_come_after_a_small_whole() -> None:
-    rules = PictureRules(patch=2, merge=2, image_token=0, variant="tiled", tile=8, max_tiles=4)
+    rules = ImageRules(patch=2, merge=2, image_token=0, variant="tiled", tile=8, max_tiles=4)
     colours = np.zeros((16, 16, 3), dtype=np.uint8)
     colours[:8, :8], colours[:8, 8:], colours[8:, :8], colours[8:, 8:] = 10, 20, 30, 40
     out = np.empty((5 * 16, 12), dtype=np.uint8)
@@ -109,7 +109,7 @@ def test_tiles_come_after_a_small_whole() -> None:
 
 
 def test_patches_of_a_group_lie_together_by_channel_row_and_column() -> None:
-    rules = PictureRules(patch=2, merge=2, image_token=0)
+    rules = ImageRules(patch=2, merge=2, image_token=0)
     pixels = np.arange(4 * 8 * 3, dtype=np.uint8).reshape(4, 8, 3)
     out = np.empty((8, 12), dtype=np.uint8)
     cut_patches(pixels, rules, out)

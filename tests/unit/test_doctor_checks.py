@@ -28,7 +28,18 @@ from trimaran.doctor.checks import (
     versions,
 )
 from trimaran.doctor.checks.versions import known_bad, within
-from trimaran.doctor.facts import Disk, Facts, Fleet, Gpu, Host, Measured, Nic, Versions, Wiring, Work
+from trimaran.doctor.machine_facts import (
+    DiskFacts,
+    Facts,
+    Gpu,
+    HostFacts,
+    MachineMeasurements,
+    Nic,
+    NodeMeasurements,
+    Versions,
+    Wiring,
+    Work,
+)
 from trimaran.doctor.nvidia_smi import parse_whole
 from trimaran.doctor.preflight import CHECKS, examine, refuse_unfit
 from trimaran.hardware import parse_cluster
@@ -38,14 +49,14 @@ MACHINES = Path(__file__).parent / "machines"
 (H200,), DRIVER = parse_whole((MACHINES / "smi-h200.xml").read_text())
 WELL = (H200, replace(H200, index=1, uuid="GPU-1", bus="00000000:0B:00.0"))
 SICK, _ = parse_whole((MACHINES / "smi-sick.xml").read_text())
-HOST = Host(cores=8, memory_free=Bytes(32 * GIB), shm=Bytes(8 * GIB), shm_free=Bytes(8 * GIB), nofile=65536)
-DISK = Disk(path=Path("/runs"), free=Bytes(500 * GIB), total=Bytes(900 * GIB), inodes=10**7, bandwidth=1e9)
+HOST = HostFacts(cores=8, memory_free=Bytes(32 * GIB), shm=Bytes(8 * GIB), shm_free=Bytes(8 * GIB), nofile=65536)
+DISK = DiskFacts(path=Path("/runs"), free=Bytes(500 * GIB), total=Bytes(900 * GIB), inodes=10**7, bandwidth=1e9)
 CARDS = (
     Nic(name="mlx5_0", kind="infiniband", is_up=True, gigabits=400.0),
     Nic(name="mlx5_1", kind="infiniband", is_up=True, gigabits=400.0),
 )
 CUDA = Versions(torch="2.13.0+cu128", torch_cuda="12.8", nccl="2.28.9", driver=DRIVER, driver_cuda="12.8")
-MEASURED = Measured(
+MEASURED = MachineMeasurements(
     products={"GPU 0": 700e12, "GPU 1": 690e12},
     precision="bf16",
     reduce={"ranks": 2, "backend": "nccl", "checked": 10, "wrong": {}, "bytes": 1 << 28, "seconds": 0.001},
@@ -269,7 +280,7 @@ def test_a_disk_too_slow_for_the_checkpoints_is_told() -> None:
 
 @pytest.mark.parametrize(("skew", "status"), [(0.01, "pass"), (-3.0, "warn"), (60.0, "fail")])
 def test_clocks_that_are_apart_are_told(skew: float, status: str) -> None:
-    fleet = Fleet(names=("a (node 0)", "b (node 1)"), skews={1: skew})
+    fleet = NodeMeasurements(names=("a (node 0)", "b (node 1)"), skews={1: skew})
     assert clock.check(replace(HEALTHY, fleet=fleet)).status == status
 
 

@@ -12,12 +12,12 @@ import pytest
 
 from tests.prometheus_server import alerts
 from tests.runs import finished_run
-from trimaran.app.cli.glance import glances
-from trimaran.app.cli.state import RunState
+from trimaran.app.views.run_state import RunState
+from trimaran.app.views.status_lines import glances
 from trimaran.core import Finding, Plan, parse_recipe
 from trimaran.doctor.evidence import Evidence, question_of
 from trimaran.doctor.rules.health import RULES
-from trimaran.telemetry import append_line
+from trimaran.run import append_line
 from trimaran.telemetry.nvml import FAULTS, Gpus
 
 LINES = (Path(__file__).parent / "machines" / "h200-samples.jsonl").read_text().splitlines()

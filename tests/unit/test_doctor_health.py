@@ -8,7 +8,7 @@ import pytest
 from trimaran.core import Finding, Plan, Recipe, parse_recipe
 from trimaran.doctor.diagnose import diagnose
 from trimaran.doctor.evidence import Evidence, question_of
-from trimaran.doctor.remedy import patched
+from trimaran.doctor.predicted_gain import patched
 from trimaran.doctor.rules.health import RULES
 from trimaran.hardware import parse_cluster
 from trimaran.models import outline_if_told, spec_of

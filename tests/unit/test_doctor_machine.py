@@ -11,11 +11,11 @@ import pytest
 
 from trimaran.core import UserError
 from trimaran.doctor.checks.pairs import check, culprits, first_round, second_round
-from trimaran.doctor.facts import Ecc, Facts, Fleet, Gpu, Host, Pace, Pair, Versions
-from trimaran.doctor.measure import Rendezvous
+from trimaran.doctor.machine_facts import Ecc, Facts, Gpu, GpuClocks, HostFacts, NodeMeasurements, Pair, Versions
+from trimaran.doctor.measure_machine import NodeMeeting
 from trimaran.doctor.nvidia_smi import parse_peers, parse_quick, parse_ways_to_nics, parse_whole
-from trimaran.doctor.read import is_taken, read_disk, read_facts, read_nics, read_quota, read_wiring, visible
-from trimaran.hardware.topology import parse_topology
+from trimaran.doctor.read_machine import is_taken, read_disk, read_facts, read_nics, read_quota, read_wiring, visible
+from trimaran.hardware.gpu_topology import parse_topology
 
 MACHINES = Path(__file__).parent / "machines"
 
@@ -44,7 +44,7 @@ def test_what_a_real_h200_answers_is_read_to_the_last_number() -> None:
     assert (driver, gpu.name, gpu.bus) == ("580.159.04", "NVIDIA H200", "00000000:0A:00.0")
     assert (gpu.memory, gpu.used, gpu.compute_mode, gpu.mig) == (143771 * 2**20, 0, "Default", "Disabled")
     assert gpu.ecc == Ecc(enabled=True)
-    assert gpu.pace == Pace(
+    assert gpu.pace == GpuClocks(
         brakes=(),
         power_limit=700.0,
         default_power_limit=700.0,
@@ -203,9 +203,9 @@ def test_two_bad_nodes_are_both_found_and_one_bad_link_is_nobodys_fault() -> Non
     first = measured(first_round(8), lambda a, b: 9.0 if (a, b) == (0, 1) else 1.0)
     second = measured(second_round(8, first), lambda a, b: 1.0)
     assert culprits(first, second) == set()
-    facts = Facts(environment={}, versions=Versions(), host=Host(cores=1, memory_free=0))
+    facts = Facts(environment={}, versions=Versions(), host=HostFacts(cores=1, memory_free=0))
     names = tuple(f"n{node}" for node in range(8))
-    found = check(replace(facts, fleet=Fleet(names=names, rounds=(first, second))))
+    found = check(replace(facts, fleet=NodeMeasurements(names=names, rounds=(first, second))))
     assert (found.status, found.what) == ("warn", "n0 and n1 were slow together, and both well with others")
 
 
@@ -224,8 +224,8 @@ def test_every_node_is_measured_and_nobody_meets_itself() -> None:
 
 
 def test_nodes_that_are_all_silent_are_not_blamed_one_by_one() -> None:
-    facts = Facts(environment={}, versions=Versions(), host=Host(cores=1, memory_free=0))
-    fleet = Fleet(names=("a", "b"), rounds=({(0, 1): None}, {(0, 1): None}))
+    facts = Facts(environment={}, versions=Versions(), host=HostFacts(cores=1, memory_free=0))
+    fleet = NodeMeasurements(names=("a", "b"), rounds=({(0, 1): None}, {(0, 1): None}))
     assert check(replace(facts, fleet=fleet)).what == "no two nodes could exchange anything"
 
 
@@ -234,4 +234,4 @@ def test_nodes_that_are_all_silent_are_not_blamed_one_by_one() -> None:
 )
 def test_flags_that_do_not_fit_together_are_refused(nodes: int, node: int, address: str) -> None:
     with pytest.raises(UserError, match="H020"):
-        Rendezvous(nodes=nodes, node=node, address=address)
+        NodeMeeting(nodes=nodes, node=node, address=address)

@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 
-from trimaran.app.cli.diagnosis import command_of, diagnose_run
-from trimaran.app.cli.main import main
+from trimaran.app.main import main
+from trimaran.app.views.diagnosis import command_of, diagnose_run
 from trimaran.core import Finding, Plan, Recipe, UserError, parse_recipe
 from trimaran.doctor.diagnose import diagnose
 from trimaran.doctor.evidence import Evidence, question_of, read_evidence
-from trimaran.doctor.measured import measure
-from trimaran.doctor.remedy import forecast, patched
+from trimaran.doctor.predicted_gain import forecast, patched
 from trimaran.doctor.rules import speed
+from trimaran.doctor.step_breakdown import measure
 from trimaran.hardware import parse_cluster
 from trimaran.models import outline_if_told, spec_of
 from trimaran.planner import choose
-from trimaran.telemetry import RunDirectory, create_run
+from trimaran.run import RunDirectory, create_run
 
 AILING = Path(__file__).parent / "ailing"
 
@@ -225,7 +225,7 @@ def test_a_storm_of_compilations_is_found_with_its_reason() -> None:
 
 
 def test_a_host_that_waits_in_forward_is_found_by_a_profile() -> None:
-    # What doctor/traces.py said of a real trace of three steps with an .item() in each of four layers.
+    # What doctor/profile_evidence.py said of a real trace of three steps with an .item() in each of four layers.
     trace = {"file": "step-00000010-rank-0.trace.json.gz", "steps": 3, "waits": {"aten::_local_scalar_dense": 12},
              "places": {"forward, after aten::max": 12}, "wait_seconds": 1.6e-05}  # fmt: skip
     evidence = recorded("healthy")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from trimaran.hardware import DEVICES, Cluster
-from trimaran.hardware.topology import links_of, parse_topology, read_network
+from trimaran.hardware.gpu_topology import links_of, parse_topology, read_network
 
 LEGEND = """
 Legend:

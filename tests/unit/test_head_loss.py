@@ -13,11 +13,11 @@ from trimaran.models import PRESETS
 from trimaran.nets import Network, decoder_network, initialise
 from trimaran.nets.attention import RMSNorm
 from trimaran.parallel import autocast, override_precision
-from trimaran.train import head_loss
-from trimaran.train.head_loss import LossHead, head_losses, piece_rows
-from trimaran.train.loss import IGNORED
-from trimaran.train.objective import LanguageObjective
-from trimaran.train.stepper import judge_of, losses_of
+from trimaran.train.loss import head_loss
+from trimaran.train.loss.cross_entropy import IGNORED
+from trimaran.train.loss.head_loss import LossHead, head_losses, piece_rows
+from trimaran.train.loss.objective import LanguageObjective
+from trimaran.train.steppers.stepper import judge_of, losses_of
 
 CPU = torch.device("cpu")
 ROWS, WIDTH, VOCAB = 21, 8, 50

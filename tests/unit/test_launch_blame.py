@@ -11,24 +11,24 @@ import numpy as np
 import pytest
 
 from tests.runs import new_run
-from trimaran.app.cli.main import main
+from trimaran.app.main import main
 from trimaran.core import Cause, Incident
-from trimaran.launch.blame import judge
-from trimaran.launch.cause import count_oom_kills, read_end
+from trimaran.launch.attribution import attribute_fault
+from trimaran.launch.exit_cause import count_oom_kills, read_end
+from trimaran.launch.find_stragglers import Straggler, find_stragglers, is_starved
+from trimaran.launch.incident_text import incident_text
 from trimaran.launch.node import Ended
-from trimaran.launch.straggler import Straggler, find_stragglers, is_starved
-from trimaran.launch.testimony import Moment, Operation, read_testimonies
-from trimaran.launch.testimony import Testimony as Account  # pytest would take Testimony for a test
-from trimaran.launch.verdict import verdict
-from trimaran.telemetry import IncidentLog, RunDirectory
-from trimaran.train.sentinel import find_odd
+from trimaran.launch.rank_report import Operation, ReportMoment, read_rank_reports
+from trimaran.launch.rank_report import RankReport as Account  # pytest would take RankReport for a test
+from trimaran.run import IncidentLog, RunDirectory
+from trimaran.train.health.replica_check import find_odd
 
 RECORDED = Path(__file__).parent / "testimonies"
 
 
 def recorded(name: str) -> dict[int, Account]:
     ranks = range(len(json.loads((RECORDED / name / "process.json").read_text())))
-    return read_testimonies(RunDirectory(Path("nowhere")), RECORDED / name, ranks)
+    return read_rank_reports(RunDirectory(Path("nowhere")), RECORDED / name, ranks)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def recorded(name: str) -> dict[int, Account]:
 def test_the_culprit_is_told_from_the_victims(
     name: str, cause: Cause, suspects: tuple[int, ...], victims: tuple[int, ...]
 ) -> None:
-    judgement = judge(recorded(name), [], [])
+    judgement = attribute_fault(recorded(name), [], [])
     assert (judgement.cause, judgement.suspects, judgement.victims) == (cause, suspects, victims)
     assert judgement.evidence["facts"]
 
@@ -62,19 +62,19 @@ def test_an_operation_that_all_have_begun_and_none_ends_is_nobodys_fault() -> No
         rank: replace(each, state="S", answered=True, operations=(replace(each.operations[-1], number=number),))
         for rank, each in stuck.items()
     }
-    judgement = judge(alike, [], [])
+    judgement = attribute_fault(alike, [], [])
     assert (judgement.cause, judgement.suspects) == ("network", ())
 
 
 def test_ranks_that_wait_for_nobody_are_judged_by_how_far_they_came() -> None:
     idle = {rank: Account(rank=rank, answered=True, step=7 - (rank == 1)) for rank in range(3)}
-    assert judge(idle, [], []).suspects == (1,)
+    assert attribute_fault(idle, [], []).suspects == (1,)
 
 
 def test_a_rank_that_timed_out_is_a_victim_of_the_one_that_still_hangs() -> None:
     testimonies = recorded("dp-missing")
     events = [{"kind": "error", "rank": 0, "data": {"type": "RuntimeError", "message": "Timed out waiting 600000ms"}}]
-    judgement = judge(testimonies, [Ended(rank=0, code=1, time=1.0)], events)
+    judgement = attribute_fault(testimonies, [Ended(rank=0, code=1, time=1.0)], events)
     assert (judgement.cause, judgement.suspects, judgement.victims) == ("hang", (1,), (0, 2))
 
 
@@ -90,7 +90,7 @@ def test_the_operation_that_a_rank_of_another_group_never_heard_of_does_not_matt
         )
         for rank, members in groups.items()
     }
-    judgement = judge(testimonies, [], [])
+    judgement = attribute_fault(testimonies, [], [])
     assert judgement.suspects == (3,)
 
 
@@ -128,27 +128,27 @@ def test_who_failed_comes_before_who_lost_it_whoever_ended_first() -> None:
     lost = {"type": "RuntimeError", "message": "Connection closed by peer"}
     events = [{"kind": "error", "rank": rank, "data": lost} for rank in (0, 2)]
     deaths = [Ended(rank=0, code=1, time=1.0), Ended(rank=2, code=1, time=1.1), Ended(rank=1, code=-9, time=1.2)]
-    judgement = judge({}, deaths, events)
+    judgement = attribute_fault({}, deaths, events)
     assert (judgement.cause, judgement.suspects, judgement.victims) == ("crash", (1,), (0, 2))
     assert judgement.what == "rank 1 was killed by SIGKILL"
 
 
 def test_two_that_were_killed_are_both_named() -> None:
     deaths = [Ended(rank=3, code=-9, time=1.0), Ended(rank=1, code=-9, time=1.3)]
-    judgement = judge({rank: Account(rank=rank, state="S") for rank in range(4)}, deaths, [])
+    judgement = attribute_fault({rank: Account(rank=rank, state="S") for rank in range(4)}, deaths, [])
     assert (judgement.suspects, judgement.victims) == ((1, 3), (0, 2))
 
 
 def test_samples_that_cannot_be_loaded_are_evidence() -> None:
     data = {"type": "LoaderFault", "message": "bad", "cause": "data", "sample_ids": [41, 7]}
-    judgement = judge({}, [Ended(rank=0, code=1, time=0.0)], [{"kind": "error", "rank": 0, "data": data}])
+    judgement = attribute_fault({}, [Ended(rank=0, code=1, time=0.0)], [{"kind": "error", "rank": 0, "data": data}])
     assert (judgement.cause, judgement.evidence["sample_ids"]) == ("data", [7, 41])
 
 
 def test_ranks_that_all_lost_each_other_blame_the_network() -> None:
     lost = {"type": "RuntimeError", "message": "Connection closed by peer"}
     events = [{"kind": "error", "rank": rank, "data": lost} for rank in (0, 1)]
-    judgement = judge({}, [Ended(rank=rank, code=1, time=0.0) for rank in (0, 1)], events)
+    judgement = attribute_fault({}, [Ended(rank=rank, code=1, time=0.0) for rank in (0, 1)], events)
     assert (judgement.cause, judgement.suspects) == ("network", ())
 
 
@@ -158,14 +158,14 @@ def test_a_spoilt_testimony_is_silence(tmp_path: Path, spoil: Callable[[str], st
     shutil.copytree(RECORDED / "dp-missing", tmp_path / "folder")
     path = tmp_path / "folder" / "rank-1.json"
     path.write_text(spoil(path.read_text()))
-    testimonies = read_testimonies(RunDirectory(tmp_path), tmp_path / "folder", range(3))
+    testimonies = read_rank_reports(RunDirectory(tmp_path), tmp_path / "folder", range(3))
     assert [each.answered for each in testimonies.values()] == [True, False, True]
     assert testimonies[1].state == "S"
 
 
 def test_nothing_at_all_is_known_of_ranks_that_left_no_file(tmp_path: Path) -> None:
-    testimonies = read_testimonies(RunDirectory(tmp_path), tmp_path / "none", range(2))
-    assert judge(testimonies, [], []).cause == "unknown"
+    testimonies = read_rank_reports(RunDirectory(tmp_path), tmp_path / "none", range(2))
+    assert attribute_fault(testimonies, [], []).cause == "unknown"
 
 
 def test_kills_for_want_of_memory_are_counted_where_the_kernel_counts_them(tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def hang() -> Incident:
 
 
 def test_a_verdict_says_what_who_why_what_was_done_and_what_it_cost() -> None:
-    assert verdict(hang()).splitlines() == [
+    assert incident_text(hang()).splitlines() == [
         "i-0002  hang after step 12: rank 1 did not come to where the others wait",
         "  who:      rank 1 did it; ranks 0 and 2 only suffered from it",
         "  evidence: rank 1 stands at net.py:3 in forward: sleep(9)",
@@ -206,7 +206,7 @@ def test_a_verdict_says_what_who_why_what_was_done_and_what_it_cost() -> None:
 
 
 def test_a_verdict_of_which_little_is_known_yet_is_short() -> None:
-    text = verdict(Incident(id="i-0001", cause="network", time=0.0, what="lost node b"))
+    text = incident_text(Incident(id="i-0001", cause="network", time=0.0, what="lost node b"))
     assert text.splitlines() == [
         "i-0001  network: lost node b",
         "  who:      no rank is to blame",
@@ -228,7 +228,7 @@ def test_the_verb_shows_every_incident(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["incidents", str(run.path), "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert [(each["cause"], each["action"]) for each in answer] == [("exit", "stopped"), ("straggler", "continued")]
-    assert answer[0]["verdict"].startswith("i-0001  exit")
+    assert answer[0]["incident_text"].startswith("i-0001  exit")
 
 
 # ---- stragglers
@@ -260,7 +260,9 @@ def simulated(slow: dict[int, float], *, ranks: int = 4, steps: int = 20, seed: 
         over = arrive(1)
         now.update(dict.fromkeys(now, over))
     return {
-        rank: Account(rank=rank, answered=True, moment=Moment(host="a"), groups={"0": members}, operations=tuple(each))
+        rank: Account(
+            rank=rank, answered=True, moment=ReportMoment(host="a"), groups={"0": members}, operations=tuple(each)
+        )
         for rank, each in operations.items()
     }
 
@@ -296,7 +298,7 @@ def test_a_single_pause_is_no_slowness() -> None:
 
 
 def told(rank: int, *, time: float, starved: float) -> Account:
-    return Account(rank=rank, answered=True, moment=Moment(host="a", time=time, starved=starved))
+    return Account(rank=rank, answered=True, moment=ReportMoment(host="a", time=time, starved=starved))
 
 
 @pytest.mark.parametrize(("starved", "expected"), [((1.0, 6.0), True), ((1.0, 1.5), False), ((5.0, 6.0), False)])
@@ -309,7 +311,8 @@ def test_a_rank_that_gets_less_of_busy_cores_is_not_to_blame(starved: tuple[floa
 
 def test_ranks_of_other_machines_have_other_clocks_and_are_not_compared() -> None:
     apart = {
-        rank: replace(each, moment=Moment(host=f"host {rank}")) for rank, each in simulated({1: 2.5}, ranks=2).items()
+        rank: replace(each, moment=ReportMoment(host=f"host {rank}"))
+        for rank, each in simulated({1: 2.5}, ranks=2).items()
     }
     assert find_stragglers(apart) == []
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from trimaran.core import UserError
 from trimaran.launch.channel import SILENT_SECONDS, STRANGERS, Channel
-from trimaran.telemetry.wire import (
+from trimaran.run.wire import (
     Line,
     Reader,
     RefusedError,
@@ -27,7 +27,7 @@ from trimaran.telemetry.wire import (
     proof,
     split_address,
 )
-from trimaran.train.store import TokenStore
+from trimaran.train.process.token_store import TokenStore
 
 TOKEN = "a token of a test"
 

@@ -6,11 +6,11 @@ import pytest
 
 from trimaran.core import FaultsSection
 from trimaran.launch.deadline import Deadlines
-from trimaran.telemetry import Pulse
+from trimaran.run import Heartbeat
 
 
-def pulse(section: Any, step: int, entered: float) -> Pulse:
-    return Pulse(section=section, step=step, entered=entered, alive=entered, answered=0)
+def pulse(section: Any, step: int, entered: float) -> Heartbeat:
+    return Heartbeat(section=section, step=step, entered=entered, alive=entered, answered=0)
 
 
 def after_steps(seconds: float, *, every: int = 1, hang_seconds: float = 6.0) -> Deadlines:

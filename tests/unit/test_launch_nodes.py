@@ -6,17 +6,17 @@ import json
 import pytest
 
 from trimaran.core import UserError
-from trimaran.launch.formation import Formation, add_flags, formation_of
-from trimaran.launch.network_pace import STEPS, below_plan
+from trimaran.launch.network_check import STEPS, below_plan
 from trimaran.launch.node import Ended, Lost, News, Silent
+from trimaran.launch.node_options import NodeOptions, add_flags, node_options_of
 from trimaran.launch.remote_node import news_of, record_of_news
-from trimaran.telemetry import Pulse
+from trimaran.run import Heartbeat
 
 
-def flags(*words: str) -> Formation | None:
+def flags(*words: str) -> NodeOptions | None:
     parser = argparse.ArgumentParser()
     add_flags(parser)
-    return formation_of(parser.parse_args(words))
+    return node_options_of(parser.parse_args(words))
 
 
 def test_without_flags_a_run_has_one_machine() -> None:
@@ -25,7 +25,7 @@ def test_without_flags_a_run_has_one_machine() -> None:
 
 def test_all_nodes_are_needed_unless_fewer_are_allowed() -> None:
     asked = flags("--nodes", "4", "--address", "127.0.0.1")
-    assert asked == Formation(nodes=4, min_nodes=4, address="127.0.0.1", wait_seconds=300.0)
+    assert asked == NodeOptions(nodes=4, min_nodes=4, address="127.0.0.1", wait_seconds=300.0)
     fewer = flags("--nodes", "4", "--min-nodes", "2", "--address", "127.0.0.1")
     assert fewer is not None
     assert fewer.min_nodes == 2
@@ -43,13 +43,15 @@ def test_several_nodes_need_an_address() -> None:
 
 
 def test_the_interface_is_the_one_that_has_the_address() -> None:
-    assert Formation(nodes=2, min_nodes=1, address="127.0.0.1").interface == "lo"
+    assert NodeOptions(nodes=2, min_nodes=1, address="127.0.0.1").interface == "lo"
     with pytest.raises(UserError, match="S022"):
-        _ = Formation(nodes=2, min_nodes=1, address="203.0.113.7").interface
+        _ = NodeOptions(nodes=2, min_nodes=1, address="203.0.113.7").interface
 
 
 def test_nodes_on_one_machine_have_names_of_their_own_that_are_file_names() -> None:
-    names = {Formation(nodes=2, min_nodes=1, address=address).name for address in ("127.0.0.1", "127.0.0.2", "fe80::1")}
+    names = {
+        NodeOptions(nodes=2, min_nodes=1, address=address).name for address in ("127.0.0.1", "127.0.0.2", "fe80::1")
+    }
     assert len(names) == 3
     assert not any(set(name) & set("/:% ") for name in names)
 
@@ -60,7 +62,7 @@ def test_nodes_on_one_machine_have_names_of_their_own_that_are_file_names() -> N
         Ended(rank=3, code=-9, time=90.0),
         Silent(
             rank=1,
-            pulse=Pulse(section="save", step=5, entered=80.0, alive=99.0, answered=2),
+            pulse=Heartbeat(section="save", step=5, entered=80.0, alive=99.0, answered=2),
             seconds=20.0,
             deadline=6.0,
         ),

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from trimaran.core import EXIT_AGAIN, EXIT_STUCK, EXIT_USER, FaultsSection, Incident
-from trimaran.launch.policy import EXIT_FAULT, Course, Cycle, Means, decide
+from trimaran.launch.policy import EXIT_FAULT, Cycle, Means, PolicyDecision, decide
 
 MEANS = Means(world_size=4)
 
@@ -20,7 +20,7 @@ def spoilt(*samples: int, action: Any = None) -> Cycle:
     return cycle(cause="data", evidence={"sample_ids": list(samples)}, action=action)
 
 
-def answer(*cycles: Cycle, means: Means = MEANS, **faults: Any) -> Course:
+def answer(*cycles: Cycle, means: Means = MEANS, **faults: Any) -> PolicyDecision:
     return decide(cycles, FaultsSection(**faults), means)
 
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from trimaran.core import Plan, Recipe
-from trimaran.launch.keep import keep_plan
+from trimaran.launch.next_attempt import fit_plan, larger_size, read_wanted_size
 from trimaran.launch.node import Node
-from trimaran.launch.orders import fit_plan, larger_size, read_wanted_size
+from trimaran.launch.replace_plan import keep_plan
 from trimaran.launch.replan import leaner, resized, smaller_sizes, with_prediction
-from trimaran.telemetry import RunDirectory, create_run
+from trimaran.run import RunDirectory, create_run
 
 SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64}
 

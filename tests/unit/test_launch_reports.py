@@ -7,8 +7,8 @@ import pytest
 
 from tests.runs import new_run
 from trimaran.core import Incident
-from trimaran.launch.reports import Reports
-from trimaran.telemetry import IncidentLog, read_incidents
+from trimaran.launch.rank_events import RankEventIncidents
+from trimaran.run import IncidentLog, read_incidents
 
 BAD = {"reason": "the loss is nan", "loss": None, "ranks": [1], "sample_ids": [7, 9]}
 APART = {"message": "replicas differ", "ranks": [2], "keys": ["model/embed"], "since": 5}
@@ -17,7 +17,7 @@ REFUSED = [{"tier": "disk", "step": 40, "why": "rank-00001.safetensors is empty"
 
 def filed(path: Path, *events: dict[str, Any]) -> list[Incident]:
     run = new_run(path / "run")
-    Reports(IncidentLog(run), attempt=3, had=45).take(events)
+    RankEventIncidents(IncidentLog(run), attempt=3, had=45).take(events)
     return read_incidents(run)
 
 

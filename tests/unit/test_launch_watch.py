@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from tests.runs import new_run
+from trimaran.launch.attempt_watch import AttemptWatch, Sign
 from trimaran.launch.node import News, Orders, Silent
-from trimaran.launch.watch import Sign, Watch
-from trimaran.telemetry import Pulse
+from trimaran.run import Heartbeat
 
 
 class Machine:
@@ -16,7 +16,7 @@ class Machine:
 
     name, num_ranks = "here", 2
 
-    def __init__(self, *pulses: Pulse) -> None:
+    def __init__(self, *pulses: Heartbeat) -> None:
         self.shown = dict(enumerate(pulses))
         self.told: list[News] = []
 
@@ -26,26 +26,26 @@ class Machine:
 
     def kill(self) -> None: ...
 
-    def testify(self, folder: Path, *, seconds: float, gently: bool = False) -> None: ...
+    def collect_reports(self, folder: Path, *, seconds: float, gently: bool = False) -> None: ...
 
     def news(self) -> list[News]:
         told, self.told = self.told, []
         return told
 
-    def pulses(self) -> dict[int, Pulse]:
+    def pulses(self) -> dict[int, Heartbeat]:
         return dict(self.shown)
 
     def is_silent(self, rank: int, *, stopped: bool = False) -> None:
         self.told.append(Silent(rank=rank, pulse=self.shown[rank], seconds=9.0, deadline=6.0, stopped=stopped))
 
 
-def pulse(section: Any, step: int, entered: float) -> Pulse:
-    return Pulse(section=section, step=step, entered=entered, alive=entered, answered=0)
+def pulse(section: Any, step: int, entered: float) -> Heartbeat:
+    return Heartbeat(section=section, step=step, entered=entered, alive=entered, answered=0)
 
 
-def watch(path: Path, machine: Machine) -> Watch:
+def watch(path: Path, machine: Machine) -> AttemptWatch:
     orders = Orders(attempt=0, first_rank=0, num_ranks=2, world_size=2, store="", token="")
-    return Watch(new_run(path / "run"), [machine], orders)
+    return AttemptWatch(new_run(path / "run"), [machine], orders)
 
 
 @pytest.mark.parametrize(

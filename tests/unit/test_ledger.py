@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tests.goodput import check_goodput
 from tests.runs import new_run, step_metrics
-from trimaran.telemetry import Journal, RunDirectory, append_line
-from trimaran.telemetry.journal import forget_steps_after
+from trimaran.run import Journal, RunDirectory, append_line
+from trimaran.run.journal import forget_steps_after
 from trimaran.telemetry.ledger import CATEGORIES, IN_STEPS, Books, Ledger, ledger_of, split
 from trimaran.telemetry.step_lines import read_step
 

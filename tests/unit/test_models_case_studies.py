@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trimaran.app.cli.request import ask
+from trimaran.app.request.request import ask
 from trimaran.models import Outline
 from trimaran.planner import Question
 

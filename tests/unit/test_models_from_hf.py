@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trimaran.core import UserError
-from trimaran.models import PRESETS, Block, Experts, spec_from_hf, spec_to_hf
+from trimaran.models import PRESETS, Block, ExpertSpec, spec_from_hf, spec_to_hf
 
 LLAMA_31_8B: dict[str, Any] = {  # as Meta published it, in the form of transformers 4
     "architectures": ["LlamaForCausalLM"],
@@ -131,8 +131,8 @@ def test_no_config_makes_it_stumble(data: st.DataObject) -> None:
     "block",
     [
         Block(qkv_bias=True, qk_norm=True),
-        Block(experts=Experts(num_experts=4, top_k=1, ffn=16)),
-        Block(qk_norm=True, experts=Experts(num_experts=4, top_k=1, ffn=16, shared_ffn=16)),
+        Block(experts=ExpertSpec(num_experts=4, top_k=1, ffn=16)),
+        Block(qk_norm=True, experts=ExpertSpec(num_experts=4, top_k=1, ffn=16, shared_ffn=16)),
     ],
 )
 def test_features_that_no_architecture_has_together_are_refused(block: Block) -> None:

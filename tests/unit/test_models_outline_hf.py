@@ -9,10 +9,10 @@ import transformers
 from transformers import AutoConfig
 
 from trimaran.core import UserError
-from trimaran.models import PRESETS, Images, Layer, Outline, outline_from_hf, outline_of, spec_to_hf
+from trimaran.models import PRESETS, ImageLimits, Outline, OutlineLayer, outline_from_hf, outline_of, spec_to_hf
 from trimaran.models.hf_language import HABITS
 from trimaran.models.hf_vision import USUAL
-from trimaran.models.outline_hf import EYES
+from trimaran.models.outline_hf import VISION_OUTLINES
 
 LLAMA = {
     "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -134,8 +134,8 @@ CASES = [
 ]
 
 
-def outlined(config: dict[str, Any], images: Images | None = None) -> Outline:
-    return outline_from_hf(config, where="config.json", name="it", images=images or Images())
+def outlined(config: dict[str, Any], images: ImageLimits | None = None) -> Outline:
+    return outline_from_hf(config, where="config.json", name="it", images=images or ImageLimits())
 
 
 @pytest.mark.parametrize(("task", "kind", "fields"), CASES)
@@ -156,7 +156,7 @@ def test_what_a_part_leaves_out_is_what_its_class_assumes() -> None:
         if kind in ("internlm2", "intern_vit_6b"):  # not in transformers
             continue
         config = AutoConfig.for_model(kind)
-        real = (config.vision_config if kind in EYES else config).to_dict()
+        real = (config.vision_config if kind in VISION_OUTLINES else config).to_dict()
         wrong = {name: real[name] for name, value in usual.items() if name in real and real[name] not in (value, None)}
         assert not wrong, f"{kind}: {wrong}"
 
@@ -170,7 +170,7 @@ def test_a_decoder_of_ours_has_the_same_outline_by_either_way(name: str) -> None
 
 
 def windows(config: dict[str, Any]) -> list[int]:
-    return [step.block.window for step in outlined(config).steps() if isinstance(step.block, Layer)]
+    return [step.block.window for step in outlined(config).steps() if isinstance(step.block, OutlineLayer)]
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_windows_are_in_the_layers_where_transformers_has_them(
 
 
 def test_a_sample_of_a_fixed_size_model_is_one_piece_of_patches_and_a_class_token() -> None:
-    vision, projector, language = outlined({"model_type": "llava", **SEEING["llava"][0]}, Images(count=3)).towers
+    vision, projector, language = outlined({"model_type": "llava", **SEEING["llava"][0]}, ImageLimits(count=3)).towers
     assert [tower.name for tower in (vision, projector, language)] == ["vision", "projector", "language"]
     assert (vision.positions, vision.segment) == (3 * 17, 17)  # 28 pixels are 4 x 4 patches of 7
     assert projector.positions == 3 * 16
@@ -206,7 +206,7 @@ def test_a_sample_of_a_fixed_size_model_is_one_piece_of_patches_and_a_class_toke
 def test_internvl_cuts_a_large_picture_into_tiles_and_adds_a_small_whole() -> None:
     config = {"model_type": "internvl", **SEEING["internvl"][0]}
     assert outlined(config).towers[0].positions == 17
-    vision, projector, _ = outlined(config, Images(size=84)).towers  # three tiles of 28 a side
+    vision, projector, _ = outlined(config, ImageLimits(size=84)).towers  # three tiles of 28 a side
     assert (vision.positions, vision.segment, projector.positions) == (10 * 17, 17, 10 * 4)
 
 
@@ -214,13 +214,13 @@ def test_llava_next_takes_the_smallest_grid_that_holds_the_picture() -> None:
     config = {"model_type": "llava_next", **SEEING["llava_next"][0]}
     config["image_grid_pinpoints"] = [[28, 56], [56, 28], [56, 56], [84, 28]]
     assert outlined(config).towers[0].positions == 3 * 17
-    assert outlined(config, Images(size=56)).towers[0].positions == 5 * 17
+    assert outlined(config, ImageLimits(size=56)).towers[0].positions == 5 * 17
 
 
 def test_qwen_sees_a_picture_at_its_own_size_and_mostly_in_windows() -> None:
     config: dict[str, Any] = {"model_type": "qwen2_5_vl", **SEEING["qwen2_5_vl"][0]}
     config["vision_config"] = config["vision_config"] | {"window_size": 28, "fullatt_block_indexes": [1, 4]}
-    vision, projector, _ = outlined(config, Images(count=2, size=100)).towers
+    vision, projector, _ = outlined(config, ImageLimits(count=2, size=100)).towers
     assert (vision.segment, vision.positions) == (196, 392)  # 100 pixels are rounded to 98: 14 x 14 patches of 7
     assert projector.positions == 98
     windows = [step.block.window for step in outlined(config).steps() if step.tower.name == "vision"]  # type: ignore[union-attr]
@@ -230,7 +230,7 @@ def test_qwen_sees_a_picture_at_its_own_size_and_mostly_in_windows() -> None:
 def test_a_detector_has_its_boxes_beside_the_patches() -> None:
     tower = outlined({"model_type": "yolos", **VIT, "num_detection_tokens": 10}).main
     assert (tower.positions, tower.segment) == (27, 27)
-    assert outlined({"model_type": "yolos", **VIT}, Images(size=56)).main.positions == 64 + 1 + 100
+    assert outlined({"model_type": "yolos", **VIT}, ImageLimits(size=56)).main.positions == 64 + 1 + 100
 
 
 @pytest.mark.parametrize(

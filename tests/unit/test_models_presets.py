@@ -1,7 +1,7 @@
 import pytest
 
 from trimaran.models import PRESETS
-from trimaran.models.flaw import first_flaw
+from trimaran.models.validate_spec import first_flaw
 
 PUBLISHED = {  # distinct weights; a tied head counts once
     "llama-2-7b": 6_738_415_616,

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from trimaran.models import PRESETS, Layer, Outline, outline_from_hf, outline_of
+from trimaran.models import PRESETS, Outline, OutlineLayer, outline_from_hf, outline_of
 
 
 def shape(hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, vocab: int) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def outlined(config: dict[str, Any]) -> Outline:
 
 def test_a_token_of_deepseek_v3_meets_37_billion_weights() -> None:
     main = outlined(DEEPSEEK_V3).main
-    active = sum(block.active_weights * count for block, count in main.runs if isinstance(block, Layer))
+    active = sum(block.active_weights * count for block, count in main.runs if isinstance(block, OutlineLayer))
     assert (active + main.head_parameters) / 1e9 == pytest.approx(36.6, abs=0.1)  # 37B with the embedding's 0.9B
     assert [count for _, count in main.runs] == [3, 58]
 
@@ -111,8 +111,8 @@ def test_a_token_of_deepseek_v3_meets_37_billion_weights() -> None:
 def test_a_window_makes_attention_cheaper_by_the_keys_that_it_hides() -> None:
     (full, _) = outline_of(PRESETS["mistral-7b"]).main.runs[0]
     (windowed, _) = outlined({"model_type": "mistral", **shape(4096, 32, 32, 8, 14336, 32000)}).main.runs[0]
-    assert isinstance(full, Layer)
-    assert isinstance(windowed, Layer)
+    assert isinstance(full, OutlineLayer)
+    assert isinstance(windowed, OutlineLayer)
     assert full.seen(8192) == windowed.seen(4096) * 2 == 4096
     # The first 4,096 queries see half a window on average, the others all of it.
     assert windowed.seen(16384) == (4096 * 2048 + 12288 * 4096) / 16384

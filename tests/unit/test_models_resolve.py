@@ -10,7 +10,7 @@ import pytest
 from trimaran.core import DataSection, ModelSection, UserError
 from trimaran.models import (
     PRESETS,
-    Experts,
+    ExpertSpec,
     ModelSpec,
     outline_for,
     outline_if_told,
@@ -110,7 +110,7 @@ def test_shape_changes_fields_of_the_spec_its_block_and_its_experts() -> None:
     assert shaped(norm_eps=1e-6) == replace(TINY, block=replace(TINY.block, norm_eps=1e-6))
     rope = replace(TINY.block.rope, theta=500.0)
     assert shaped(rope={"theta": 500}) == replace(TINY, block=replace(TINY.block, rope=rope))
-    experts = Experts(num_experts=4, top_k=1, ffn=32)
+    experts = ExpertSpec(num_experts=4, top_k=1, ffn=32)
     assert shaped(experts={"num_experts": 4, "top_k": 1, "ffn": 32}) == replace(
         TINY, block=replace(TINY.block, experts=experts)
     )

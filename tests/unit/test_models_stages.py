@@ -10,7 +10,16 @@ import pytest
 from torch.distributed.pipelining import schedules
 
 from trimaran.core import Plan
-from trimaran.models import PRESETS, Layer, Outline, Tower, split_by_cost, split_outline, stage_ranges, stages_of_rank
+from trimaran.models import (
+    PRESETS,
+    Outline,
+    OutlineLayer,
+    Tower,
+    split_by_cost,
+    split_outline,
+    stage_ranges,
+    stages_of_rank,
+)
 from trimaran.models.stages import cheapest_split
 
 TINY = PRESETS["tiny"]
@@ -36,7 +45,7 @@ def try_all(costs: Sequence[int], num_stages: int) -> tuple[int, ...]:
 
 
 def test_a_frozen_tower_behind_a_trained_one_has_a_backward_to_its_input() -> None:
-    layer = Layer(hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=256)
+    layer = OutlineLayer(hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=256)
     first, second = (Tower(name=name, runs=((layer, 4),), hidden=64) for name in ("first", "second"))
     outline = Outline(name="both", towers=(first, replace(second, frozen=True)))
     assert [outline.passes(tower) for tower in outline.towers] == [3, 2]

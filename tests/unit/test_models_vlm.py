@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, Qwen2_5_VLConf
 from trimaran.core import DataSection, ModelSection, UserError
 from trimaran.models import (
     VLM_PRESETS,
-    Images,
+    ImageLimits,
     VlmSpec,
     module_names,
     outline_for,
@@ -60,7 +60,7 @@ def test_a_preset_weighs_what_its_module_does_and_has_the_modules_that_it_names(
         module = network_of(spec).module
     assert sum(each.numel() for each in module.parameters()) == spec.num_parameters
     assert outline_named(name if name != "tiny" else "tiny-tiled").num_parameters > 0
-    assert vlm_outline(spec, Images()).num_parameters == spec.num_parameters
+    assert vlm_outline(spec, ImageLimits()).num_parameters == spec.num_parameters
     assert set(module_names(spec)) == {each for each, _ in module.named_modules() if each}
 
 
@@ -97,7 +97,7 @@ def test_transformers_builds_a_model_of_the_same_weight_from_what_we_write(name:
 
 @pytest.mark.parametrize("name", ["qwen2-vl-2b", "qwen2-vl-7b", "qwen2.5-vl-3b", "qwen2.5-vl-7b", "llava-1.5-7b"])
 def test_the_planner_sees_our_model_as_it_sees_the_one_of_transformers(name: str) -> None:
-    spec, images = VLM_PRESETS[name], Images(count=3, size=None if name.startswith("llava") else 700)
+    spec, images = VLM_PRESETS[name], ImageLimits(count=3, size=None if name.startswith("llava") else 700)
     ours = vlm_outline(spec, images)
     theirs = outline_from_hf(vlm_to_disk(spec), where="config.json", name=name, images=images)
     if name.startswith("llava"):  # which has a norm that nobody looks at

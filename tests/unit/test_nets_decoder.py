@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trimaran.models import PRESETS, ModelSpec
 from trimaran.nets import Decoder, initialise
-from trimaran.nets.mixture import Mixture
+from trimaran.nets.moe import MoeLayer
 
 DENSE = replace(PRESETS["tiny"], layers=2)
 QWEN_3 = replace(DENSE, block=replace(DENSE.block, qk_norm=True))
@@ -92,7 +92,7 @@ def test_an_expert_without_tokens_has_a_gradient_of_zeros() -> None:
     module = decoder(MIXED)
     loss_of(module, tokens(1, 2)).backward()  # at most four of the eight experts are chosen
     for layer in module.layers:
-        assert isinstance(layer.mlp, Mixture)
+        assert isinstance(layer.mlp, MoeLayer)
         for parameter in layer.mlp.experts.parameters():
             assert parameter.grad is not None
             assert 2 <= (parameter.grad.flatten(1).abs().amax(1) > 0).sum() <= 4
@@ -102,7 +102,7 @@ def test_the_mixture_is_its_formula() -> None:
     spec = MIXED.block.experts
     assert spec is not None
     module = decoder(MIXED).layers[0].mlp
-    assert isinstance(module, Mixture)
+    assert isinstance(module, MoeLayer)
     torch.manual_seed(0)
     x = torch.randn(2, 6, MIXED.hidden)
     out, balance = module(x)

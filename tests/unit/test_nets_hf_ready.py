@@ -32,7 +32,7 @@ from trimaran.core import Plan
 from trimaran.models import outline_from_hf
 from trimaran.nets.hf import HfNetwork, hf_network
 from trimaran.nets.hf_attention import is_sighted
-from trimaran.train.head_loss import loss_head
+from trimaran.train.loss.head_loss import loss_head
 
 ENDS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 WIDE = SMALL | {"head_dim": 8} | ENDS

@@ -25,13 +25,13 @@ from tests.vlm_models import (
     their_positions,
 )
 from trimaran.core import Plan, UserError
+from trimaran.data.vision.image_grid import grids_of
 from trimaran.data.vision.patches import fill_patches
-from trimaran.data.vision.sizes import grids_of
 from trimaran.models import VlmSpec
 from trimaran.models.from_hf_vlm import vlm_from_disk
-from trimaran.nets.hf_eye import placed
+from trimaran.nets.hf_vision_adapter import placed
 from trimaran.nets.hf_vlm import HfVlmNetwork, network_of_hf
-from trimaran.planner.axes import check_foreign
+from trimaran.planner.axis_rules import check_foreign
 
 ROWS = [[None, 0, None, 1, None], [None, None, 2, None]]  # words, and pictures by their number
 TEXT = [[None, None, None, None], [None, None]]

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from trimaran.models import PRESETS, ModelSpec
 from trimaran.nets.attention import Attention, rotation_at
-from trimaran.nets.decoder import Layer
-from trimaran.nets.joint import joint_slices
-from trimaran.nets.mixture import FeedForward
+from trimaran.nets.decoder import DecoderLayer
+from trimaran.nets.joint_projections import joint_slices
+from trimaran.nets.moe import FeedForward
 
 
 def joined(module: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -20,7 +20,7 @@ def joined(module: nn.Module, dtype: torch.dtype) -> nn.Module:
             for weight, home in joint_slices(each.projections, dtype):
                 weight.data = home.copy_(weight.data)
             each.joint = True
-        if isinstance(each, Layer):
+        if isinstance(each, DecoderLayer):
             each.joint = True
     for weight in module.parameters():
         if weight.ndim > 1 and weight.dtype != dtype:
@@ -38,9 +38,9 @@ def run(layer: nn.Module, x: Tensor, spec: ModelSpec) -> tuple[Tensor, list[Tens
     return out.detach(), [x.grad.float(), *(each.grad.float() for each in layer.parameters())]
 
 
-def pair(spec: ModelSpec, dtype: torch.dtype) -> tuple[Layer, Layer]:
+def pair(spec: ModelSpec, dtype: torch.dtype) -> tuple[DecoderLayer, DecoderLayer]:
     torch.manual_seed(0)
-    apart, joint = Layer(spec), Layer(spec)
+    apart, joint = DecoderLayer(spec), DecoderLayer(spec)
     joint.load_state_dict(apart.state_dict())
     return apart, joined(joint, dtype)
 
@@ -78,7 +78,7 @@ def test_who_changes_a_parameter_in_place_changes_the_joint() -> None:
         joint.mlp.up_proj.weight.zero_()
     after, _ = run(joint, x, spec)
     assert not torch.equal(before, after)
-    assert [name for name, _ in joint.named_parameters()] == [name for name, _ in Layer(spec).named_parameters()]
+    assert [name for name, _ in joint.named_parameters()] == [name for name, _ in DecoderLayer(spec).named_parameters()]
 
 
 def small(spec: ModelSpec) -> ModelSpec:

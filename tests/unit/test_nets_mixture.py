@@ -11,22 +11,22 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from trimaran.core import Mesh, ModelSection, UserError
-from trimaran.models import Experts, ModelSpec, spec_from_hf, spec_of, spec_to_hf
-from trimaran.models.presets import PRESETS
+from trimaran.models import ExpertSpec, ModelSpec, spec_from_hf, spec_of, spec_to_hf
+from trimaran.models.model_presets import PRESETS
 from trimaran.nets import decoder_network, initialise
-from trimaran.nets.context import Context
-from trimaran.nets.mixture import Mixture
-from trimaran.nets.router import capacity_of, route
+from trimaran.nets.attention_context import Context
+from trimaran.nets.moe import MoeLayer
+from trimaran.nets.moe_router import capacity_of, route
 from trimaran.parallel import RankMesh
-from trimaran.train.router import router_statistics
+from trimaran.train.metrics.router_stats import router_statistics
 
-EXPERTS = Experts(num_experts=6, top_k=2, ffn=16, shared_ffn=24, shared_gate=True)
+EXPERTS = ExpertSpec(num_experts=6, top_k=2, ffn=16, shared_ffn=24, shared_gate=True)
 HIDDEN = 16
 
 
-def mixture(**fields: Any) -> Mixture:
+def mixture(**fields: Any) -> MoeLayer:
     torch.manual_seed(3)
-    module = Mixture(replace(EXPERTS, **fields), HIDDEN)
+    module = MoeLayer(replace(EXPERTS, **fields), HIDDEN)
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=0.4)
     return module
@@ -36,7 +36,7 @@ def stream(*shape: int) -> Tensor:
     return torch.randn(*shape, HIDDEN, generator=torch.Generator().manual_seed(5))
 
 
-def slowly(module: Mixture, x: Tensor) -> tuple[Tensor, float, int]:
+def slowly(module: MoeLayer, x: Tensor) -> tuple[Tensor, float, int]:
     """Return the mixture's output, its loss and how many choices were dropped, one token after the other."""
     spec, (gate, up, down) = module.spec, module.experts.parameters()
     out, loss, dropped = torch.zeros_like(x), 0.0, 0
@@ -135,7 +135,7 @@ def test_a_census_counts_training_and_nothing_else() -> None:
 
 def small(**fields: Any) -> ModelSpec:
     spec = PRESETS["tiny-moe"]
-    experts = Experts(num_experts=4, top_k=1, ffn=8, **fields)
+    experts = ExpertSpec(num_experts=4, top_k=1, ffn=8, **fields)
     block = replace(spec.block, experts=experts, qk_norm=True)
     return replace(spec, layers=2, hidden=16, heads=2, kv_heads=2, head_dim=8, block=block)
 
@@ -146,8 +146,8 @@ def test_statistics_are_what_a_hand_counts() -> None:
     initialise(network.module, seed=1, spec=spec)
     # The first layer sends 8 tokens to expert 2, which drops half of them; the second is even.
     first, second = (layer.mlp for layer in network.blocks)
-    assert isinstance(first, Mixture)
-    assert isinstance(second, Mixture)
+    assert isinstance(first, MoeLayer)
+    assert isinstance(second, MoeLayer)
     first.tally[:] = torch.tensor([0.0, 0, 8, 0, 4, 24])
     second.tally[:] = torch.tensor([4.0, 4, 4, 4, 0, 16])
     numbers = router_statistics((network,), alone())()["router"]
@@ -177,7 +177,7 @@ def alone() -> RankMesh:
 
 def test_the_tally_follows_the_weights_and_is_no_part_of_the_state() -> None:
     with torch.device("meta"):
-        module = Mixture(EXPERTS, HIDDEN)
+        module = MoeLayer(EXPERTS, HIDDEN)
     assert module.tally.is_meta
     module.to_empty(device="cpu")
     assert module.tally.tolist() == [0.0] * 8

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from trimaran.core import Plan
-from trimaran.data.batch import StepBatch
+from trimaran.data.step_batch import StepBatch
 from trimaran.models import PRESETS
-from trimaran.nets import Decoder, decoder_network, initialise, segments
-from trimaran.nets.segments import Segments, attention, document_mask, run_lengths, segment_attention
+from trimaran.nets import Decoder, decoder_network, initialise, varlen_attention
+from trimaran.nets.varlen_attention import Segments, attention, document_mask, run_lengths, segment_attention
 from trimaran.parallel.memory.recompute import apply_recompute
 
 HERE = torch.device("cpu")
@@ -77,7 +77,7 @@ def kernel() -> None:
 @pytest.fixture
 def flash(kernel: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """As if the CPU had that kernel; the list tells how often it was called."""
-    monkeypatch.setattr(segments, "has_flash", lambda device: True)
+    monkeypatch.setattr(varlen_attention, "has_flash", lambda device: True)
     CALLS.clear()
     yield CALLS
     CALLS.clear()
@@ -107,7 +107,7 @@ def with_gradients(work: Callable[..., Tensor], tensors: list[Tensor]) -> list[T
 def test_attention_inside_segments_is_what_a_mask_gives(
     causal: bool, dtype: torch.dtype, lengths: tuple[int, ...], call: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(segments.CALL, "cpu", call)
+    monkeypatch.setitem(varlen_attention.CALL, "cpu", call)
     tensors, documents = drawn(3, 16, dtype), documents_of(lengths, 3)
     found = Segments.of_documents(documents)
     assert found.lengths == lengths
@@ -149,7 +149,7 @@ def test_what_the_kernel_cannot_do_goes_another_way(flash: list[str]) -> None:
 
 @pytest.mark.parametrize("call", [0, 1 << 60], ids=["apart", "mask"])
 def test_what_happens_in_one_segment_changes_no_bit_of_another(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(segments.CALL, "cpu", call)
+    monkeypatch.setitem(varlen_attention.CALL, "cpu", call)
     found = Segments.of_lengths(LENGTHS, 48, HERE)
     query, key, value, _ = drawn(1, 48, torch.float32)
     before = segment_attention(query, key, value, found, causal=False)
@@ -189,7 +189,7 @@ def test_runs_end_with_their_row() -> None:
 
 
 def test_many_short_documents_are_computed_apart_and_small_rows_under_a_mask() -> None:
-    apart = segments._apart_is_cheaper
+    apart = varlen_attention._apart_is_cheaper
     assert apart(torch.empty(1, 8, 4096, 64), (1024,) * 4, causal=True)
     assert apart(torch.empty(1, 8, 4096, 64), (4096,), causal=True)  # without a mask, half of the pairs are left out
     assert not apart(torch.empty(1, 8, 4096, 64), (4096,), causal=False)

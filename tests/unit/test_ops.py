@@ -10,7 +10,7 @@ import yaml
 
 from tests.prometheus_server import DASHBOARD, OPS, alerts, panels
 from trimaran.telemetry.nvml import FAULTS, THROTTLES
-from trimaran.telemetry.sinks.catalogue import CATALOGUE
+from trimaran.telemetry.sinks.metric_catalogue import CATALOGUE
 
 
 def test_queries_name_metrics_of_the_catalogue_and_all_of_it_is_shown() -> None:

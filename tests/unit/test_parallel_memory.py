@@ -20,9 +20,9 @@ from trimaran.core import Plan
 from trimaran.models import PRESETS, ModelSpec
 from trimaran.nets import Network, decoder_network, initialise
 from trimaran.nets.hf import hf_network
-from trimaran.parallel.memory.activations import Copies, Offload, offload_blocks
+from trimaran.optim.split_weights import split_weights
+from trimaran.parallel.memory.activation_offload import Copies, Offload, offload_blocks
 from trimaran.parallel.memory.recompute import apply_recompute
-from trimaran.train.halves import split_weights
 
 MODES = ("selective", "full", 2)
 DENSE = replace(PRESETS["tiny"], layers=4, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=64)

@@ -12,25 +12,25 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from trimaran.core import DataSection, ModelSection, UserError
-from trimaran.core.scenes import OBJECTS, SceneRules
-from trimaran.data.batch import Inputs
-from trimaran.data.feed import Share
+from trimaran.core.scene_rules import OBJECTS, SceneRules
+from trimaran.data.feed import DataShare
 from trimaran.data.loader import Loader
 from trimaran.data.scene_feed import SceneFeed, scene_feeds
-from trimaran.data.scenes import GROUND_HIT, LIDAR_METRES, Rig, _cameras, cast, make_scene
+from trimaran.data.simulated_scenes import GROUND_HIT, LIDAR_METRES, Rig, _cameras, cast, make_scene
+from trimaran.data.step_batch import Inputs
 from trimaran.models import module_names, outline_for, spec_of
-from trimaran.models.perception import PERCEPTION_PRESETS, PerceptionSpec, perception_config
+from trimaran.models.perception_spec import PERCEPTION_PRESETS, PerceptionSpec, perception_config
 from trimaran.nets import initialise
 from trimaran.nets.perception import PerceptionNetwork, perception_network
 from trimaran.nets.perception.geometry import sight_bias
-from trimaran.train.perception_objective import PerceptionObjective, box_numbers
+from trimaran.train.loss.perception_objective import PerceptionObjective, box_numbers
 
 TINY = PERCEPTION_PRESETS["tiny"]
 RULES = TINY.scenes()
 SMALL = replace(
     TINY, cameras=3, height=16, width=16, camera_widths=(8, 16), lidar_layers=1, hidden=16, heads=2, ffn=24, cells=12
 )
-ALONE = Share(rank=0, dp=1, micro_batch=4, grad_accum=1)
+ALONE = DataShare(rank=0, dp=1, micro_batch=4, grad_accum=1)
 
 
 def network(spec: PerceptionSpec = SMALL, blocks: range | None = None) -> PerceptionNetwork:
@@ -244,7 +244,7 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
 def test_a_step_has_the_same_scenes_however_they_are_split_and_loaded() -> None:
     rules = SceneRules(cameras=3, height=8, width=8, cells=6, reach=12.0)
 
-    def scenes(share: Share, workers: int = 0) -> dict[int, list[float]]:
+    def scenes(share: DataShare, workers: int = 0) -> dict[int, list[float]]:
         feed, _ = scene_feeds(DataSection(), rules, seed=5, share=share)
         found: dict[int, list[float]] = {}
         with Loader(feed, start_step=2, steps=3, workers=workers) as loader:
@@ -257,10 +257,10 @@ def test_a_step_has_the_same_scenes_however_they_are_split_and_loaded() -> None:
                 found[number] = [each.double().sum().item() for _, each in sorted(mine.items()) if each.ndim > 1]
         return found
 
-    whole = scenes(Share(rank=0, dp=1, micro_batch=8, grad_accum=1))
+    whole = scenes(DataShare(rank=0, dp=1, micro_batch=8, grad_accum=1))
     assert len(whole) == 8
-    assert scenes(Share(rank=0, dp=1, micro_batch=2, grad_accum=4), workers=2) == whole
-    halves = [scenes(Share(rank=rank, dp=2, micro_batch=2, grad_accum=2)) for rank in range(2)]
+    assert scenes(DataShare(rank=0, dp=1, micro_batch=2, grad_accum=4), workers=2) == whole
+    halves = [scenes(DataShare(rank=rank, dp=2, micro_batch=2, grad_accum=2)) for rank in range(2)]
     assert halves[0] | halves[1] == whole
 
 

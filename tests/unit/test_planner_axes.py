@@ -7,7 +7,7 @@ import pytest
 
 from trimaran.core import DataSection, ModelSection, Plan, Recipe, TrainSection, UserError
 from trimaran.hardware import parse_cluster
-from trimaran.models import PRESETS, Experts, ModelSpec
+from trimaran.models import PRESETS, ExpertSpec, ModelSpec
 from trimaran.planner import check_plan
 
 TINY, MIXTURE = PRESETS["tiny"], PRESETS["tiny-moe"]
@@ -59,7 +59,7 @@ def test_tensor_parallelism_names_what_it_does_not_divide(change: dict[str, int]
 
 @pytest.mark.parametrize(("ffn", "shared", "name"), [(90, 192, "90 features of an expert"), (96, 190, "190 features")])
 def test_experts_are_sliced_as_well(ffn: int, shared: int, name: str) -> None:
-    experts = Experts(num_experts=8, top_k=2, ffn=ffn, shared_ffn=shared)
+    experts = ExpertSpec(num_experts=8, top_k=2, ffn=ffn, shared_ffn=shared)
     spec = replace(MIXTURE, kv_heads=4, block=replace(MIXTURE.block, experts=experts))
     assert name in refusal({"tp": 4}, spec=spec).what
 
@@ -105,7 +105,7 @@ def test_experts_lie_on_ranks_that_see_different_tokens() -> None:
 
 def test_experts_must_be_there_and_divide() -> None:
     assert "tiny has none" in refusal({"ep": 2}).what
-    three = replace(MIXTURE, block=replace(MIXTURE.block, experts=Experts(num_experts=6, top_k=2, ffn=96)))
+    three = replace(MIXTURE, block=replace(MIXTURE.block, experts=ExpertSpec(num_experts=6, top_k=2, ffn=96)))
     error = refusal({"ep": 4}, spec=three)
     assert "6 experts" in error.what
     assert error.fix == "use ep of 1 or 2"

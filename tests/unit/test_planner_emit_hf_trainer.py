@@ -14,8 +14,8 @@ from transformers import TrainingArguments, get_scheduler
 
 from tests.emitted import question
 from trimaran.core import Mesh, Plan, UserError
+from trimaran.optim.schedule import learning_rate
 from trimaran.planner.emit import emit
-from trimaran.train.schedule import learning_rate
 
 SHARDED = Plan(mesh=Mesh(dp_shard=8), sharding="parameters", precision="bf16", micro_batch=2, grad_accum=4)
 

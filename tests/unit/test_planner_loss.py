@@ -10,8 +10,8 @@ from trimaran.core import GIB, Bytes, Plan, Recipe, UserError
 from trimaran.cost import find_stack, predict
 from trimaran.hardware import Cluster, parse_cluster
 from trimaran.models import PRESETS, ModelSpec, Outline, outline_from_hf
-from trimaran.planner.bulk import predict_line
 from trimaran.planner.choose import choose
+from trimaran.planner.predict_bulk import predict_line
 from trimaran.planner.question import Question
 from trimaran.planner.search import search
 

@@ -15,19 +15,19 @@ from trimaran.hardware import DEVICES, Cluster, parse_cluster
 from trimaran.models import (
     PRESETS,
     Block,
-    Experts,
-    Layer,
+    ExpertSpec,
     ModelSpec,
     Opaque,
     Outline,
+    OutlineLayer,
     Tower,
     outline_of,
     split_outline,
 )
 from trimaran.planner import GOALS, Question, check_plan, search
-from trimaran.planner.best import ALIKE, find
-from trimaran.planner.lean import fits_on, resized, smallest_cluster
-from trimaran.planner.scales import Scales
+from trimaran.planner.branch_and_bound import ALIKE, find
+from trimaran.planner.evaluator import Evaluator
+from trimaran.planner.least_memory import fits_on, resized, smallest_cluster
 from trimaran.planner.space import Space
 
 
@@ -95,7 +95,7 @@ def ways(mesh: Mesh, pipeline: Pipeline, size: int, count: int) -> Iterator[Plan
 
 
 def small_spec(layers: int, heads: int, kv_heads: int, experts: int) -> ModelSpec:
-    block = Block(experts=Experts(num_experts=experts, top_k=2, ffn=1024)) if experts else Block()
+    block = Block(experts=ExpertSpec(num_experts=experts, top_k=2, ffn=1024)) if experts else Block()
     return ModelSpec(
         name="small", layers=layers, hidden=128 * heads, heads=heads, kv_heads=kv_heads, head_dim=128, ffn=4096,
         vocab=32_000, max_seq_len=65_536, block=block,
@@ -122,8 +122,8 @@ def test_no_plan_of_a_small_space_beats_the_one_that_was_found(
     cluster = Cluster(device=device, num_nodes=nodes[0], devices_per_node=nodes[1], host_bytes=Bytes(64 * GIB))
     question = replace(ask(spec, "H100", batch=batch, seq_len=seq_len), cluster=cluster)
     space = Space(question)
-    found = find(space, Scales(space)).ranked()
-    assert [each.plan for each in found] == [each.plan for each in find(space, Scales(space)).ranked()]
+    found = find(space, Evaluator(space)).ranked()
+    assert [each.plan for each in found] == [each.plan for each in find(space, Evaluator(space)).ranked()]
     fitting = [each for each in (predict(question.job, cluster, plan) for plan in every_plan(question)) if each.fits]
     assert bool(found) == bool(fitting)
     if fitting:
@@ -225,7 +225,7 @@ def test_each_mesh_of_the_table_is_about_as_good_as_when_it_is_pinned() -> None:
     for plan, seconds in zip(others, times, strict=True):
         mesh = Mesh(tp=plan.mesh.tp, pp=plan.mesh.pp, cp=plan.mesh.cp, ep=plan.mesh.ep)
         space = Space(replace(question, recipe=question.recipe.model_copy(update={"plan": Plan(mesh=mesh)})))
-        assert seconds <= 1.1 * find(space, Scales(space)).ranked()[0].seconds
+        assert seconds <= 1.1 * find(space, Evaluator(space)).ranked()[0].seconds
     for most in (1, 3, 12):
         shown = search(replace(question, most_shown=most)).ranked
         assert shown[0] == first
@@ -242,7 +242,7 @@ def test_a_miss_is_faster_only_within_chance_or_against_a_pin() -> None:
 
 
 def test_the_length_of_the_data_means_nothing_to_a_network_of_fixed_positions() -> None:
-    layer = Layer(hidden=1024, heads=16, kv_heads=16, head_dim=64, ffn=4096, gated=False)
+    layer = OutlineLayer(hidden=1024, heads=16, kv_heads=16, head_dim=64, ffn=4096, gated=False)
     outline = Outline(name="vit", towers=(Tower(name="vision", runs=((layer, 24),), hidden=1024, positions=257),))
     answers = []
     for seq_len in (128, 65_536):
@@ -266,8 +266,10 @@ def test_a_full_device_is_warned_of() -> None:
 
 def towers(heads: int = 16) -> Outline:
     """A small network that sees and reads; its vision has `heads` heads."""
-    seeing = Layer(hidden=128 * heads, heads=heads, kv_heads=heads, head_dim=128, ffn=8192, gated=False, causal=False)
-    reading = Layer(hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336)
+    seeing = OutlineLayer(
+        hidden=128 * heads, heads=heads, kv_heads=heads, head_dim=128, ffn=8192, gated=False, causal=False
+    )
+    reading = OutlineLayer(hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336)
     return Outline(
         name="both",
         towers=(

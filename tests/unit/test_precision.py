@@ -13,9 +13,9 @@ from trimaran.core import Plan, TrainSection, UserError
 from trimaran.models import PRESETS, ModelSpec, module_names, refuse_unmatched
 from trimaran.nets import Network, decoder_network, initialise
 from trimaran.nets.attention import RMSNorm
+from trimaran.optim.loss_scale import LARGEST, LossScale, build_loss_scale
 from trimaran.parallel import autocast, override_precision
 from trimaran.parallel.precision import gathered
-from trimaran.train.loss_scale import LARGEST, LossScale, build_loss_scale
 
 CPU = torch.device("cpu")
 DENSE = replace(PRESETS["tiny"], layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=64, tied=False)

@@ -17,16 +17,16 @@ import pytest
 from tests.parity import plan_for
 from tests.ranks import run_ranks
 from tests.runs import finished_run, new_run, start_ranks, step_metrics
-from trimaran.app.cli.main import main
-from trimaran.app.report.facts import facts_of
+from trimaran.app.main import main
+from trimaran.app.report.axis_scale import round_scale, tick_words
+from trimaran.app.report.downsample import MAX_POINTS, curve, spread
 from trimaran.app.report.markup import Html, tag
 from trimaran.app.report.page import page_of
-from trimaran.app.report.scale import round_scale, tick_words
-from trimaran.app.report.thin import MAX_POINTS, curve, spread
+from trimaran.app.report.report_facts import facts_of
 from trimaran.core import Recipe
-from trimaran.telemetry import IncidentLog, Journal, RunDirectory, append_line, create_run
-from trimaran.telemetry.attempts import AttemptLog
-from trimaran.train.place import place_of
+from trimaran.run import IncidentLog, Journal, RunDirectory, append_line, create_run
+from trimaran.run.attempts import AttemptLog
+from trimaran.train.process.rank_info import read_rank_info
 from trimaran.train.worker import run_worker
 
 SECONDS = 6.0  # of a core: 2.8 were measured, and 4.3 with thirty other processes on two cores
@@ -77,7 +77,7 @@ def page(run: RunDirectory) -> Page:
 
 
 def work(path: Path) -> int:
-    return run_worker(RunDirectory(path), place_of(os.environ), cache=path.parent / "cache")
+    return run_worker(RunDirectory(path), read_rank_info(os.environ), cache=path.parent / "cache")
 
 
 @pytest.fixture(scope="module")

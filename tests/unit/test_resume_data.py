@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trimaran.data.feed import Share
-from trimaran.data.order import positions
+from trimaran.data.feed import DataShare
+from trimaran.data.sample_order import positions
 
 
 def divisors(number: int) -> list[int]:
@@ -27,7 +27,7 @@ def legs(draw: st.DrawFn) -> tuple[int, list[tuple[int, int, int]]]:
 def global_order(batch: int, ranks: int, micro_batch: int, step: int) -> np.ndarray:
     """Return the indices of a step in the order in which they are computed: micro-step by micro-step, rank by rank."""
     accumulation = batch // (ranks * micro_batch)
-    shares = [Share(rank=rank, dp=ranks, micro_batch=micro_batch, grad_accum=accumulation) for rank in range(ranks)]
+    shares = [DataShare(rank=rank, dp=ranks, micro_batch=micro_batch, grad_accum=accumulation) for rank in range(ranks)]
     return np.stack([share.indices(step) for share in shares], axis=1).reshape(-1)
 
 

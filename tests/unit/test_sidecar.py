@@ -20,14 +20,14 @@ from tests.disks import mounted, remount
 from tests.fault.harness import lines, wait_for
 from tests.runs import step_metrics
 from trimaran.core import Plan, parse_recipe
-from trimaran.launch import sidecar_line
-from trimaran.launch.sidecar_line import SidecarLine
-from trimaran.telemetry import Follower, IncidentLog, Journal, RunDirectory, append_line, create_run
-from trimaran.telemetry.feed import Feed
-from trimaran.telemetry.host import Host, Rates
+from trimaran.launch import sidecar_process
+from trimaran.launch.sidecar_process import SidecarProcess
+from trimaran.run import Follower, IncidentLog, Journal, RunDirectory, append_line, create_run
+from trimaran.telemetry.host_sampler import CounterRates, HostSampler
 from trimaran.telemetry.nvml import Gpus
+from trimaran.telemetry.run_tail import Tail
 from trimaran.telemetry.sampler import Sampler
-from trimaran.telemetry.tail import Tail
+from trimaran.telemetry.sink_feed import SinkFeed
 
 # A rank that does nothing, whose loader is always busy.
 RANK = """
@@ -48,7 +48,7 @@ def test_a_sample_tells_of_the_machine_and_of_the_ranks_and_loaders_on_it(tmp_pa
     rank = subprocess.Popen([sys.executable, "-S", "-c", RANK])
     try:
         wait_for(lambda: psutil.Process(rank.pid).name() == "trimaran-3" and psutil.Process(rank.pid).children())
-        host = Host(tmp_path, supervisor=os.getpid())
+        host = HostSampler(tmp_path, supervisor=os.getpid())
         time.sleep(0.3)
         sample = host.sample()
     finally:
@@ -64,7 +64,7 @@ def test_a_sample_tells_of_the_machine_and_of_the_ranks_and_loaders_on_it(tmp_pa
 
 
 def test_a_counter_that_is_new_or_was_reset_has_no_rate() -> None:
-    rates = Rates()
+    rates = CounterRates()
     assert rates.of({"a": 5.0}, 1.0) == {}
     assert rates.of({"a": 9.0, "b": 1.0}, 3.0) == {"a": 2.0}
     assert rates.of({"a": 0.0, "b": 2.0}, 4.0) == {"b": 1.0}
@@ -151,7 +151,7 @@ def test_a_sink_that_fails_is_told_once_tried_again_and_loses_only_what_never_wo
             raise ConnectionError("nobody listens")
 
     sink = Recorder(trouble)
-    feed = Feed(sink, first_delay=0.01)
+    feed = SinkFeed(sink, first_delay=0.01)
     for number in range(4):
         feed.put("step", {"step": number})
     wait_for(lambda: len(sink.told) == 3, 5)
@@ -161,9 +161,9 @@ def test_a_sink_that_fails_is_told_once_tried_again_and_loses_only_what_never_wo
 
 
 def test_a_sink_that_hangs_holds_up_nobody_and_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trimaran.telemetry.feed.MOST_LINES", 10)
+    monkeypatch.setattr("trimaran.telemetry.sink_feed.MOST_LINES", 10)
     for_good = threading.Event()
-    feed = Feed(Recorder(lambda number: for_good.wait()))
+    feed = SinkFeed(Recorder(lambda number: for_good.wait()))
     began = time.monotonic()
     for number in range(100):
         feed.put("step", {"step": number})
@@ -210,8 +210,8 @@ def test_a_disk_that_takes_no_samples_costs_samples_alone(tmp_path: Path, caplog
 
 
 @contextmanager
-def sidecar(run: RunDirectory) -> Iterator[SidecarLine]:
-    line = SidecarLine(run, os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+def sidecar(run: RunDirectory) -> Iterator[SidecarProcess]:
+    line = SidecarProcess(run, os.environ | {"CUDA_VISIBLE_DEVICES": ""})
     try:
         line.start(0)
         yield line
@@ -231,7 +231,7 @@ def pid_of(run: RunDirectory) -> int:
 def test_a_sidecar_that_is_killed_is_started_again_and_tells_sinks_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sidecar_line, "FIRST_DELAY", 0.0)
+    monkeypatch.setattr(sidecar_process, "FIRST_DELAY", 0.0)
     run = new_run(tmp_path / "run", "telemetry.sample_seconds=0.1", "telemetry.ecs=true")
     with Journal(run, 0) as journal, sidecar(run) as line:
         wait_for(lambda: len(lines(run.samples(0))) > 1, 20)
@@ -271,8 +271,8 @@ def test_a_run_directory_that_takes_no_log_has_no_sidecar(tmp_path: Path, caplog
 def test_a_sidecar_dies_with_its_supervisor(tmp_path: Path) -> None:
     run = new_run(tmp_path / "run", "telemetry.sample_seconds=0.1")
     code = (
-        "import os, sys, time; from pathlib import Path; from trimaran.telemetry import RunDirectory\n"
-        "from trimaran.launch.sidecar_line import SidecarLine\n"
+        "import os, sys, time; from pathlib import Path; from trimaran.run import RunDirectory\n"
+        "from trimaran.launch.sidecar_process import SidecarProcess\n"
         "SidecarLine(RunDirectory(Path(sys.argv[1])), os.environ).start(0)\ntime.sleep(60)"
     )
     supervisor = subprocess.Popen([sys.executable, "-c", code, str(run.path)])

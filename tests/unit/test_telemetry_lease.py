@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from trimaran.core import UserError
-from trimaran.telemetry import RunDirectory, lease
-from trimaran.telemetry.lease import Watch, claim, newest_term, read_holder, take, token_of
+from trimaran.run import RunDirectory, lease
+from trimaran.run.lease import LeaseWatch, claim, newest_term, read_holder, take, token_of
 
 FORK = multiprocessing.get_context("fork")
 
@@ -61,7 +61,7 @@ def test_a_holder_whose_process_is_gone_is_followed_at_once(run: RunDirectory) -
 def test_a_pid_that_is_used_again_is_not_the_holder(run: RunDirectory) -> None:
     first = take(run)
     rewrite_holder(run, started=first.holder.started + 1)
-    assert Watch(run).look() == 2
+    assert LeaseWatch(run).look() == 2
 
 
 def test_a_higher_term_ends_a_lease_for_good(run: RunDirectory) -> None:
@@ -126,7 +126,7 @@ def test_a_holder_elsewhere_is_dead_when_its_counter_stands_still(
 def test_the_wall_clock_may_jump_while_a_lease_is_watched(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     first = take(run)
     rewrite_holder(run, machine="elsewhere")
-    watch = Watch(run)
+    watch = LeaseWatch(run)
     assert watch.look() == read_holder(run)
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + 3600.0)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.runs import new_run, step_metrics
 from trimaran.core import Mesh, Plan, Prediction, Recipe, UserError, parse_recipe
-from trimaran.telemetry import (
+from trimaran.run import (
     Follower,
     IncidentLog,
     Journal,
@@ -20,7 +20,7 @@ from trimaran.telemetry import (
     open_run,
     read_incidents,
 )
-from trimaran.telemetry.attempts import AttemptLog, read_attempts
+from trimaran.run.attempts import AttemptLog, read_attempts
 
 PREDICTION = Prediction(
     fits=True,

@@ -11,9 +11,9 @@ pytest.importorskip("prometheus_client")
 from tests.runs import new_run
 from tests.sink_lines import GIB, event_line, feed, gpu_line, incident_line, recorded, sample_line, step_line
 from trimaran.core.recipe import PrometheusSection
-from trimaran.telemetry import RunDirectory
+from trimaran.run import RunDirectory
 from trimaran.telemetry.sinks import prometheus
-from trimaran.telemetry.sinks.catalogue import CATALOGUE, MOST_EACH, MOST_SERIES
+from trimaran.telemetry.sinks.metric_catalogue import CATALOGUE, MOST_EACH, MOST_SERIES
 from trimaran.telemetry.sinks.prometheus import PrometheusSink
 
 

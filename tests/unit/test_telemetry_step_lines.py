@@ -9,7 +9,8 @@ import pytest
 
 from tests.runs import new_run, step_metrics
 from trimaran.core import StepMetrics
-from trimaran.telemetry import Journal, step_lines
+from trimaran.run import Journal
+from trimaran.telemetry import step_lines
 from trimaran.telemetry.step_lines import read_details, read_step
 
 DETAILS = {"waits": {"data": 0.5}, "router": {"imbalance": 1.5, "dropped": [0, {"a": "}\n"}]}}

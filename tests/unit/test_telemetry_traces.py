@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from tests.runs import new_run
 from trimaran.core import UserError
-from trimaran.telemetry.merged_trace import clock_shifts, device_phases, merge, write_merged
-from trimaran.telemetry.profile_request import (
+from trimaran.run.profile_request import (
     ProfileRequest,
     find_traces,
     read_request,
@@ -22,7 +21,8 @@ from trimaran.telemetry.profile_request import (
     withdraw_request,
     write_request,
 )
-from trimaran.telemetry.traces import Trace, load_trace, overlap, own_times, summarise, total, unite
+from trimaran.telemetry.merged_trace import clock_shifts, device_phases, merge, write_merged
+from trimaran.telemetry.trace_summary import Trace, load_trace, overlap, own_times, summarise, total, unite
 
 BASE = 1_790_857_026_000_000_000
 NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"

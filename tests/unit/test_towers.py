@@ -12,12 +12,12 @@ from trimaran.hardware import parse_cluster
 from trimaran.models import PRESETS, VLM_PRESETS, outline_for, spec_of
 from trimaran.models.stages import split_by_cost
 from trimaran.nets.family import network_of
-from trimaran.parallel.axes.deal import owners_of
+from trimaran.optim import LR_FACTOR, build_optimizer
+from trimaran.parallel.axes.image_split import owners_of
 from trimaran.parallel.memory.recompute import apply_recompute
-from trimaran.parallel.towers import freeze_towers, tower_of, tower_of_blocks
+from trimaran.parallel.tower_plan import freeze_towers, tower_of, tower_of_blocks
 from trimaran.planner import Question, check_plan, choose, search
-from trimaran.planner.axes import check_tensor
-from trimaran.train.optimizer import LR_FACTOR, build_optimizer
+from trimaran.planner.axis_rules import check_tensor
 
 TOWERS = {"vision": "vision.", "projector": "projector.", "language": "language."}
 EIGHT = parse_cluster("8xH100")

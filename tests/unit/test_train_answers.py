@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from trimaran.data.batch import Inputs
+from trimaran.data.step_batch import Inputs
 from trimaran.data.tokenizer import ByteTokenizer
-from trimaran.train.answers import OWN_TOKENS, Answer, answers, own_words
-from trimaran.train.loss import IGNORED
+from trimaran.train.answers import OWN_TOKENS, ModelAnswer, answers, own_words
+from trimaran.train.loss.cross_entropy import IGNORED
 
 PICTURE = 257
 
@@ -27,14 +27,14 @@ def parrot(inputs: Inputs) -> Tensor:
     return inputs["tokens"].clone()
 
 
-def spoken(inputs: Inputs, guesses: Tensor) -> list[Answer]:
+def spoken(inputs: Inputs, guesses: Tensor) -> list[ModelAnswer]:
     return list(answers(inputs, guesses, ByteTokenizer()))
 
 
 def test_a_parrot_does_not_look_as_if_it_knew() -> None:
     inputs = asked("one?", "abc")
     assert spoken(inputs, parrot(inputs))[0].said == "?abc"  # each letter after the right one
-    assert spoken(inputs, own_words(parrot, inputs)) == [Answer("one?", "abc", "????", right=False)]
+    assert spoken(inputs, own_words(parrot, inputs)) == [ModelAnswer("one?", "abc", "????", right=False)]
 
 
 def test_one_who_knows_is_right_all_through() -> None:
@@ -45,7 +45,7 @@ def test_one_who_knows_is_right_all_through() -> None:
             heard["tokens"] == ord("?"), ord("a"), torch.where(heard["tokens"] == ord("c"), 256, heard["tokens"] + 1)
         )
 
-    assert spoken(inputs, own_words(knows, inputs)) == [Answer("one?", "abc", "abc", right=True)]
+    assert spoken(inputs, own_words(knows, inputs)) == [ModelAnswer("one?", "abc", "abc", right=True)]
 
 
 def test_words_after_the_end_are_not_shown() -> None:
@@ -54,7 +54,7 @@ def test_words_after_the_end_are_not_shown() -> None:
     def brief(heard: Inputs) -> Tensor:
         return torch.where(heard["tokens"] == ord("?"), ord("b"), 256)
 
-    assert spoken(inputs, own_words(brief, inputs)) == [Answer("one?", "abc", "b", right=False)]
+    assert spoken(inputs, own_words(brief, inputs)) == [ModelAnswer("one?", "abc", "b", right=False)]
 
 
 def test_a_picture_that_is_not_there_is_not_put_in_and_long_answers_are_cut() -> None:

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from trimaran.train.clock import Clock
+from trimaran.train.metrics.step_clock import Clock
 
 
 def test_a_lap_is_split_by_what_a_watch_saw_and_still_adds_up() -> None:

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trimaran.telemetry import PulseBoard
-from trimaran.train.compilations import WARM_STEPS, Compilations
-from trimaran.train.ties import Ties
+from trimaran.run import HeartbeatBoard
+from trimaran.train.health.compilations import WARM_STEPS, Compilations
+from trimaran.train.process.supervisor_link import SupervisorLink
 
 
 class Block(nn.Module):
@@ -86,7 +86,7 @@ def test_a_run_that_goes_back_warms_up_again(block: nn.Module) -> None:
 
 @pytest.mark.parametrize(("section", "seen"), [("step", "compile"), ("first", "first"), ("evaluation", "evaluation")])
 def test_the_supervisor_sees_when_something_is_compiled_in_the_middle_of_a_step(section: Any, seen: str) -> None:
-    ties, during = Ties(board=PulseBoard.make(1)), []
+    ties, during = SupervisorLink(board=HeartbeatBoard.make(1)), []
 
     def backend(module: Any, _: Any) -> Any:
         during.append(ties.pulse)

@@ -11,9 +11,9 @@ from torch.optim import AdamW
 
 from trimaran.core import FaultsSection, Mesh, UserError
 from trimaran.data.quarantine import Quarantine, read_quarantine
-from trimaran.train.guard import HISTORY, WINDOW, Guard, Numbers, Refusal
-from trimaran.train.loss_scale import LossScale
-from trimaran.train.optimizer.adamw import LeanAdamW
+from trimaran.optim.adamw import LeanAdamW
+from trimaran.optim.loss_scale import LossScale
+from trimaran.train.health.guard import HISTORY, WINDOW, Guard, Numbers, Refusal
 
 MESH = Mesh(dp_replicate=2, tp=2)
 

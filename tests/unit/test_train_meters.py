@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from tests.runs import PREDICTION
 from tests.unit.test_train_optimizer import section
 from trimaran.core import Flops, Plan, Recipe
-from trimaran.train.groups import SAMPLED, GroupMeter, sampled
-from trimaran.train.meters import MemoryMeter, Meters, host_bytes, lr_factors, measures, of_allocator, waits
-from trimaran.train.optimizer import build_optimizer
-from trimaran.train.optimizer.halves import join, split
-from trimaran.train.places import joined, place_of
-from trimaran.train.spread import MEASURES, summary
+from trimaran.optim import build_optimizer
+from trimaran.optim.split_bf16 import join, split
+from trimaran.train.metrics.group_norms import SAMPLED, GroupMeter, sampled
+from trimaran.train.metrics.meters import MemoryMeter, Meters, host_bytes, lr_factors, measures, of_allocator, waits
+from trimaran.train.metrics.parameter_groups import joined, place_of
+from trimaran.train.metrics.rank_stats import MEASURES, summary
 
 CPU = torch.device("cpu")
 PHASES = {"data": 0.1, "forward": 0.3, "backward": 0.4, "comm": 0.15, "optimizer": 0.04, "checkpoint": 0.01}

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from trimaran.core import Plan, TrainSection
-from trimaran.train.optimizer import adamw, build_optimizer
-from trimaran.train.optimizer.blocks import codebook, quantised, restored
-from trimaran.train.optimizer.ferry import Ferry
-from trimaran.train.optimizer.moments import SALT, Constants, words
-from trimaran.train.optimizer.rounding import runs, salt, scrambled, to_bf16
+from trimaran.optim import adamw, build_optimizer
+from trimaran.optim.block_quantization import codebook, quantised, restored
+from trimaran.optim.moments import SALT, Constants, words
+from trimaran.optim.state_streaming import StateStream
+from trimaran.optim.stochastic_rounding import runs, salt, scrambled, to_bf16
 
 CPU = torch.device("cpu")
 FORMATS = ["fp32", "bf16", "8bit"]
@@ -117,7 +117,7 @@ def test_states_on_the_host_change_no_bit(states: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(adamw, "PIECE", 16 * 300)  # so that the table crosses in four pieces, and others in several
     loads = []
     monkeypatch.setattr(
-        Ferry, "cross", lambda self, sent, cross=Ferry.cross: loads.append(len(sent)) or cross(self, sent)
+        StateStream, "cross", lambda self, sent, cross=StateStream.cross: loads.append(len(sent)) or cross(self, sent)
     )
     there, _ = trained(states, offload="optimizer")
     assert loads == [4 + 2 + 1 + 1 + 1 + 2] * 10
@@ -127,7 +127,7 @@ def test_states_on_the_host_change_no_bit(states: str, monkeypatch: pytest.Monke
 
 def test_a_load_crosses_alone_whatever_was_in_its_place_before() -> None:
     loads = [{"a": torch.ones(4), "b": torch.ones(2)} if number % 2 else {"b": torch.ones(3)} for number in range(8)]
-    for load, arrived in zip(loads, Ferry(CPU).cross(loads), strict=True):
+    for load, arrived in zip(loads, StateStream(CPU).cross(loads), strict=True):
         assert [*arrived] == [*load]
         arrived["b"].add_(1)
     assert all((load["b"] == 2).all() for load in loads)

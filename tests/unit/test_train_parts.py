@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from trimaran.core import TrainSection
-from trimaran.train.clock import Clock
-from trimaran.train.loss import summed_loss
-from trimaran.train.schedule import learning_rate
-from trimaran.train.stop import StopWish
+from trimaran.optim.schedule import learning_rate
+from trimaran.train.loss.cross_entropy import summed_loss
+from trimaran.train.metrics.step_clock import Clock
+from trimaran.train.process.stop_request import StopRequest
 
 
 def rates(kind: str, **schedule: object) -> list[float]:
@@ -65,11 +65,11 @@ def test_the_laps_of_a_clock_add_up_to_the_time_that_passed() -> None:
 def test_a_signal_or_the_stop_file_becomes_a_wish(tmp_path: Path) -> None:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        wish = StopWish(tmp_path / "stop")
+        wish = StopRequest(tmp_path / "stop")
         assert not wish
         (tmp_path / "stop").touch()
         assert wish
-        deaf = StopWish(None)
+        deaf = StopRequest(None)
         deaf.listen()
         assert not deaf
         os.kill(os.getpid(), signal.SIGTERM)

@@ -10,19 +10,19 @@ from torch import Tensor, nn
 
 from tests.resume import bits
 from trimaran.checkpoint.copier import Copier
-from trimaran.checkpoint.memory import Berth, Label, MemorySource, pack_items
-from trimaran.checkpoint.pieces import Piece
-from trimaran.checkpoint.read import fill
-from trimaran.checkpoint.share import copy_in, lay_out, view_of, whole_of
+from trimaran.checkpoint.load_state import fill
+from trimaran.checkpoint.memory_copies import Label, MemorySource, RankMemory, pack_items
+from trimaran.checkpoint.rank_share import copy_in, lay_out, view_of, whole_of
+from trimaran.checkpoint.tensor_shards import TensorShard
 from trimaran.core import Mesh, Plan
 from trimaran.models import PRESETS, VLM_PRESETS, ModelSpec
 from trimaran.nets import Network, initialise, network_of
 from trimaran.nets.hf_weights import whole
+from trimaran.optim import split_weights as split_weights_module
+from trimaran.optim.split_bf16 import split
+from trimaran.optim.split_weights import SplitWeights, split_weights, split_weights_of
 from trimaran.parallel import override_precision
 from trimaran.parallel.precision import autocast
-from trimaran.train import halves
-from trimaran.train.halves import Halves, halves_of, split_weights
-from trimaran.train.optimizer.halves import split
 
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48}
@@ -38,7 +38,7 @@ def filled(spec: ModelSpec = DENSE, seed: int = 1) -> Network:
 
 def names_in_halves(network: Network, plan: Plan = PLAN) -> set[str]:
     lows = split_weights((network,), plan)
-    names = {name for name, each in network.module.named_parameters() if halves_of(each) is not None}
+    names = {name for name, each in network.module.named_parameters() if split_weights_of(each) is not None}
     for name, each in network.module.named_parameters():
         assert each.dtype == (torch.bfloat16 if name in names else torch.float32), name
         assert (each in lows) == (name in names), name
@@ -120,7 +120,7 @@ def test_a_weight_in_halves_is_read_whole_bit_by_bit() -> None:
 @pytest.fixture(params=[7, 40, 2**24])
 def at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few values are joined at once, or many."""
-    monkeypatch.setattr(halves, "AT_ONCE", request.param)
+    monkeypatch.setattr(split_weights_module, "AT_ONCE", request.param)
 
 
 def odd_values(*shape: int) -> Tensor:
@@ -139,7 +139,7 @@ def test_values_come_out_as_they_went_in(turned: bool) -> None:
     values = odd_values(13, 10)
     upper, lower = (each.clone() for each in split(torch.zeros(10, 13).t() if turned else torch.zeros(13, 10)))
     assert upper.is_contiguous() is not turned
-    held = Halves(upper, lower)
+    held = SplitWeights(upper, lower)
     held.copy_(values)
     assert torch.equal(bits(held.whole()), bits(values))
     assert torch.equal(bits(held[3:9, 2:5].whole()), bits(values[3:9, 2:5]))
@@ -151,7 +151,7 @@ def test_values_come_out_as_they_went_in(turned: bool) -> None:
 @pytest.mark.usefixtures("at_once")
 def test_a_share_has_fp32_whatever_the_form_in_memory() -> None:
     values = odd_values(13, 10)
-    composed = Piece(key="model/w", tensor=Halves(*split(values)), shape=(20, 10), start=(3, 0))
+    composed = TensorShard(key="model/w", tensor=SplitWeights(*split(values)), shape=(20, 10), start=(3, 0))
     plain = replace(composed, tensor=values)
     assert whole_of(composed) == whole_of(plain)
     for piece in (composed, plain):
@@ -166,20 +166,20 @@ def test_a_share_has_fp32_whatever_the_form_in_memory() -> None:
 def test_a_copy_in_memory_is_taken_back_into_halves() -> None:
     values = odd_values(13, 10)
     held, empty = (
-        Piece(key="model/w", tensor=Halves(*split(each)), shape=(13, 10), start=(0, 0))
+        TensorShard(key="model/w", tensor=SplitWeights(*split(each)), shape=(13, 10), start=(0, 0))
         for each in (values, torch.zeros(13, 10))
     )
-    beside = Piece(key="model/v", tensor=torch.arange(5.0), shape=(5,), start=(0,))
+    beside = TensorShard(key="model/v", tensor=torch.arange(5.0), shape=(5,), start=(0,))
     share = lay_out([beside, held], [(0, 5), (0, 13)])
     fd = os.memfd_create("test")
-    berth = Berth(fd)
+    berth = RankMemory(fd)
     berth.lay_out(1, num_bytes=share.num_bytes, items_bytes=len(pack_items(share.items)))
     copier = Copier(share)
     for step in (1, 2):  # the second time over what the first has found out
         copier.copy(berth.slots[0], Label(step=step, voyage=(0, 0), rank=0, world_size=1), [beside, held])
-    ((_, kept),) = Berth(fd).kept()
+    ((_, kept),) = RankMemory(fd).kept()
     fill([empty], MemorySource({0: kept}))
-    assert isinstance(empty.tensor, Halves)
+    assert isinstance(empty.tensor, SplitWeights)
     assert torch.equal(bits(empty.tensor.whole()), bits(values))
     os.close(fd)
 
@@ -207,7 +207,7 @@ def test_gradients_are_those_of_fp32_weights_under_autocast(
     micro_batches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Joint products add up in another order; tests of `nets.joint` look at that.
-    monkeypatch.setattr(halves, "join_projections", lambda *_: {})
+    monkeypatch.setattr(split_weights_module, "join_projections", lambda *_: {})
     # Selective recompute leaves every projection a product of its own: a joint one rounds its sums once, not thrice.
     plan = Plan(precision="bf16", grad_accum=micro_batches, recompute="selective")
     plain, network = filled(), filled()

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from trimaran.checkpoint.dcp_read import DcpSource
 from trimaran.checkpoint.dcp_write import write_dcp
 from trimaran.checkpoint.export_hf import settle, write_hf_folder
-from trimaran.checkpoint.pieces import Piece, Source
-from trimaran.checkpoint.read import fill
-from trimaran.checkpoint.share import TORCH_DTYPES
+from trimaran.checkpoint.load_state import fill
+from trimaran.checkpoint.rank_share import TORCH_DTYPES
+from trimaran.checkpoint.tensor_shards import Source, TensorShard
 from trimaran.core import ModelSection, UserError
 from trimaran.models import model_folder, spec_of
 from trimaran.nets import Network, network_of
@@ -34,7 +34,7 @@ def read_whole(source: Source, key: str) -> Tensor:
     """Return a tensor put together from all its parts."""
     whole = source.index[key].whole
     tensor = torch.empty(whole.shape, dtype=TORCH_DTYPES[whole.dtype])
-    fill([Piece(key=key, tensor=tensor, shape=whole.shape, start=(0,) * len(whole.shape))], source)
+    fill([TensorShard(key=key, tensor=tensor, shape=whole.shape, start=(0,) * len(whole.shape))], source)
     return tensor
 
 

@@ -8,10 +8,10 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from trimaran.checkpoint.memory import Berth, Label, Slot, pack_items
-from trimaran.checkpoint.pieces import Composed, Piece
-from trimaran.checkpoint.pinned import Pinned, Preparation, within_stretches
-from trimaran.checkpoint.share import Share, copy_out, values_of, view_of
+from trimaran.checkpoint.memory_copies import Label, MemorySlot, RankMemory, pack_items
+from trimaran.checkpoint.pinned_memory import Pinned, Preparation, within_stretches
+from trimaran.checkpoint.rank_share import RankShare, copy_out, values_of, view_of
+from trimaran.checkpoint.tensor_shards import Composed, TensorShard
 
 Pairs = tuple[list[Tensor], list[Tensor | Composed]]
 """Where values go to, and where they come from."""
@@ -23,14 +23,14 @@ class Copier:
     prepares = False
     """Whether the memory is still being taken when this has been made."""
 
-    def __init__(self, share: Share) -> None:
+    def __init__(self, share: RankShare) -> None:
         self.share, self.items = share, pack_items(share.items)
         self.stall_seconds = 0.0
         """How long the last copy whose time is known kept training from going on."""
-        self._pieces: Sequence[Piece] = ()
-        self._views: dict[Slot, tuple[Pairs, Pairs]] = {}
+        self._pieces: Sequence[TensorShard] = ()
+        self._views: dict[MemorySlot, tuple[Pairs, Pairs]] = {}
 
-    def copy(self, slot: Slot, label: Label, pieces: Sequence[Piece]) -> None:
+    def copy(self, slot: MemorySlot, label: Label, pieces: Sequence[TensorShard]) -> None:
         """Put the values of `pieces` into `slot`. They must not change before `before_update`."""
         began = time.perf_counter()
         slot.open()
@@ -60,7 +60,7 @@ class Copier:
     def let_go(self) -> None:
         """Give back what copying takes besides the slots. Nobody copies any more."""
 
-    def _pairs(self, slot: Slot, pieces: Sequence[Piece]) -> tuple[Pairs, Pairs]:
+    def _pairs(self, slot: MemorySlot, pieces: Sequence[TensorShard]) -> tuple[Pairs, Pairs]:
         """Return what is copied at once, and what may be while a forward and a backward run.
 
         What is frozen is in a slot after the first time.
@@ -83,7 +83,7 @@ class DeviceCopier(Copier):
 
     prepares = True
 
-    def __init__(self, share: Share, berth: Berth, device: torch.device) -> None:
+    def __init__(self, share: RankShare, berth: RankMemory, device: torch.device) -> None:
         super().__init__(share)
         self._device = torch.cuda.current_device() if device.index is None else device.index
         self._stream = torch.cuda.Stream(device)
@@ -92,7 +92,7 @@ class DeviceCopier(Copier):
         self._sealed = threading.Event()
         self._sealed.set()
         self._failure: BaseException | None = None
-        self._queue: SimpleQueue[tuple[torch.cuda.Event, Slot, Label] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[torch.cuda.Event, MemorySlot, Label] | None] = SimpleQueue()
         threading.Thread(target=self._seal_all, name="trimaran-seal", daemon=True).start()
         self._preparation = Preparation(berth, self._pin)
 
@@ -107,7 +107,7 @@ class DeviceCopier(Copier):
         self._queue.put(None)
         self._preparation.let_go()
 
-    def copy(self, slot: Slot, label: Label, pieces: Sequence[Piece]) -> None:
+    def copy(self, slot: MemorySlot, label: Label, pieces: Sequence[TensorShard]) -> None:
         assert self.wait_ready(), "without memory nobody copies"
         if not self._preparation.is_pinned:
             super().copy(slot, label, pieces)
@@ -161,7 +161,7 @@ class DeviceCopier(Copier):
             self._sealed.set()
 
 
-def _split(share: Share, pieces: Sequence[Piece], slot: Slot, *, frozen: bool) -> tuple[Pairs, Pairs]:
+def _split(share: RankShare, pieces: Sequence[TensorShard], slot: MemorySlot, *, frozen: bool) -> tuple[Pairs, Pairs]:
     fluid = {piece.key for piece in pieces if piece.fluid}
     now: Pairs = ([], [])
     later: Pairs = ([], [])

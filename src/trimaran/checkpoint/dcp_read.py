@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trimaran.checkpoint.index import gap
-from trimaran.checkpoint.opcodes import Made, Name, Outside, Table, read_opcodes
-from trimaran.checkpoint.parts import VALUE_BYTES, Entry, Index, Part, Whole
-from trimaran.checkpoint.share import DTYPE_NAMES
+from trimaran.checkpoint.rank_share import DTYPE_NAMES
+from trimaran.checkpoint.safe_pickle import Made, Name, Outside, Table, read_opcodes
+from trimaran.checkpoint.shard_index import gap
+from trimaran.checkpoint.tensor_regions import VALUE_BYTES, Entry, Index, TensorRegion, Whole
 from trimaran.core import UserError
 
 CONTENTS = ".metadata"
@@ -57,7 +57,7 @@ TENSOR, TYPED_TENSOR = "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild
 NAMES_IN_TENSORS = {TENSOR, TYPED_TENSOR, UNTYPED, "collections.OrderedDict", *STORAGES, *DTYPES}
 
 
-class Place(NamedTuple):
+class StorageLocation(NamedTuple):
     """Where in the folder something is: `length` bytes of `file` from `offset`."""
 
     file: str
@@ -91,17 +91,19 @@ class DcpSource:
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             raise self._damaged(f"its table of contents makes no sense ({type(error).__name__})", CONTENTS) from None
 
-    def read(self, key: str, part: Part) -> Tensor:
+    def read(self, key: str, part: TensorRegion) -> Tensor:
         """Return the values of a part, in its shape, on the CPU."""
         try:
-            tensor = _tensor(self._window(Place(part.file, part.offset, self._lengths[part.file, part.offset])), key)
+            tensor = _tensor(
+                self._window(StorageLocation(part.file, part.offset, self._lengths[part.file, part.offset])), key
+            )
         except (ValueError, KeyError, TypeError, IndexError, zipfile.BadZipFile, NotImplementedError) as error:
             raise self._damaged(f"{key}: {error or type(error).__name__}", part.file) from None
         if tuple(tensor.shape) != part.size or DTYPE_NAMES.get(tensor.dtype) != self.index[key].whole.dtype:
             raise self._damaged(f"{key} is not what the table of contents says", part.file)
         return tensor
 
-    def _window(self, place: Place) -> memoryview:
+    def _window(self, place: StorageLocation) -> memoryview:
         return memoryview(self._open(place.file))[place.offset : place.offset + place.length]
 
     def _open(self, name: str) -> mmap.mmap:
@@ -159,17 +161,19 @@ def _contents(tree: Any) -> tuple[Index, dict[tuple[str, int], int], list[str]]:
         boxes = [(_numbers(each["offsets"]), _numbers(each["sizes"])) for each in chunks]
         whole = Whole(_dtype_of(about["properties"], key), _numbers(about["size"]))
         filled = [(start, size, places[key, start]) for start, size in boxes if prod(size)]
-        index[key] = Entry(whole, tuple(Part(start, size, place.file, place.offset) for start, size, place in filled))
+        index[key] = Entry(
+            whole, tuple(TensorRegion(start, size, place.file, place.offset) for start, size, place in filled)
+        )
     return index, {(place.file, place.offset): place.length for place in places.values()}, passed_over
 
 
-def _places(table: Table) -> Iterator[tuple[tuple[str, tuple[int, ...]], Place]]:
+def _places(table: Table) -> Iterator[tuple[tuple[str, tuple[int, ...]], StorageLocation]]:
     for key, value in table.pairs:
         label, about = _fields(key, "MetadataIndex"), _fields(value, "_StorageInfo")
         if about.get("transform_descriptors"):
             raise ValueError("it is compressed or encrypted, which is not supported")
         if label.get("offset") is not None:
-            place = Place(about["relative_path"], about["offset"], about["length"])
+            place = StorageLocation(about["relative_path"], about["offset"], about["length"])
             if not isinstance(place.file, str) or not _is_count(place.offset) or not _is_count(place.length):
                 raise ValueError("a place that is none")
             yield (_text(label["fqn"]), _numbers(label["offset"])), place

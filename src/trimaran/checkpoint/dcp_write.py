@@ -10,8 +10,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
 
-from trimaran.checkpoint.parts import Whole
-from trimaran.checkpoint.share import TORCH_DTYPES
+from trimaran.checkpoint.rank_share import TORCH_DTYPES
+from trimaran.checkpoint.tensor_regions import Whole
 
 
 def dcp_key(key: str) -> str:

@@ -5,10 +5,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trimaran.checkpoint.files import StepFiles
-from trimaran.checkpoint.parts import Part
-from trimaran.checkpoint.share import TORCH_DTYPES
-from trimaran.checkpoint.verify import verify
+from trimaran.checkpoint.rank_share import TORCH_DTYPES
+from trimaran.checkpoint.step_files import StepFiles
+from trimaran.checkpoint.tensor_regions import TensorRegion
+from trimaran.checkpoint.verify_checkpoint import verify
 
 __all__ = ["DiskSource", "verify"]
 
@@ -21,7 +21,7 @@ class DiskSource:
         self.path, self.manifest, self.index = path, self._files.manifest, self._files.index
         self.step, self.progress = self.manifest.step, self.manifest.progress
 
-    def read(self, key: str, part: Part) -> Tensor:
+    def read(self, key: str, part: TensorRegion) -> Tensor:
         """Return the values of a part, in its shape. Only what is looked at is read from the disk."""
         whole = self.index[key].whole
         raw = self._files.bytes_of(whole, part)

@@ -13,7 +13,7 @@ NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 OLD = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-class Disk:
+class DurableDisk:
     """The calls with which a checkpoint is written. Tests put one in its place that breaks at a chosen call."""
 
     def make_folder(self, path: Path) -> None:
@@ -52,10 +52,10 @@ class Disk:
         path.rmdir()
 
 
-DISK = Disk()
+DISK = DurableDisk()
 
 
-def write_file(path: Path, data: memoryview, disk: Disk) -> None:
+def write_file(path: Path, data: memoryview, disk: DurableDisk) -> None:
     """Write a small file; it is on the disk itself when this returns."""
     fd = disk.create(path)
     try:
@@ -65,7 +65,7 @@ def write_file(path: Path, data: memoryview, disk: Disk) -> None:
         os.close(fd)
 
 
-def remove_tree(folder: Path, disk: Disk) -> None:
+def remove_tree(folder: Path, disk: DurableDisk) -> None:
     """Remove a folder and what is in it. A link in it is removed, never followed."""
     for path in sorted(folder.iterdir()):
         if path.is_dir() and not path.is_symlink():

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from trimaran.checkpoint.convert import Progress, hollow_network, read_whole, refuse_occupied
 from trimaran.checkpoint.dcp_read import DcpSource
-from trimaran.checkpoint.durable import Disk, remove_tree
+from trimaran.checkpoint.durable import DurableDisk, remove_tree
 from trimaran.checkpoint.manifest import Manifest
-from trimaran.checkpoint.parts import VALUE_BYTES, Index, Whole
-from trimaran.checkpoint.pieces import Piece
-from trimaran.checkpoint.share import DTYPE_NAMES, TORCH_DTYPES, Share, copy_in, lay_out
-from trimaran.checkpoint.shelf import draft_path, step_path
-from trimaran.checkpoint.write import commit, write_share
+from trimaran.checkpoint.rank_share import DTYPE_NAMES, TORCH_DTYPES, RankShare, copy_in, lay_out
+from trimaran.checkpoint.step_dirs import draft_path, step_path
+from trimaran.checkpoint.tensor_regions import VALUE_BYTES, Index, Whole
+from trimaran.checkpoint.tensor_shards import TensorShard
+from trimaran.checkpoint.write_checkpoint import commit, write_share
 from trimaran.core import Recipe, UserError
 from trimaran.nets import Decoder, Network
 from trimaran.nets.hf_weights import disk_names
@@ -28,7 +28,7 @@ FILE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class ImportedTensor:
     """A tensor of the run, and the keys in the DCP folder that it is made of: one, or one for each of its experts.
 
     Without keys it begins as zeros.
@@ -47,20 +47,22 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrivals:
+class ImportedTensors:
     """What is taken over from a DCP folder. `step` is the optimizer's; 0 when there are only weights."""
 
-    tensors: tuple[Arrival, ...]
+    tensors: tuple[ImportedTensor, ...]
     step: int
     with_moments: bool
 
 
-def write_arrivals(arrivals: Arrivals, source: DcpSource, folder: Path, *, about: Manifest, progress: Progress) -> Path:
+def write_arrivals(
+    arrivals: ImportedTensors, source: DcpSource, folder: Path, *, about: Manifest, progress: Progress
+) -> Path:
     """Write the checkpoint `about` of what arrives into `folder`, a run's, and return where it is.
 
     Some tensors at a time are in memory, and they make a file as if a rank had written them.
     """
-    disk, draft = Disk(), draft_path(folder, about.step, secrets.token_hex(4))
+    disk, draft = DurableDisk(), draft_path(folder, about.step, secrets.token_hex(4))
     final = step_path(folder, about.step)
     refuse_occupied(final)
     receipts = []
@@ -79,21 +81,21 @@ def write_arrivals(arrivals: Arrivals, source: DcpSource, folder: Path, *, about
     return final
 
 
-def _staged(batch: list[Arrival], source: DcpSource) -> tuple[Share, Tensor]:
+def _staged(batch: list[ImportedTensor], source: DcpSource) -> tuple[RankShare, Tensor]:
     """Return the tensors of a file, one after the other in memory."""
     pieces = []
     for each in batch:
         tensor = each.read(source)
-        pieces.append(Piece(key=each.key, tensor=tensor, shape=each.whole.shape, start=(0,) * tensor.ndim))
+        pieces.append(TensorShard(key=each.key, tensor=tensor, shape=each.whole.shape, start=(0,) * tensor.ndim))
     share = lay_out(pieces, [(0, piece.shape[0] if piece.shape else 1) for piece in pieces])
     memory = torch.zeros(share.num_bytes, dtype=torch.uint8)
     copy_in(share, pieces, memory)
     return share, memory
 
 
-def _batches(tensors: Iterable[Arrival]) -> Iterator[list[Arrival]]:
+def _batches(tensors: Iterable[ImportedTensor]) -> Iterator[list[ImportedTensor]]:
     """Yield them in order, as many at a time as are worth a file."""
-    batch: list[Arrival] = []
+    batch: list[ImportedTensor] = []
     num_bytes = 0
     for each in tensors:
         batch.append(each)
@@ -119,7 +121,7 @@ class Naming:
         return [key for name in self.names for key in self.keys(name) if key not in index]
 
 
-def find_arrivals(source: DcpSource, recipe: Recipe) -> Arrivals:
+def find_arrivals(source: DcpSource, recipe: Recipe) -> ImportedTensors:
     """Return where in `source` every tensor of the recipe's run is.
 
     Names may have anything in front, such as `model.` or `app.model.`, and may be Hugging Face's. Weights are taken
@@ -128,7 +130,9 @@ def find_arrivals(source: DcpSource, recipe: Recipe) -> Arrivals:
     network = hollow_network(recipe.model)
     wanted = {name: tuple(each.shape) for name, each in network.module.named_parameters()}
     naming = _naming(network, wanted, source)
-    weights = [Arrival(f"model/{name}", Whole("F32", shape), naming.keys(name)) for name, shape in wanted.items()]
+    weights = [
+        ImportedTensor(f"model/{name}", Whole("F32", shape), naming.keys(name)) for name, shape in wanted.items()
+    ]
     states = _states(source, naming)
     exact = recipe.train.optimizer.states == "fp32"
     if not states and not exact:
@@ -142,16 +146,16 @@ def find_arrivals(source: DcpSource, recipe: Recipe) -> Arrivals:
     for each in arrivals:
         _refuse_shape(each, source)
     steps = [read_whole(source, each.keys[0]) for each in moments if each.key.split("/")[1] == STEP and each.keys]
-    return Arrivals(arrivals, int(max(steps, default=torch.zeros(()))), bool(steps))
+    return ImportedTensors(arrivals, int(max(steps, default=torch.zeros(()))), bool(steps))
 
 
-def _buffers(network: Network, naming: Naming, source: DcpSource) -> Iterator[Arrival]:
+def _buffers(network: Network, naming: Naming, source: DcpSource) -> Iterator[ImportedTensor]:
     """Yield the buffers that belong to a state dict and are there."""
     buffers = dict(network.module.named_buffers())
     for name, each in network.module.state_dict().items():
         if name in buffers and naming.prefix + name in source.index:
             whole = Whole(DTYPE_NAMES[each.dtype], tuple(each.shape))
-            yield Arrival(f"model/{name}", whole, (naming.prefix + name,))
+            yield ImportedTensor(f"model/{name}", whole, (naming.prefix + name,))
 
 
 def _naming(network: Network, wanted: Mapping[str, tuple[int, ...]], source: DcpSource) -> Naming:
@@ -193,20 +197,22 @@ def _states(source: DcpSource, naming: Naming) -> dict[str, dict[str, tuple[str,
 
 def _moments(
     name: str, shape: tuple[int, ...], states: Mapping[str, tuple[str, ...]], source: DcpSource
-) -> Iterator[Arrival]:
+) -> Iterator[ImportedTensor]:
     """Yield what AdamW keeps of one parameter; in eight bits there are scales as well."""
     if STEP not in states or not all(each in states for each in MOMENTS):
         states = dict.fromkeys((*MOMENTS, STEP), ())
     for state, keys in states.items():
         base = state.partition("_scale")[0]
         if state == STEP:
-            yield Arrival(f"optimizer/{STEP}/{name}", Whole("F32", ()), keys[:1])
+            yield ImportedTensor(f"optimizer/{STEP}/{name}", Whole("F32", ()), keys[:1])
         elif base in MOMENTS:
             has = source.index[keys[0]].whole if keys else Whole("F32", shape)
-            yield Arrival(f"optimizer/{state}/{name}", Whole(has.dtype, shape if state == base else has.shape), keys)
+            yield ImportedTensor(
+                f"optimizer/{state}/{name}", Whole(has.dtype, shape if state == base else has.shape), keys
+            )
 
 
-def _refuse_shape(arrival: Arrival, source: DcpSource) -> None:
+def _refuse_shape(arrival: ImportedTensor, source: DcpSource) -> None:
     shape, count = arrival.whole.shape, len(arrival.keys)
     for key in arrival.keys:
         found = source.index[key].whole.shape

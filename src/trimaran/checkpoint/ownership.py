@@ -6,8 +6,8 @@ from hashlib import blake2b
 
 import numpy as np
 
-from trimaran.checkpoint.pieces import Piece
-from trimaran.checkpoint.share import Rows
+from trimaran.checkpoint.rank_share import Rows
+from trimaran.checkpoint.tensor_shards import TensorShard
 
 SPLIT_BYTES = 1 << 20
 """No holder takes less than this of a rectangle, unless it is all there is."""
@@ -16,7 +16,7 @@ Gather = Callable[[np.ndarray], np.ndarray]
 """All-gathers int64: given a vector of equal length on every rank, returns the matrix of them, a row for each rank."""
 
 
-def own(pieces: Sequence[Piece], *, rank: int, world_size: int, gather: Gather) -> list[Rows]:
+def own(pieces: Sequence[TensorShard], *, rank: int, world_size: int, gather: Gather) -> list[Rows]:
     """Return, for each of this rank's pieces, the rows that this rank writes; together the ranks write all just once.
 
     Every rank calls it. Ranks that hold the same rectangles take turns, the largest rectangles first, and big ones are
@@ -44,7 +44,7 @@ def own(pieces: Sequence[Piece], *, rank: int, world_size: int, gather: Gather) 
     return rows
 
 
-def _name(piece: Piece) -> int:
+def _name(piece: TensorShard) -> int:
     """Return a number that tells this rectangle from all others. Zero is nobody's name."""
     text = f"{piece.key}\n{piece.start}\n{tuple(piece.tensor.shape)}\n{piece.tensor.dtype}"
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), signed=True) or 1

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trimaran.checkpoint.durable import Disk
+from trimaran.checkpoint.durable import DurableDisk
 from trimaran.checkpoint.manifest import Manifest, read_manifest
-from trimaran.checkpoint.roster import Roster
-from trimaran.checkpoint.share import Share, view_of
-from trimaran.checkpoint.shelf import draft_path, drop, prune, refuse, step_path
-from trimaran.checkpoint.verify import verify
-from trimaran.checkpoint.write import Clerk, Post, Receipt, commit, write_share
+from trimaran.checkpoint.rank_layout import RankLayout
+from trimaran.checkpoint.rank_share import RankShare, view_of
+from trimaran.checkpoint.step_dirs import draft_path, drop, prune, refuse, step_path
+from trimaran.checkpoint.verify_checkpoint import verify
+from trimaran.checkpoint.write_checkpoint import Clerk, Post, Receipt, commit, write_share
 from trimaran.core import CheckpointSection, UserError
 
 SILENCE_SECONDS = 3600.0
@@ -37,7 +37,7 @@ class Order:
     """
 
     step: int
-    share: Share
+    share: RankShare
     memory: Tensor
     progress: dict[str, Any] = field(default_factory=dict)
     stall_seconds: float = 0.0
@@ -92,15 +92,15 @@ class Saver:
     def __init__(
         self,
         folder: Path,
-        roster: Roster,
+        roster: RankLayout,
         post: Post,
         rules: CheckpointSection,
         about: Callable[[Order], Manifest],
-        disk: Disk | None = None,
+        disk: DurableDisk | None = None,
     ) -> None:
         """`about` makes on rank 0 what the manifest says; it raises UserError when there must be no checkpoint."""
         self._folder, self._roster, self._post, self._rules, self._about = folder, roster, post, rules, about
-        self._disk = disk or Disk()
+        self._disk = disk or DurableDisk()
         self.nonce = ""
         """Tells the drafts of this attempt from others'; hexadecimal, the same on all ranks."""
         self._previous: Path | None = None
@@ -232,7 +232,7 @@ class Saver:
             self._post.forget([*said, *(self._key(what, 0, self._count - 1) for what in ("result", "verdict"))])
 
 
-def refuse_not_finite(share: Share, memory: Tensor) -> None:
+def refuse_not_finite(share: RankShare, memory: Tensor) -> None:
     """Raise UserError when a value is no number or infinite: such a state is worth nothing."""
     for item in share.items:
         if item.whole.dtype in FLOATS and item.num_bytes:
@@ -243,7 +243,7 @@ def refuse_not_finite(share: Share, memory: Tensor) -> None:
                                 fix="go back to the checkpoint before: trimaran resume RUN")  # fmt: skip
 
 
-def _read_back(final: Path, roster: Roster) -> list[str]:
+def _read_back(final: Path, roster: RankLayout) -> list[str]:
     """Return what is wrong with the files whose turn it is on this rank.
 
     They are those of the manifest, not those just written: a step that was there already has been left as it was.

@@ -1,6 +1,5 @@
 """Nouns that cross a process: frozen values, units and errors. Nothing here reads a file or asks a device."""
 
-from trimaran.core.course import changes_of_course
 from trimaran.core.errors import (
     EXIT_AGAIN,
     EXIT_DONE,
@@ -11,9 +10,8 @@ from trimaran.core.errors import (
 )
 from trimaran.core.event import PHASES, Event, EventKind, StepMetrics
 from trimaran.core.finding import Decision, Finding
+from trimaran.core.image_rules import ImageRules, RowCost
 from trimaran.core.incident import Action, Cause, Incident
-from trimaran.core.parse import dump_recipe, parse_recipe
-from trimaran.core.pictures import PictureRules, RowCost
 from trimaran.core.plan import AXES, Comm, Mesh, Pipeline, Plan
 from trimaran.core.prediction import Prediction
 from trimaran.core.recipe import (
@@ -27,6 +25,8 @@ from trimaran.core.recipe import (
     TelemetrySection,
     TrainSection,
 )
+from trimaran.core.recipe_changes import changes_of_course
+from trimaran.core.recipe_parser import dump_recipe, parse_recipe
 from trimaran.core.units import GIB, Bytes, Flops, Seconds, show_bytes, show_count, show_seconds
 
 __all__ = [
@@ -49,11 +49,11 @@ __all__ = [
     "FaultsSection",
     "Finding",
     "Flops",
+    "ImageRules",
     "Incident",
     "Mesh",
     "MixtureSource",
     "ModelSection",
-    "PictureRules",
     "Pipeline",
     "Plan",
     "Prediction",

@@ -135,7 +135,7 @@ class Plan(BaseModel):
 
     @property
     def joins_projections(self) -> bool:
-        """Whether projections of the same input are one product (`nets/joint.py`).
+        """Whether projections of the same input are one product (`nets/joint_projections.py`).
 
         Only weights in halves lie side by side without a copy at every step. In fp8 every layer has a scale of its own,
         and selective recompute counts products, of which it keeps every second.

@@ -155,7 +155,7 @@ class Evaluate(BaseModel):
     batches: Count = 4
 
 
-class Sample(BaseModel):
+class SampleSection(BaseModel):
     """What the model writes when it is done. `tokens` 0 switches it off."""
 
     model_config = STRICT
@@ -184,7 +184,7 @@ class TrainSection(BaseModel):
     schedule: Schedule = Schedule()
     optimizer: Optimizer = Optimizer()
     evaluate: Evaluate = Evaluate()
-    sample: Sample = Sample()
+    sample: SampleSection = SampleSection()
 
 
 class CheckpointSection(BaseModel):

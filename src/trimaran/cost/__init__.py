@@ -1,7 +1,7 @@
 """How many bytes, how many seconds: pure functions, one term each. Imports no torch."""
 
 from trimaran.cost.job import STATE_BYTES, Job
-from trimaran.cost.stack import STACKS, Stack, find_stack
+from trimaran.cost.stack_profiles import STACKS, Stack, find_stack
 from trimaran.cost.step import predict
 
 __all__ = ["STACKS", "STATE_BYTES", "Job", "Stack", "find_stack", "predict"]

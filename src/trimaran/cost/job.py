@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from trimaran.core import Plan
-from trimaran.cost.stack import STACKS, Stack
+from trimaran.cost.stack_profiles import STACKS, Stack
 from trimaran.models import Outline, Tower
 
 STATE_BYTES = {"fp32": 8.0, "bf16": 4.0, "8bit": 2.03}  # a parameter: AdamW's two moments; 8bit has a scale a block

@@ -69,7 +69,7 @@ GENERATIONS: dict[str, Generation] = {
 }  # fmt: skip
 
 
-class Rates(NamedTuple):
+class DeviceRates(NamedTuple):
     """What a device does in a second, in one precision: hashable, so that what follows from it can be remembered."""
 
     generation: Generation
@@ -83,14 +83,14 @@ class Rates(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def rates_of(device: Device, precision: str) -> Rates:
+def rates_of(device: Device, precision: str) -> DeviceRates:
     """Return the rates of a device."""
     kind, name, rate = device.kind, device.name, rate_name(device, precision)
     # A rate that was measured on the machine needs no correction; without tensor cores nothing runs hot.
     plain = "bf16" in device.reached or rate == "fp32"
     sustained = 1.0 if plain else _of_variant(name, SUSTAINED, SUSTAINED_ELSEWHERE)
     best = device.achievable_flops(BESIDE_FP8.get(rate, rate))
-    return Rates(
+    return DeviceRates(
         "cpu" if kind == "cpu" else _of_variant(name, GENERATIONS, "ampere"),  # older ones, and others' too
         sustained * device.achievable_flops(rate),
         sustained * best,
@@ -114,7 +114,7 @@ def _of_variant(name: str, table: Mapping[str, Value], otherwise: Value) -> Valu
 
 
 @lru_cache(maxsize=1 << 16)
-def product_seconds(rows: int, columns: int, depth: int, rates: Rates, *, groups: int = 1) -> Seconds:
+def product_seconds(rows: int, columns: int, depth: int, rates: DeviceRates, *, groups: int = 1) -> Seconds:
     """Return how long `groups` equal products of (rows, depth) and (depth, columns) take together."""
     if not rows * columns * depth:
         return Seconds(0.0)
@@ -131,7 +131,9 @@ def product_seconds(rows: int, columns: int, depth: int, rates: Rates, *, groups
     return Seconds(max(2.0 * least * rates.processors / rates.products, moved))
 
 
-def attention_seconds(flops: float, length: int, head_dim: int, *, kernel: str, rates: Rates) -> tuple[float, float]:
+def attention_seconds(
+    flops: float, length: int, head_dim: int, *, kernel: str, rates: DeviceRates
+) -> tuple[float, float]:
     """Return how long attention's forward and backward take; backward computes the scores once more."""
     found = KERNELS[kernel_of(kernel, rates.generation), rates.generation]
     rate = rates.best * (found.narrow if head_dim <= NARROW_HEAD else 1.0)

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from trimaran.core import Mesh
 from trimaran.cost.job import frees_weights
-from trimaran.cost.part import Holding, Part
-from trimaran.cost.scene import Scene
+from trimaran.cost.memory_inputs import MemoryInputs
+from trimaran.cost.rank_part import Holding, RankPart
 
 MASTER = 4  # bytes a parameter
 HALF = 2
@@ -34,7 +34,7 @@ class States(NamedTuple):
     host: float = 0
 
 
-def states_of(scene: Scene, part: Part) -> States:
+def states_of(scene: MemoryInputs, part: RankPart) -> States:
     """Return the states of all towers on the rank."""
     found = [_states(scene, part, holding) for holding in part.holdings]
     return found[0] if len(found) == 1 else States(*map(math.fsum, zip(*found, strict=True)))
@@ -47,7 +47,7 @@ def owned(mesh: Mesh, holding: Holding, sharding: str) -> float:
     return holding.dense / mesh.shards + holding.experts / max(1, mesh.expert_ranks // mesh.ep)
 
 
-def _states(scene: Scene, part: Part, holding: Holding) -> States:
+def _states(scene: MemoryInputs, part: RankPart, holding: Holding) -> States:
     if scene.halves:
         return _halves(scene, holding)
     habits, sharding = scene.habits, scene.job.sharding_of(holding.tower, scene.plan)
@@ -82,7 +82,7 @@ def _states(scene: Scene, part: Part, holding: Holding) -> States:
     return states._replace(passing=max(0, passing - loose), host=host)
 
 
-def _halves(scene: Scene, holding: Holding) -> States:
+def _halves(scene: MemoryInputs, holding: Holding) -> States:
     """Return the states of a tower on a device of its own, whose matrices are kept as two halves.
 
     What is frozen stays whole, and so does an embedding that is the head as well. Over several micro-batches 16-bit
@@ -105,7 +105,7 @@ def _halves(scene: Scene, holding: Holding) -> States:
     )
 
 
-def _sums_whole(scene: Scene, sharding: str) -> bool:
+def _sums_whole(scene: MemoryInputs, sharding: str) -> bool:
     """Return whether gradients are whole while they accumulate.
 
     Sharded ones are reduced with every micro-batch. Those that travel with the last alone stay whole: the replicas',
@@ -116,7 +116,7 @@ def _sums_whole(scene: Scene, sharding: str) -> bool:
     return scene.plan.grad_accum > 1 and (sharding == "optimizer" or scene.pp > 1)
 
 
-def _gathered(scene: Scene, part: Part, holding: Holding, sharding: str) -> tuple[float, float]:
+def _gathered(scene: MemoryInputs, part: RankPart, holding: Holding, sharding: str) -> tuple[float, float]:
     """Return the bytes of the weights that a sharded rank has whole at the loss, and in backward.
 
     What is freed leaves, at the loss, the root (or the head alone) and, where weights stay split over a few ranks, a

@@ -2,12 +2,12 @@
 
 from trimaran.core import Flops, Plan, Prediction, Seconds
 from trimaran.cost.job import Job
-from trimaran.cost.memory import Memory, memory_of
-from trimaran.cost.repeated import repeated_flops
+from trimaran.cost.peak_memory import Memory, memory_of
+from trimaran.cost.recompute_flops import repeated_flops
 from trimaran.cost.roofline import rate_name, rates_of
-from trimaran.cost.seconds import seconds_of
+from trimaran.cost.step_time import seconds_of
 from trimaran.hardware import Cluster
-from trimaran.models import Layer
+from trimaran.models import OutlineLayer
 
 # Half-width to expect around bytes and seconds. Within it lie, on one H200, nine in ten steps of our trainer; on up to
 # 16 nodes without a pipeline, nine in ten of llm-foundry's and nanotron's published runs. Of nanotron's pipelines and
@@ -74,7 +74,9 @@ def error_of(job: Job, cluster: Cluster, plan: Plan) -> float:
     if cluster.num_nodes > FEW_NODES or plan.mesh.pp > 1:
         return ERROR["many"]
     towers = job.outline.towers
-    plain = all(isinstance(block, Layer) and block.experts is None for tower in towers for block, _ in tower.runs)
+    plain = all(
+        isinstance(block, OutlineLayer) and block.experts is None for tower in towers for block, _ in tower.runs
+    )
     if not plain or len(towers) > 1 or plan.offload != "none":
         return ERROR["unmeasured"]
     if cluster.world_size > 1:

@@ -8,7 +8,7 @@ import numpy as np
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class DataShare:
     """Which part of each global batch is this rank's. `rank` counts among the `dp` ranks that see different samples."""
 
     rank: int
@@ -37,7 +37,7 @@ class BadSample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class LoadedArrays:
     """One optimizer step's work for one rank.
 
     An array either has the micro-batches as its first dimension, or, when it is ragged, all of them one behind the
@@ -52,13 +52,13 @@ class Load:
     bad: tuple[BadSample, ...] = ()
 
 
-class Feed(Protocol):
+class BatchFeed(Protocol):
     """Where batches come from. What it loads is a function of the step alone, and of what is left out."""
 
     @property
-    def share(self) -> Share: ...
+    def share(self) -> DataShare: ...
 
-    def load(self, step: int, at: Callable[[int], None]) -> Load:
+    def load(self, step: int, at: Callable[[int], None]) -> LoadedArrays:
         """Return the step's work. `at` is told the id of each sample before it is touched, to know what one died of."""
         ...
 

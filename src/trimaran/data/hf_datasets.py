@@ -7,7 +7,7 @@ from typing import Any
 import datasets
 
 from trimaran.core import UserError
-from trimaran.data.sources import row_text
+from trimaran.data.text_sources import row_text
 
 BATCH_ROWS = 1000
 BATCH_PICTURES = 128

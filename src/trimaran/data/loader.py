@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from trimaran.core import UserError
-from trimaran.data.batch import StepBatch
-from trimaran.data.feed import Feed, Load
-from trimaran.data.team import RESTARTS, Answer, Team
-from trimaran.data.tuner import AHEAD, Change, Room, Setting, Tuner, room_here
-from trimaran.data.waits import Waits
-from trimaran.data.worker import NO_SAMPLE, START_SECONDS, DeadWorkerError, HungWorkerError, RaisedInWorkerError
+from trimaran.data.feed import BatchFeed, LoadedArrays
+from trimaran.data.loader_tuner import AHEAD, LoaderChange, LoaderLimits, Setting, Tuner, loader_limits_here
+from trimaran.data.loader_waits import LoaderWaits
+from trimaran.data.loader_worker import NO_SAMPLE, START_SECONDS, DeadWorkerError, HungWorkerError, RaisedInWorkerError
+from trimaran.data.step_batch import StepBatch
+from trimaran.data.worker_pool import RESTARTS, WorkerAnswer, WorkerPool
 
 log = logging.getLogger(__name__)
 
@@ -55,22 +55,22 @@ class Loader:
 
     def __init__(
         self,
-        feed: Feed,
+        feed: BatchFeed,
         *,
         start_step: int = 0,
         steps: int,
         workers: int | Literal["auto"] = 0,
         timeout_seconds: float = 60.0,
-        room: Room | None = None,
+        room: LoaderLimits | None = None,
     ) -> None:
         self._feed, self._steps, self._timeout_seconds = feed, range(start_step, steps), timeout_seconds
-        self._room = room or room_here()
+        self._room = room or loader_limits_here()
         number = 0 if workers == "auto" else workers
         setting = Setting(workers=number, depth=number + AHEAD, pin=self._room.pin_memory)
         self._tuner = Tuner(self._room, setting, fixed=workers != "auto")
-        self.changes: list[Change] = []
-        self._waits = Waits()
-        self._team = Team(feed.load, timeout_seconds=timeout_seconds)
+        self.changes: list[LoaderChange] = []
+        self._waits = LoaderWaits()
+        self._team = WorkerPool(feed.load, timeout_seconds=timeout_seconds)
         self._at = NO_SAMPLE  # the sample that the thread is at
         self._next_step, self._asked, self._last = start_step, start_step, steps
         self._ready: dict[int, Item] = {}
@@ -117,7 +117,7 @@ class Loader:
         """Now and then, look at how long was waited and change how batches are loaded. The thread follows."""
         if (seen := self._waits.window()) and (chosen := self._tuner.choose(seen)):
             setting, reason = chosen
-            self.changes.append(Change(self._next_step, setting, reason))
+            self.changes.append(LoaderChange(self._next_step, setting, reason))
             self._waits.settle(setting.depth)
             log.info("%d loader processes, %d batches ahead: %s", setting.workers, setting.depth, reason)
 
@@ -210,10 +210,10 @@ class Loader:
             fault.__cause__ = error
             return fault
 
-    def _item(self, answer: Answer) -> Item:
+    def _item(self, answer: WorkerAnswer) -> Item:
         """Return what a worker's answer comes to."""
         error, how = answer.load, ""
-        if isinstance(error, Load):
+        if isinstance(error, LoadedArrays):
             try:
                 return self._landed(answer.step, error, answer.seconds, copy=True)
             except UserError as mistake:
@@ -231,7 +231,7 @@ class Loader:
             fault.__cause__ = error.with_traceback(None)
         return fault
 
-    def _landed(self, step: int, load: Load, seconds: float, *, copy: bool = False) -> StepBatch:
+    def _landed(self, step: int, load: LoadedArrays, seconds: float, *, copy: bool = False) -> StepBatch:
         """Return the batch as tensors of this process. What lies in shared memory has to be copied."""
         began = time.perf_counter()
         num_bytes = sum(each.nbytes for each in load.arrays.values())

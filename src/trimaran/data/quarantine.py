@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from trimaran.core import UserError
-from trimaran.data.sequences import IGNORED, Sample, Sequences
-from trimaran.telemetry import append_line
+from trimaran.data.sequences import IGNORED, Sequences, TokenSample
+from trimaran.run import append_line
 
 TRIES = 3
 PAUSE_SECONDS = 0.1
@@ -70,7 +70,7 @@ class Screen:
     vocabulary: int | None = None
     quarantined: frozenset[int] = frozenset()
 
-    def load(self, sequences: Sequences, index: int) -> Sample:
+    def load(self, sequences: Sequences, index: int) -> TokenSample:
         """Return sample `index` of the sequences, fit to be trained on."""
         if sequences.first + index in self.quarantined:
             return without_target(sequences)
@@ -81,7 +81,7 @@ class Screen:
                 time.sleep(PAUSE_SECONDS)
         return self._checked(sequences, index)
 
-    def _checked(self, sequences: Sequences, index: int) -> Sample:
+    def _checked(self, sequences: Sequences, index: int) -> TokenSample:
         sample = sequences[index]
         parts = [sample.tokens, sample.labels] + ([] if sample.documents is None else [sample.documents])
         for part in parts:
@@ -95,7 +95,7 @@ class Screen:
         return sample
 
 
-def without_target(sequences: Sequences) -> Sample:
+def without_target(sequences: Sequences) -> TokenSample:
     """Return a row that keeps a place and teaches nothing."""
     nothing = np.zeros(sequences.seq_len, dtype=np.int64)
-    return Sample(nothing, np.full_like(nothing, IGNORED), nothing if sequences.isolate else None)
+    return TokenSample(nothing, np.full_like(nothing, IGNORED), nothing if sequences.isolate else None)

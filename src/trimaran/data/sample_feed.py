@@ -8,16 +8,16 @@ from typing import Protocol
 
 import numpy as np
 
-from trimaran.core import DataSection, PictureRules, RowCost, UserError
-from trimaran.data.balance import deal_rows, in_order, slowest
-from trimaran.data.chart import Chart, ChartRules, open_chart
-from trimaran.data.costs import Measures, SampleTable, measure
-from trimaran.data.feed import BadSample, Load, Share
-from trimaran.data.order import positions
-from trimaran.data.picture_sheet import Features, PictureSheet
-from trimaran.data.piece import Piece, Scribe
+from trimaran.core import DataSection, ImageRules, RowCost, UserError
+from trimaran.data.feed import BadSample, DataShare, LoadedArrays
+from trimaran.data.image_arrays import Features, PictureSheet
+from trimaran.data.packed_sample import PackedSample, Scribe
 from trimaran.data.quarantine import PAUSE_SECONDS, TRIES, BadSampleError
-from trimaran.data.rows import Sheet, spans_of
+from trimaran.data.row_arrays import Sheet, spans_of
+from trimaran.data.row_balance import deal_rows, in_order, slowest
+from trimaran.data.row_packing import PackingRules, RowPacking, open_row_packing
+from trimaran.data.sample_costs import Measures, SampleTable, measure
+from trimaran.data.sample_order import positions
 from trimaran.data.sequences import IGNORED
 
 REMEMBERED = 8  # steps whose deal is kept: the loader asks for it again when it names the samples
@@ -43,7 +43,7 @@ class SampleTerms:
     nothing.
     """
 
-    rules: PictureRules | None
+    rules: ImageRules | None
     cost: RowCost
     seed: int = 0
     vocabulary: int | None = None
@@ -51,7 +51,7 @@ class SampleTerms:
 
 
 @dataclass(frozen=True, slots=True)
-class Deal:
+class RowAssignment:
     """A step's global batch: the samples of each row, what the rows cost, and who takes them.
 
     `places` are row numbers [grad_accum, dp, micro_batch].
@@ -71,7 +71,7 @@ class SampleRows:
     """Samples laid out in rows, with what each of them amounts to."""
 
     table: SampleTable
-    chart: Chart
+    chart: RowPacking
     measures: Measures
 
 
@@ -80,7 +80,7 @@ def sample_feeds(
     index: Prepared,
     terms: SampleTerms,
     *,
-    share: Share,
+    share: DataShare,
     quarantined: frozenset[int] = frozenset(),
 ) -> tuple["SampleFeed", "SampleFeed | None"]:
     """Return what is trained on, and what is held out if there is any. Samples are held out whole, before they mix."""
@@ -88,12 +88,12 @@ def sample_feeds(
         raise UserError("T051", f"the data has {len(index.picture_sizes):,} pictures, and this model does not see",
                         where="model.family", fix="use a model of family vlm, or data without pictures")  # fmt: skip
     measures = measure(index, terms.rules)
-    rules = ChartRules(
+    rules = PackingRules(
         seq_len=section.seq_len, batching=section.samples.batching, seed=terms.seed, pictures=terms.rules
     )
 
     def rows_of(ids: np.ndarray) -> SampleRows:
-        chart = open_chart(index, ids, measures, rules, folder=index.path.parent / "charts")
+        chart = open_row_packing(index, ids, measures, rules, folder=index.path.parent / "charts")
         return SampleRows(index, chart, measures)
 
     held = index.holdout_mask(section.holdout, terms.seed)
@@ -118,7 +118,7 @@ class SampleFeed:
         rows: SampleRows,
         terms: SampleTerms,
         *,
-        share: Share,
+        share: DataShare,
         balance: bool = True,
         epochs: float = 0,
         quarantined: frozenset[int] = frozenset(),
@@ -129,10 +129,10 @@ class SampleFeed:
         self._scribe = Scribe(terms.rules, self._chart.seq_len, terms.vocabulary)
         self._excess = self._measures.excess(terms.cost, self._chart.seq_len)
         self._end = self._rows_in(epochs) if epochs else None
-        self._deals: dict[int, Deal] = {}
+        self._deals: dict[int, RowAssignment] = {}
 
     @property
-    def chart(self) -> Chart:
+    def chart(self) -> RowPacking:
         return self._chart
 
     @property
@@ -153,7 +153,7 @@ class SampleFeed:
         left_out = self._quarantined
         return len(left_out.intersection(self.samples(step, range(self.share.dp)))) if left_out else 0
 
-    def load(self, step: int, at: Callable[[int], None]) -> Load:
+    def load(self, step: int, at: Callable[[int], None]) -> LoadedArrays:
         deal = self._deal(step)
         rows = deal.of(self.share.rank)
         sheet = Sheet(
@@ -170,7 +170,7 @@ class SampleFeed:
                 pieces.append(self._fetch(sample_id, pictures, bad))
             spans = spans_of(self._lengths(row), self._chart.seq_len, self._chart.batching)
             sheet.write(number, spans, pieces, self._table.sources[row].tolist())
-        return Load(
+        return LoadedArrays(
             arrays=sheet.arrays() | ({} if pictures is None else pictures.arrays()),
             num_valid=int(np.count_nonzero(sheet.labels != IGNORED)),
             cuts={} if pictures is None else pictures.cuts(),
@@ -178,7 +178,7 @@ class SampleFeed:
             bad=tuple(bad),
         )
 
-    def _fetch(self, sample_id: int, pictures: PictureSheet | None, bad: list[BadSample]) -> Piece:
+    def _fetch(self, sample_id: int, pictures: PictureSheet | None, bad: list[BadSample]) -> PackedSample:
         """Return the piece of a sample, with its pictures on their sheet, or what keeps its place."""
         numbers = range(*self._table.first_picture[sample_id : sample_id + 2].tolist())
         sizes = np.asarray(self._table.picture_sizes[numbers.start : numbers.stop])
@@ -193,7 +193,7 @@ class SampleFeed:
             pictures.leave_empty(piece.grids)
         return piece
 
-    def _read(self, sample_id: int, numbers: range, sizes: np.ndarray, pictures: PictureSheet | None) -> Piece:
+    def _read(self, sample_id: int, numbers: range, sizes: np.ndarray, pictures: PictureSheet | None) -> PackedSample:
         """Return the piece of a sample, tried a few times: a disk across the network may do better in a moment."""
         for left in reversed(range(TRIES)):
             try:
@@ -217,7 +217,7 @@ class SampleFeed:
         size = patches if self._terms.features is None else patches // self._terms.rules.merge**2
         return PictureSheet(self._table, self._terms.rules, size, self._terms.features)
 
-    def _facts(self, deal: Deal, rows: Sequence[np.ndarray]) -> dict[str, float]:
+    def _facts(self, deal: RowAssignment, rows: Sequence[np.ndarray]) -> dict[str, float]:
         """Return what the metrics tell of this rank's rows: samples, useful and useless tokens, patches, and the cost.
 
         `slowest` over `cost`, both summed over ranks, is how much longer the slowest rank takes than the mean.
@@ -235,7 +235,7 @@ class SampleFeed:
             "slowest": slowest(deal.costs, deal.places),
         }
 
-    def _deal(self, step: int) -> Deal:
+    def _deal(self, step: int) -> RowAssignment:
         """Return the deal of a step. All ranks find the same one."""
         if (deal := self._deals.get(step)) is not None:
             return deal
@@ -246,7 +246,7 @@ class SampleFeed:
         rows += [self._chart.samples[:0]] * (len(indices) - len(real))
         costs = self._chart.seq_len + np.array([self._excess[row].sum() for row in rows])
         places = deal_rows(costs, self.share) if self._balance else in_order(self.share)
-        deal = Deal(tuple(rows), costs, places)
+        deal = RowAssignment(tuple(rows), costs, places)
         self._deals = dict([*self._deals.items(), (step, deal)][-REMEMBERED:])
         return deal
 
@@ -257,7 +257,7 @@ class SampleFeed:
         return max(1, round(epochs * self.num_rows))
 
 
-def _nothing_left(chart: Chart) -> UserError:
+def _nothing_left(chart: RowPacking) -> UserError:
     reasons = ", ".join(f"{count:,} times {reason}" for reason, count in chart.left_out.items() if count)
     return UserError("T050", f"no sample is left to train on: {reasons or 'there is none'}", where="data.seq_len",
                      fix="use longer rows, fewer pixels (data.samples.max_pixels), or other data")  # fmt: skip

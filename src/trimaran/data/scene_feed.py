@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from trimaran.core import DataSection
-from trimaran.core.scenes import BOX_NUMBERS, SceneRules
-from trimaran.data.feed import Load, Share
-from trimaran.data.order import positions
-from trimaran.data.scenes import Scene, make_scene
+from trimaran.core.scene_rules import BOX_NUMBERS, SceneRules
+from trimaran.data.feed import DataShare, LoadedArrays
+from trimaran.data.sample_order import positions
+from trimaran.data.simulated_scenes import SimulatedScene, make_scene
 
 NUM_SCENES = 100_000  # of an epoch; none is stored
 SCENES_SEED = 0  # of the scenes themselves: another train.seed sees the same ones in another order
@@ -35,13 +35,13 @@ class SceneFeed:
     """
 
     def __init__(
-        self, scenes: SceneRange, *, seed: int, share: Share, quarantined: frozenset[int] = frozenset()
+        self, scenes: SceneRange, *, seed: int, share: DataShare, quarantined: frozenset[int] = frozenset()
     ) -> None:
         assert len(scenes) > 0
         self._scenes, self._seed, self._quarantined = scenes, seed, quarantined
         self.share = share
 
-    def load(self, step: int, at: Callable[[int], None]) -> Load:
+    def load(self, step: int, at: Callable[[int], None]) -> LoadedArrays:
         scenes, valid = [], []
         for number in self.samples(step, [self.share.rank]):
             at(number)
@@ -63,7 +63,7 @@ class SceneFeed:
             arrays[rows] = np.repeat(np.arange(len(scenes), dtype=np.int32) % size, counts)
             cuts[name] = cuts[rows] = tuple(ends.tolist())
         facts = {"points": float(len(arrays["points"])), "objects": float(len(arrays["boxes"]))}
-        return Load(arrays=arrays, num_valid=sum(valid), cuts=cuts, facts=facts)
+        return LoadedArrays(arrays=arrays, num_valid=sum(valid), cuts=cuts, facts=facts)
 
     def samples(self, step: int, data_ranks: Sequence[int]) -> tuple[int, ...]:
         shares = [replace(self.share, rank=rank) for rank in data_ranks]
@@ -79,9 +79,9 @@ class SceneFeed:
         """Return how many steps it takes to see so many epochs of the scenes; the last may be beyond their end."""
         return -(-round(epochs * len(self._scenes)) // self.share.global_batch)
 
-    def _nothing(self) -> Scene:
+    def _nothing(self) -> SimulatedScene:
         rules = self._scenes.rules
-        return Scene(
+        return SimulatedScene(
             np.zeros((rules.cameras, 3, rules.height, rules.width), dtype=np.uint8),
             np.zeros((0, 4), dtype=np.float32),
             np.zeros((0, BOX_NUMBERS), dtype=np.float32),
@@ -94,7 +94,7 @@ def scene_feeds(
     rules: SceneRules,
     *,
     seed: int,
-    share: Share,
+    share: DataShare,
     quarantined: frozenset[int] = frozenset(),
 ) -> tuple[SceneFeed, SceneFeed | None]:
     """Return the scenes to train on, and the last `holdout` share of them, if any."""

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from trimaran.core import DataSection, UserError
-from trimaran.data.shards import TokenShards
+from trimaran.data.token_shards import TokenShards
 
 IGNORED = -100
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class TokenSample:
     """One sequence. `labels` are the next tokens, IGNORED where there is no target.
 
     `documents` counts the documents of the sequence from 0, or is None where attention may cross them.
@@ -39,17 +39,17 @@ class Sequences:
     def __len__(self) -> int:
         return self.last - self.first
 
-    def __getitem__(self, index: int) -> Sample:
+    def __getitem__(self, index: int) -> TokenSample:
         assert 0 <= index < len(self)
         start = (self.first + index) * self.seq_len
         stop = start + self.seq_len + 1
         tokens = self.shards.tokens(start, stop)
         inputs, labels = tokens[:-1], tokens[1:]
         if not self.isolate:
-            return Sample(inputs, labels, None)
+            return TokenSample(inputs, labels, None)
         documents = self.shards.documents(start, stop)
         labels = np.where(documents[1:] == documents[:-1], labels, IGNORED)
-        return Sample(inputs, labels, (documents[:-1] - documents[0]).astype(np.int32))
+        return TokenSample(inputs, labels, (documents[:-1] - documents[0]).astype(np.int32))
 
 
 def split(shards: TokenShards, section: DataSection) -> tuple[Sequences, Sequences]:

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from trimaran.data.feed import Load, Share
-from trimaran.data.order import positions
+from trimaran.data.feed import DataShare, LoadedArrays
 from trimaran.data.quarantine import Screen, without_target
+from trimaran.data.sample_order import positions
 from trimaran.data.sequences import IGNORED, Sequences
 
 
@@ -20,7 +20,7 @@ class TokenFeed:
     """
 
     def __init__(
-        self, sequences: Sequences, *, seed: int, share: Share, screen: Screen | None = None, epochs: float = 0.0
+        self, sequences: Sequences, *, seed: int, share: DataShare, screen: Screen | None = None, epochs: float = 0.0
     ) -> None:
         assert len(sequences) > 0
         self._sequences, self._seed, self._screen = sequences, seed, screen or Screen()
@@ -35,7 +35,7 @@ class TokenFeed:
     def _rows_in(self, epochs: float) -> int:
         return max(1, round(epochs * len(self._sequences)))
 
-    def load(self, step: int, at: Callable[[int], None]) -> Load:
+    def load(self, step: int, at: Callable[[int], None]) -> LoadedArrays:
         shape = (self.share.grad_accum, self.share.micro_batch, self._sequences.seq_len)
         tokens, labels = (np.empty(shape, dtype=np.int64) for _ in range(2))
         rows = []
@@ -49,7 +49,7 @@ class TokenFeed:
         arrays: dict[str, np.ndarray] = {"tokens": tokens, "labels": labels}
         if self._sequences.isolate:
             arrays["documents"] = np.array([row.documents for row in rows], dtype=np.int32).reshape(shape)
-        return Load(arrays=arrays, num_valid=int(np.count_nonzero(labels != IGNORED)))
+        return LoadedArrays(arrays=arrays, num_valid=int(np.count_nonzero(labels != IGNORED)))
 
     def samples(self, step: int, data_ranks: Sequence[int]) -> tuple[int, ...]:
         asked, last = (step, *data_ranks), self._last

@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from trimaran.core import UserError
-from trimaran.data import extras
+from trimaran.data import lazy_import
 
 TOKENIZER_FILE = "tokenizer.json"
 
@@ -102,7 +102,9 @@ def load_tokenizer(path: str | None, *, end_token: str | None = None) -> Tokeniz
     `end_token` names the token that ends a document; by default it is found among the usual names.
     """
     if path is not None:
-        return extras.load("json_tokenizer", "tokenizers", where="data.tokenizer").JsonTokenizer(Path(path), end_token)
+        return lazy_import.load("json_tokenizer", "tokenizers", where="data.tokenizer").JsonTokenizer(
+            Path(path), end_token
+        )
     if end_token is not None:
         raise UserError("T012", "the byte-level tokenizer has an end of document of its own", where="end token",
                         fix="leave the end token out, or name a tokenizers JSON file in data.tokenizer")  # fmt: skip

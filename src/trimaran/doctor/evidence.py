@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from trimaran.core import Finding, Plan, Recipe, UserError
-from trimaran.doctor.snapshots import read_snapshots
-from trimaran.doctor.traces import read_traces
+from trimaran.doctor.memory_evidence import read_snapshots
+from trimaran.doctor.profile_evidence import read_traces
 from trimaran.hardware import parse_cluster
 from trimaran.models import outline_if_told, spec_of
 from trimaran.planner import Question
-from trimaran.telemetry import Follower, RunDirectory
+from trimaran.run import Follower, RunDirectory
 
 Line = dict[str, Any]
 RECENT = 400  # steps that rules look at

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from xml.etree import ElementTree
 
 from trimaran.core import Bytes
-from trimaran.doctor.facts import Ecc, Gpu, Pace
-from trimaran.hardware.topology import Matrix
+from trimaran.doctor.machine_facts import Ecc, Gpu, GpuClocks
+from trimaran.hardware.gpu_topology import Matrix
 
 WHOLE = ("nvidia-smi", "-q", "-x")
 # Fields that every driver of the last ten years has: an unknown one would spoil the whole answer.
@@ -124,14 +124,14 @@ def _ecc(node: ElementTree.Element) -> Ecc | None:
     )
 
 
-def _pace(node: ElementTree.Element) -> Pace:
+def _pace(node: ElementTree.Element) -> GpuClocks:
     reasons = node.find("clocks_event_reasons")
     reasons = node.find("clocks_throttle_reasons") if reasons is None else reasons
     active = [each.tag for each in (reasons if reasons is not None else ()) if (each.text or "").strip() == "Active"]
     brakes = tuple(re.sub(r"^clocks_(event|throttle)_reason_", "", tag) for tag in active)
     power = "gpu_power_readings" if node.find("gpu_power_readings") is not None else "power_readings"
     limit = _number(_text(node, f"{power}/current_power_limit"))
-    return Pace(
+    return GpuClocks(
         brakes=tuple(brake for brake in brakes if not brake.endswith("idle")),
         power_limit=_number(_text(node, f"{power}/power_limit")) if limit is None else limit,
         default_power_limit=_number(_text(node, f"{power}/default_power_limit")),

@@ -26,8 +26,8 @@ from trimaran.doctor.checks import (
     versions,
 )
 from trimaran.doctor.checks.result import CheckResult
-from trimaran.doctor.facts import Facts, Kind, Work
-from trimaran.doctor.read import read_facts
+from trimaran.doctor.machine_facts import Facts, Kind, Work
+from trimaran.doctor.read_machine import read_facts
 
 Check = Callable[[Facts], CheckResult]
 HERE = "this machine"

@@ -1,10 +1,10 @@
 """What the machines are: the catalogue of devices, clusters, and this machine. Imports no torch."""
 
 from trimaran.hardware.calibration import Calibration, apply_calibration, calibration_folder, read_calibration
-from trimaran.hardware.catalogue import DEVICES, Device, find_device
 from trimaran.hardware.cluster import Cluster, Link
 from trimaran.hardware.detect import detect, machine_name, num_cores
-from trimaran.hardware.parse import parse_cluster
+from trimaran.hardware.device_catalogue import DEVICES, Device, find_device
+from trimaran.hardware.parse_cluster import parse_cluster
 
 __all__ = [
     "DEVICES",

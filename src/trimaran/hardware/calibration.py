@@ -10,9 +10,9 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trimaran.core import Flops, Seconds, UserError
-from trimaran.hardware.catalogue import DEVICES, STREAM_SHARE, Device
 from trimaran.hardware.cluster import Cluster, Link
-from trimaran.hardware.mistake import first_mistake
+from trimaran.hardware.device_catalogue import DEVICES, STREAM_SHARE, Device
+from trimaran.hardware.validation_error import first_mistake
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from trimaran.core import Bytes, Seconds
-from trimaran.hardware.catalogue import Device
+from trimaran.hardware.device_catalogue import Device
 
 HOST_BYTES = Bytes(2**40)  # of a node, where nobody said otherwise: what a server with 8 GPUs usually has
 HOST_BANDWIDTH = 200e9  # of a node, likewise: `bench calibrate` found 205e9 on the host of an H200

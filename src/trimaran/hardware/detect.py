@@ -13,9 +13,9 @@ import psutil
 from trimaran.core import Bytes, Flops
 from trimaran.hardware.calibrate import cpu_flops
 from trimaran.hardware.calibration import apply_calibration, find_calibration
-from trimaran.hardware.catalogue import CPU, DEVICES, Device, model_words
 from trimaran.hardware.cluster import Cluster, Link
-from trimaran.hardware.topology import links_of, parse_topology, read_network
+from trimaran.hardware.device_catalogue import CPU, DEVICES, Device, model_words
+from trimaran.hardware.gpu_topology import links_of, parse_topology, read_network
 
 MAX_CPU_RANKS = 8
 QUERY = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")

@@ -19,18 +19,18 @@ if __name__ == "__main__":
     SIGNALS.listen()  # a scheduler may think better of it while the rest is imported
 
 from trimaran.core import EXIT_USER, Plan, Recipe, UserError  # noqa: E402
-from trimaran.core.compile_cache import refuse_unusable  # noqa: E402
 from trimaran.hardware import Cluster  # noqa: E402
-from trimaran.launch.fleet import run_with_others  # noqa: E402
-from trimaran.launch.formation import add_flags, formation_of  # noqa: E402
 from trimaran.launch.local import worker_environment  # noqa: E402
-from trimaran.launch.local_fleet import LocalFleet  # noqa: E402
+from trimaran.launch.local_fleet import LocalNodeGroup  # noqa: E402
 from trimaran.launch.local_node import LocalNode  # noqa: E402
-from trimaran.launch.look_line import LookLine  # noqa: E402
+from trimaran.launch.multi_node import run_with_others  # noqa: E402
+from trimaran.launch.node_options import add_flags, node_options_of  # noqa: E402
+from trimaran.launch.preflight_process import PreflightProcess  # noqa: E402
 from trimaran.launch.replan import cluster_of  # noqa: E402
 from trimaran.launch.supervisor import Supervisor, lost_supervisor  # noqa: E402
-from trimaran.telemetry import RunDirectory, last_step, open_run  # noqa: E402
-from trimaran.telemetry.lease import take  # noqa: E402
+from trimaran.run import RunDirectory, last_step, open_run  # noqa: E402
+from trimaran.run.compile_cache import refuse_unusable  # noqa: E402
+from trimaran.run.lease import take  # noqa: E402
 
 
 def main(signals: Signals) -> int:
@@ -41,7 +41,7 @@ def main(signals: Signals) -> int:
     flags = parser.parse_args()
     try:
         refuse_unusable(os.environ)
-        run, formation = open_run(flags.run), formation_of(flags)
+        run, formation = open_run(flags.run), node_options_of(flags)
         check = not flags.no_check
         if formation is None:
             return run_here(run, signals, check=check)
@@ -61,14 +61,14 @@ def run_here(run: RunDirectory, signals: Signals, *, check: bool = True) -> int:
         return worker_environment(os.environ, plan, on_cpu=on_cpu, deterministic=deterministic)
 
     with take(run) as lease:
-        look = LookLine(run, kind=cluster.device.kind) if check else None
+        look = PreflightProcess(run, kind=cluster.device.kind) if check else None
         node = LocalNode(
             run,
             num_ranks=room_for(recipe, plan, cluster),
             environment=os.environ | environment(plan),
             faults=recipe.faults,
         )
-        with LocalFleet(run, lease, node, environment) as fleet:
+        with LocalNodeGroup(run, lease, node, environment) as fleet:
             if look and (unfit := look.refusal()):
                 raise unfit
             return Supervisor(run, fleet, signals, highest=last_step(run), loss=lost_supervisor(run)).supervise()

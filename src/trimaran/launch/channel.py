@@ -17,8 +17,8 @@ from queue import SimpleQueue
 from typing import Any
 
 from trimaran.core import UserError
-from trimaran.launch.keys import Keys
-from trimaran.telemetry.wire import Reader, Record, Seal, WireError, fingerprint, frame, matches, new_nonce, proof
+from trimaran.launch.key_store import Keys
+from trimaran.run.wire import Reader, Record, Seal, WireError, fingerprint, frame, matches, new_nonce, proof
 
 STRANGERS = 64  # at once; the one that has waited longest makes room
 STRANGER_SECONDS = 2.0
@@ -28,7 +28,7 @@ WAITING_BYTES = 64 * 2**20  # of answers that a guest does not fetch
 
 
 @dataclass(eq=False, slots=True)
-class Guest:
+class Connection:
     """One connection. A node's has a desk."""
 
     socket: socket.socket
@@ -37,14 +37,14 @@ class Guest:
     reader: Reader = field(default_factory=Reader)
     seal: Seal | None = None
     unsent: bytearray = field(default_factory=bytearray)
-    desk: "Desk | None" = None
+    desk: "Mailbox | None" = None
 
     def reply(self, record: Record) -> None:
         self.unsent += frame(record, self.seal)
 
 
 @dataclass(eq=False, slots=True)
-class Desk:
+class Mailbox:
     """What a node and the coordinator have for each other. `heard` is when the node spoke last (monotonic clock),
     `session` what it calls this stretch of its life, `broken` whether its connection is gone."""
 
@@ -64,12 +64,12 @@ class Channel:
 
     def __init__(self, host: str, token: str, *, port: int = 0, own_node: str = "") -> None:
         self.refused: Counter[str] = Counter()
-        self.desks: dict[str, Desk] = {}
+        self.desks: dict[str, Mailbox] = {}
         self._own_node = own_node  # nobody else speaks for it
         self._token, self._run = token, fingerprint(token)
         self._attempts: dict[int, Keys] = {}
         self._over = -1  # this attempt and all before it are history
-        self._guests: dict[int, Guest] = {}
+        self._guests: dict[int, Connection] = {}
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._listener = _listen(host, port)
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -171,7 +171,7 @@ class Channel:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if self.num_strangers >= STRANGERS:
                 self._make_room()
-            guest = Guest(connection, new_nonce(), time.monotonic())
+            guest = Connection(connection, new_nonce(), time.monotonic())
             self._guests[connection.fileno()] = guest
             self._selector.register(connection, selectors.EVENT_READ, guest)
             guest.reply({"trimaran": 1, "run": self._run, "nonce": guest.nonce})
@@ -183,7 +183,7 @@ class Channel:
             self._refuse(min(strangers, key=lambda each: each.since), "crowd")
         return bool(strangers)
 
-    def _attend(self, guest: Guest, events: int) -> None:
+    def _attend(self, guest: Connection, events: int) -> None:
         if guest.socket.fileno() < 0:
             return  # closed while it stood in line
         if events & selectors.EVENT_WRITE:
@@ -191,7 +191,7 @@ class Channel:
         if events & selectors.EVENT_READ and guest.socket.fileno() >= 0:
             self._hear(guest)
 
-    def _hear(self, guest: Guest) -> None:
+    def _hear(self, guest: Connection) -> None:
         try:
             data = guest.socket.recv(2**16)
         except BlockingIOError:
@@ -211,7 +211,7 @@ class Channel:
             self._refuse(guest, "token")
         self._flush()
 
-    def _admit(self, guest: Guest, record: Record) -> None:
+    def _admit(self, guest: Connection, record: Record) -> None:
         theirs = str(record.get("nonce", ""))
         if not matches(record.get("proof"), proof(self._token, "client", guest.nonce, theirs)):
             raise PermissionError
@@ -219,7 +219,7 @@ class Channel:
         guest.seal = Seal(self._token, "server", guest.nonce, theirs)
         guest.reader.trust(Seal(self._token, "client", guest.nonce, theirs))
 
-    def _answer(self, guest: Guest, request: Record) -> None:
+    def _answer(self, guest: Connection, request: Record) -> None:
         if request.get("op") == "exchange":
             guest.reply(self._exchange(guest, request))
             return
@@ -231,7 +231,7 @@ class Channel:
             return
         self._attempts.setdefault(attempt, Keys()).answer(request, guest.reply, now=time.monotonic())
 
-    def _exchange(self, guest: Guest, request: Record) -> Record:
+    def _exchange(self, guest: Connection, request: Record) -> Record:
         """Take what a node says and return what there is for it. A node with a new session has a new desk."""
         name, session, messages = request.get("node"), request.get("session"), request.get("messages")
         if not isinstance(name, str) or not isinstance(session, str) or not isinstance(messages, list):
@@ -240,7 +240,7 @@ class Channel:
         if name == self._own_node or (desk is not None and desk.session != session and desk.in_use):
             return {"error": "another node of this name takes part"}
         if desk is None or desk.session != session:
-            desk = self.desks[name] = Desk(session, time.monotonic())
+            desk = self.desks[name] = Mailbox(session, time.monotonic())
         guest.desk, desk.heard = desk, time.monotonic()
         desk.inbox.extend(messages)
         down: list[Any] = []
@@ -252,7 +252,7 @@ class Channel:
         for guest in [each for each in self._guests.values() if each.unsent]:
             self._send(guest)
 
-    def _send(self, guest: Guest) -> None:
+    def _send(self, guest: Connection) -> None:
         try:
             sent = guest.socket.send(guest.unsent) if guest.unsent else 0
             del guest.unsent[:sent]
@@ -267,11 +267,11 @@ class Channel:
         mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if guest.unsent else 0)
         self._selector.modify(guest.socket, mask, guest)
 
-    def _refuse(self, guest: Guest, reason: str) -> None:
+    def _refuse(self, guest: Connection, reason: str) -> None:
         self.refused[reason] += 1
         self._close(guest)
 
-    def _close(self, guest: Guest) -> None:
+    def _close(self, guest: Connection) -> None:
         if self._guests.pop(guest.socket.fileno(), None) is None:
             return
         with contextlib.suppress(KeyError, ValueError):

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Mapping
 
 from trimaran.core import FaultsSection
-from trimaran.telemetry import Pulse, Section
+from trimaran.run import Heartbeat, Section
 
 STEPS = 20
 STEP_FACTOR = 5.0
@@ -28,7 +28,7 @@ class Deadlines:
         self._faults = faults
         self._steps: deque[float] = deque(maxlen=STEPS)
         self._longest: dict[Section, float] = {}
-        self._before: dict[int, Pulse] = {}
+        self._before: dict[int, Heartbeat] = {}
         self._queued: dict[int, float] = {}
         self._crowded = 0.0  # seconds, of the rank that waited longest at each look, for a core
         self._crowded_at: dict[int, float] = {}  # what they were when a rank was last heard of
@@ -59,7 +59,7 @@ class Deadlines:
         return now - (max(entered, self._naps[-1]) if is_excused else entered)
 
     def late(
-        self, pulses: Mapping[int, Pulse], now: float, queued: Mapping[int, float] | None = None
+        self, pulses: Mapping[int, Heartbeat], now: float, queued: Mapping[int, float] | None = None
     ) -> dict[int, float]:
         """Return the seconds of silence of each rank that is past its deadline, and learn from the others.
 
@@ -80,7 +80,7 @@ class Deadlines:
                 silent[rank] = seconds
         return silent
 
-    def _learn(self, before: Pulse | None, after: Pulse) -> None:
+    def _learn(self, before: Heartbeat | None, after: Heartbeat) -> None:
         if before is None or after.entered <= before.entered:
             return
         seconds = after.entered - before.entered

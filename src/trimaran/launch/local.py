@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import psutil
 
 from trimaran.core import Plan
+from trimaran.launch.collect_reports import STOPPED, process_state
 from trimaran.launch.signals import HEARD
-from trimaran.launch.testify import STOPPED, process_state
-from trimaran.telemetry import RunDirectory
+from trimaran.run import RunDirectory
 
 PR_SET_PDEATHSIG = 1  # of Linux's prctl.h
 END_SECONDS = 3.0  # that a supervisor has to end at once

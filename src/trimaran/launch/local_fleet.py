@@ -8,15 +8,15 @@ from trimaran.core import Plan
 from trimaran.launch.channel import Channel
 from trimaran.launch.local_node import LocalNode
 from trimaran.launch.node import Node
-from trimaran.telemetry import RunDirectory
-from trimaran.telemetry.lease import Lease, token_of
+from trimaran.run import RunDirectory
+from trimaran.run.lease import Lease, token_of
 
 EnvironmentOf = Callable[[Plan], Mapping[str, str]]
 
 LOOPBACK = "127.0.0.1"
 
 
-class LocalFleet:
+class LocalNodeGroup:
     """One machine. Made by whoever holds the run's lease; from `with` on ranks can be started."""
 
     def __init__(self, run: RunDirectory, lease: Lease, node: LocalNode, environment: EnvironmentOf) -> None:
@@ -25,7 +25,7 @@ class LocalFleet:
         self._channel = Channel(LOOPBACK, self.token)
         self.store = self._channel.address
 
-    def muster(self) -> list[Node] | None:
+    def wait_for_nodes(self) -> list[Node] | None:
         return [self._node]
 
     def growth(self, nodes: Sequence[Node]) -> int | None:

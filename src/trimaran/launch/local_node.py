@@ -11,12 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trimaran.core import FaultsSection
+from trimaran.launch.collect_reports import (
+    ENDED,
+    STOPPED,
+    ProcessObservation,
+    collect_reports,
+    process_group,
+    process_state,
+    queued_seconds,
+)
 from trimaran.launch.deadline import Deadlines
+from trimaran.launch.fork_server_client import ForkServerClient
 from trimaran.launch.node import Ended, Lost, News, Orders, Silent
-from trimaran.launch.nursery_line import NurseryLine
-from trimaran.launch.sidecar_line import SidecarLine
-from trimaran.launch.testify import ENDED, STOPPED, Witnessed, process_group, process_state, queued_seconds, testify
-from trimaran.telemetry import Pulse, PulseBoard, RunDirectory
+from trimaran.launch.sidecar_process import SidecarProcess
+from trimaran.run import Heartbeat, HeartbeatBoard, RunDirectory
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +45,7 @@ class LocalRank:
 class LocalNode:
     """A machine's worth of ranks. Make it in a thread that lives as long as the run: the nursery dies with that thread.
 
-    Board and berths (the memory that outlives a rank, see `checkpoint/memory.py`) are made for `num_ranks` and stay
+    Board and berths (the memory that outlives a rank, see `checkpoint/memory_copies.py`) are made for `num_ranks` and stay
     for the life of this object, over all attempts and nurseries.
     """
 
@@ -52,17 +60,17 @@ class LocalNode:
     ) -> None:
         self.name, self.num_ranks = name or platform.node(), num_ranks
         self._run, self._environment, self._faults = run, environment, faults
-        self._board = PulseBoard.make(num_ranks)
+        self._board = HeartbeatBoard.make(num_ranks)
         self._berths = [os.memfd_create(f"trimaran-berth-{place}") for place in range(num_ranks)]
         self._deadlines = Deadlines(faults)
         self._ranks: dict[int, LocalRank] = {}
         self._silent: set[tuple[int, bool]] = set()  # ranks that were told of, and whether they were stopped
         self._looked = time.monotonic()
         self._nursery = self._new_nursery()
-        self._sidecar = SidecarLine(run, environment)
+        self._sidecar = SidecarProcess(run, environment)
 
-    def _new_nursery(self) -> NurseryLine:
-        return NurseryLine.start(self._run, self._environment, [self._board.fd, *self._berths])
+    def _new_nursery(self) -> ForkServerClient:
+        return ForkServerClient.start(self._run, self._environment, [self._board.fd, *self._berths])
 
     @property
     def warm(self) -> bool:
@@ -114,7 +122,7 @@ class LocalNode:
         self._silent = set(silent)
         return found
 
-    def _stopped(self, pulses: Mapping[int, Pulse], now: float) -> dict[int, float]:
+    def _stopped(self, pulses: Mapping[int, Heartbeat], now: float) -> dict[int, float]:
         """Return the seconds for which ranks have been stopped by a signal: that is a hang whatever they were doing."""
         quiet = {rank: now - pulses[rank].alive for rank in self._alive()}
         limit = self._faults.hang_seconds
@@ -144,13 +152,13 @@ class LocalNode:
     def _alive(self) -> dict[int, LocalRank]:
         return {number: rank for number, rank in self._ranks.items() if rank.code is None}
 
-    def pulses(self) -> dict[int, Pulse]:
+    def pulses(self) -> dict[int, Heartbeat]:
         return {number: self._board.read(rank.place) for number, rank in self._ranks.items()}
 
-    def testify(self, folder: Path, *, seconds: float, gently: bool = False) -> None:
+    def collect_reports(self, folder: Path, *, seconds: float, gently: bool = False) -> None:
         """File what the ranks say. Ranks that ended while this waited are told by the next `news`."""
-        alive = [Witnessed(rank.rank, rank.place, rank.pid) for rank in self._alive().values() if rank.pid]
-        testify(self._run, self._board, alive, folder, seconds=seconds, gently=gently)
+        alive = [ProcessObservation(rank.rank, rank.place, rank.pid) for rank in self._alive().values() if rank.pid]
+        collect_reports(self._run, self._board, alive, folder, seconds=seconds, gently=gently)
         self._looked = time.monotonic()
 
     def ask_to_stop(self) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from trimaran.telemetry import Pulse
+from trimaran.run import Heartbeat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class Silent:
     """A rank has shown no progress for longer than its section's deadline, or was `stopped` by a signal."""
 
     rank: int
-    pulse: Pulse
+    pulse: Heartbeat
     seconds: float
     deadline: float
     stopped: bool = False
@@ -72,7 +72,7 @@ def on_all(nodes: Sequence["Node"], do: Callable[["Node"], None]) -> None:
 
 
 class Node(Protocol):
-    """A machine with room for `num_ranks` ranks. Calls return at once, but for `testify` and `kill`."""
+    """A machine with room for `num_ranks` ranks. Calls return at once, but for `collect_reports` and `kill`."""
 
     name: str
     num_ranks: int
@@ -85,11 +85,11 @@ class Node(Protocol):
         """Return what happened since the last look."""
         ...
 
-    def pulses(self) -> dict[int, Pulse]:
+    def pulses(self) -> dict[int, Heartbeat]:
         """Return what each rank showed last."""
         ...
 
-    def testify(self, folder: Path, *, seconds: float, gently: bool = False) -> None:
+    def collect_reports(self, folder: Path, *, seconds: float, gently: bool = False) -> None:
         """Have stacks and collectives of all ranks filed in `folder`, also of those that stand still; see `blame`.
 
         A rank that was stopped is made to go on for that: they are to be killed next. `gently` leaves it alone.

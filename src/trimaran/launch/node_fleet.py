@@ -5,13 +5,13 @@ import time
 from collections.abc import Mapping, Sequence
 
 from trimaran.core import EXIT_USER, Plan, UserError
-from trimaran.launch.crew import Crew
 from trimaran.launch.node import Node
+from trimaran.launch.node_agent import NodeAgent
 from trimaran.launch.remote_node import RemoteNode
 from trimaran.launch.signals import Signals
-from trimaran.telemetry import IncidentLog
-from trimaran.telemetry.lease import Lease
-from trimaran.telemetry.wire import Record
+from trimaran.run import IncidentLog
+from trimaran.run.lease import Lease
+from trimaran.run.wire import Record
 
 log = logging.getLogger(__name__)
 
@@ -25,14 +25,14 @@ class FencedError(Exception):
     """Somebody else runs the run now."""
 
 
-class NodeFleet:
+class RemoteNodeGroup:
     """Implements `supervisor.Fleet`. `formed`: the nodes were together before, and a loss made us the coordinator.
 
     `unfit`: why the run could not work on this machine, which then coordinates only to tell the others.
     """
 
     def __init__(
-        self, crew: Crew, lease: Lease, signals: Signals, *, formed: bool, unfit: UserError | None = None
+        self, crew: NodeAgent, lease: Lease, signals: Signals, *, formed: bool, unfit: UserError | None = None
     ) -> None:
         self.store, self.token = crew.channel.address, crew.token
         self._unfit: dict[str, UserError] = {crew.node.name: unfit} if unfit else {}
@@ -40,7 +40,7 @@ class NodeFleet:
         self._remote: dict[str, RemoteNode] = {}
         self._turned_away: set[str] = set()
 
-    def muster(self) -> list[Node] | None:
+    def wait_for_nodes(self) -> list[Node] | None:
         """Return the nodes that are there, in the order of their names, once they are enough; None: they are not.
 
         All of them are waited for at first; later, as few as allowed are enough, after a moment to regroup. Raises when

@@ -39,7 +39,7 @@ class Means:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Course:
+class PolicyDecision:
     """What is done next. `code` is the exit code where that is `stopped`; `why` is a sentence without a full stop."""
 
     action: Action
@@ -49,18 +49,18 @@ class Course:
     samples: tuple[int, ...] = ()
 
 
-def decide(history: Sequence[Cycle], faults: FaultsSection, means: Means) -> Course:
+def decide(history: Sequence[Cycle], faults: FaultsSection, means: Means) -> PolicyDecision:
     """Return what to do about the last cycle of `history`."""
     last = history[-1]
     cause = last.incident.cause
     if cause == "user":
-        return Course(action="stopped", code=EXIT_USER, why="a person's mistake is not mended by a restart")
+        return PolicyDecision(action="stopped", code=EXIT_USER, why="a person's mistake is not mended by a restart")
     if cause == "preempted":
-        return Course(action="stopped", code=EXIT_AGAIN, why="somebody asked the run to end")
+        return PolicyDecision(action="stopped", code=EXIT_AGAIN, why="somebody asked the run to end")
     if not faults.restart:
-        return Course(action="stopped", code=EXIT_FAULT, why="the recipe wants no restarts (faults.restart)")
+        return PolicyDecision(action="stopped", code=EXIT_FAULT, why="the recipe wants no restarts (faults.restart)")
     if cause == "numeric":
-        return Course(action="stopped", code=EXIT_STUCK, why="the same numbers would come again")
+        return PolicyDecision(action="stopped", code=EXIT_STUCK, why="the same numbers would come again")
     if cause == "oom":
         return _about_memory(means)
     if cause == "data" and last.samples:
@@ -68,32 +68,34 @@ def decide(history: Sequence[Cycle], faults: FaultsSection, means: Means) -> Cou
     return _about_the_rest(history, faults, means)
 
 
-def _about_memory(means: Means) -> Course:
+def _about_memory(means: Means) -> PolicyDecision:
     """Never the same again: what did not fit will not fit."""
     if means.leaner:
-        return Course(action="replanned", why=means.leaner)
-    return Course(action="stopped", code=EXIT_STUCK, why="no leaner plan is left to try; use more devices, a smaller "
+        return PolicyDecision(action="replanned", why=means.leaner)
+    return PolicyDecision(action="stopped", code=EXIT_STUCK, why="no leaner plan is left to try; use more devices, a smaller "
                   "model or shorter sequences")  # fmt: skip
 
 
-def _about_samples(last: Cycle, faults: FaultsSection, means: Means) -> Course:
+def _about_samples(last: Cycle, faults: FaultsSection, means: Means) -> PolicyDecision:
     if means.quarantined + len(last.samples) > faults.max_quarantined:
         why = f"more than {faults.max_quarantined} samples cannot be loaded (faults.max_quarantined)"
-        return Course(action="stopped", code=EXIT_STUCK, why=why)
+        return PolicyDecision(action="stopped", code=EXIT_STUCK, why=why)
     shown = ", ".join(map(str, last.samples[:4]))
     many = "samples" if len(last.samples) > 1 else "sample"
-    return Course(action="quarantined", why=f"{many} {shown} will be left out", samples=last.samples)
+    return PolicyDecision(action="quarantined", why=f"{many} {shown} will be left out", samples=last.samples)
 
 
-def _about_the_rest(history: Sequence[Cycle], faults: FaultsSection, means: Means) -> Course:
+def _about_the_rest(history: Sequence[Cycle], faults: FaultsSection, means: Means) -> PolicyDecision:
     stuck = _standstill(history)
     same = _same_rank(stuck)
     if same is not None and len(stuck) >= min(SAME_RANK_CYCLES, faults.cycles) and means.smaller:
         why = f"rank {same} failed {len(stuck)} times in a row without a new step; going on with {means.smaller} ranks"
-        return Course(action="resized", why=why, world_size=means.smaller)
+        return PolicyDecision(action="resized", why=why, world_size=means.smaller)
     if len(stuck) >= faults.cycles:
-        return Course(action="stopped", code=EXIT_STUCK, why=f"no new step in {len(stuck)} starts; {_suspicion(stuck)}")
-    return Course(action="restarted", why="from the newest state")
+        return PolicyDecision(
+            action="stopped", code=EXIT_STUCK, why=f"no new step in {len(stuck)} starts; {_suspicion(stuck)}"
+        )
+    return PolicyDecision(action="restarted", why="from the newest state")
 
 
 def _standstill(history: Sequence[Cycle]) -> list[Cycle]:

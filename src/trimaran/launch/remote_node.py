@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from trimaran.core import UserError
-from trimaran.launch.channel import SILENT_SECONDS, Desk
+from trimaran.launch.channel import SILENT_SECONDS, Mailbox
 from trimaran.launch.node import Ended, Lost, News, Orders, Silent
-from trimaran.telemetry import Pulse, RunDirectory
-from trimaran.telemetry.wire import Record
+from trimaran.run import Heartbeat, RunDirectory
+from trimaran.run.wire import Record
 
 KILL_SECONDS = 30.0
 LOOK_SECONDS = 0.01
@@ -23,13 +23,13 @@ LOOK_SECONDS = 0.01
 class RemoteNode:
     """Gives orders to a node and hears from it. A node that was lost stays so; one that comes back is a new object."""
 
-    def __init__(self, run: RunDirectory, name: str, desk: Desk, *, num_ranks: int) -> None:
+    def __init__(self, run: RunDirectory, name: str, desk: Mailbox, *, num_ranks: int) -> None:
         self.name, self.num_ranks, self.desk = name, num_ranks, desk
         self._run = run
         self._given = self._obeyed = 0  # numbers of orders
         self._ranks = range(0)
         self._news: list[News] = []
-        self._pulses: dict[int, Pulse] = {}
+        self._pulses: dict[int, Heartbeat] = {}
         self._apart: float | None = None  # our monotonic clock less the node's
         self._lost, self._told = "", False
 
@@ -57,13 +57,13 @@ class RemoteNode:
             found.append(Lost(node=self.name, what=self.lost, ranks=tuple(self._ranks), since=self.desk.heard))
         return found
 
-    def pulses(self) -> dict[int, Pulse]:
+    def pulses(self) -> dict[int, Heartbeat]:
         self._read()
         return dict(self._pulses)
 
-    def testify(self, folder: Path, *, seconds: float, gently: bool = False) -> None:
+    def collect_reports(self, folder: Path, *, seconds: float, gently: bool = False) -> None:
         """Returns when the node has filed its evidence, or is known to be lost; at once where it has no `seconds`."""
-        number = self._order("testify", folder=str(folder.relative_to(self._run.path)), seconds=seconds,
+        number = self._order("collect_reports", folder=str(folder.relative_to(self._run.path)), seconds=seconds,
                              **({"gently": True} if gently else {}))  # fmt: skip
         if seconds:
             self._await(number, seconds=seconds + SILENT_SECONDS)
@@ -108,14 +108,14 @@ class RemoteNode:
         return time.monotonic() if self._apart is None or "clock" not in letter else letter["clock"] + self._apart
 
 
-def record_of_pulse(pulse: Pulse, now: float) -> Record:
+def record_of_pulse(pulse: Heartbeat, now: float) -> Record:
     """Return `pulse` with ages for times."""
     return asdict(pulse) | {"entered": now - pulse.entered, "alive": now - pulse.alive}
 
 
-def pulse_of(record: Record, now: float) -> Pulse:
+def pulse_of(record: Record, now: float) -> Heartbeat:
     """Return the pulse that `record_of_pulse` made `record` of, by this machine's clock."""
-    return Pulse(**record | {"entered": now - record["entered"], "alive": now - record["alive"]})
+    return Heartbeat(**record | {"entered": now - record["entered"], "alive": now - record["alive"]})
 
 
 def record_of_news(news: News, now: float) -> Record:

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from trimaran.core import EXIT_AGAIN, EXIT_DONE, Incident
-from trimaran.launch.inquest import Finding, find_out
-from trimaran.launch.network_pace import NetworkPace
-from trimaran.launch.node import Node, on_all
-from trimaran.launch.orders import (
-    Meeting,
+from trimaran.launch.attempt_watch import AttemptWatch
+from trimaran.launch.incident_text import headline
+from trimaran.launch.investigate import Investigation, investigate
+from trimaran.launch.network_check import NetworkCheck
+from trimaran.launch.next_attempt import (
+    Rendezvous,
     fit_plan,
     larger_size,
     means_of,
@@ -19,15 +20,14 @@ from trimaran.launch.orders import (
     read_wanted_size,
     repair,
 )
+from trimaran.launch.node import Node, on_all
 from trimaran.launch.policy import EXIT_FAULT, Cycle, decide
-from trimaran.launch.reports import Reports
-from trimaran.launch.roll_call import RollCall
-from trimaran.launch.show import show_ranks
+from trimaran.launch.rank_events import RankEventIncidents
+from trimaran.launch.show_ranks import show_ranks
 from trimaran.launch.signals import Signals
-from trimaran.launch.verdict import headline
-from trimaran.launch.watch import Watch
-from trimaran.telemetry import IncidentLog, RunDirectory, last_step
-from trimaran.telemetry.attempts import AttemptLog, read_attempts
+from trimaran.launch.slow_rank_check import SlowRankCheck
+from trimaran.run import IncidentLog, RunDirectory, last_step
+from trimaran.run.attempts import AttemptLog, read_attempts
 
 log = logging.getLogger(__name__)
 
@@ -38,10 +38,10 @@ WAIT_SECONDS = 1.0  # for nodes: longer is worth a word
 End = Literal["done", "stopped", "trouble", "killed", "fenced"]
 
 
-class Fleet(Meeting, Protocol):
+class NodeGroup(Rendezvous, Protocol):
     """The machines of a run and where their ranks meet. `local_fleet` is one machine, `fleet` several."""
 
-    def muster(self) -> list[Node] | None:
+    def wait_for_nodes(self) -> list[Node] | None:
         """Return the nodes to start ranks on, waiting for those that are to come; None when too few will."""
         ...
 
@@ -59,7 +59,7 @@ class Fleet(Meeting, Protocol):
 
 
 @dataclass(slots=True, kw_only=True)
-class Loss:
+class LostNode:
     """An incident whose price is not known yet: when it began, and how far the run had come."""
 
     incident: Incident
@@ -67,7 +67,7 @@ class Loss:
     highest: int
 
 
-def lost_supervisor(run: RunDirectory) -> Loss | None:
+def lost_supervisor(run: RunDirectory) -> LostNode | None:
     """File that the supervisor before this one was killed, if it was: it never wrote down that it was over."""
     known = read_attempts(run)
     if not known.attempts or known.over is not None:
@@ -75,7 +75,7 @@ def lost_supervisor(run: RunDirectory) -> Loss | None:
     last, step = known.attempts[-1], last_step(run)
     what = f"the supervisor before this one was killed (process {last.pid} on {last.host})"
     incident = IncidentLog(run).notice("host", what, attempt=last.number, step=step, action="restarted")
-    return Loss(incident=incident, since=time.monotonic(), highest=step)
+    return LostNode(incident=incident, since=time.monotonic(), highest=step)
 
 
 class Supervisor:
@@ -86,14 +86,14 @@ class Supervisor:
     """
 
     def __init__(
-        self, run: RunDirectory, fleet: Fleet, signals: Signals, *, highest: int = 0, loss: Loss | None = None
+        self, run: RunDirectory, fleet: NodeGroup, signals: Signals, *, highest: int = 0, loss: LostNode | None = None
     ) -> None:
         self.run, self.fleet, self.signals = run, fleet, signals
         self.recipe = run.read_recipe()
         self.incidents, self.attempts = IncidentLog(run), AttemptLog(run)
         self.history: list[Cycle] = []
         self._highest = highest
-        self._losses: list[Loss] = [loss] if loss else []
+        self._losses: list[LostNode] = [loss] if loss else []
         self._asked: Incident | None = None  # somebody wants the run to end
         self._new_size: int | None = None  # somebody wants another number of ranks
         self._stopping = False  # the ranks were told
@@ -107,7 +107,7 @@ class Supervisor:
             return self._over(EXIT_AGAIN, f"asked to end by {self.signals.name} before anything was started")
         while True:
             began = time.monotonic()
-            nodes = self.fleet.muster()
+            nodes = self.fleet.wait_for_nodes()
             if self._losses and time.monotonic() > began + WAIT_SECONDS:
                 self._losses[-1].incident = self.incidents.amend(self._losses[-1].incident, action="waited")
             if nodes is None:
@@ -137,9 +137,9 @@ class Supervisor:
         plan, before = self.run.read_plan(), self._highest
         number = self.attempts.begin(world_size=plan.mesh.world_size)
         log.info("start %d: %s on %s", number + 1, plan, ", ".join(node.name for node in nodes))
-        watch = Watch(self.run, nodes, orders_for(plan, self.fleet, attempt=number))
+        watch = AttemptWatch(self.run, nodes, orders_for(plan, self.fleet, attempt=number))
         end = self._follow(watch)
-        finding = find_out(self.run, watch, self.incidents, step=watch.highest) if end == "trouble" else None
+        finding = investigate(self.run, watch, self.incidents, step=watch.highest) if end == "trouble" else None
         on_all(nodes, lambda node: node.kill())
         if end == "fenced":
             return EXIT_FAULT  # somebody else runs this run now: nothing more is ours to write
@@ -154,13 +154,13 @@ class Supervisor:
             return self._over(self.signals.exit_code, f"ended at once by {self.signals.name}")
         return self._over(EXIT_DONE, "all steps are done") if end == "done" else self._stopped(watch)
 
-    def _follow(self, watch: Watch) -> End:
+    def _follow(self, watch: AttemptWatch) -> End:
         """Look until something ends the attempt; what is left of the ranks still lives then."""
         # What a lost rank costs is counted with its own incident.
         had = 0 if self._losses else self._highest
-        reports, taken = Reports(self.incidents, attempt=watch.orders.attempt, had=had), 0
-        pace = NetworkPace(self.run, self.incidents, watch)
-        roll_call = RollCall(self.run, self.incidents)
+        reports, taken = RankEventIncidents(self.incidents, attempt=watch.orders.attempt, had=had), 0
+        pace = NetworkCheck(self.run, self.incidents, watch)
+        roll_call = SlowRankCheck(self.run, self.incidents)
         while (sign := watch.look()) is None:
             pace.look()
             roll_call.take(watch)
@@ -186,7 +186,7 @@ class Supervisor:
         self._lease_due = now + LEASE_SECONDS
         return not self.fleet.holds()
 
-    def _heed_wishes(self, watch: Watch) -> None:
+    def _heed_wishes(self, watch: AttemptWatch) -> None:
         """Pass on what people ask for: an end, or another number of ranks, which is an end and a start."""
         if self._asked is None and (self.signals.asked or (self.run.stop_request.exists() and not self._stopping)):
             self._asked = self.incidents.notice("preempted", f"the run was asked to end by {self.signals.name}",
@@ -198,7 +198,7 @@ class Supervisor:
             for node in watch.nodes:
                 node.ask_to_stop()
 
-    def _growth(self, watch: Watch) -> int | None:
+    def _growth(self, watch: AttemptWatch) -> int | None:
         """Return how many ranks to go on with when machines have come; None when nothing is gained by them."""
         room = self.fleet.growth(watch.nodes)
         if room is None or room == self._room:
@@ -206,7 +206,7 @@ class Supervisor:
         self._room = room  # looked at once: the answer stays the same
         return larger_size(self.run, room=room)
 
-    def _settle(self, watch: Watch, *, is_over: bool = False) -> None:
+    def _settle(self, watch: AttemptWatch, *, is_over: bool = False) -> None:
         """Write down what incidents have cost, once the run is farther than before them, or well at its end."""
         self._highest = max(self._highest, watch.highest)
         settled = [loss for loss in self._losses if is_over or watch.highest > loss.highest]
@@ -219,7 +219,7 @@ class Supervisor:
             self.incidents.amend(loss.incident, cost=loss.incident.cost | cost)
             self._losses.remove(loss)
 
-    def _answer(self, finding: Finding, *, new_steps: int) -> int | None:
+    def _answer(self, finding: Investigation, *, new_steps: int) -> int | None:
         """Do what the policy says about the trouble. Returns the run's exit code; None: start again."""
         cycle = Cycle(incident=finding.incident, new_steps=new_steps)
         means = means_of(self.run, self.recipe)
@@ -231,14 +231,14 @@ class Supervisor:
         self.history.append(Cycle(incident=incident, new_steps=new_steps))
         if course.action == "stopped":
             return self._over(course.code, f"{incident.what}; {course.why}")
-        self._losses.append(Loss(incident=incident, since=finding.since, highest=self._highest))
+        self._losses.append(LostNode(incident=incident, since=finding.since, highest=self._highest))
         repair(self.run, self.recipe, course, incident)
         self._stopping, self._new_size = self._asked is not None, None
         if not self._stopping:
             self.run.stop_request.unlink(missing_ok=True)  # ours, for a resize that did not come about
         return None
 
-    def _stopped(self, watch: Watch) -> int | None:
+    def _stopped(self, watch: AttemptWatch) -> int | None:
         """All ranks left together with a complete checkpoint: the end, or the moment for another number of ranks."""
         if self._asked is None and self._new_size is not None:
             self.run.resize_request.unlink(missing_ok=True)

@@ -1,21 +1,21 @@
 """What the network is, on paper: its shape from a preset, a Hugging Face config.json or the recipe. No torch here."""
 
-from trimaran.models.disk import disk_config
+from trimaran.models.disk_config import disk_config
 from trimaran.models.from_hf import spec_from_hf, spec_to_hf
-from trimaran.models.hf_vision import Images
+from trimaran.models.hf_vision import ImageLimits
 from trimaran.models.json_file import read_json
+from trimaran.models.model_presets import PRESETS
 from trimaran.models.module_names import matches_module, module_names, refuse_unmatched
-from trimaran.models.outline import Latent, Layer, Opaque, Outline, Step, Tower, outline_of
+from trimaran.models.outline import Latent, Opaque, Outline, OutlineLayer, Step, Tower, outline_of
 from trimaran.models.outline_hf import outline_from_hf
-from trimaran.models.perception import PERCEPTION_PRESETS, PerceptionSpec
-from trimaran.models.presets import PRESETS
-from trimaran.models.presets_vlm import VLM_PRESETS
+from trimaran.models.perception_spec import PERCEPTION_PRESETS, PerceptionSpec
 from trimaran.models.resolve import model_folder, outline_for, outline_if_told, outline_named, refuse_freezing, spec_of
-from trimaran.models.spec import Block, Experts, ModelSpec, Rope
+from trimaran.models.spec import Block, ExpertSpec, ModelSpec, Rope
 from trimaran.models.specs import Spec
 from trimaran.models.stages import split_by_cost, split_outline, stage_ranges, stages_of_rank
-from trimaran.models.vlm import ProjectorSpec, VisionSpec, VlmSpec
 from trimaran.models.vlm_outline import vlm_outline
+from trimaran.models.vlm_presets import VLM_PRESETS
+from trimaran.models.vlm_spec import ProjectorSpec, VisionSpec, VlmSpec
 from trimaran.models.weight_files import weight_files
 
 __all__ = [
@@ -23,13 +23,13 @@ __all__ = [
     "PRESETS",
     "VLM_PRESETS",
     "Block",
-    "Experts",
-    "Images",
+    "ExpertSpec",
+    "ImageLimits",
     "Latent",
-    "Layer",
     "ModelSpec",
     "Opaque",
     "Outline",
+    "OutlineLayer",
     "PerceptionSpec",
     "ProjectorSpec",
     "Rope",

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trimaran.core import UserError
-from trimaran.models.flaw import MOST
+from trimaran.models.validate_spec import MOST
 
 Names = tuple[str, ...]
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from trimaran.core import UserError
 from trimaran.models.config_fields import Fields, bad_field, show
-from trimaran.models.flaw import first_flaw
-from trimaran.models.spec import Block, Experts, ModelSpec, Rope
+from trimaran.models.spec import Block, ExpertSpec, ModelSpec, Rope
+from trimaran.models.validate_spec import first_flaw
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -175,11 +175,11 @@ def _model_type(spec: ModelSpec) -> str:
                     fix="choose the features of Llama, Qwen2, Qwen3, Qwen2-MoE or Qwen3-MoE")  # fmt: skip
 
 
-def _experts(fields: Fields, kind: str) -> Experts:
+def _experts(fields: Fields, kind: str) -> ExpertSpec:
     # transformers 5 writes Qwen3-MoE's count under the name that its kernels use.
     count = "num_local_experts" if "num_local_experts" in fields.config else "num_experts"
     shared = kind == "qwen2_moe"
-    return Experts(
+    return ExpertSpec(
         num_experts=fields.integer(count),
         top_k=fields.integer("num_experts_per_tok"),
         ffn=fields.integer("moe_intermediate_size"),

@@ -9,8 +9,8 @@ from trimaran.models.from_hf import spec_from_hf
 from trimaran.models.hf_vision import USUAL
 from trimaran.models.shape_fields import changed
 from trimaran.models.spec import ModelSpec
-from trimaran.models.vlm import ProjectorSpec, VisionBlock, VisionEnds, VisionSpec, VlmSpec
-from trimaran.models.vlm_flaw import first_vlm_flaw
+from trimaran.models.validate_vlm import first_vlm_flaw
+from trimaran.models.vlm_spec import ProjectorSpec, VisionBlock, VisionEnds, VisionSpec, VlmSpec
 
 OWN = "trimaran_vlm"
 FOREIGN = ("qwen2_vl", "qwen2_5_vl", "llava")  # what transformers has classes for

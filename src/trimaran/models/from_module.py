@@ -106,7 +106,7 @@ class _Log:
         return tensor
 
 
-class _Watch(TorchDispatchMode):
+class _OperatorWatch(TorchDispatchMode):
     """Adds every operation's arithmetic and traffic to the block that is running."""
 
     def __init__(self, log: _Log) -> None:
@@ -139,7 +139,7 @@ def _watched(module: nn.Module, inputs: Sequence[Any], named: Mapping[str, Any])
             block.register_forward_pre_hook(lambda each, _, path=path: log.enter(path, each))
             block.register_forward_hook(lambda _, __, output: log.leave(output))
         log.kept = {each.untyped_storage()._cdata: each for each in [*ghost.parameters(), *ghost.buffers()]}
-        with torch.enable_grad(), mode, _Watch(log), saved_tensors_hooks(log.keep, lambda each: each):
+        with torch.enable_grad(), mode, _OperatorWatch(log), saved_tensors_hooks(log.keep, lambda each: each):
             ghost(*inputs, **named)
     except Exception as error:
         name, first = type(module).__name__, str(error).strip().split("\n")[0][:200]

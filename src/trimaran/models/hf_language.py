@@ -6,9 +6,9 @@ from itertools import groupby
 from typing import Any
 
 from trimaran.models.config_fields import Fields, bad_field, show, unknown_network
-from trimaran.models.flaw import MOST_LAYERS
-from trimaran.models.outline import Latent, Layer, Tower
-from trimaran.models.spec import Experts
+from trimaran.models.outline import Latent, OutlineLayer, Tower
+from trimaran.models.spec import ExpertSpec
+from trimaran.models.validate_spec import MOST_LAYERS
 
 HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
@@ -180,7 +180,7 @@ def _refuse_strangers(fields: Fields, habit: Habit, kind: str) -> None:
             raise unknown_network(f"a layer of the type {show(each)} has no outline yet", fields.where)
 
 
-def _layer(fields: Fields, habit: Habit) -> Layer:
+def _layer(fields: Fields, habit: Habit) -> OutlineLayer:
     """Return a layer of the network before its window, its experts and its small parameters are known."""
     hidden, heads = fields.size(*HIDDEN), fields.size(*HEADS)
     latent = None
@@ -198,7 +198,7 @@ def _layer(fields: Fields, habit: Habit) -> Layer:
     if heads % kv_heads:
         raise bad_field("num_key_value_heads", f"{kv_heads} key-value heads do not divide {heads} heads", fields.where)
     ffn = fields.size(*FFN, default=None if habit.gated else 4 * hidden)
-    return Layer(
+    return OutlineLayer(
         hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=head_dim, ffn=ffn, gated=habit.gated, latent=latent,
         qk_norm=habit.head_norms,
     )  # fmt: skip
@@ -210,7 +210,7 @@ def _head_dim(hidden: int, heads: int, where: str) -> int:
     return hidden // heads
 
 
-def _extras(layer: Layer, habit: Habit, fields: Fields) -> int:
+def _extras(layer: OutlineLayer, habit: Habit, fields: Fields) -> int:
     """Return the parameters of a layer that are in no product."""
 
     def on(switch: Switch) -> bool:
@@ -228,13 +228,13 @@ def _extras(layer: Layer, habit: Habit, fields: Fields) -> int:
     return extras
 
 
-def _experts(fields: Fields, ffn: int) -> Experts | None:
+def _experts(fields: Fields, ffn: int) -> ExpertSpec | None:
     count = fields.size(*EXPERTS, default=0, least=0)
     if count < 2:
         return None
     width = fields.size("moe_intermediate_size", "expert_intermediate_size", default=ffn)
     gated = fields.size("shared_expert_intermediate_size", default=0, least=0)
-    return Experts(
+    return ExpertSpec(
         num_experts=count,
         top_k=fields.size(*TOP_K, most=count),
         ffn=width,
@@ -308,14 +308,14 @@ def _opt(fields: Fields, habit: Habit) -> tuple[Fields, Habit]:
 _ODD_FIELDS: dict[str, Callable[[Fields, Habit], tuple[Fields, Habit]]] = {"falcon": _falcon, "opt": _opt}
 
 
-def _wide_norms(layer: Layer) -> int:
+def _wide_norms(layer: OutlineLayer) -> int:
     return (layer.heads + layer.kv_heads) * layer.head_dim
 
 
-def _sinks_and_biases(layer: Layer) -> int:
+def _sinks_and_biases(layer: OutlineLayer) -> int:
     """GPT-OSS has a sink for each head, and biases in the router and in every expert."""
     experts = layer.experts
     return layer.heads + (experts.num_experts * (1 + 2 * experts.ffn + layer.hidden) if experts else 0)
 
 
-_ODD_EXTRAS: dict[str, Callable[[Layer], int]] = {"olmo2": _wide_norms, "gpt_oss": _sinks_and_biases}
+_ODD_EXTRAS: dict[str, Callable[[OutlineLayer], int]] = {"olmo2": _wide_norms, "gpt_oss": _sinks_and_biases}

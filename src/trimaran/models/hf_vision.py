@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from trimaran.models.config_fields import Fields, bad_field, unknown_network
-from trimaran.models.flaw import MOST_LAYERS
 from trimaran.models.hf_language import HEADS, LAYERS, Switch
-from trimaran.models.outline import Layer, Tower
+from trimaran.models.outline import OutlineLayer, Tower
+from trimaran.models.validate_spec import MOST_LAYERS
 
 HIDDEN = ("embed_dim", "hidden_size")  # Qwen2-VL has both, and means the language's width by the second
 DEPTH = (*LAYERS, "depth")
@@ -15,7 +15,7 @@ DYNAMIC_SIZE = 448  # pixels a side where a model takes any and nobody says: our
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Images:
+class ImageLimits:
     """The pictures of one sample: how many, and how many pixels a side; None is the size that the model is made for."""
 
     count: int = 1
@@ -156,7 +156,7 @@ def vision_tower(fields: Fields, sight: Sight, view: View) -> Tower:
     )
 
 
-def _layer(fields: Fields, sight: Sight, hidden: int, heads: int) -> Layer:
+def _layer(fields: Fields, sight: Sight, hidden: int, heads: int) -> OutlineLayer:
     gated, ffn = sight.gated, _ffn(fields, hidden)
     if fields.boolean("use_swiglu_ffn", default=False):  # Dinov2's giant: two thirds as wide, and whole eights
         gated, ffn = True, (ffn * 2 // 3 + 7) // 8 * 8
@@ -165,7 +165,7 @@ def _layer(fields: Fields, sight: Sight, hidden: int, heads: int) -> Layer:
     extras += 3 * hidden * _on(sight.qkv_bias, fields) + (hidden + ffn * (matrices - 1) + hidden) * _on(
         sight.bias, fields
     )
-    return Layer(
+    return OutlineLayer(
         hidden=hidden, heads=heads, kv_heads=heads, head_dim=hidden // heads, ffn=ffn, gated=gated, causal=False,
         extras=extras,
     )  # fmt: skip
@@ -181,7 +181,7 @@ def _on(switch: Switch, fields: Fields) -> bool:
     return fields.boolean(switch, default=False) if isinstance(switch, str) else switch
 
 
-def _runs(layer: Layer, fields: Fields, layers: int) -> tuple[tuple[Layer, int], ...]:
+def _runs(layer: OutlineLayer, fields: Fields, layers: int) -> tuple[tuple[OutlineLayer, int], ...]:
     """Return the layers; in Qwen2.5-VL all but a few attend in windows of so many pixels."""
     if not fields.has("fullatt_block_indexes", "window_size"):
         return ((layer, layers),)

@@ -4,10 +4,10 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
 from trimaran.core import UserError, nearest
-from trimaran.models.perception import PerceptionSpec, perception_module_names
+from trimaran.models.perception_spec import PerceptionSpec, perception_module_names
 from trimaran.models.spec import ModelSpec
 from trimaran.models.specs import Spec
-from trimaran.models.vlm import VlmSpec
+from trimaran.models.vlm_spec import VlmSpec
 
 FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")

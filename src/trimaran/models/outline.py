@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from trimaran.core import Bytes, Flops
-from trimaran.models.spec import Experts, ModelSpec
+from trimaran.models.spec import ExpertSpec, ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +19,7 @@ class Latent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layer:
+class OutlineLayer:
     """One transformer block: attention, then a feed-forward or experts. Without heads it is a feed-forward alone.
 
     `head_dim` is that of queries and keys. `window` 0 means that attention sees everything that `causal` leaves.
@@ -33,7 +33,7 @@ class Layer:
     head_dim: int
     ffn: int
     gated: bool = True
-    experts: Experts | None = None
+    experts: ExpertSpec | None = None
     latent: Latent | None = None
     causal: bool = True
     window: int = 0
@@ -136,7 +136,7 @@ class Tower:
     """
 
     name: str
-    runs: tuple[tuple[Layer | Opaque, int], ...]
+    runs: tuple[tuple[OutlineLayer | Opaque, int], ...]
     hidden: int
     vocab: int = 0
     outputs: int = 0
@@ -177,7 +177,7 @@ class Step(NamedTuple):
     """One block of a forward, and the tower that it stands in."""
 
     tower: Tower
-    block: Layer | Opaque
+    block: OutlineLayer | Opaque
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,7 +234,7 @@ def outline_of(spec: ModelSpec) -> Outline:
     """Return the outline of our decoder with the shape `spec`."""
     block = spec.block
     biases = (spec.heads + 2 * spec.kv_heads) * spec.head_dim * block.qkv_bias
-    layer = Layer(
+    layer = OutlineLayer(
         hidden=spec.hidden,
         heads=spec.heads,
         kv_heads=spec.kv_heads,

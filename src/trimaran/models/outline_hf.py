@@ -10,20 +10,20 @@ from trimaran.models.hf_language import language_tower, longest
 from trimaran.models.hf_vision import (
     DYNAMIC_SIZE,
     SIGHTS,
-    Images,
+    ImageLimits,
     View,
     head_parameters,
     patches_of,
     sighted,
     vision_tower,
 )
-from trimaran.models.outline import Layer, Outline, Tower
+from trimaran.models.outline import Outline, OutlineLayer, Tower
 
-ONE_IMAGE = Images()
+ONE_IMAGE = ImageLimits()
 MOST_TILES = 12  # InternVL's processor, where its configuration names no number
 
 
-def outline_from_hf(config: Mapping[str, Any], *, where: str, name: str, images: Images = ONE_IMAGE) -> Outline:
+def outline_from_hf(config: Mapping[str, Any], *, where: str, name: str, images: ImageLimits = ONE_IMAGE) -> Outline:
     """Return the outline of the network that `config` describes. `where` is what the person calls the configuration.
 
     A family that is not known is read by the names that most of them use, as one of Llama's kind.
@@ -38,7 +38,7 @@ def outline_from_hf(config: Mapping[str, Any], *, where: str, name: str, images:
         return Outline(name=name, towers=(tower,), max_seq_len=longest(text))
     if kind in ("clip", "siglip", "siglip2"):
         raise unknown_network(f"{kind} is two encoders side by side; its vision_config by itself is a network", where)
-    eye = EYES.get(kind, Eye(sight=None, view=_one_piece, join=_two_products))
+    eye = VISION_OUTLINES.get(kind, VisionOutline(sight=None, view=_one_piece, join=_two_products))
     vision, sight = sighted(fields.below("vision_config"), eye.sight)
     view = eye.view(vision, fields, images, sight.tokens)
     language = language_tower(text, tied=_tied(fields, text, kind), nested=nested)
@@ -51,22 +51,22 @@ def outline_from_hf(config: Mapping[str, Any], *, where: str, name: str, images:
     )
 
 
-Runs = tuple[tuple[Layer, int], ...]
+Runs = tuple[tuple[OutlineLayer, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Eye:
+class VisionOutline:
     """How a family of vision-language models sees: which vision, cut how, and joined to the language how.
 
     `join` returns the blocks of the projector, its tokens for each piece of the view, and parameters beside the blocks.
     """
 
     sight: str | None
-    view: Callable[[Fields, Fields, Images, int], View]
+    view: Callable[[Fields, Fields, ImageLimits, int], View]
     join: Callable[[Fields, Fields, int, View], tuple[Runs, int, int]]
 
 
-def _vision_alone(fields: Fields, images: Images) -> Tower:
+def _vision_alone(fields: Fields, images: ImageLimits) -> Tower:
     fields, sight = sighted(fields)
     dynamic = DYNAMIC_SIZE if images.size is None and not fields.has("image_size") else images.size
     tower = vision_tower(fields, sight, View(images.count, patches_of(fields, dynamic), sight.tokens))
@@ -96,12 +96,12 @@ def _tied(fields: Fields, text: Fields, kind: str) -> bool | None:
     return True if kind in ("internvl", "gemma3", "paligemma", "mistral3") else None
 
 
-def _one_piece(vision: Fields, _: Fields, images: Images, tokens: int) -> View:
+def _one_piece(vision: Fields, _: Fields, images: ImageLimits, tokens: int) -> View:
     """Every picture is brought to the size that the tower was made for."""
     return View(images.count, patches_of(vision, None), tokens)
 
 
-def _grid_of_pieces(vision: Fields, model: Fields, images: Images, tokens: int) -> View:
+def _grid_of_pieces(vision: Fields, model: Fields, images: ImageLimits, tokens: int) -> View:
     """LLaVA-NeXT: a small whole, and the picture in the grid that wastes least of it."""
     base = max(vision.sides("image_size"))
     side = images.size or base
@@ -115,7 +115,7 @@ def _grid_of_pieces(vision: Fields, model: Fields, images: Images, tokens: int) 
     return View(images.count * tiles, patches_of(vision, None), tokens)
 
 
-def _square_tiles(vision: Fields, model: Fields, images: Images, tokens: int) -> View:
+def _square_tiles(vision: Fields, model: Fields, images: ImageLimits, tokens: int) -> View:
     """InternVL: as many tiles as cover half of the picture's pixels or more, and a small whole beside several."""
     base = max(model.sides("force_image_size") if model.has("force_image_size") else vision.sides("image_size"))
     most, side = model.size("max_dynamic_patch", default=MOST_TILES), images.size or base
@@ -124,16 +124,16 @@ def _square_tiles(vision: Fields, model: Fields, images: Images, tokens: int) ->
     return View(images.count * tiles, patches_of(vision, base), tokens)
 
 
-def _any_size(vision: Fields, model: Fields, images: Images, tokens: int) -> View:
+def _any_size(vision: Fields, model: Fields, images: ImageLimits, tokens: int) -> View:
     """Qwen-VL and Pixtral take a picture as it is."""
     merge = vision.size("spatial_merge_size", default=model.size("spatial_merge_size", default=2))
     return View(images.count, patches_of(vision, images.size or DYNAMIC_SIZE, multiple=merge), tokens)
 
 
-def _products(weights: int, width: int, extras: int) -> Layer:
+def _products(weights: int, width: int, extras: int) -> OutlineLayer:
     """Return a feed-forward of so many weights on a stream of `width`; what two equal products leave over is extra."""
     ffn = weights // (2 * width)
-    return Layer(
+    return OutlineLayer(
         hidden=width, heads=0, kv_heads=0, head_dim=0, ffn=ffn, gated=False, causal=False,
         extras=extras + weights - 2 * width * ffn,
     )  # fmt: skip
@@ -195,17 +195,17 @@ def vision_width(vision: Fields) -> int:
     return vision.size("embed_dim", "hidden_size")
 
 
-EYES: dict[str, Eye] = {
-    "llava": Eye(sight=None, view=_one_piece, join=_two_products),
-    "llava_next": Eye(sight=None, view=_grid_of_pieces, join=_two_products_and_newline),
-    "llava_onevision": Eye(sight=None, view=_grid_of_pieces, join=_two_products_and_newline),
-    "internvl": Eye(sight="internvl_vision", view=_square_tiles, join=_shuffled),
-    "internvl_chat": Eye(sight="intern_vit_6b", view=_square_tiles, join=_shuffled),
-    "gemma3": Eye(sight="siglip_vision_model", view=_one_piece, join=_one_product),
-    "paligemma": Eye(sight="siglip_vision_model", view=_one_piece, join=_one_product),
-    "mistral3": Eye(sight="pixtral", view=_any_size, join=_merged_and_two_products),
+VISION_OUTLINES: dict[str, VisionOutline] = {
+    "llava": VisionOutline(sight=None, view=_one_piece, join=_two_products),
+    "llava_next": VisionOutline(sight=None, view=_grid_of_pieces, join=_two_products_and_newline),
+    "llava_onevision": VisionOutline(sight=None, view=_grid_of_pieces, join=_two_products_and_newline),
+    "internvl": VisionOutline(sight="internvl_vision", view=_square_tiles, join=_shuffled),
+    "internvl_chat": VisionOutline(sight="intern_vit_6b", view=_square_tiles, join=_shuffled),
+    "gemma3": VisionOutline(sight="siglip_vision_model", view=_one_piece, join=_one_product),
+    "paligemma": VisionOutline(sight="siglip_vision_model", view=_one_piece, join=_one_product),
+    "mistral3": VisionOutline(sight="pixtral", view=_any_size, join=_merged_and_two_products),
     **{
-        kind: Eye(sight=kind, view=_any_size, join=_merger)
+        kind: VisionOutline(sight=kind, view=_any_size, join=_merger)
         for kind in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
     },
 }

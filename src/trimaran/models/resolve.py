@@ -6,22 +6,22 @@ from pathlib import Path
 from typing import Any
 
 from trimaran.core import DataSection, ModelSection, UserError, nearest
-from trimaran.models.flaw import first_flaw
 from trimaran.models.from_hf import spec_from_hf, unsupported
 from trimaran.models.from_hf_vlm import FOREIGN, vlm_from_disk
-from trimaran.models.hf_vision import Images
+from trimaran.models.hf_vision import ImageLimits
 from trimaran.models.json_file import read_json
+from trimaran.models.model_presets import PRESETS
 from trimaran.models.outline import Outline, outline_of
 from trimaran.models.outline_hf import outline_from_hf
-from trimaran.models.perception import PerceptionSpec, perception_outline, perception_spec
-from trimaran.models.presets import PRESETS
-from trimaran.models.presets_vlm import VLM_PRESETS
+from trimaran.models.perception_spec import PerceptionSpec, perception_outline, perception_spec
 from trimaran.models.shape_fields import changed, refuse_unknown, wrong_value
 from trimaran.models.spec import Block, ModelSpec
 from trimaran.models.specs import Spec
-from trimaran.models.vlm import VlmSpec
-from trimaran.models.vlm_flaw import first_vlm_flaw
+from trimaran.models.validate_spec import first_flaw
+from trimaran.models.validate_vlm import first_vlm_flaw
 from trimaran.models.vlm_outline import vlm_outline
+from trimaran.models.vlm_presets import VLM_PRESETS
+from trimaran.models.vlm_spec import VlmSpec
 
 MAX_CONFIG_BYTES = 10_000_000
 DEFAULT_PRESET = "tiny"
@@ -91,11 +91,11 @@ def outline_named(text: str) -> Outline:
     if text in PRESETS:
         return outline_of(PRESETS[text])
     if text in VLM_PRESETS:
-        return vlm_outline(VLM_PRESETS[text], Images())
+        return vlm_outline(VLM_PRESETS[text], ImageLimits())
     if path.suffix == ".json" and path.is_file():
-        return _outline_in(path, Images())
+        return _outline_in(path, ImageLimits())
     if path.exists() or len(path.parts) > 1 or path.suffix == ".json":
-        return _outline_in(model_folder(text) / "config.json", Images())
+        return _outline_in(model_folder(text) / "config.json", ImageLimits())
     return outline_of(_preset(text))
 
 
@@ -107,14 +107,14 @@ def refuse_freezing(section: ModelSection) -> None:
                         "use `trimaran plan`")  # fmt: skip
 
 
-def _outline_in(file: Path, images: Images) -> Outline:
+def _outline_in(file: Path, images: ImageLimits) -> Outline:
     config = read_json(file, limit_bytes=MAX_CONFIG_BYTES)
     name = file.resolve().parent.name if file.name == "config.json" else file.stem
     return outline_from_hf(config, where=str(file), name=name, images=images)
 
 
-def _images(data: DataSection | None) -> Images:
-    return Images() if data is None else Images(count=data.images_per_sample or 1, size=data.image_size)
+def _images(data: DataSection | None) -> ImageLimits:
+    return ImageLimits() if data is None else ImageLimits(count=data.images_per_sample or 1, size=data.image_size)
 
 
 def _refuse_crowding(outline: Outline, data: DataSection) -> None:

@@ -1,7 +1,7 @@
 """What tokens and patches cost beside each other: enough to deal out samples evenly, and no prediction of seconds."""
 
 from trimaran.core import RowCost
-from trimaran.models.outline import Layer, Outline, Tower
+from trimaran.models.outline import Outline, OutlineLayer, Tower
 
 
 def row_cost(outline: Outline) -> RowCost:
@@ -26,7 +26,7 @@ def _arithmetic(tower: Tower, outline: Outline) -> tuple[float, float]:
     """Return the operations of one position of a tower, and those for each position that it meets."""
     linear = pair = 0.0
     for block, count in tower.runs:
-        if isinstance(block, Layer):
+        if isinstance(block, OutlineLayer):
             linear += 2.0 * block.active_weights * count
             seen = 0.5 if block.causal else 1.0
             # In a window a position meets a bounded number of others: that part grows with the positions alone.

@@ -17,7 +17,7 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Experts:
+class ExpertSpec:
     """The mixture in place of each layer's feed-forward block. `shared_ffn` 0 means no shared expert.
 
     `balance` weighs the load-balancing loss, which is taken per sequence so that it never depends on the plan, and
@@ -44,7 +44,7 @@ class Block:
     qkv_bias: bool = False
     qk_norm: bool = False
     rope: Rope = Rope()
-    experts: Experts | None = None
+    experts: ExpertSpec | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

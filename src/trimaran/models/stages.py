@@ -5,12 +5,12 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from trimaran.core import Plan
-from trimaran.models.hf_vision import Images
+from trimaran.models.hf_vision import ImageLimits
 from trimaran.models.outline import Outline, outline_of
-from trimaran.models.perception import PerceptionSpec, perception_outline
+from trimaran.models.perception_spec import PerceptionSpec, perception_outline
 from trimaran.models.spec import ModelSpec
-from trimaran.models.vlm import VlmSpec
 from trimaran.models.vlm_outline import vlm_outline
+from trimaran.models.vlm_spec import VlmSpec
 
 Spec = ModelSpec | VlmSpec | PerceptionSpec
 
@@ -42,7 +42,7 @@ def split_by_cost(spec: Spec, num_stages: int, *, seq_len: int) -> tuple[int, ..
         case ModelSpec():
             outline = outline_of(spec)
         case VlmSpec():
-            outline = vlm_outline(spec, Images())
+            outline = vlm_outline(spec, ImageLimits())
         case PerceptionSpec():
             outline = perception_outline(spec)
     return split_outline(outline, num_stages, seq_len=seq_len)

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from trimaran.models.from_hf import spec_to_hf
 from trimaran.models.from_hf_vlm import ACTIVATIONS, OWN
-from trimaran.models.vlm import VisionBlock, VisionEnds, VlmSpec
+from trimaran.models.vlm_spec import VisionBlock, VisionEnds, VlmSpec
 
 Form = Literal["qwen2_vl", "qwen2_5_vl", "llava", "trimaran_vlm"]
 ARCHITECTURES: Mapping[Form, str] = {

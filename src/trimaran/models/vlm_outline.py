@@ -3,12 +3,12 @@
 import math
 from dataclasses import replace
 
-from trimaran.models.hf_vision import DYNAMIC_SIZE, Images
-from trimaran.models.outline import Layer, Outline, Tower, outline_of
-from trimaran.models.vlm import VisionSpec, VlmSpec
+from trimaran.models.hf_vision import DYNAMIC_SIZE, ImageLimits
+from trimaran.models.outline import Outline, OutlineLayer, Tower, outline_of
+from trimaran.models.vlm_spec import VisionSpec, VlmSpec
 
 
-def vlm_outline(spec: VlmSpec, images: Images) -> Outline:
+def vlm_outline(spec: VlmSpec, images: ImageLimits) -> Outline:
     """Return the outline of `spec` for sequences with so many pictures each: vision, projector and language."""
     pieces, patches = _view(spec, images)
     segment = patches + spec.vision.ends.class_token
@@ -28,7 +28,7 @@ def vlm_outline(spec: VlmSpec, images: Images) -> Outline:
     )
 
 
-def _view(spec: VlmSpec, images: Images) -> tuple[int, int]:
+def _view(spec: VlmSpec, images: ImageLimits) -> tuple[int, int]:
     """Return how many pieces the pictures of a sequence come in, and the patches of each."""
     vision, cell = spec.vision, spec.vision.patch * spec.projector.merge
     if vision.variant == "tiled":
@@ -41,8 +41,8 @@ def _view(spec: VlmSpec, images: Images) -> tuple[int, int]:
     return images.count, (max(1, round(side / cell)) * spec.projector.merge) ** 2
 
 
-def _runs(vision: VisionSpec) -> tuple[tuple[Layer, int], ...]:
-    layer = Layer(
+def _runs(vision: VisionSpec) -> tuple[tuple[OutlineLayer, int], ...]:
+    layer = OutlineLayer(
         hidden=vision.hidden,
         heads=vision.heads,
         kv_heads=vision.heads,
@@ -55,7 +55,7 @@ def _runs(vision: VisionSpec) -> tuple[tuple[Layer, int], ...]:
     if not vision.window:
         return ((layer, vision.layers),)
     windowed = replace(layer, window=(vision.window // vision.patch) ** 2)
-    runs: list[tuple[Layer, int]] = []
+    runs: list[tuple[OutlineLayer, int]] = []
     for number in range(vision.layers):
         each = layer if number in vision.full_layers else windowed
         if runs and runs[-1][0] == each:
@@ -69,7 +69,7 @@ def _projector(spec: VlmSpec, patches: int) -> Tower:
     """Return the projector: two products, drawn as one feed-forward on a stream of the width that it works in."""
     width, weights = spec.feature_width, spec.projector_middle * (spec.feature_width + spec.hidden)
     ffn = weights // (2 * width)
-    block = Layer(
+    block = OutlineLayer(
         hidden=width,
         heads=0,
         kv_heads=0,

@@ -1,12 +1,12 @@
 """Reference networks, their first weights and their Hugging Face form. `nets.hf`, which needs an extra, is apart."""
 
-from trimaran.nets.context import Context
+from trimaran.nets.attention_context import Context
 from trimaran.nets.decoder import Decoder
 from trimaran.nets.family import network_of
 from trimaran.nets.hf_weights import hf_tensors, load_hf_weights
 from trimaran.nets.initialise import initialise
 from trimaran.nets.network import Network, decoder_network
-from trimaran.nets.vlm import Vlm
+from trimaran.nets.vlm_model import Vlm
 from trimaran.nets.vlm_network import VlmNetwork
 
 __all__ = [

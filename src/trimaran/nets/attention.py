@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trimaran.models import ModelSpec, Rope
-from trimaran.nets.context import Context, Sight
-from trimaran.nets.joint import Rotation, project, turned_heads
+from trimaran.nets.attention_context import Context, Sight
+from trimaran.nets.joint_projections import Rotation, project, turned_heads
 
 
 class RMSNorm(nn.RMSNorm):

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from trimaran.models import ModelSpec
-from trimaran.nets.arithmetic import own_dtype
 from trimaran.nets.attention import Attention, RMSNorm, Rotation, rotation_at
-from trimaran.nets.context import Context, Sight, document_positions
-from trimaran.nets.joint import normed
-from trimaran.nets.mixture import FeedForward, Mixture, as_autocast
+from trimaran.nets.attention_context import Context, Sight, document_positions
+from trimaran.nets.joint_projections import normed
+from trimaran.nets.module_dtype import own_dtype
+from trimaran.nets.moe import FeedForward, MoeLayer, as_autocast
 
 
-class Layer(nn.Module):
+class DecoderLayer(nn.Module):
     """One block: attention, then feed-forward, each added to the stream."""
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -23,7 +23,7 @@ class Layer(nn.Module):
         self.input_layernorm = RMSNorm(spec.hidden, eps=spec.block.norm_eps)
         self.self_attn = Attention(spec)
         self.post_attention_layernorm = RMSNorm(spec.hidden, eps=spec.block.norm_eps)
-        self.mlp = Mixture(experts, spec.hidden) if experts else FeedForward(spec.hidden, spec.ffn)
+        self.mlp = MoeLayer(experts, spec.hidden) if experts else FeedForward(spec.hidden, spec.ffn)
         self.joint = False
 
     def forward(self, x: Tensor, rotation: Rotation, sight: Sight) -> tuple[Tensor, Tensor]:
@@ -34,7 +34,7 @@ class Layer(nn.Module):
         x, inner = self._normed(x, self.input_layernorm)
         x = x + self.self_attn(inner, rotation, sight).to(x.dtype)
         x, inner = self._normed(x, self.post_attention_layernorm)
-        if isinstance(self.mlp, Mixture):
+        if isinstance(self.mlp, MoeLayer):
             out, balance = self.mlp(inner)
             return x + out.to(x.dtype), balance
         return x + self.mlp(inner).to(x.dtype), torch.zeros((), device=x.device)
@@ -61,22 +61,22 @@ class Decoder(nn.Module):
         self.embed_tokens = nn.Embedding(spec.vocab, spec.hidden) if needs_embedding else None
         self.layers = nn.ModuleList()
         for number in range(spec.layers):  # what another stage holds is None here, so that names stay what they are
-            self.layers.add_module(str(number), Layer(spec) if number in held else None)
+            self.layers.add_module(str(number), DecoderLayer(spec) if number in held else None)
         self.norm = RMSNorm(spec.hidden, eps=spec.block.norm_eps) if self.is_last else None
         self.lm_head = nn.Linear(spec.hidden, spec.vocab, bias=False) if self.is_last else None
         self._tie()
 
     @property
-    def blocks(self) -> tuple[Layer, ...]:
+    def blocks(self) -> tuple[DecoderLayer, ...]:
         """The layers that are here."""
-        return tuple(layer for layer in self.layers if isinstance(layer, Layer))
+        return tuple(layer for layer in self.layers if isinstance(layer, DecoderLayer))
 
     def use_context(self, context: Context) -> None:
         """Hold a part of each sequence from now on."""
         self.context = context
         for layer in self.blocks:
             layer.self_attn.context = context
-            if isinstance(layer.mlp, Mixture):
+            if isinstance(layer.mlp, MoeLayer):
                 layer.mlp.context = context
 
     def forward(

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from trimaran.core import UserError
 from trimaran.models import Spec, model_folder, weight_files
 from trimaran.models.from_hf_vlm import FOREIGN
-from trimaran.nets.context import Context, document_positions
+from trimaran.nets.attention_context import Context, document_positions
 from trimaran.nets.hf_attention import SIGHT, context_of, give_attention, give_context, has_windows, is_sighted
 from trimaran.nets.hf_probe import probe
-from trimaran.nets.hf_stream import cast_stream
-from trimaran.nets.hf_tensor_plan import hf_tensor_plan
+from trimaran.nets.hf_residual_dtype import cast_stream
+from trimaran.nets.hf_tp_plan import hf_tensor_plan
 from trimaran.nets.hf_weights import whole
 from trimaran.nets.network import Network
-from trimaran.nets.segments import run_lengths
+from trimaran.nets.varlen_attention import run_lengths
 
 try:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText

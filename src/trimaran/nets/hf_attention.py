@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from trimaran.core import UserError
-from trimaran.nets.context import Context
-from trimaran.nets.segments import Segments, attention, segment_attention
+from trimaran.nets.attention_context import Context
+from trimaran.nets.varlen_attention import Segments, attention, segment_attention
 
 try:
     from transformers import AttentionInterface

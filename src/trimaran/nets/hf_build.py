@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from trimaran.core import UserError
 from trimaran.models import model_folder, weight_files
 from trimaran.nets.hf import blocks_of, hf_config, hf_model, load_hf_model
-from trimaran.nets.hf_read import Piece, pieces_on_disk, read_pieces
-from trimaran.nets.shards import local_part, local_slices
+from trimaran.nets.hf_read import WeightSlice, pieces_on_disk, read_pieces
+from trimaran.nets.local_shards import local_part, local_slices
 
 Fill = Callable[[nn.Module, torch.device], None]
 
@@ -42,7 +42,7 @@ def open_hf_model(path: Path, *, trust_remote_code: bool, seed: int) -> tuple[nn
     return module, lambda split, device: _draw_all(split, device, sketch, seed)
 
 
-def _hollow(config: Any, folder: Path | None, trust_remote_code: bool) -> tuple[Any, list[Piece], str]:
+def _hollow(config: Any, folder: Path | None, trust_remote_code: bool) -> tuple[Any, list[WeightSlice], str]:
     """Return the model without memory, where its weights are on disk, and why that would not do, if it would not."""
     if getattr(config, "quantization_config", None):
         return None, [], "its weights are quantized"
@@ -57,7 +57,7 @@ def _hollow(config: Any, folder: Path | None, trust_remote_code: bool) -> tuple[
     return module, pieces, flaw
 
 
-def _read(module: nn.Module, device: torch.device, folder: Path, pieces: list[Piece]) -> None:
+def _read(module: nn.Module, device: torch.device, folder: Path, pieces: list[WeightSlice]) -> None:
     _give_memory(module, device)
     read_pieces(module, folder, pieces)
 

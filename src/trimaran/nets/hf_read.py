@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from trimaran.nets.hf_weights import damaged, open_weights
-from trimaran.nets.shards import local_part, local_slices
+from trimaran.nets.local_shards import local_part, local_slices
 
 try:
     from transformers import conversion_mapping, core_model_loading
@@ -21,7 +21,7 @@ except ImportError:  # transformers before 5 keeps weights in memory as they are
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class WeightSlice:
     """What becomes `target` in memory: one tensor on disk, or several that transformers' own `converter` fuses.
 
     `sources` are names on disk, each with the pattern of the converter that it fits.
@@ -47,7 +47,7 @@ class Piece:
             yield target, tensor[0] if isinstance(tensor, list) else tensor
 
 
-def pieces_on_disk(module: Any, folder: Path) -> tuple[list[Piece], str]:
+def pieces_on_disk(module: Any, folder: Path) -> tuple[list[WeightSlice], str]:
     """Return where the weights of a module without memory are on disk, or why that is for transformers to find out."""
     wanted = module.state_dict()
     with ExitStack() as stack:
@@ -64,7 +64,7 @@ def pieces_on_disk(module: Any, folder: Path) -> tuple[list[Piece], str]:
     return pieces, _flaw(module, {name: tuple(each.shape) for name, each in wanted.items()}, found)
 
 
-def read_pieces(module: nn.Module, folder: Path, pieces: list[Piece]) -> None:
+def read_pieces(module: nn.Module, folder: Path, pieces: list[WeightSlice]) -> None:
     """Fill the module in place with this rank's slices, in its own dtypes. What is fused is whole for a moment."""
     homes = dict(module.named_buffers()) | dict(module.named_parameters(remove_duplicate=False))
     with ExitStack() as stack, torch.no_grad():
@@ -87,12 +87,12 @@ def _copy(home: Tensor, source: Any) -> None:
         local.copy_(source[local_slices(home) or ...])  # a scalar has no slices
 
 
-def _pieces(module: Any, wanted: dict[str, Tensor], on_disk: list[str]) -> list[Piece]:
+def _pieces(module: Any, wanted: dict[str, Tensor], on_disk: list[str]) -> list[WeightSlice]:
     """Return the pieces that names on disk make up, as transformers would name, prefix and fuse them."""
     prefix = module.base_model_prefix
     if conversion_mapping is None or core_model_loading is None:
         targets = {_prefixed(name, prefix, wanted): name for name in on_disk}
-        return [Piece(target, ((name, name),)) for target, name in targets.items() if target in wanted]
+        return [WeightSlice(target, ((name, name),)) for target, name in targets.items() if target in wanted]
     conversions = conversion_mapping.get_model_conversion_mapping(module)
     renamings = [each for each in conversions if isinstance(each, core_model_loading.WeightRenaming)]
     converters = [each for each in conversions if isinstance(each, core_model_loading.WeightConverter)]
@@ -106,7 +106,7 @@ def _pieces(module: Any, wanted: dict[str, Tensor], on_disk: list[str]) -> list[
             sources.setdefault(target, []).append((name, pattern or name))
     if all(hasattr(each, "was_used") for each in conversions):  # for the way back to disk; the first 5.x do without
         module._weight_conversions = [each for each in conversions if each.was_used()]
-    return [Piece(target, tuple(names), by_pattern.get(names[0][1])) for target, names in sources.items()]
+    return [WeightSlice(target, tuple(names), by_pattern.get(names[0][1])) for target, names in sources.items()]
 
 
 def _prefixed(name: str, prefix: str, wanted: Mapping[str, Tensor]) -> str:

@@ -11,7 +11,7 @@ from trimaran.models import Spec, VlmSpec
 from trimaran.models.from_hf_vlm import vlm_from_disk
 from trimaran.nets.hf import HfNetwork, hf_network
 from trimaran.nets.hf_attention import is_sighted
-from trimaran.nets.hf_eye import EYES, Eye
+from trimaran.nets.hf_vision_adapter import VISION_ADAPTERS, VisionAdapter
 
 try:
     from transformers import vision_utils
@@ -24,7 +24,7 @@ class HfVlmNetwork(HfNetwork):
     """A Hugging Face model that sees. Its `eye` brings the pictures to it."""
 
     spec: VlmSpec
-    eye: Eye
+    eye: VisionAdapter
 
     @property
     def vocabulary(self) -> int:
@@ -54,7 +54,7 @@ def network_of_hf(module: nn.Module, spec: Spec | None) -> HfNetwork:
     """Return the network around a Hugging Face model, with whatever it takes beside tokens. See `hf_network`."""
     network = hf_network(module, spec)
     kind = module.config.model_type  # pyrefly: ignore[missing-attribute]
-    if kind not in EYES:
+    if kind not in VISION_ADAPTERS:
         return network
     if not isinstance(spec, VlmSpec):
         raise _cannot(network, f"is not built as others of its kind are ({_oddity(module)})")
@@ -62,7 +62,7 @@ def network_of_hf(module: nn.Module, spec: Spec | None) -> HfNetwork:
         raise _cannot(network, "needs transformers 5 here")
     if not is_sighted(module):
         raise _cannot(network, "has attention of its own")
-    eye = EYES[kind](module, spec)
+    eye = VISION_ADAPTERS[kind](module, spec)
     return HfVlmNetwork(module, _in_order(network.blocks, module, eye), spec, network.architecture, network.ending, eye)
 
 
@@ -75,7 +75,7 @@ def _oddity(module: Any) -> str:
     return "its shape was not told"
 
 
-def _in_order(blocks: tuple[nn.Module, ...], module: nn.Module, eye: Eye) -> tuple[nn.Module, ...]:
+def _in_order(blocks: tuple[nn.Module, ...], module: nn.Module, eye: VisionAdapter) -> tuple[nn.Module, ...]:
     """Return the blocks as the forward comes by them: vision, the projector, language."""
     names = {id(part): name for name, part in module.named_modules()}
     language = [block for block in blocks if names[id(block)].startswith(eye.towers["language"])]

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from trimaran.core import UserError
 from trimaran.models import ModelSpec, weight_files
 from trimaran.nets.decoder import Decoder
-from trimaran.nets.shards import local_part, local_slices
+from trimaran.nets.local_shards import local_part, local_slices
 
 EMBEDDING = "embed_tokens.weight"
 HEAD = "lm_head.weight"

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from trimaran.models import Spec, VlmSpec
-from trimaran.models.perception import PerceptionSpec
-from trimaran.nets.shards import local_part, local_slices
+from trimaran.models.perception_spec import PerceptionSpec
+from trimaran.nets.local_shards import local_part, local_slices
 
 CHUNK = 2**20
 STD = 0.02

@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from trimaran.models import ModelSpec, Spec, spec_to_hf
-from trimaran.nets.context import Context
+from trimaran.nets.attention_context import Context
 from trimaran.nets.decoder import Decoder
 from trimaran.nets.hf_weights import hf_tensors, load_hf_weights
-from trimaran.nets.segments import run_lengths
-from trimaran.nets.tensor_plan import tensor_plan
+from trimaran.nets.tp_plan import tensor_plan
+from trimaran.nets.varlen_attention import run_lengths
 
 
 @dataclass(frozen=True, slots=True)

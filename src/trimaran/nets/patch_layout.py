@@ -5,15 +5,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from trimaran.models.vlm import CHANNELS, VisionSpec
+from trimaran.models.vlm_spec import CHANNELS, VisionSpec
 from trimaran.nets.attention import Rotation
-from trimaran.nets.segments import Segments, reach_of
+from trimaran.nets.varlen_attention import Segments, reach_of
 
 THETA = 10_000.0  # of the rotary positions of row and column, in every model that has them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class PatchLayout:
     """The stream of a vision tower: `length` positions, of which the first of each tile may be a class token.
 
     `whole` keeps attention inside pictures, `windows` inside their windows. With windows, patches stand in the order of
@@ -44,7 +44,7 @@ class Layout:
         return x.unflatten(0, (-1, merge * merge)).flatten(1)
 
 
-def lay_out(spec: VisionSpec, merge: int, patches: Tensor, grids: Tensor, *, host: Tensor | None = None) -> Layout:
+def lay_out(spec: VisionSpec, merge: int, patches: Tensor, grids: Tensor, *, host: Tensor | None = None) -> PatchLayout:
     """Return the layout of `patches` [P, pixels], pictures one behind the other, of `grids` [N, 2] rows and columns.
 
     Nothing here waits for the device: what must be known beforehand is told by shapes, and by `host`, the grids on the
@@ -64,7 +64,7 @@ def lay_out(spec: VisionSpec, merge: int, patches: Tensor, grids: Tensor, *, hos
         back = order.argsort()
         windows = _windows(number, side, known)
     row, column = (each if order is None else each[order] for each in (places.row, places.column))
-    return Layout(
+    return PatchLayout(
         length=len(patches),
         pictures=len(grids),
         tile_patches=0,
@@ -90,13 +90,13 @@ def empty_group(spec: VisionSpec, merge: int, device: torch.device) -> tuple[Ten
     return patches, torch.full((1, 2), merge, dtype=torch.int32, device=device)
 
 
-def _tiles(spec: VisionSpec, patches: Tensor) -> Layout:
+def _tiles(spec: VisionSpec, patches: Tensor) -> PatchLayout:
     each = min(spec.tile_side**2, len(patches))  # an empty group is smaller than a tile
     tiles, tokens = len(patches) // each, int(spec.ends.class_token)
     assert tiles * each == len(patches), "the data cuts pictures into whole tiles"
     length = tiles * (each + tokens)
     whole = Segments.of_lengths([each + tokens] * tiles, length, patches.device)
-    return Layout(length=length, pictures=tiles, tile_patches=each, class_tokens=tokens, whole=whole)
+    return PatchLayout(length=length, pictures=tiles, tile_patches=each, class_tokens=tokens, whole=whole)
 
 
 @dataclass(frozen=True, slots=True)

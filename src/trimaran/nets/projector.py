@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trimaran.models.vlm import VlmSpec
-from trimaran.nets.vision import LayerNorm, norm_of
+from trimaran.models.vlm_spec import VlmSpec
+from trimaran.nets.vision import VisionLayerNorm, norm_of
 
 
 class Projector(nn.Module):
@@ -15,7 +15,7 @@ class Projector(nn.Module):
         super().__init__()
         self.patch_width, self.norm = spec.vision.hidden, None
         if spec.projector.kind == "pixel-shuffle":
-            self.norm, self.patch_width = LayerNorm(spec.feature_width), spec.feature_width
+            self.norm, self.patch_width = VisionLayerNorm(spec.feature_width), spec.feature_width
         elif spec.projector.normed:
             self.norm = norm_of(spec.vision, self.patch_width)
         self.linear_1 = nn.Linear(spec.feature_width, spec.projector_middle)
@@ -28,7 +28,7 @@ class Projector(nn.Module):
         return self.linear_2(F.gelu(self.linear_1(features)))
 
 
-class Place(nn.Module):
+class TokenSlots(nn.Module):
     """Puts picture tokens into a stream of text. It has no parameters; it is a module so that a plan can change it."""
 
     def forward(self, stream: Tensor, rows: Tensor, slots: Tensor) -> Tensor:

@@ -4,15 +4,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trimaran.models.vlm import CHANNELS, VisionEnds, VisionSpec
+from trimaran.models.vlm_spec import CHANNELS, VisionEnds, VisionSpec
 from trimaran.nets.attention import RMSNorm, Rotation, rotate
-from trimaran.nets.patch_layout import Layout
-from trimaran.nets.segments import Segments, segment_attention
+from trimaran.nets.patch_layout import PatchLayout
+from trimaran.nets.varlen_attention import Segments, segment_attention
 
 FULL_BRIGHTNESS = 255.0
 
 
-class LayerNorm(nn.LayerNorm):
+class VisionLayerNorm(nn.LayerNorm):
     """Norm of mean and deviation, summed in fp32 whatever the input; the result has the input's dtype."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -22,7 +22,7 @@ class LayerNorm(nn.LayerNorm):
 
 def norm_of(spec: VisionSpec, width: int) -> nn.Module:
     """Return the kind of norm that this tower has, of so many features."""
-    return (RMSNorm if spec.block.rms_norm else LayerNorm)(width, eps=spec.block.norm_eps)
+    return (RMSNorm if spec.block.rms_norm else VisionLayerNorm)(width, eps=spec.block.norm_eps)
 
 
 def activate(x: Tensor, kind: str) -> Tensor:
@@ -120,7 +120,7 @@ class Stem(nn.Module):
         self.positions = nn.Parameter(torch.zeros(rows, spec.hidden)) if spec.table_side else None
         self.norm = norm_of(spec, spec.hidden) if ends.first_norm else None
 
-    def forward(self, patches: Tensor, layout: Layout) -> Tensor:
+    def forward(self, patches: Tensor, layout: PatchLayout) -> Tensor:
         """Return the stream [1, T, hidden] of `patches` u8 [P, channel x row x column], in the layout's order."""
         weight = self._weight()
         x = F.linear(normed(patches, self.spec.ends).to(weight.dtype), weight, self.patch_embed.bias)
@@ -179,7 +179,7 @@ class VisionTower(nn.Module):
         """The layers that are here."""
         return tuple(layer for layer in self.layers if isinstance(layer, VisionLayer))
 
-    def forward(self, *stream: Tensor, patches: Tensor, layout: Layout) -> Tensor:
+    def forward(self, *stream: Tensor, patches: Tensor, layout: PatchLayout) -> Tensor:
         """Return the stream [1, T, hidden] after the layers that are here. Attention stays inside each picture."""
         x = stream[0] if self.stem is None else self.stem(patches, layout)
         for number, layer in self.layers.named_children():

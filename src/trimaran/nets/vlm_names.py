@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from trimaran.models.to_hf_vlm import Form
-from trimaran.models.vlm import CHANNELS, VlmSpec
+from trimaran.models.vlm_spec import CHANNELS, VlmSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from trimaran.models.to_hf_vlm import vlm_to_disk
-from trimaran.models.vlm import VlmSpec
+from trimaran.models.vlm_spec import VlmSpec
 from trimaran.nets.network import Network
-from trimaran.nets.segments import run_lengths
-from trimaran.nets.tensor_plan import vlm_tensor_plan
-from trimaran.nets.vlm import Vlm
+from trimaran.nets.tp_plan import vlm_tensor_plan
+from trimaran.nets.varlen_attention import run_lengths
+from trimaran.nets.vlm_model import Vlm
 from trimaran.nets.vlm_weights import load_vlm_weights, vlm_tensors
 
 PICTURES = ("positions", "patches", "grids", "features")

@@ -12,10 +12,10 @@ from torch import Tensor
 from trimaran.core import UserError
 from trimaran.models import read_json
 from trimaran.models.to_hf_vlm import Form, disk_form
-from trimaran.models.vlm import VlmSpec
+from trimaran.models.vlm_spec import VlmSpec
 from trimaran.nets.hf_weights import damaged, first_few, open_weights, whole
-from trimaran.nets.shards import local_part, local_slices
-from trimaran.nets.vlm import Vlm
+from trimaran.nets.local_shards import local_part, local_slices
+from trimaran.nets.vlm_model import Vlm
 from trimaran.nets.vlm_names import OnDisk, canonical, expendable, on_disk
 
 EMBEDDING, HEAD = "language.embed_tokens.weight", "language.lm_head.weight"

@@ -1,10 +1,10 @@
 """A Plan applied to an nn.Module: axes, memory and precision."""
 
 from trimaran.parallel.apply import apply_plan, gradient_sync
+from trimaran.parallel.gradient_norm import gradient_norm
 from trimaran.parallel.mesh import RankMesh, build_mesh
-from trimaran.parallel.norm import gradient_norm
 from trimaran.parallel.precision import autocast, override_precision
-from trimaran.parallel.vocabulary import vocabulary_loss
+from trimaran.parallel.vocab_parallel_loss import vocabulary_loss
 
 __all__ = [
     "RankMesh",

@@ -10,13 +10,13 @@ from trimaran.core import Plan
 from trimaran.nets import Network
 from trimaran.parallel.axes.cp import apply_cp
 from trimaran.parallel.axes.ddp import apply_ddp
-from trimaran.parallel.axes.deal import apply_deal
 from trimaran.parallel.axes.ep import apply_ep
 from trimaran.parallel.axes.fsdp import apply_fsdp, shared_as
+from trimaran.parallel.axes.image_split import apply_deal
 from trimaran.parallel.axes.tp import apply_tp
-from trimaran.parallel.comm.compress import apply_compression
+from trimaran.parallel.comm.compression import apply_compression
 from trimaran.parallel.fp8 import apply_fp8
-from trimaran.parallel.memory.activations import apply_activation_offload
+from trimaran.parallel.memory.activation_offload import apply_activation_offload
 from trimaran.parallel.memory.compile import apply_compile
 from trimaran.parallel.memory.recompute import apply_recompute
 from trimaran.parallel.mesh import RankMesh

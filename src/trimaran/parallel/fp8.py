@@ -6,12 +6,12 @@ import torch
 from torch import nn
 
 from trimaran.core import Plan, UserError
-from trimaran.core.extras import FP8_MULTIPLE, FP8_SMALLEST
+from trimaran.core.optional_packages import FP8_MULTIPLE, FP8_SMALLEST
 from trimaran.nets import Network
 from trimaran.parallel.fp8_linear import Fp8Linear
 from trimaran.parallel.mesh import RankMesh
 from trimaran.parallel.precision import own_dtype
-from trimaran.parallel.towers import tower_of_blocks
+from trimaran.parallel.tower_plan import tower_of_blocks
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional as F
 
-from trimaran.core.extras import FP8_MULTIPLE
+from trimaran.core.optional_packages import FP8_MULTIPLE
 
 # What is multiplied forward needs more digits, gradients need more range.
 DIGITS, RANGE = torch.float8_e4m3fn, torch.float8_e5m2
@@ -43,11 +43,11 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     num_rows = rows.shape[0]
     if missing := -num_rows % FP8_MULTIPLE:
         rows = F.pad(rows, (0, 0, 0, missing))
-    out: Any = Product.apply(rows, weight)
+    out: Any = Fp8Matmul.apply(rows, weight)
     return out[:num_rows].reshape(*x.shape[:-1], weight.shape[0])
 
 
-class Product(torch.autograd.Function):
+class Fp8Matmul(torch.autograd.Function):
     """The product of rows [N, K] and a weight [M, K], and its two gradients.
 
     Kept for backward are the rows in fp8 and the weight itself, which is there anyway: an fp8 copy of it would outlive

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_map
 from trimaran.core import Plan
 from trimaran.models import matches_module
 from trimaran.nets import Network
-from trimaran.nets.arithmetic import MARK, own_dtype
-from trimaran.nets.mixture import Mixture
+from trimaran.nets.module_dtype import MARK, own_dtype
+from trimaran.nets.moe import MoeLayer
 
 # What fp8 leaves alone, and what goes into and comes out of its products, is bf16.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
@@ -45,7 +45,7 @@ def override_precision(network: Network, patterns: Mapping[str, str], device: to
             _compute_in(module, asked, device.type)
             around = asked
         for child_name, child in module.named_children():
-            if not (isinstance(module, Mixture) and child is module.gate):  # a router is fp32 whatever is asked
+            if not (isinstance(module, MoeLayer) and child is module.gate):  # a router is fp32 whatever is asked
                 visit(child, f"{name}.{child_name}" if name else child_name, asked, around)
 
     visit(network.module, "", None, None)

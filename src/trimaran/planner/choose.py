@@ -5,10 +5,10 @@ from trimaran.hardware import Cluster
 from trimaran.models import ModelSpec, Outline, outline_of
 from trimaran.models.stages import Spec
 from trimaran.planner.legal import check_sequence
-from trimaran.planner.question import Answer, Question
+from trimaran.planner.question import PlanAnswer, Question
+from trimaran.planner.rejections import shortages
 from trimaran.planner.search import best_plans, nothing_fits, predicted
-from trimaran.planner.simple import first_way
-from trimaran.planner.why import shortages
+from trimaran.planner.simple_plans import first_way
 
 
 def choose(recipe: Recipe, spec: Spec | None, cluster: Cluster, outline: Outline | None = None) -> Plan:
@@ -28,7 +28,7 @@ def choose(recipe: Recipe, spec: Spec | None, cluster: Cluster, outline: Outline
     raise refusal(nothing_fits(question))
 
 
-def refusal(answer: Answer) -> UserError:
+def refusal(answer: PlanAnswer) -> UserError:
     """Return what to say when nothing fits: the leanest plan, what it lacks, and what would do."""
     leanest, device = answer.misses[0].plan, answer.cluster.device.name
     assert leanest.prediction is not None

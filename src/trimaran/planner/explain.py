@@ -32,7 +32,7 @@ PHASE_MEANING = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class ExplanationRow:
     """One term of a prediction: bytes or seconds, its share of the whole, and what it is."""
 
     term: str
@@ -45,8 +45,8 @@ class Row:
 class Explanation:
     """Where a plan's bytes and seconds go, largest first."""
 
-    memory: tuple[Row, ...] = ()
-    time: tuple[Row, ...] = ()
+    memory: tuple[ExplanationRow, ...] = ()
+    time: tuple[ExplanationRow, ...] = ()
 
 
 def explain(plan: Plan) -> Explanation:
@@ -56,11 +56,11 @@ def explain(plan: Plan) -> Explanation:
     return Explanation(memory=_rows(plan.prediction.memory, MEANING), time=_rows(plan.prediction.time, PHASE_MEANING))
 
 
-def _rows(terms: Mapping[str, float], meaning: Mapping[str, str]) -> tuple[Row, ...]:
+def _rows(terms: Mapping[str, float], meaning: Mapping[str, str]) -> tuple[ExplanationRow, ...]:
     total = sum(terms.values())
     ranked = sorted(terms.items(), key=lambda item: -item[1])
     return tuple(
-        Row(term=term, value=value, share=value / total, meaning=meaning.get(term, ""))
+        ExplanationRow(term=term, value=value, share=value / total, meaning=meaning.get(term, ""))
         for term, value in ranked
         if value
     )

@@ -7,16 +7,16 @@ from typing import Any, NamedTuple
 from trimaran.core import Bytes, Mesh, Plan, show_bytes
 from trimaran.hardware import Cluster
 from trimaran.models import Outline
-from trimaran.planner.best import find
-from trimaran.planner.lean import fits_on, resized
+from trimaran.planner.branch_and_bound import find
+from trimaran.planner.evaluator import Evaluator
+from trimaran.planner.least_memory import fits_on, resized
 from trimaran.planner.question import Question
-from trimaran.planner.scales import Scales
 from trimaran.planner.space import Space
 
 WORTH = 1.03  # a change that gains less is not told
 
 
-class Change(NamedTuple):
+class Hint(NamedTuple):
     """Another question, in words. A step of it trains on as many tokens."""
 
     words: str
@@ -38,7 +38,7 @@ def ways_out(question: Question) -> tuple[str, ...]:
     """Return the changes, but for more devices, after which a plan fits."""
     cluster = question.cluster
     roomy = replace(cluster, host_bytes=Bytes(2 * cluster.host_bytes))
-    hosts = Change(f"use nodes with {show_bytes(roomy.host_bytes)} of memory", replace(question, cluster=roomy))
+    hosts = Hint(f"use nodes with {show_bytes(roomy.host_bytes)} of memory", replace(question, cluster=roomy))
     others = [change for change in changes(question) if change.question.cluster == cluster]
     return tuple(
         f"{change.words}: a plan fits"
@@ -47,27 +47,27 @@ def ways_out(question: Question) -> tuple[str, ...]:
     )
 
 
-def changes(question: Question) -> Iterator[Change]:
+def changes(question: Question) -> Iterator[Hint]:
     """Yield what a person could change: the cluster, precision, states, sequences, what is trained."""
     recipe, cluster, pins = question.recipe, question.cluster, question.pins
     if (larger := _larger(question)) is not None:
-        yield Change(f"use {larger}", replace(question, cluster=larger))
+        yield Hint(f"use {larger}", replace(question, cluster=larger))
     train = recipe.train
     if train.optimizer.states == "fp32" and pins.engine == "torch":
         small = train.model_copy(update={"optimizer": train.optimizer.model_copy(update={"states": "8bit"})})
-        yield Change("set train.optimizer.states to 8bit", _with(question, train=small))
+        yield Hint("set train.optimizer.states to 8bit", _with(question, train=small))
     if "precision" not in pins.model_fields_set and "fp8" in cluster.device.peak_flops:
         fp8 = _with(question, plan=_pinned(pins, precision="fp8"))
-        yield Change("set plan.precision to fp8, which changes the course a little", fp8)
+        yield Hint("set plan.precision to fp8, which changes the course a little", fp8)
     assert question.outline is not None
     if recipe.data.seq_len >= 2048 and not question.outline.main.positions:
         half = recipe.data.model_copy(update={"seq_len": recipe.data.seq_len // 2})
         shorter = train.model_copy(update={"global_batch": 2 * train.global_batch})
         words = f"cut sequences to {recipe.data.seq_len // 2:,}, and twice as many"
-        yield Change(words, _with(question, data=half, train=shorter))
+        yield Hint(words, _with(question, data=half, train=shorter))
     for tower in question.outline.towers[:-1]:
         if not tower.frozen and tower.layers > 2:
-            yield Change(f"freeze {tower.name}", replace(question, outline=frozen(question.outline, tower.name)))
+            yield Hint(f"freeze {tower.name}", replace(question, outline=frozen(question.outline, tower.name)))
 
 
 def _larger(question: Question) -> Cluster | None:
@@ -82,12 +82,12 @@ def _larger(question: Question) -> Cluster | None:
     return next((resized(cluster, num, node) for num in nodes if batch % num == 0), None)
 
 
-def _unpinned(question: Question) -> Iterator[Change]:
+def _unpinned(question: Question) -> Iterator[Hint]:
     """Yield the question with one pin less."""
     pins = question.pins
     for name in sorted(pins.model_fields_set):
         kept = {each: getattr(pins, each) for each in pins.model_fields_set - {name}}
-        yield Change(f"leave plan.{name} out", _with(question, plan=Plan(**kept)))
+        yield Hint(f"leave plan.{name} out", _with(question, plan=Plan(**kept)))
 
 
 def frozen(outline: Outline, name: str) -> Outline:
@@ -109,7 +109,7 @@ def near(question: Question, best: Plan) -> float | None:
         held["sharding"] = best.sharding
     asked = _with(question, plan=_pinned(pins, **held))
     space = Space(asked)
-    found = find(space, Scales(space)).ranked()
+    found = find(space, Evaluator(space)).ranked()
     return found[0].seconds if found else None
 
 

@@ -1,15 +1,15 @@
 """Which plans can run: everything that would fail later, said before a process starts."""
 
 from trimaran.core import Plan, Recipe, UserError
-from trimaran.core.deepspeed import check_deepspeed
-from trimaran.core.extras import FP8_MULTIPLE, FP8_SMALLEST
+from trimaran.core.deepspeed_config import check_deepspeed
+from trimaran.core.optional_packages import FP8_MULTIPLE, FP8_SMALLEST
 from trimaran.hardware import Cluster
 from trimaran.models import ModelSpec, Outline, module_names, refuse_unmatched
-from trimaran.models.perception import PerceptionSpec
+from trimaran.models.perception_spec import PerceptionSpec
 from trimaran.models.stages import Spec
-from trimaran.planner.axes import check_axes, fills, language_of
-from trimaran.planner.numbers import divisors, either
-from trimaran.planner.towers import check_towers
+from trimaran.planner.axis_rules import check_axes, fills, language_of
+from trimaran.planner.degrees import divisors, either
+from trimaran.planner.tower_rules import check_towers
 
 # torch computes these on a CPU, whatever the catalogue's rates are; every GPU in it has fp16.
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")

@@ -52,7 +52,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Miss:
+class NearMiss:
     """A plan that was not chosen, and why: `1.2 GiB over`, `bubble 31 %`, `all-gather exposed 0.4 s on InfiniBand`."""
 
     plan: Plan
@@ -60,7 +60,7 @@ class Miss:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class PlanAnswer:
     """The plans that fit, best first, each with its prediction; what nearly was; and what would change the answer.
 
     `ranked` has the best plan of each mesh, and is empty when nothing fits: then the first of `misses` is the leanest
@@ -71,7 +71,7 @@ class Answer:
 
     question: Question
     ranked: tuple[Plan, ...]
-    misses: tuple[Miss, ...] = ()
+    misses: tuple[NearMiss, ...] = ()
     hints: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     num_considered: int = 0

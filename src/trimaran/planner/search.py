@@ -8,15 +8,15 @@ from typing import NamedTuple
 from trimaran.core import Plan, show_bytes
 from trimaran.cost import predict
 from trimaran.hardware import Cluster
-from trimaran.planner.best import ALIKE, Found, allowed, find, lean_plans, mesh_key_of
+from trimaran.planner.branch_and_bound import ALIKE, FoundPlan, allowed, find, lean_plans, mesh_key_of
+from trimaran.planner.evaluator import Evaluator
+from trimaran.planner.generic_rules import check_names
 from trimaran.planner.hints import hints_for, ways_out
-from trimaran.planner.lean import Lean, first_that_fits, leanest, sizes, smallest_cluster
-from trimaran.planner.paper import check_names
-from trimaran.planner.question import NOTHING, Answer, Miss, Question
-from trimaran.planner.scales import Scales
-from trimaran.planner.simple import first_way
+from trimaran.planner.least_memory import LeastMemory, first_that_fits, leanest, sizes, smallest_cluster
+from trimaran.planner.question import NOTHING, NearMiss, PlanAnswer, Question
+from trimaran.planner.rejections import misses_of, shortages, too_big, warnings_for
+from trimaran.planner.simple_plans import first_way
 from trimaran.planner.space import Space
-from trimaran.planner.why import misses_of, shortages, too_big, warnings_for
 
 VAIN_SIZES = 6  # parts of a cluster in a row that were no cheaper
 
@@ -24,24 +24,24 @@ VAIN_SIZES = 6  # parts of a cluster in a row that were no cheaper
 class Result(NamedTuple):
     """The plans that fit, best first, on which cluster, and how many were weighed."""
 
-    ranked: list[Found]
+    ranked: list[FoundPlan]
     cluster: Cluster
     num_considered: int
 
 
-def search(question: Question) -> Answer:
+def search(question: Question) -> PlanAnswer:
     """Return the plans that fit, best first, and why the others lost. The same question always gets the same answer.
 
     Raises UserError for pins that contradict each other, the model or the cluster.
     """
     if question.outline is None:
-        return Answer(question=question, ranked=(first_way(question),), num_considered=1)
+        return PlanAnswer(question=question, ranked=(first_way(question),), num_considered=1)
     found = best_plans(question)
     if not found.ranked:
         return nothing_fits(question, found.num_considered)
     asked = replace(question, cluster=found.cluster)
     ranked = tuple(predicted(each.plan, asked) for each in found.ranked[: question.most_shown])
-    return Answer(
+    return PlanAnswer(
         question=question,
         ranked=ranked,
         misses=misses_of(ranked, asked),
@@ -58,21 +58,21 @@ def best_plans(question: Question) -> Result:
     return _BY_GOAL[question.goal](question)
 
 
-def nothing_fits(question: Question, num_considered: int = 0) -> Answer:
+def nothing_fits(question: Question, num_considered: int = 0) -> PlanAnswer:
     """Return the answer when nothing fits: the leanest plan, what it lacks, and where it would fit.
 
     Raises what is wrong with the pins where it is not memory that no plan is left.
     """
     space = Space(question)
-    scales = Scales(space)
+    scales = Evaluator(space)
     lean = leanest(space, scales)
     plan = predicted(lean.plan if lean else first_way(question), question)
     assert plan.prediction is not None
     short = shortages(plan.prediction, question.cluster)
-    return Answer(
+    return PlanAnswer(
         question=question,
         ranked=(),
-        misses=(Miss(plan=plan, why=too_big(plan.prediction, question.cluster)),),
+        misses=(NearMiss(plan=plan, why=too_big(plan.prediction, question.cluster)),),
         hints=ways_out(question),
         num_considered=num_considered + scales.num_weighed,
         missing_bytes=short[0].over if short else NOTHING,
@@ -89,7 +89,7 @@ def predicted(plan: Plan, question: Question) -> Plan:
 
 def _fastest(question: Question, limit: float = math.inf) -> Result:
     space = Space(question)
-    scales = Scales(space)
+    scales = Evaluator(space)
     finds = find(space, scales, limit=limit, others=question.most_shown - 1)
     return Result(finds.ranked(), question.cluster, scales.num_weighed)
 
@@ -97,16 +97,16 @@ def _fastest(question: Question, limit: float = math.inf) -> Result:
 def _leanest(question: Question) -> Result:
     """Return the plans that need least of their device; of those that are alike, the fastest first."""
     space = Space(question)
-    scales = Scales(space)
-    found: dict[tuple[int, ...], Lean] = {}
+    scales = Evaluator(space)
+    found: dict[tuple[int, ...], LeastMemory] = {}
     for plan in lean_plans(space):
         memory = scales.memory(plan)
         known = found.get(key := mesh_key_of(plan))
-        lean = Lean(scales.strain(memory), plan, memory)
+        lean = LeastMemory(scales.strain(memory), plan, memory)
         if lean.strain <= 1 and (known is None or memory.device < known.memory.device) and allowed(space, plan):
             found[key] = lean
     by_bytes = sorted(found.values(), key=lambda each: (each.memory.device, mesh_key_of(each.plan)))
-    plans = [Found(scales.seconds(each.plan, each.memory), each.plan) for each in by_bytes]
+    plans = [FoundPlan(scales.seconds(each.plan, each.memory), each.plan) for each in by_bytes]
     num = sum(each.memory.device <= ALIKE * by_bytes[0].memory.device for each in by_bytes)
     alike = sorted(plans[:num], key=lambda each: (each.seconds, mesh_key_of(each.plan)))
     return Result([*alike, *plans[num:]], question.cluster, scales.num_weighed)

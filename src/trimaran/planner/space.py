@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 from trimaran.core import Comm, Mesh, Pipeline, Plan, UserError
 from trimaran.core.plan import TowerPlan
 from trimaran.models import ModelSpec, Tower, VlmSpec, split_outline
-from trimaran.models.perception import PerceptionSpec
+from trimaran.models.perception_spec import PerceptionSpec
 from trimaran.models.stages import Spec
-from trimaran.planner.axes import check_axes, takes_micro_batches
-from trimaran.planner.losses import PIECES, losses_of
-from trimaran.planner.numbers import divisors
-from trimaran.planner.paper import split_sizes
+from trimaran.planner.axis_rules import check_axes, takes_micro_batches
+from trimaran.planner.degrees import divisors
+from trimaran.planner.generic_rules import split_sizes
+from trimaran.planner.loss_choices import PIECES, losses_of
 from trimaran.planner.question import Question
 
 # Past this a micro-batch makes a device no faster, only fuller.
@@ -28,7 +28,7 @@ SHARDINGS = ("none", "optimizer", "gradients", "parameters")
 OFFLOADS = ("none", "activations", "optimizer", "parameters")
 
 
-class Grid(NamedTuple):
+class MicrobatchSplit(NamedTuple):
     """What the arithmetic of one micro-batch depends on."""
 
     tp: int
@@ -38,10 +38,10 @@ class Grid(NamedTuple):
     micro_batch: int
 
 
-class Cut(NamedTuple):
+class MeshSplit(NamedTuple):
     """One way to cut network and work, before the data ranks decide what of the states they share."""
 
-    grid: Grid
+    grid: MicrobatchSplit
     pp: int
     schedule: str
     stages: tuple[int, ...]
@@ -49,7 +49,7 @@ class Cut(NamedTuple):
     grad_accum: int
 
 
-class Share(NamedTuple):
+class StateSharding(NamedTuple):
     """What of the states the data ranks share; `towers` are those that do it differently."""
 
     sharding: str
@@ -57,7 +57,7 @@ class Share(NamedTuple):
     towers: tuple[tuple[str, str], ...] = ()
 
 
-class Level(NamedTuple):
+class RecomputeChoice(NamedTuple):
     """What is not kept: computed again in backward, where `towers` may do it differently, and how the loss is made."""
 
     recompute: str | int
@@ -65,11 +65,11 @@ class Level(NamedTuple):
     loss: str = ""  # the usual one
 
 
-class Way(NamedTuple):
+class Candidate(NamedTuple):
     """A cut with what its data ranks share, and what lives on the host."""
 
-    cut: Cut
-    share: Share
+    cut: MeshSplit
+    share: StateSharding
     offload: str
 
 
@@ -78,7 +78,7 @@ class Space:
 
     def __init__(self, question: Question) -> None:
         self.question, self.pins, self.losses = question, question.pins, losses_of(question)
-        self._shares: dict[tuple[int, int], list[Share]] = {}
+        self._shares: dict[tuple[int, int], list[StateSharding]] = {}
 
     def pinned(self, field: str) -> bool:
         return field in self.pins.model_fields_set
@@ -87,7 +87,7 @@ class Space:
         """Return the degree that was pinned for the axis."""
         return getattr(self.pins.mesh, axis) if axis in self.pins.mesh.model_fields_set else None
 
-    def grids(self) -> Iterator[Grid]:
+    def grids(self) -> Iterator[MicrobatchSplit]:
         """Yield what a micro-batch may be cut into. tp stays where the innermost links are: inside a node."""
         world = self.question.cluster.world_size
         sizes = self._micro_batches()
@@ -95,15 +95,21 @@ class Space:
             for cp in self._degrees("cp", world // tp if world % tp == 0 else 1):
                 for context, ep in product(self._contexts(tp, cp), self._degrees("ep", world)):
                     if self._divides(tp, cp, ep, context):
-                        yield from (Grid(tp, cp, ep, context, size) for size in sizes if self._worth(size, cp))
+                        yield from (
+                            MicrobatchSplit(tp, cp, ep, context, size) for size in sizes if self._worth(size, cp)
+                        )
 
-    def grids_of(self, tp: int, cp: int, ep: int) -> Iterator[Grid]:
+    def grids_of(self, tp: int, cp: int, ep: int) -> Iterator[MicrobatchSplit]:
         """Yield all that a micro-batch may be on ranks that are cut so, whether other cuts make more of it or not."""
         for context in self._contexts(tp, cp):
             if self._divides(tp, cp, ep, context):
-                yield from (Grid(tp, cp, ep, context, size) for size in self._micro_batches() if self._holds(size, cp))
+                yield from (
+                    MicrobatchSplit(tp, cp, ep, context, size)
+                    for size in self._micro_batches()
+                    if self._holds(size, cp)
+                )
 
-    def cuts(self, grid: Grid) -> Iterator[Cut]:
+    def cuts(self, grid: MicrobatchSplit) -> Iterator[MeshSplit]:
         """Yield the pipelines that such micro-batches may go through, and none; all of them use every device."""
         question = self.question
         batch, inner = question.recipe.train.global_batch, grid.tp * grid.cp
@@ -116,51 +122,57 @@ class Space:
                 continue
             for schedule, stages in self._pipelines(pp):
                 if pp == 1 or takes_micro_batches(schedule, pp, count):
-                    yield Cut(grid, pp, schedule, stages, dp, count)
+                    yield MeshSplit(grid, pp, schedule, stages, dp, count)
 
-    def shares(self, cut: Cut) -> list[Share]:
+    def shares(self, cut: MeshSplit) -> list[StateSharding]:
         """Return what the data ranks may share, over some or all: nothing, optimizer states, gradients, weights."""
         key = cut.dp, cut.grid.cp
         if key not in self._shares:
             self._shares[key] = list(self._open_shares(*key))
         return self._shares[key]
 
-    def _open_shares(self, dp: int, cp: int) -> Iterator[Share]:
+    def _open_shares(self, dp: int, cp: int) -> Iterator[StateSharding]:
         replicas, shards = self.degree("dp_replicate"), self.degree("dp_shard")
         for sharding in (self.pins.sharding,) if self.pinned("sharding") else SHARDINGS:
             for dp_shard in divisors(dp, most=dp) if sharding != "none" else (1,):
                 if shards not in (None, dp_shard) or replicas not in (None, dp // dp_shard):
                     continue
                 if sharding == "none" or dp_shard * cp > 1 or self._shares_alone(sharding):
-                    yield from (Share(sharding, dp_shard, towers) for towers in self._tower_shares(sharding))
+                    yield from (StateSharding(sharding, dp_shard, towers) for towers in self._tower_shares(sharding))
 
-    def goes(self, cut: Cut, share: Share, offload: str) -> bool:
+    def goes(self, cut: MeshSplit, share: StateSharding, offload: str) -> bool:
         """Return whether share and offload go together: parameters leave by the shard, for which one rank will do."""
         if offload == "parameters" and (share.sharding != "parameters" or (share.towers and self.question.trains)):
             return False
         alone = share.sharding != "none" and share.dp_shard * cut.grid.cp == 1
         return not alone or offload == "parameters" or self.pins.engine == "deepspeed"
 
-    def levels(self, cut: Cut) -> tuple[Level, ...]:
+    def levels(self, cut: MeshSplit) -> tuple[RecomputeChoice, ...]:
         """Return what need not be kept. Where logits are large they may also be made in pieces."""
         grid, levels = cut.grid, self._recomputes(cut)
         if not self.losses.come_in_pieces(grid.micro_batch, tp=grid.tp, pp=cut.pp, cp=grid.cp):
             return levels
         return (*levels, *(level._replace(loss=PIECES) for level in levels))
 
-    def _recomputes(self, cut: Cut) -> tuple[Level, ...]:
+    def _recomputes(self, cut: MeshSplit) -> tuple[RecomputeChoice, ...]:
         """Return what may be computed again. A backward that is cut in two can do nothing twice."""
         if self.pinned("recompute") or self.pins.towers:
-            return (Level(self.pins.recompute),)
+            return (RecomputeChoice(self.pins.recompute),)
         if cut.schedule == "zero-bubble":
-            return (Level("none"),)
+            return (RecomputeChoice("none"),)
         assert self.question.outline is not None
         if self.pins.compile and cut.grid.tp > 1 and self.question.cluster.device.kind == "cpu":
-            return Level("none"), Level("selective")  # torch cannot compile the others there
+            return RecomputeChoice("none"), RecomputeChoice("selective")  # torch cannot compile the others there
         layers = self.question.outline.layers
         every = FINELY if self.question.cluster.world_size <= FEW_DEVICES else EVERY
-        some = [Level(each) for each in every if each <= layers]
-        return (Level("none"), Level("selective"), *some, *self._tower_levels(), Level("full"))
+        some = [RecomputeChoice(each) for each in every if each <= layers]
+        return (
+            RecomputeChoice("none"),
+            RecomputeChoice("selective"),
+            *some,
+            *self._tower_levels(),
+            RecomputeChoice("full"),
+        )
 
     def offloads(self) -> tuple[str, ...]:
         """Return what may live on the host: nothing on a CPU, where the host is all there is."""
@@ -168,7 +180,7 @@ class Space:
             return (self.pins.offload,)
         return OFFLOADS if self.question.cluster.device.kind == "cuda" else ("none",)
 
-    def plan(self, cut: Cut, share: Share, level: Level, offload: str = "none") -> Plan:
+    def plan(self, cut: MeshSplit, share: StateSharding, level: RecomputeChoice, offload: str = "none") -> Plan:
         """Return the plan. It is not validated: a search makes thousands of them."""
         pins, grid = self.pins, cut.grid
         mesh = mesh_of(cut.dp // share.dp_shard, share.dp_shard, grid.tp, cut.pp, grid.cp, grid.ep)
@@ -325,11 +337,13 @@ class Space:
         free = can and not self.pinned("towers")
         return [tower for tower in outline.towers[:-1] if free and tower.layers > 2]
 
-    def _tower_levels(self) -> list[Level]:
+    def _tower_levels(self) -> list[RecomputeChoice]:
         others = self._others()
         ways = [(main, own) for main in ("none", "selective", "full") for own in ("none", "selective", "full")]
         return [
-            Level(main, tuple((tower.name, own) for tower in others)) for main, own in ways if others and main != own
+            RecomputeChoice(main, tuple((tower.name, own) for tower in others))
+            for main, own in ways
+            if others and main != own
         ]
 
     def _tower_shares(self, sharding: str) -> list[tuple[tuple[str, str], ...]]:
@@ -337,7 +351,7 @@ class Space:
         less = {"parameters": ("optimizer", "none"), "gradients": ("none",), "optimizer": ("none",)}.get(sharding, ())
         return [(), *(tuple((tower.name, own) for tower in others) for own in less if others)]
 
-    def _compiled(self, cut: Cut) -> bool:
+    def _compiled(self, cut: MeshSplit) -> bool:
         """Return whether to compile blocks: on a GPU, but not for DeepSpeed or a backward that is cut in two."""
         if self.pinned("compile"):
             return self.pins.compile

@@ -14,8 +14,8 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from trimaran.telemetry.journal import Follower, LineFollower
-from trimaran.telemetry.run_directory import RunDirectory
+from trimaran.run.journal import Follower, LineFollower
+from trimaran.run.run_directory import RunDirectory
 from trimaran.telemetry.step_lines import StepLine, read_step, read_waits
 
 Line = Mapping[str, Any]

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trimaran.telemetry.traces import Trace, is_communication
+from trimaran.telemetry.trace_summary import Trace, is_communication
 
 PHASES, DEVICE_PHASES, FIRST_THREAD = 1, 2, 10  # numbers of tracks
 LAUNCH = ("cuda_runtime", "cuda_driver")

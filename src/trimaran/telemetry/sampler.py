@@ -5,10 +5,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from trimaran.telemetry.host import Host
-from trimaran.telemetry.journal import LineWriter
+from trimaran.run.journal import LineWriter
+from trimaran.run.run_directory import RunDirectory
+from trimaran.telemetry.host_sampler import HostSampler
 from trimaran.telemetry.nvml import Gpus
-from trimaran.telemetry.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ class Sampler:
 
     def __init__(self, run: RunDirectory, node: int, *, supervisor: int, visible: str | None) -> None:
         self.node = node
-        self._host, self._gpus = Host(run.path, supervisor=supervisor), Gpus(visible)
+        self._host, self._gpus = HostSampler(run.path, supervisor=supervisor), Gpus(visible)
         self._lines = PatientWriter(run.samples(node))
         self._last = time.monotonic()
 

@@ -1,6 +1,6 @@
 """`python -m trimaran.telemetry.sidecar RUN NODE`: samples a machine of a run and tells the run's sinks, beside it.
 
-One process for each node, started by its supervisor (`launch/sidecar_line.py`), with which it dies. It reads and writes
+One process for each node, started by its supervisor (`launch/sidecar_process.py`), with which it dies. It reads and writes
 files of the run directory and nothing else of the run: whatever happens to it or to a sink, training goes on. It leaves
 with 0 when it was told to, or when there is nothing to do.
 """
@@ -17,10 +17,10 @@ import time
 from pathlib import Path
 
 from trimaran.core.recipe import TelemetrySection
-from trimaran.telemetry.feed import Feed
-from trimaran.telemetry.run_directory import RunDirectory, open_run
+from trimaran.run.run_directory import RunDirectory, open_run
+from trimaran.telemetry.run_tail import Tail
 from trimaran.telemetry.sampler import FIRST_SECONDS, Sampler
-from trimaran.telemetry.tail import Tail
+from trimaran.telemetry.sink_feed import SinkFeed
 
 log = logging.getLogger(__name__)
 
@@ -112,12 +112,12 @@ class Sidecar:
                 log.warning("sink %s does not end and is left behind", feed.sink.name)
 
 
-def open_feeds(telemetry: TelemetrySection, run: RunDirectory) -> list[Feed]:
+def open_feeds(telemetry: TelemetrySection, run: RunDirectory) -> list[SinkFeed]:
     """Return the sinks that the recipe asks for, at work; those that cannot be opened are told in the log."""
     try:
         # Only now: a sidecar that has nobody to tell is at work sooner.
         sinks = importlib.import_module("trimaran.telemetry.sinks.open").open_sinks(telemetry, run)
-        return [Feed(sink) for sink in sinks]
+        return [SinkFeed(sink) for sink in sinks]
     except Exception:  # a sink's trouble is not the sampler's
         log.exception("sinks cannot be opened")
         return []

@@ -15,10 +15,10 @@ import faulthandler  # noqa: E402
 import logging  # noqa: E402
 import signal  # noqa: E402
 
-from trimaran.core.compile_cache import compile_cache  # noqa: E402
 from trimaran.data import cache_folder  # noqa: E402
-from trimaran.telemetry import open_run  # noqa: E402
-from trimaran.train.place import place_of  # noqa: E402
+from trimaran.run import open_run  # noqa: E402
+from trimaran.run.compile_cache import compile_cache  # noqa: E402
+from trimaran.train.process.rank_info import read_rank_info  # noqa: E402
 from trimaran.train.worker import run_worker  # noqa: E402
 
 PR_SET_PDEATHSIG = 1  # of Linux's prctl.h
@@ -29,7 +29,7 @@ def main() -> int:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # an agent that was killed must not leave orphans
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     os.environ.update(compile_cache(os.environ))
-    return run_worker(open_run(_RUN), place_of(os.environ), cache=cache_folder(os.environ))
+    return run_worker(open_run(_RUN), read_rank_info(os.environ), cache=cache_folder(os.environ))
 
 
 if __name__ == "__main__":

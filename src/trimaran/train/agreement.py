@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from trimaran.train.guard import Refusal
+from trimaran.train.health.guard import Refusal
 
 Wish = Literal["stop", "save", "profile"]
 WISHES: tuple[Wish, ...] = ("stop", "save", "profile")

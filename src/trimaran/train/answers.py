@@ -6,15 +6,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trimaran.data.batch import Inputs
+from trimaran.data.step_batch import Inputs
 from trimaran.data.tokenizer import Tokenizer
-from trimaran.train.loss import IGNORED
+from trimaran.train.loss.cross_entropy import IGNORED
 
 OWN_TOKENS = 24  # of an answer are the model's own, each after those that it said before; more are not shown
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ModelAnswer:
     """One question in words, what is right, what the model says, and whether that is the same, token by token.
 
     Of a long answer this is the beginning, and of a talk with several answers the first one.
@@ -44,7 +44,7 @@ def own_words(guess: Callable[[Inputs], Tensor], inputs: Inputs, *, image_token:
     return guesses
 
 
-def answers(inputs: Inputs, guesses: Tensor, tokenizer: Tokenizer) -> Iterator[Answer]:
+def answers(inputs: Inputs, guesses: Tensor, tokenizer: Tokenizer) -> Iterator[ModelAnswer]:
     """Yield the answers of one micro-batch; `guesses` [B, T] are what `own_words` returns."""
     tokens, labels, documents = (inputs[name].cpu() for name in ("tokens", "labels", "documents"))
     for row in range(len(tokens)):
@@ -59,4 +59,4 @@ def answers(inputs: Inputs, guesses: Tensor, tokenizer: Tokenizer) -> Iterator[A
             ended = (said == labels[row][whole[-1]]).nonzero().flatten().tolist()
             before = here & (torch.arange(len(here)) <= places[0])
             parts = (tokens[row][before], expected, said[: ended[0] + 1] if ended else said)
-            yield Answer(*(tokenizer.decode(each.tolist()).strip() for each in parts), right=right)
+            yield ModelAnswer(*(tokenizer.decode(each.tolist()).strip() for each in parts), right=right)

@@ -6,14 +6,14 @@ import torch
 import torch.distributed as dist
 
 from trimaran.core import Recipe
-from trimaran.data.feed import Feed
+from trimaran.data.feed import BatchFeed
 from trimaran.data.loader import Loader
-from trimaran.telemetry import Journal
+from trimaran.run import Journal
 from trimaran.train.agreement import Poll
-from trimaran.train.objective import Objective
-from trimaran.train.stepper import Stepper
-from trimaran.train.stop import StopWish
-from trimaran.train.ties import Ties
+from trimaran.train.loss.objective import Objective
+from trimaran.train.process.stop_request import StopRequest
+from trimaran.train.process.supervisor_link import SupervisorLink
+from trimaran.train.steppers.stepper import Stepper
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,14 +21,14 @@ class Evaluator:
     """Measures the mean loss over a fixed set of held-out samples; there may be none."""
 
     recipe: Recipe
-    feed: Feed | None
+    feed: BatchFeed | None
     stepper: Stepper
     objective: Objective
     journal: Journal
     device: torch.device
     counts_samples: bool
-    stop: StopWish
-    ties: Ties
+    stop: StopRequest
+    ties: SupervisorLink
 
     @torch.no_grad()
     def run(self, *, step: int) -> bool:

@@ -7,15 +7,15 @@ import torch
 
 from trimaran.core import Plan, Recipe
 from trimaran.data.loader import Loader
+from trimaran.optim.schedule import learning_rate
 from trimaran.train.agreement import Agreed, Ending, Poll
-from trimaran.train.clock import Clock
+from trimaran.train.checkpointing.checkpointer import Checkpointer
 from trimaran.train.evaluate import Evaluator
-from trimaran.train.keeper import Keeper
-from trimaran.train.report import Pending, Reporter
-from trimaran.train.schedule import learning_rate
-from trimaran.train.stepper import Stepper
-from trimaran.train.stop import StopWish
-from trimaran.train.ties import Ties
+from trimaran.train.metrics.step_clock import Clock
+from trimaran.train.metrics.step_monitor import Pending, StepMonitor
+from trimaran.train.process.stop_request import StopRequest
+from trimaran.train.process.supervisor_link import SupervisorLink
+from trimaran.train.steppers.stepper import Stepper
 
 
 @dataclass(slots=True, kw_only=True)
@@ -28,11 +28,11 @@ class Trainer:
     loader_from: Callable[[int], Loader]
     stepper: Stepper
     evaluator: Evaluator
-    keeper: Keeper
-    reporter: Reporter
+    keeper: Checkpointer
+    reporter: StepMonitor
     clock: Clock
-    stop: StopWish
-    ties: Ties
+    stop: StopRequest
+    ties: SupervisorLink
     reseed: Callable[[int], None]
 
     def train(self, start: int = 0) -> Ending:

@@ -20,36 +20,36 @@ import torch.distributed as dist
 from trimaran import __version__
 from trimaran.checkpoint.export_hf import save_network
 from trimaran.core import EXIT_AGAIN, EXIT_DONE, EXIT_STUCK, EXIT_USER, UserError
-from trimaran.data.feed import Feed
+from trimaran.data.feed import BatchFeed
 from trimaran.data.loader import Loader, LoaderFault
 from trimaran.data.tokenizer import Tokenizer
+from trimaran.infer.generate import Voice, save_tokenizer, write
 from trimaran.models import model_folder
-from trimaran.models.picture_rules import picture_rules
-from trimaran.telemetry import Journal, RunDirectory
-from trimaran.telemetry.lease import take
+from trimaran.models.recipe_images import recipe_image_rules
+from trimaran.run import Journal, RunDirectory
+from trimaran.run.lease import take
 from trimaran.train.agreement import Ending
 from trimaran.train.answers import answers, own_words
-from trimaran.train.assemble import Crew, build_crew
-from trimaran.train.bad_samples import too_many_bad
-from trimaran.train.clock import Laps
-from trimaran.train.first_look import look_together
-from trimaran.train.generate import Voice, save_tokenizer, write
-from trimaran.train.keeper import Keeper
-from trimaran.train.place import Place, join
-from trimaran.train.stop import StopWish
-from trimaran.train.ties import ALONE, Ties
-from trimaran.train.witness import Witness
+from trimaran.train.build import WorkerParts, build_worker_parts
+from trimaran.train.checkpointing.checkpointer import Checkpointer
+from trimaran.train.health.bad_sample_limit import too_many_bad
+from trimaran.train.metrics.step_clock import Laps
+from trimaran.train.process.heartbeat_thread import HeartbeatThread
+from trimaran.train.process.rank_info import RankInfo, join
+from trimaran.train.process.stop_request import StopRequest
+from trimaran.train.process.supervisor_link import NO_SUPERVISOR, SupervisorLink
+from trimaran.train.process.torchrun_preflight import look_together
 
 log = logging.getLogger(__name__)
 
 ANSWERS = 6  # to questions that were held out, shown at the end
 
 
-def run_worker(run: RunDirectory, place: Place, *, cache: Path, ties: Ties = ALONE) -> int:
+def run_worker(run: RunDirectory, place: RankInfo, *, cache: Path, ties: SupervisorLink = NO_SUPERVISOR) -> int:
     """Train this rank's part of `run` and return its exit code. Every end, good or bad, is an event."""
-    stop = StopWish(run.stop_request if place.rank == 0 else None)
+    stop = StopRequest(run.stop_request if place.rank == 0 else None)
     stop.listen()  # before anything else: a run may be asked to end while it is being built
-    with Journal(run, place.rank, attempt=ties.attempt) as journal, Witness(run, place.rank, ties):
+    with Journal(run, place.rank, attempt=ties.attempt) as journal, HeartbeatThread(run, place.rank, ties):
         try:
             code = _work(run, place, journal, cache, ties, stop)
         except UserError as error:
@@ -65,8 +65,8 @@ def run_worker(run: RunDirectory, place: Place, *, cache: Path, ties: Ties = ALO
 
 @contextmanager
 def in_torchrun(
-    place: Place, make: Callable[[], RunDirectory], *, look: Callable[[], None] | None = None
-) -> Iterator[tuple[RunDirectory, Ties]]:
+    place: RankInfo, make: Callable[[], RunDirectory], *, look: Callable[[], None] | None = None
+) -> Iterator[tuple[RunDirectory, SupervisorLink]]:
     """Join the ranks that an outside torchrun started, and lend the run that rank 0 makes or finds for all of them.
 
     Rank 0 holds its lease meanwhile: nobody supervises the run, but nobody else may run it either. `look` raises where
@@ -86,7 +86,7 @@ def in_torchrun(
         answer = _tell_all(answer)
         if "code" in answer:
             raise UserError(answer["code"], answer["what"], where=answer["where"], fix=answer["fix"])
-        yield RunDirectory(Path(answer["path"])), Ties(term=answer["term"])
+        yield RunDirectory(Path(answer["path"])), SupervisorLink(term=answer["term"])
 
 
 def _tell_all(answer: dict[str, Any]) -> dict[str, Any]:
@@ -103,14 +103,16 @@ def _known_of(error: Exception) -> dict[str, Any]:
     return {"cause": "data", "sample_ids": error.sample_ids} if isinstance(error, LoaderFault) else {}
 
 
-def _work(run: RunDirectory, place: Place, journal: Journal, cache: Path, ties: Ties, stop: StopWish) -> int:
+def _work(
+    run: RunDirectory, place: RankInfo, journal: Journal, cache: Path, ties: SupervisorLink, stop: StopRequest
+) -> int:
     began, laps = time.monotonic(), Laps()
     if not dist.is_initialized():
         join(place, ties)
     laps.lap("join")
     here = {"host": platform.node(), "pid": os.getpid(), "device": str(place.device)}
     journal.event("start", world_size=place.world_size, version=__version__, **here)
-    crew = build_crew(run, place, journal, cache=cache, ties=ties, stop=stop)
+    crew = build_worker_parts(run, place, journal, cache=cache, ties=ties, stop=stop)
     laps.lap("build")
     trainer, keeper = crew.trainer, crew.trainer.keeper
     start = keeper.resume()
@@ -144,7 +146,7 @@ def _work(run: RunDirectory, place: Place, journal: Journal, cache: Path, ties: 
     return EXIT_DONE
 
 
-def _keep_last(crew: Crew, run: RunDirectory, journal: Journal, place: Place, ending: Ending) -> str:
+def _keep_last(crew: WorkerParts, run: RunDirectory, journal: Journal, place: RankInfo, ending: Ending) -> str:
     """Leave the last checkpoint. Returns why there is none where the numbers went wrong: they are what must be told."""
     try:
         crew.trainer.keeper.finish(ending.step)
@@ -157,7 +159,7 @@ def _keep_last(crew: Crew, run: RunDirectory, journal: Journal, place: Place, en
     return ""
 
 
-def _give_up(journal: Journal, keeper: Keeper, ending: Ending, why: str = "") -> int:
+def _give_up(journal: Journal, keeper: Checkpointer, ending: Ending, why: str = "") -> int:
     assert ending.refusal is not None
     if not ending.is_sound:
         keeper.disown(ending.refusal.good_step)
@@ -167,7 +169,7 @@ def _give_up(journal: Journal, keeper: Keeper, ending: Ending, why: str = "") ->
     return EXIT_STUCK
 
 
-def _save_nevertheless(crew: Crew, run: RunDirectory, journal: Journal, place: Place, step: int) -> None:
+def _save_nevertheless(crew: WorkerParts, run: RunDirectory, journal: Journal, place: RankInfo, step: int) -> None:
     """Save the weights where the last checkpoint could not be written: they take less, and hours went into them."""
     try:
         _save(crew, run, journal, place, step)
@@ -175,7 +177,7 @@ def _save_nevertheless(crew: Crew, run: RunDirectory, journal: Journal, place: P
         log.warning("the weights could not be saved either: %s", error)
 
 
-def _save(crew: Crew, run: RunDirectory, journal: Journal, place: Place, step: int) -> None:
+def _save(crew: WorkerParts, run: RunDirectory, journal: Journal, place: RankInfo, step: int) -> None:
     saving, origin = time.monotonic(), crew.trainer.recipe.model.path
     save_network(
         crew.networks,
@@ -188,7 +190,7 @@ def _save(crew: Crew, run: RunDirectory, journal: Journal, place: Place, step: i
     journal.event("saved", step=step, path=str(run.model), seconds=time.monotonic() - saving)
 
 
-def _write_sample(crew: Crew, journal: Journal, place: Place, step: int) -> None:
+def _write_sample(crew: WorkerParts, journal: Journal, place: RankInfo, step: int) -> None:
     """Let the network write a few lines, or answer a few questions; every rank takes part, rank 0 files them."""
     ask, stepper = crew.trainer.recipe.train.sample, crew.trainer.stepper
     tokenizer = crew.cargo.tokenizer
@@ -211,11 +213,11 @@ def _write_sample(crew: Crew, journal: Journal, place: Place, step: int) -> None
         journal.event("sample", step=step, prompt=ask.prompt, text=text)
 
 
-def _answer(crew: Crew, holdout: Feed, tokenizer: Tokenizer, journal: Journal, step: int) -> None:
+def _answer(crew: WorkerParts, holdout: BatchFeed, tokenizer: Tokenizer, journal: Journal, step: int) -> None:
     """File the first few questions that were held out with their answers."""
     with Loader(holdout, steps=1) as loader:
         inputs = next(loader).to(crew.trainer.device).micro(0)
-    rules = picture_rules(crew.trainer.recipe)
+    rules = recipe_image_rules(crew.trainer.recipe)
     guesses = own_words(crew.trainer.stepper.guesses, inputs, image_token=rules.image_token if rules else None)
     if journal.rank == 0:
         for each in islice(dict.fromkeys(answers(inputs, guesses, tokenizer)), ANSWERS):

@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from trimaran.app.cli.state import RunState
-from trimaran.app.report.thin import curve, stretches
+from trimaran.app.report.downsample import curve, stretches
+from trimaran.app.views.run_state import RunState
 from trimaran.core import PHASES, StepMetrics
 
 Tree = dict[str, Any]

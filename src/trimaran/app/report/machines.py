@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from trimaran.app.report.curves import number, tree
-from trimaran.app.report.thin import Point, Spread, spread
-from trimaran.telemetry import RunDirectory
-from trimaran.telemetry.journal import parse_lines
+from trimaran.app.report.downsample import Point, Spread, spread
+from trimaran.run import RunDirectory
+from trimaran.run.journal import parse_lines
 
 Sample = dict[str, Any]
 MAX_LINES = 4000  # of all nodes together

@@ -3,7 +3,7 @@
 import html
 from collections.abc import Iterable, Mapping
 
-from trimaran.app.cli.logs import printable
+from trimaran.app.views.logs import printable
 
 VOID = {"meta"}  # has no end; in SVG every element has one
 SHAPES = {"line", "rect", "polyline", "polygon"}

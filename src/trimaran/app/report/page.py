@@ -6,7 +6,8 @@ from importlib.resources import files
 from typing import Any
 
 from trimaran.app.report.markup import Html, tag
-from trimaran.app.report.pictures import (
+from trimaran.app.report.plot import shares_bar
+from trimaran.app.report.plots import (
     PHASE_KINDS,
     machine_pictures,
     phases_picture,
@@ -14,7 +15,6 @@ from trimaran.app.report.pictures import (
     step_pictures,
     thinned_words,
 )
-from trimaran.app.report.plot import shares_bar
 from trimaran.app.report.sections import (
     behind,
     checkpoints,

@@ -9,9 +9,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from trimaran.app.report.axis_scale import SHOW, SIZE, Scale, round_scale, tick_words
+from trimaran.app.report.downsample import Point
 from trimaran.app.report.markup import Html, tag
-from trimaran.app.report.scale import SHOW, SIZE, Scale, round_scale, tick_words
-from trimaran.app.report.thin import Point
 from trimaran.core import show_seconds
 
 DIGITS = 6  # of a value under the pointer

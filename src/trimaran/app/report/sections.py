@@ -4,9 +4,9 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from trimaran.app.report.axis_scale import SHOW, SIZE, Scale
 from trimaran.app.report.markup import Content, Html, tag
 from trimaran.app.report.plot import shares_bar, swatch
-from trimaran.app.report.scale import SHOW, SIZE, Scale
 from trimaran.core import show_bytes, show_count, show_seconds
 
 Tree = dict[str, Any]

@@ -1,9 +1,9 @@
 """From the bytes of a picture to the patches that a vision tower takes. Without torch."""
 
 from trimaran.data.vision.decode import BadPictureError, pixels_of, upright_size
+from trimaran.data.vision.grid_positions import grid_positions
+from trimaran.data.vision.image_grid import PictureSizes, grids_of, measure_pictures
 from trimaran.data.vision.patches import cut_patches, fill_patches, grey_patches
-from trimaran.data.vision.places import grid_positions
-from trimaran.data.vision.sizes import PictureSizes, grids_of, measure_pictures
 
 __all__ = [
     "BadPictureError",

@@ -2,14 +2,14 @@
 
 import numpy as np
 
-from trimaran.core import PictureRules
+from trimaran.core import ImageRules
 from trimaran.data.vision.decode import pixels_of
-from trimaran.data.vision.sizes import canvas_of, tile_side
+from trimaran.data.vision.image_grid import canvas_of, tile_side
 
 GREY = 128
 
 
-def fill_patches(data: bytes, size: tuple[int, int], rules: PictureRules, out: np.ndarray) -> None:
+def fill_patches(data: bytes, size: tuple[int, int], rules: ImageRules, out: np.ndarray) -> None:
     """Write the patches of a picture of `size` (width, height) to `out` u8 [patches, 3 * patch * patch]."""
     rows, columns = canvas_of(size, rules)
     if rules.variant == "native":
@@ -30,7 +30,7 @@ def grey_patches(out: np.ndarray) -> None:
     out[:] = GREY
 
 
-def cut_patches(pixels: np.ndarray, rules: PictureRules, out: np.ndarray) -> None:
+def cut_patches(pixels: np.ndarray, rules: ImageRules, out: np.ndarray) -> None:
     """Write u8 [height, width, 3] to `out` [patches, 3 * patch * patch], each patch by channel, row, column.
 
     The patches of a group of merge x merge lie together, row by row, and so do the groups: Qwen2-VL's order.

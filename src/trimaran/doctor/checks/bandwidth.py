@@ -1,10 +1,10 @@
 """All-reduce: the bus bandwidth beside what the links should give. It is 2 (n - 1) / n * bytes / seconds."""
 
-from trimaran.doctor.checks.result import CheckResult, Look
-from trimaran.doctor.facts import Facts
+from trimaran.doctor.checks.result import CheckInfo, CheckResult
+from trimaran.doctor.machine_facts import Facts
 from trimaran.hardware import Cluster
 
-LOOK = Look("H017", "all-reduce, speed")
+LOOK = CheckInfo("H017", "all-reduce, speed")
 # Of what was measured here before, and of the catalogue's links: rings reach 0.85 of them.
 OF_MEASURED, OF_LINK, BROKEN = 0.7, 0.5, 0.2
 

@@ -2,10 +2,10 @@
 
 from datetime import UTC, datetime
 
-from trimaran.doctor.checks.result import CheckResult, Look
-from trimaran.doctor.facts import Facts
+from trimaran.doctor.checks.result import CheckInfo, CheckResult
+from trimaran.doctor.machine_facts import Facts
 
-LOOK = Look("H012", "clock")
+LOOK = CheckInfo("H012", "clock")
 NO_EARLIER = datetime(2025, 1, 1, tzinfo=UTC).timestamp()  # than this program
 # Seconds between nodes: torchrun's rendezvous drops a node at 15 s; logs that cannot be put in order come earlier.
 WARN_SECONDS, FAIL_SECONDS = 1.0, 10.0

@@ -1,9 +1,9 @@
 """Clocks: what keeps a GPU from the speed that it was sold with."""
 
-from trimaran.doctor.checks.result import CheckResult, Look, Trouble
-from trimaran.doctor.facts import Facts, Pace
+from trimaran.doctor.checks.result import CheckInfo, CheckResult, Trouble
+from trimaran.doctor.machine_facts import Facts, GpuClocks
 
-LOOK = Look("H004", "clocks and power")
+LOOK = CheckInfo("H004", "clocks and power")
 BELOW = 0.95  # of the usual, from which on a limit was lowered on purpose
 # The driver's words for why it lowers a clock, by how they end; power capping under load is how GPUs work.
 BRAKES = {
@@ -23,7 +23,7 @@ def check(facts: Facts) -> CheckResult:
     return LOOK.worst(troubles, f"{len(told)} GPUs at their default limits, none throttled")
 
 
-def _troubles(index: int, pace: Pace) -> list[Trouble]:
+def _troubles(index: int, pace: GpuClocks) -> list[Trouble]:
     found = [
         Trouble(f"GPU {index}: {words}", "mend cooling or power supply; `nvidia-smi -q -d PERFORMANCE` shows it")
         for brake, words in BRAKES.items()

@@ -1,10 +1,10 @@
 """Disk: room for the checkpoints of the run, and a place that can be written to."""
 
 from trimaran.core import GIB, show_bytes
-from trimaran.doctor.checks.result import CheckResult, Look
-from trimaran.doctor.facts import Facts
+from trimaran.doctor.checks.result import CheckInfo, CheckResult
+from trimaran.doctor.machine_facts import Facts
 
-LOOK = Look("H010", "disk space")
+LOOK = CheckInfo("H010", "disk space")
 LITTLE = 10 * GIB  # free, where no recipe says what is wanted
 LEAST_INODES = 10_000
 

@@ -3,10 +3,10 @@
 import math
 
 from trimaran.core import show_bytes, show_seconds
-from trimaran.doctor.checks.result import CheckResult, Look
-from trimaran.doctor.facts import Facts
+from trimaran.doctor.checks.result import CheckInfo, CheckResult
+from trimaran.doctor.machine_facts import Facts
 
-LOOK = Look("H011", "disk speed")
+LOOK = CheckInfo("H011", "disk speed")
 SLOW = 50e6  # bytes a second, where no recipe says what is wanted: less than a laptop's disk
 WHOLE, BUSY = 1.0, 0.5  # of the time between two checkpoints that a write may take
 

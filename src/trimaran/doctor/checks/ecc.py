@@ -1,9 +1,9 @@
 """ECC: memory errors that a GPU could not mend."""
 
-from trimaran.doctor.checks.result import CheckResult, Look, Trouble
-from trimaran.doctor.facts import Facts, Gpu
+from trimaran.doctor.checks.result import CheckInfo, CheckResult, Trouble
+from trimaran.doctor.machine_facts import Facts, Gpu
 
-LOOK = Look("H003", "ECC errors")
+LOOK = CheckInfo("H003", "ECC errors")
 
 
 def check(facts: Facts) -> CheckResult:

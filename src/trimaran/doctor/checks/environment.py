@@ -5,11 +5,11 @@ import re
 from collections.abc import Mapping
 
 from trimaran.core import nearest
-from trimaran.doctor.checks.result import CheckResult, Look, Trouble
+from trimaran.doctor.checks.result import CheckInfo, CheckResult, Trouble
 from trimaran.doctor.checks.variables import ALLOCATOR_NAMES, HARMFUL, OLD_NAMES, USELESS, known_names
-from trimaran.doctor.facts import Facts
+from trimaran.doctor.machine_facts import Facts
 
-LOOK = Look("H007", "environment variables")
+LOOK = CheckInfo("H007", "environment variables")
 LIKENESS = 0.9  # of names, from which on one is taken for a slip of the pen
 
 

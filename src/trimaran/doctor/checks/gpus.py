@@ -1,10 +1,10 @@
 """GPUs: those that are wanted are here, of one kind, open to us, and nobody else is on them."""
 
 from trimaran.core import show_bytes
-from trimaran.doctor.checks.result import CheckResult, Look, Trouble
-from trimaran.doctor.facts import Facts, Gpu
+from trimaran.doctor.checks.result import CheckInfo, CheckResult, Trouble
+from trimaran.doctor.machine_facts import Facts, Gpu
 
-LOOK = Look("H002", "GPUs")
+LOOK = CheckInfo("H002", "GPUs")
 OTHERS_SHARE = 0.05  # of a GPU's memory, from which on somebody else is at work there; a desktop takes less
 
 

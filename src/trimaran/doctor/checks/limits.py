@@ -1,10 +1,10 @@
 """Limits of the shell: open files, locked memory, core dumps."""
 
 from trimaran.core import show_bytes
-from trimaran.doctor.checks.result import CheckResult, Look, Trouble
-from trimaran.doctor.facts import Facts
+from trimaran.doctor.checks.result import CheckInfo, CheckResult, Trouble
+from trimaran.doctor.machine_facts import Facts
 
-LOOK = Look("H009", "limits")
+LOOK = CheckInfo("H009", "limits")
 # Open files: below the first no rank gets through its imports; below the second many ranks or shards run out.
 LEAST_FILES, ENOUGH_FILES = 64, 1024
 LOCKED_BYTES = 1 << 30  # that InfiniBand wants to lock for its buffers, at least

@@ -1,9 +1,9 @@
 """The host itself: cores that a container gives, and programs that are at work already."""
 
-from trimaran.doctor.checks.result import CheckResult, Look, Trouble
-from trimaran.doctor.facts import Facts
+from trimaran.doctor.checks.result import CheckInfo, CheckResult, Trouble
+from trimaran.doctor.machine_facts import Facts
 
-LOOK = Look("H019", "cores")
+LOOK = CheckInfo("H019", "cores")
 
 
 def check(facts: Facts) -> CheckResult:

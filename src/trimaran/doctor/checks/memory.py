@@ -1,10 +1,10 @@
 """Memory: the recipe's plan beside what the devices have free now."""
 
 from trimaran.core import Bytes, show_bytes
-from trimaran.doctor.checks.result import CheckResult, Look
-from trimaran.doctor.facts import Facts
+from trimaran.doctor.checks.result import CheckInfo, CheckResult
+from trimaran.doctor.machine_facts import Facts
 
-LOOK = Look("H014", "memory for the plan")
+LOOK = CheckInfo("H014", "memory for the plan")
 
 
 def check(facts: Facts) -> CheckResult:

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable
 
-from trimaran.doctor.checks.result import CheckResult, Look, Trouble
-from trimaran.doctor.facts import Facts, Nic, Wiring
+from trimaran.doctor.checks.result import CheckInfo, CheckResult, Trouble
+from trimaran.doctor.machine_facts import Facts, Nic, Wiring
 
-LOOK = Look("H006", "network cards and NUMA")
+LOOK = CheckInfo("H006", "network cards and NUMA")
 
 
 def check(facts: Facts) -> CheckResult:

@@ -5,10 +5,10 @@ from collections import Counter
 from collections.abc import Iterable
 from statistics import median
 
-from trimaran.doctor.checks.result import CheckResult, Look
-from trimaran.doctor.facts import Facts, Pair, Round
+from trimaran.doctor.checks.result import CheckInfo, CheckResult
+from trimaran.doctor.machine_facts import Facts, Pair, Round
 
-LOOK = Look("H018", "nodes in pairs")
+LOOK = CheckInfo("H018", "nodes in pairs")
 SLOW = 1.5  # times the usual pair's seconds: then one of the two is suspect
 ALIKE = 3.0  # times slower than another bad node: then it alone is to blame
 SHOWN = 4  # nodes by name

@@ -1,9 +1,9 @@
 """Ports: ranks find each other over sockets of this machine."""
 
-from trimaran.doctor.checks.result import CheckResult, Look
-from trimaran.doctor.facts import Facts
+from trimaran.doctor.checks.result import CheckInfo, CheckResult
+from trimaran.doctor.machine_facts import Facts
 
-LOOK = Look("H013", "ports")
+LOOK = CheckInfo("H013", "ports")
 
 
 def check(facts: Facts) -> CheckResult:

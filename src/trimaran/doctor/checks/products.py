@@ -2,10 +2,10 @@
 
 from statistics import median
 
-from trimaran.doctor.checks.result import CheckResult, Look, Trouble
-from trimaran.doctor.facts import Facts
+from trimaran.doctor.checks.result import CheckInfo, CheckResult, Trouble
+from trimaran.doctor.machine_facts import Facts
 
-LOOK = Look("H015", "matrix products")
+LOOK = CheckInfo("H015", "matrix products")
 # Of what was measured on this machine, of the catalogue's best product, and of the neighbours' median. A well H200 has
 # 0.85 of the catalogue's in the second that we give it; kinds that few have measured are further away.
 OF_MEASURED, OF_GUESS, OF_OTHERS = 0.7, 0.6, 0.9

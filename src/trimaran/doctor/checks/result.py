@@ -27,7 +27,7 @@ class CheckResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class CheckInfo:
     """A check's own code and title, so that each of its answers is one short call."""
 
     code: str

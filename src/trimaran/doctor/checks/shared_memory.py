@@ -1,10 +1,10 @@
 """/dev/shm: NCCL puts what GPUs of one machine exchange there where they cannot reach each other."""
 
 from trimaran.core import GIB, show_bytes
-from trimaran.doctor.checks.result import CheckResult, Look
-from trimaran.doctor.facts import Facts
+from trimaran.doctor.checks.result import CheckInfo, CheckResult
+from trimaran.doctor.machine_facts import Facts
 
-LOOK = Look("H008", "/dev/shm")
+LOOK = CheckInfo("H008", "/dev/shm")
 ENOUGH = 1 * GIB
 
 

@@ -1,9 +1,9 @@
 """All-reduce: every rank gets the right sum, to the bit."""
 
-from trimaran.doctor.checks.result import CheckResult, Look
-from trimaran.doctor.facts import Facts
+from trimaran.doctor.checks.result import CheckInfo, CheckResult
+from trimaran.doctor.machine_facts import Facts
 
-LOOK = Look("H016", "all-reduce, right")
+LOOK = CheckInfo("H016", "all-reduce, right")
 
 
 def check(facts: Facts) -> CheckResult:

@@ -2,12 +2,12 @@
 
 from collections import Counter
 
-from trimaran.doctor.checks.result import CheckResult, Look, Trouble
-from trimaran.doctor.facts import Facts
+from trimaran.doctor.checks.result import CheckInfo, CheckResult, Trouble
+from trimaran.doctor.machine_facts import Facts
 from trimaran.hardware import Cluster
-from trimaran.hardware.topology import Matrix
+from trimaran.hardware.gpu_topology import Matrix
 
-LOOK = Look("H005", "NVLink and peers")
+LOOK = CheckInfo("H005", "NVLink and peers")
 # What `nvidia-smi topo -p2p` answers for a pair that cannot.
 REFUSALS = {
     "CNS": "the chipset does not",

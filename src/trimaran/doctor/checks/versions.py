@@ -8,10 +8,10 @@ from typing import Any
 
 import yaml
 
-from trimaran.doctor.checks.result import CheckResult, Look, Trouble
-from trimaran.doctor.facts import Facts, Versions, version_of
+from trimaran.doctor.checks.result import CheckInfo, CheckResult, Trouble
+from trimaran.doctor.machine_facts import Facts, Versions, version_of
 
-LOOK = Look("H001", "versions")
+LOOK = CheckInfo("H001", "versions")
 OLDEST_TORCH = "2.11"
 COMPARE = {">=": operator.ge, "<": operator.lt, "==": operator.eq, ">": operator.gt, "<=": operator.le}
 CONDITION = re.compile(r"(>=|<=|==|<|>)([\d.]+)")

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from trimaran.core.scenes import CAMERA_METRES, SceneRules
+from trimaran.core.scene_rules import CAMERA_METRES, SceneRules
 
 LOOKED_AT_METRES = 0.6  # above the ground: the middle of most that stands there
 LEAST = -20.0  # as good as nothing; far less would make numbers so small that a CPU crawls

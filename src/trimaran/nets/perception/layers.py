@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trimaran.core.scenes import SceneRules
-from trimaran.models.perception import BOX_OUTPUTS, GROUPS, POINT_FEATURES, PerceptionSpec
+from trimaran.core.scene_rules import SceneRules
+from trimaran.models.perception_spec import BOX_OUTPUTS, GROUPS, POINT_FEATURES, PerceptionSpec
 
 HEAT_AT_FIRST = -2.0  # few cells hold an object: a network that begins at one half would learn that alone for long
 PIXEL_MEAN, PIXEL_STD = 0.5, 0.25
@@ -19,7 +19,7 @@ class GroupNorm(nn.GroupNorm):
         return F.group_norm(x, self.num_groups, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
 
 
-class LayerNorm(nn.LayerNorm):
+class SceneLayerNorm(nn.LayerNorm):
     """Norm over the features of one position; the result has the input's dtype."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class CameraNeck(nn.Module):
         self.cameras = spec.cameras
         self.proj = nn.Conv2d(spec.camera_widths[-1], spec.hidden, 1, bias=False)
         self.places = nn.Embedding(spec.num_tokens, spec.hidden)
-        self.norm = LayerNorm(spec.hidden)
+        self.norm = SceneLayerNorm(spec.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return tokens [B, num_tokens, hidden]."""
@@ -90,9 +90,9 @@ class LidarStem(nn.Module):
         super().__init__()
         self.rules = spec.scenes()
         self.fc1 = nn.Linear(POINT_FEATURES, spec.hidden, bias=False)
-        self.norm1 = LayerNorm(spec.hidden)
+        self.norm1 = SceneLayerNorm(spec.hidden)
         self.fc2 = nn.Linear(spec.hidden, spec.hidden, bias=False)
-        self.norm2 = LayerNorm(spec.hidden)
+        self.norm2 = SceneLayerNorm(spec.hidden)
 
     def forward(self, points: Tensor, rows: Tensor, num_scenes: int) -> Tensor:
         """Return pillars [num_scenes, hidden, cells, cells] of `points` [P, 4] of the scenes `rows` [P]; P may be 0."""
@@ -121,7 +121,7 @@ class FusionStem(nn.Module):
     def __init__(self, spec: PerceptionSpec) -> None:
         super().__init__()
         self.queries = nn.Embedding(spec.cells * spec.cells, spec.hidden)
-        self.norm = LayerNorm(spec.hidden)
+        self.norm = SceneLayerNorm(spec.hidden)
 
     def forward(self, pillars: Tensor) -> Tensor:
         """Return queries [B, cells * cells, hidden] of pillars [B, hidden, cells, cells]."""
@@ -149,7 +149,7 @@ class CrossAttention(nn.Module):
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
-class FeedForward(nn.Module):
+class PerceptionFeedForward(nn.Module):
     def __init__(self, spec: PerceptionSpec) -> None:
         super().__init__()
         self.up_proj = nn.Linear(spec.hidden, spec.ffn, bias=False)
@@ -164,10 +164,10 @@ class FusionLayer(nn.Module):
 
     def __init__(self, spec: PerceptionSpec) -> None:
         super().__init__()
-        self.attention_norm = LayerNorm(spec.hidden)
+        self.attention_norm = SceneLayerNorm(spec.hidden)
         self.attention = CrossAttention(spec)
-        self.mlp_norm = LayerNorm(spec.hidden)
-        self.mlp = FeedForward(spec)
+        self.mlp_norm = SceneLayerNorm(spec.hidden)
+        self.mlp = PerceptionFeedForward(spec)
 
     def forward(self, x: Tensor, tokens: Tensor, bias: Tensor) -> Tensor:
         """Return the queries after this layer."""

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trimaran.models.perception import PerceptionSpec
-from trimaran.nets.context import Context
+from trimaran.models.perception_spec import PerceptionSpec
+from trimaran.nets.attention_context import Context
 from trimaran.nets.perception.geometry import sight_bias
 from trimaran.nets.perception.layers import (
     CameraNeck,

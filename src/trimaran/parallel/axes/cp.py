@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from trimaran.core import Plan
 from trimaran.nets import Context, Network
-from trimaran.nets.context import Sight, attend
+from trimaran.nets.attention_context import Sight, attend
 from trimaran.parallel.mesh import RankMesh
 
 try:

@@ -6,7 +6,7 @@ from torch.distributed._composable.replicate import replicate
 from trimaran.core import Plan
 from trimaran.nets import Network
 from trimaran.parallel.axes.fsdp import divide_as_everywhere, experts_of, replicate_split
-from trimaran.parallel.comm.compress import bucket_mb
+from trimaran.parallel.comm.compression import bucket_mb
 from trimaran.parallel.mesh import RankMesh
 
 

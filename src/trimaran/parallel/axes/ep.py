@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from trimaran.core import Plan
 from trimaran.nets import Network
-from trimaran.nets.mixture import Experts, Mixture, as_autocast
+from trimaran.nets.moe import ExpertWeights, MoeLayer, as_autocast
 from trimaran.parallel.mesh import RankMesh
 from trimaran.parallel.precision import own_dtype
 
@@ -32,14 +32,14 @@ def apply_ep(network: Network, plan: Plan, ranks: RankMesh) -> None:
     axes = [axis for axis in ("ep", "tp") if getattr(ranks.degrees, axis) > 1]
     if not axes:
         return
-    for mixture in [each for each in network.module.modules() if isinstance(each, Mixture)]:
+    for mixture in [each for each in network.module.modules() if isinstance(each, MoeLayer)]:
         mixture.tp = ranks.degrees.tp
         _split(mixture.experts, ranks, axes)
         if "ep" in axes:
             mixture.dispatch = Exchange(ranks.experts.get_group("ep"))
 
 
-def _split(experts: Experts, ranks: RankMesh, axes: list[str]) -> None:
+def _split(experts: ExpertWeights, ranks: RankMesh, axes: list[str]) -> None:
     for name, parameter in list(experts.named_parameters()):
         dims = [DIMS[name][axis] for axis in axes]
         for axis, dim in zip(axes, dims, strict=True):
@@ -57,7 +57,7 @@ class Exchange:
         self._group, self._size = group, group.size()
 
     @torch.compiler.disable  # the sizes are known only when it runs: no graph could hold them
-    def __call__(self, experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
+    def __call__(self, experts: ExpertWeights, rows: Tensor, counts: Tensor) -> Tensor:
         """Return `rows`, of which the first `counts[0]` are for expert 0 and so on, through their experts, in order.
 
         Rows behind those of the last expert stay here and come out as zeros.
@@ -82,7 +82,7 @@ class Exchange:
         return all_to_all_single_autograd(rows.contiguous(), receives, sends, self._group)
 
 
-def _by_expert(experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
+def _by_expert(experts: ExpertWeights, rows: Tensor, counts: Tensor) -> Tensor:
     """Return `rows`, which come rank by rank and for each rank expert by expert (`counts`), through the experts."""
     num_ranks, num_experts = counts.shape
     if not len(rows):  # the grouped product wants one, if only of zeros

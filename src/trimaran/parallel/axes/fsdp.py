@@ -14,10 +14,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from trimaran.core import Plan
 from trimaran.core.plan import Sharding
 from trimaran.nets import Network
-from trimaran.nets.mixture import Experts
+from trimaran.nets.moe import ExpertWeights
 from trimaran.parallel.mesh import RankMesh
 from trimaran.parallel.precision import CONTAINERS, gathered
-from trimaran.parallel.towers import sharding_of, tower_of
+from trimaran.parallel.tower_plan import sharding_of, tower_of
 
 MARK = "_shared_as"
 
@@ -39,7 +39,7 @@ def apply_fsdp(network: Network, plan: Plan, ranks: RankMesh) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class FsdpUnit:
     """A module whose own weights travel together; what they are gathered in, None: as they are; who shares them."""
 
     module: nn.Module
@@ -47,7 +47,7 @@ class Unit:
     sharding: Sharding
 
 
-def units_of(network: Network, plan: Plan) -> list[Unit]:
+def units_of(network: Network, plan: Plan) -> list[FsdpUnit]:
     """Return what is sharded by itself, inner modules first and the root last.
 
     What a tower has outside of its blocks belongs to the root, unless the tower is sharded in another way than the
@@ -61,8 +61,8 @@ def units_of(network: Network, plan: Plan) -> list[Unit]:
         module = _submodule(network.module, prefix.removesuffix("."))
         if module is not None and shardings[tower] != plan.sharding and id(module) not in taken | {id(root)}:
             inner.append((module, dtype))
-    units = [Unit(module, dtype, shardings[tower_of(names[id(module)], network.towers)]) for module, dtype in inner]
-    return [*units, Unit(root, dtype, plan.sharding)]
+    units = [FsdpUnit(module, dtype, shardings[tower_of(names[id(module)], network.towers)]) for module, dtype in inner]
+    return [*units, FsdpUnit(root, dtype, plan.sharding)]
 
 
 def _submodule(module: nn.Module, name: str) -> nn.Module | None:
@@ -72,7 +72,7 @@ def _submodule(module: nn.Module, name: str) -> nn.Module | None:
     return None if isinstance(module, CONTAINERS) else module
 
 
-def _shard(unit: Unit, plan: Plan, ranks: RankMesh, *, is_root: bool = False) -> None:
+def _shard(unit: FsdpUnit, plan: Plan, ranks: RankMesh, *, is_root: bool = False) -> None:
     """Spread the weights of one unit over the ranks, as its tower wants it."""
     module, experts = unit.module, split_experts(unit.module, ranks)
     setattr(module, MARK, unit.sharding)
@@ -127,7 +127,7 @@ def prefetch(network: Network, num_blocks: int) -> None:
 
 def split_experts(module: nn.Module, ranks: RankMesh) -> bool:
     """Return whether these are experts that lie on several ranks: those that hold the same ones are fewer."""
-    return ranks.degrees.ep > 1 and isinstance(module, Experts)
+    return ranks.degrees.ep > 1 and isinstance(module, ExpertWeights)
 
 
 def experts_of(module: nn.Module, ranks: RankMesh) -> Iterator[nn.Module]:

@@ -20,10 +20,10 @@ from torch.distributed.pipelining import (
 from trimaran.core import Plan
 from trimaran.models.stages import stages_of_rank
 from trimaran.nets import Decoder, Network
-from trimaran.parallel.axes.deal import dealt_towers
+from trimaran.parallel.axes.image_split import dealt_towers
+from trimaran.parallel.gradient_norm import local_gradient
 from trimaran.parallel.mesh import RankMesh
-from trimaran.parallel.norm import local_gradient
-from trimaran.parallel.towers import tower_of
+from trimaran.parallel.tower_plan import tower_of
 
 Schedule = ScheduleGPipe | Schedule1F1B | ScheduleInterleaved1F1B | ScheduleZBVZeroBubble
 Compute = Callable[..., Tensor]  # the stream in (the first stage has none), the stream out; inputs come by keyword

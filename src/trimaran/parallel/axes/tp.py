@@ -19,7 +19,7 @@ from trimaran.core import Plan
 from trimaran.models import matches_module
 from trimaran.nets import Network
 from trimaran.parallel.mesh import RankMesh
-from trimaran.parallel.towers import tower_of, whole_towers
+from trimaran.parallel.tower_plan import tower_of, whole_towers
 
 Change = Callable[[Tensor, DeviceMesh], Tensor]
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import (
 from trimaran.core import Plan
 from trimaran.nets import Network
 from trimaran.parallel.mesh import RankMesh
-from trimaran.parallel.towers import recompute_of, tower_of_blocks
+from trimaran.parallel.tower_plan import recompute_of, tower_of_blocks
 
 aten, collective = torch.ops.aten, torch.ops._c10d_functional
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from trimaran.core import Plan, TrainSection, UserError
 from trimaran.hardware import Cluster
-from trimaran.planner.numbers import either
+from trimaran.planner.degrees import either
 from trimaran.planner.question import Question
 
 PORT = 29500  # torchrun's own default

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from trimaran.core import TelemetrySection
-from trimaran.telemetry.journal import LineFollower, LineWriter
-from trimaran.telemetry.run_directory import RunDirectory
+from trimaran.run.journal import LineFollower, LineWriter
+from trimaran.run.run_directory import RunDirectory
+from trimaran.telemetry.sinks.reported_incidents import ReportedIncidents
 from trimaran.telemetry.sinks.sink import Line
-from trimaran.telemetry.sinks.told import Told
 
 ECS_VERSION = "8.11.0"
 LOOK_SECONDS = 1.0  # between looks at what was printed
@@ -41,7 +41,7 @@ class EcsSink:
     name = "ecs"
 
     def __init__(self, run: RunDirectory) -> None:
-        self._run, self._told = run, Told(run, self.name)
+        self._run, self._told = run, ReportedIncidents(run, self.name)
         self._writer = LineWriter(run.path / "logs" / "ecs.jsonl")
         self._printed: dict[Path, PrintedLog] = {}
         self._looked, self._attempt, self._step = -LOOK_SECONDS, 0, 0

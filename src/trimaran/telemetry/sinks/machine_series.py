@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from trimaran.telemetry.sinks.catalogue import MOST_EACH
+from trimaran.telemetry.sinks.metric_catalogue import MOST_EACH
+from trimaran.telemetry.sinks.rank_summary import spread
 from trimaran.telemetry.sinks.series import Series
 from trimaran.telemetry.sinks.sink import Line
-from trimaran.telemetry.sinks.spread import spread
 
 Who = tuple[str, ...]
 Told = Mapping[Who, dict[str, Any]]

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from trimaran.core import TelemetrySection, UserError
-from trimaran.telemetry.run_directory import RunDirectory
+from trimaran.run.run_directory import RunDirectory
 from trimaran.telemetry.sinks.sink import Sink
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class SinkKind:
     """A sort of sink. `field` of the recipe asks for it, when `is_wanted`; `package` of the extra does its work.
 
     The file `trimaran/telemetry/sinks/NAME.py` has `open_sink(telemetry, run)`, and is loaded only when wanted.
@@ -27,19 +27,19 @@ class Kind:
 
 
 SINKS = {
-    "prometheus": Kind(
+    "prometheus": SinkKind(
         field="telemetry.prometheus.port",
         is_wanted=lambda telemetry: telemetry.prometheus.port > 0,
         package="prometheus_client",
     ),
-    "tensorboard": Kind(
+    "tensorboard": SinkKind(
         field="telemetry.tensorboard", is_wanted=lambda telemetry: telemetry.tensorboard, package="tensorboard"
     ),
-    "wandb": Kind(
+    "wandb": SinkKind(
         field="telemetry.wandb.mode", is_wanted=lambda telemetry: telemetry.wandb.mode != "off", package="wandb"
     ),
-    "ecs": Kind(field="telemetry.ecs", is_wanted=lambda telemetry: telemetry.ecs),
-    "otel": Kind(
+    "ecs": SinkKind(field="telemetry.ecs", is_wanted=lambda telemetry: telemetry.ecs),
+    "otel": SinkKind(
         field="telemetry.otel",
         is_wanted=lambda telemetry: bool(telemetry.otel),
         package="opentelemetry.exporter.otlp.proto.http",

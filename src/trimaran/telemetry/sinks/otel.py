@@ -12,10 +12,10 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace import Span, Status, StatusCode
 
 from trimaran.core import TelemetrySection
-from trimaran.telemetry.attempts import read_attempts
-from trimaran.telemetry.run_directory import RunDirectory
+from trimaran.run.attempts import read_attempts
+from trimaran.run.run_directory import RunDirectory
+from trimaran.telemetry.sinks.reported_incidents import ReportedIncidents
 from trimaran.telemetry.sinks.sink import Line
-from trimaran.telemetry.sinks.told import Told
 
 SAID = {"resume", "ready", "started", "skip", "differ", "rewind", "saved", "stop", "error", "done"}
 ENDS = {"done": StatusCode.OK, "stop": StatusCode.OK, "error": StatusCode.ERROR}
@@ -25,7 +25,7 @@ SEND_SECONDS = 2.0  # a collector that does not answer is waited for this long
 
 
 @dataclass(slots=True)
-class Attempt:
+class AttemptSpan:
     """A start of the ranks whose span is not sent yet; `last` is the newest time that is known of it."""
 
     span: Span
@@ -48,8 +48,8 @@ class OtelSink:
         )
         self._provider.add_span_processor(BatchSpanProcessor(exporter, export_timeout_millis=SEND_SECONDS * 1000))
         self._tracer = self._provider.get_tracer("trimaran")
-        self._told, self._run = Told(run, self.name), run.path.name
-        self._attempts: dict[int, Attempt] = {}
+        self._told, self._run = ReportedIncidents(run, self.name), run.path.name
+        self._attempts: dict[int, AttemptSpan] = {}
         self._early: dict[int, list[Line]] = {}  # incidents of attempts whose start is not told yet
         for each in read_attempts(run).attempts[-1:]:
             if each.ended is None:  # it began before this sink did
@@ -100,7 +100,7 @@ class OtelSink:
         about = {"trimaran.run": self._run, "trimaran.attempt": number}
         known = {f"trimaran.{name}": data[name] for name in ("world_size", "version", "device") if name in data}
         span = self._tracer.start_span(f"attempt {number}", attributes=about | known, start_time=_nanoseconds(when))
-        self._attempts[number] = Attempt(span, when)
+        self._attempts[number] = AttemptSpan(span, when)
         for line in self._early.pop(number, ()):
             self.incident(line)
 

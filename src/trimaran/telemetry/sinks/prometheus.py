@@ -9,10 +9,10 @@ from prometheus_client import start_http_server, write_to_textfile
 
 from trimaran.core import TelemetrySection
 from trimaran.core.recipe import PrometheusSection
-from trimaran.telemetry.attempts import read_attempts
+from trimaran.run.attempts import read_attempts
+from trimaran.run.run_directory import RunDirectory
 from trimaran.telemetry.ledger import Ledger
-from trimaran.telemetry.run_directory import RunDirectory
-from trimaran.telemetry.sinks.account import Account
+from trimaran.telemetry.sinks.goodput import GoodputAccount
 from trimaran.telemetry.sinks.machine_series import MachineSeries
 from trimaran.telemetry.sinks.run_series import RunSeries
 from trimaran.telemetry.sinks.series import Series
@@ -38,7 +38,7 @@ class PrometheusSink:
         self._training = RunSeries(self.series, steps=steps)
         self._trouble = TroubleSeries(self.series)
         self._machines = MachineSeries(self.series)
-        self._account = Account(run)
+        self._account = GoodputAccount(run)
         for each in read_attempts(run).attempts[-1:]:
             if each.ended is None:  # it began before this sink did
                 self._training.start(each.number, {"world_size": each.world_size})

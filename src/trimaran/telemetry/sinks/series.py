@@ -8,7 +8,7 @@ import prometheus_client
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric as Family
 
-from trimaran.telemetry.sinks.catalogue import CATALOGUE, MOST_SERIES, STEP_BUCKETS, Metric
+from trimaran.telemetry.sinks.metric_catalogue import CATALOGUE, MOST_SERIES, STEP_BUCKETS, Metric
 
 PREFIX = "trimaran_"
 _MAKERS: dict[str, Any] = {

@@ -8,12 +8,12 @@ from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from trimaran.core import TelemetrySection
-from trimaran.telemetry.run_directory import RunDirectory
-from trimaran.telemetry.sinks.account import Account, time_scalars
-from trimaran.telemetry.sinks.pace import Pace
+from trimaran.run.run_directory import RunDirectory
+from trimaran.telemetry.sinks.goodput import GoodputAccount, time_scalars
+from trimaran.telemetry.sinks.rate_limit import RateLimit
+from trimaran.telemetry.sinks.reported_incidents import ReportedIncidents
 from trimaran.telemetry.sinks.scalars import scalars
 from trimaran.telemetry.sinks.sink import Line
-from trimaran.telemetry.sinks.told import Told
 
 # Made when the library is loaded, so that a reader of its files finds none of them.
 _events: Any = event_pb2
@@ -31,8 +31,8 @@ class TensorBoardSink:
 
     def __init__(self, run: RunDirectory) -> None:
         self._writer = EventFileWriter(str(run.path / "tensorboard"), flush_secs=FLUSH_SECONDS)
-        self._told = Told(run, self.name)
-        self._pace, self._account = Pace(), Account(run)
+        self._told = ReportedIncidents(run, self.name)
+        self._pace, self._account = RateLimit(), GoodputAccount(run)
         self._step: int | None = None
         self._flushed = time.monotonic()
 

@@ -8,12 +8,12 @@ import wandb
 
 from trimaran.core import TelemetrySection
 from trimaran.core.recipe import WandbSection
-from trimaran.telemetry.run_directory import MARKER, RunDirectory
-from trimaran.telemetry.sinks.account import Account, time_scalars
-from trimaran.telemetry.sinks.pace import Pace
+from trimaran.run.run_directory import MARKER, RunDirectory
+from trimaran.telemetry.sinks.goodput import GoodputAccount, time_scalars
+from trimaran.telemetry.sinks.rate_limit import RateLimit
+from trimaran.telemetry.sinks.reported_incidents import ReportedIncidents
 from trimaran.telemetry.sinks.scalars import scalars
 from trimaran.telemetry.sinks.sink import Line
-from trimaran.telemetry.sinks.told import Told
 
 ALERT_CAUSES = {"numeric", "hang", "oom", "crash", "storage"}
 
@@ -41,8 +41,8 @@ class WandbSink:
 
     def __init__(self, run: RunDirectory, section: WandbSection) -> None:
         self._directory, self._section = run, section
-        self._told = Told(run, self.name)
-        self._pace, self._account = Pace(), Account(run)
+        self._told = ReportedIncidents(run, self.name)
+        self._pace, self._account = RateLimit(), GoodputAccount(run)
         self._step = 0
         self._opened: wandb.Run | None = None
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from trimaran.core import Finding
 from trimaran.doctor.evidence import Evidence
-from trimaran.doctor.measured import number
-from trimaran.doctor.told import incidents_of, is_over
+from trimaran.doctor.evidence_queries import incidents_of, is_over
+from trimaran.doctor.step_breakdown import number
 
 FEWEST = 10
 PLACE = re.compile(r"^\S+:\d+: ")  # the file and line of a sample, before what is wrong with it

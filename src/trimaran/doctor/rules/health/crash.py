@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from trimaran.core import Finding
 from trimaran.doctor.evidence import Evidence
-from trimaran.doctor.told import incidents_of, rank_names, severity_of, times
+from trimaran.doctor.evidence_queries import incidents_of, rank_names, severity_of, times
 
 # What the words of an incident mean, and what a person does about it. The first that fits counts.
 FIXES = (

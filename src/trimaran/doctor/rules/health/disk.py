@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from trimaran.core import Finding, show_bytes
 from trimaran.doctor.evidence import Evidence, Line
-from trimaran.doctor.measured import number
-from trimaran.doctor.told import incidents_of, is_over, nodes_of, sound
+from trimaran.doctor.evidence_queries import incidents_of, is_over, nodes_of, sound
+from trimaran.doctor.step_breakdown import number
 
 LEAST_BYTES = 1 << 30
 CHECKPOINTS = 2.0  # that there must be room for

@@ -5,8 +5,8 @@ from statistics import median
 
 from trimaran.core import Finding, show_bytes
 from trimaran.doctor.evidence import Evidence
-from trimaran.doctor.leaner import cheapest_way_out
-from trimaran.doctor.measured import number
+from trimaran.doctor.memory_fix import cheapest_memory_fix
+from trimaran.doctor.step_breakdown import number
 
 FEWEST = 10
 SPLIT = 0.25  # of what is reserved, free and in pieces that are too small
@@ -25,7 +25,7 @@ def fragmentation(evidence: Evidence) -> Iterator[Finding]:
     thrashes = retries > PER_STEP * len(steps)
     if not total or not (thrashes or (split > SPLIT and reserved > FULL * total)):
         return
-    way = cheapest_way_out(evidence, ran_out=thrashes)
+    way = cheapest_memory_fix(evidence, ran_out=thrashes)
     yield Finding(
         code="F060",
         severity="warning",

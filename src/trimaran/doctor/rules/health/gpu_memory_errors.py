@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from trimaran.core import Finding
 from trimaran.doctor.evidence import Evidence
-from trimaran.doctor.measured import number
-from trimaran.doctor.told import gpus_of, smi_name
+from trimaran.doctor.evidence_queries import gpus_of, smi_name
+from trimaran.doctor.step_breakdown import number
 
 
 def gpu_memory_errors(evidence: Evidence) -> Iterator[Finding]:

@@ -6,8 +6,8 @@ from typing import Any
 
 from trimaran.core import Finding
 from trimaran.doctor.evidence import Evidence, Line
-from trimaran.doctor.measured import number
-from trimaran.doctor.told import gpus_of, smi_name
+from trimaran.doctor.evidence_queries import gpus_of, smi_name
+from trimaran.doctor.step_breakdown import number
 from trimaran.telemetry.nvml import FAULTS
 
 FEWEST = 3

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from trimaran.core import Finding
 from trimaran.doctor.evidence import Evidence
-from trimaran.doctor.groups import group_medians, with_groups
-from trimaran.doctor.told import sound
+from trimaran.doctor.evidence_queries import sound
+from trimaran.doctor.module_groups import group_medians, with_groups
 
 FEWEST = 3  # lines that tell of groups
 SHARE = 1e-5  # of the largest gradient of any group

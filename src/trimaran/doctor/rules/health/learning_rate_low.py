@@ -5,9 +5,9 @@ from statistics import median
 
 from trimaran.core import Finding
 from trimaran.doctor.evidence import Evidence
-from trimaran.doctor.groups import group_medians
-from trimaran.doctor.measured import number
-from trimaran.doctor.told import sound
+from trimaran.doctor.evidence_queries import sound
+from trimaran.doctor.module_groups import group_medians
+from trimaran.doctor.step_breakdown import number
 
 FEWEST = 30  # steps that a verdict needs
 SMALL = 1e-5  # of a weight: less than an update should move it

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from trimaran.core import Finding
 from trimaran.doctor.evidence import Evidence
-from trimaran.doctor.measured import number
-from trimaran.doctor.told import sound
+from trimaran.doctor.evidence_queries import sound
+from trimaran.doctor.step_breakdown import number
 
 LOW = 16.0  # a scale below this leaves small gradients at 0
 FALLING = 4  # steps in a row without an update that are no search any more

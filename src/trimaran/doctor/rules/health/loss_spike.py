@@ -5,9 +5,9 @@ from statistics import median
 
 from trimaran.core import Finding
 from trimaran.doctor.evidence import Evidence, Line
-from trimaran.doctor.measured import number
-from trimaran.doctor.remedy import Patch
-from trimaran.doctor.told import rank_names, sound, times
+from trimaran.doctor.evidence_queries import rank_names, sound, times
+from trimaran.doctor.predicted_gain import Patch
+from trimaran.doctor.step_breakdown import number
 
 BEFORE = 20  # steps that a jump is measured against
 LEAST = 0.5  # a smaller jump means nothing

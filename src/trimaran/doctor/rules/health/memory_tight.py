@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 from trimaran.core import Finding, show_bytes
 from trimaran.doctor.evidence import Evidence, Line
-from trimaran.doctor.leaner import cheapest_way_out
-from trimaran.doctor.measured import number
-from trimaran.doctor.told import incidents_of, nodes_of
+from trimaran.doctor.evidence_queries import incidents_of, nodes_of
+from trimaran.doctor.memory_fix import cheapest_memory_fix
+from trimaran.doctor.step_breakdown import number
 
 FULL = 0.95  # of a device that tensors hold at their peak
 HOST_FULL = 0.97  # of a machine's memory in use
@@ -31,7 +31,7 @@ def memory_tight(evidence: Evidence) -> Iterator[Finding]:
     use = max(_uses(evidence), key=lambda each: each.used / each.total, default=None)
     if use is None:
         return
-    way = cheapest_way_out(evidence, ran_out=True)
+    way = cheapest_memory_fix(evidence, ran_out=True)
     beside = f", and {show_bytes(use.others)} of that are not this run's" if use.others else ""
     fix = "" if way else "use more or larger devices, shorter sequences or a smaller model"
     yield Finding(

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from trimaran.core import Finding
 from trimaran.doctor.evidence import Evidence
-from trimaran.doctor.told import facts_of, incidents_of, rank_names, severity_of, times
+from trimaran.doctor.evidence_queries import facts_of, incidents_of, rank_names, severity_of, times
 
 
 def network(evidence: Evidence) -> Iterator[Finding]:

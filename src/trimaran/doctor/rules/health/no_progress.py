@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from trimaran.core import Finding
 from trimaran.doctor.evidence import Evidence, Line
-from trimaran.doctor.remedy import Patch
-from trimaran.doctor.told import incidents_of, rank_names, sound
+from trimaran.doctor.evidence_queries import incidents_of, rank_names, sound
+from trimaran.doctor.predicted_gain import Patch
 
 FEWEST = 2  # starts in a row without a new step
 ANY = ("crash", "exit", "hang", "mismatch", "oom", "network", "storage", "data", "host", "unknown")

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 from trimaran.core import Finding, show_bytes
 from trimaran.doctor.evidence import Evidence, Line
-from trimaran.doctor.leaner import FIXED, cheapest_way_out
-from trimaran.doctor.remedy import Patch
-from trimaran.doctor.snapshots import largest_holder
-from trimaran.doctor.told import incidents_of, rank_names, severity_of, sound
+from trimaran.doctor.evidence_queries import incidents_of, rank_names, severity_of, sound
+from trimaran.doctor.memory_evidence import largest_holder
+from trimaran.doctor.memory_fix import FIXED, cheapest_memory_fix
+from trimaran.doctor.predicted_gain import Patch
 
 
 def out_of_memory(evidence: Evidence) -> Iterator[Finding]:
@@ -17,7 +17,7 @@ def out_of_memory(evidence: Evidence) -> Iterator[Finding]:
         return
     last = incidents[-1]
     replanned = last.get("action") == "replanned"
-    way = None if replanned else cheapest_way_out(evidence, ran_out=True)
+    way = None if replanned else cheapest_memory_fix(evidence, ran_out=True)
     patch = _present(evidence) if replanned else way.patch if way else {}
     holder = _held(evidence, last) or _needed(evidence)
     if replanned:

@@ -5,9 +5,9 @@ from itertools import pairwise
 
 from trimaran.core import Finding, show_bytes
 from trimaran.doctor.evidence import Evidence, Line
-from trimaran.doctor.measured import number
-from trimaran.doctor.remedy import Patch
-from trimaran.doctor.told import nodes_of, sound
+from trimaran.doctor.evidence_queries import nodes_of, sound
+from trimaran.doctor.predicted_gain import Patch
+from trimaran.doctor.step_breakdown import number
 
 LEAST_BYTES = 256 << 20
 SHARE = 0.02  # of the machine's memory

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from trimaran.core import Finding
 from trimaran.doctor.evidence import Evidence
-from trimaran.doctor.remedy import Patch
-from trimaran.doctor.told import rank_names, sound, times
+from trimaran.doctor.evidence_queries import rank_names, sound, times
+from trimaran.doctor.predicted_gain import Patch
 
 SHOWN = 8
 

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from trimaran.core import Finding
 from trimaran.doctor.evidence import Evidence
-from trimaran.doctor.measured import number
-from trimaran.doctor.told import sound
+from trimaran.doctor.evidence_queries import sound
+from trimaran.doctor.step_breakdown import number
 
 EARLY = 20  # steps in which a start stumbles
 SHORT = 5  # steps of warm-up that are as good as none

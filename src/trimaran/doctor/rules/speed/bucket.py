@@ -7,8 +7,8 @@ from statistics import median
 from trimaran.core import Finding
 from trimaran.cost.collective import Ring, all_reduce_seconds, ring_of
 from trimaran.doctor.evidence import Evidence
-from trimaran.doctor.measured import measure, number, phase, settled
-from trimaran.doctor.remedy import fitted, forecast
+from trimaran.doctor.predicted_gain import fitted, forecast
+from trimaran.doctor.step_breakdown import measure, number, phase, settled
 
 SIZES = (1, 2, 5, 10, 25, 50, 100, 200, 400)
 MEBIBYTE = 2**20

@@ -6,7 +6,7 @@ from statistics import fmean, median
 
 from trimaran.core import Finding, Recipe, show_seconds
 from trimaran.doctor.evidence import Evidence
-from trimaran.doctor.measured import Measured, measure, phase, settled
+from trimaran.doctor.step_breakdown import StepBreakdown, measure, phase, settled
 
 SHARE = 0.04  # of the time; left alone, it is kept below 0.005
 LONG = 0.25  # of a usual step: a pause that people see
@@ -56,7 +56,7 @@ def _share_lately(evidence: Evidence) -> float:
     return sum(phase(each, "checkpoint") for each in later) / sum(each["step_seconds"] for each in later)
 
 
-def _patch(recipe: Recipe, measured: Measured, stall: float, usual: float) -> tuple[dict[str, object], float]:
+def _patch(recipe: Recipe, measured: StepBreakdown, stall: float, usual: float) -> tuple[dict[str, object], float]:
     """Return what makes the pauses short or rare, and the share of the time that is left of them."""
     if not recipe.checkpoint.asynchronous:
         return {"checkpoint.asynchronous": True}, COSTS

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from trimaran.core import Finding, Plan, Prediction, show_seconds
 from trimaran.doctor.evidence import Evidence
-from trimaran.doctor.measured import Measured, measure
-from trimaran.doctor.remedy import Patch, best_of, forecast
+from trimaran.doctor.predicted_gain import Patch, best_of, forecast
+from trimaran.doctor.step_breakdown import StepBreakdown, measure
 
 SHARE = {"cuda": 0.2, "cpu": 0.3}  # of the time that must be spent talking; gloo shares the cores that compute
 SLOW_NETWORK = "the network is slower than the plan took it to be: `trimaran doctor` on these machines measures it"
@@ -53,7 +53,7 @@ def communication_bound(evidence: Evidence) -> Iterator[Finding]:
     )
 
 
-def _is_slow(measured: Measured, prediction: Prediction) -> bool:
+def _is_slow(measured: StepBreakdown, prediction: Prediction) -> bool:
     """Whether the network is to blame: talking is far longer than predicted, and by far more than computing is.
 
     Where cores or clocks are short both are, and ranks wait for each other.

@@ -6,7 +6,7 @@ from statistics import fmean
 
 from trimaran.core import Finding, show_seconds
 from trimaran.doctor.evidence import Evidence, Line
-from trimaran.doctor.measured import Measured, data_wait, measure, number, settled
+from trimaran.doctor.step_breakdown import StepBreakdown, data_wait, measure, number, settled
 
 SHARE = 0.1  # of the time: what waiting for data must take to be worth a word
 OFTEN = 0.05  # of the steps must wait: one hiccup of a disk is no diagnosis
@@ -47,7 +47,7 @@ def data_bound(evidence: Evidence) -> Iterator[Finding]:
     )
 
 
-def _patch(evidence: Evidence, measured: Measured, workers: int) -> tuple[dict[str, object], float]:
+def _patch(evidence: Evidence, measured: StepBreakdown, workers: int) -> tuple[dict[str, object], float]:
     """Return the setting that loads as fast as the trainer computes, or as nearly as the cores allow, and its gain.
 
     Who waits is fed at the loader's pace: its processes together took as many steps' time as there are of them.

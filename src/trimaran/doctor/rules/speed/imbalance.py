@@ -5,7 +5,7 @@ from statistics import median
 
 from trimaran.core import Finding
 from trimaran.doctor.evidence import Evidence
-from trimaran.doctor.measured import Measured, measure, number, settled
+from trimaran.doctor.step_breakdown import StepBreakdown, measure, number, settled
 
 UNEQUAL = 1.15  # times the mean: what the fullest rank has to do
 WORTH = 0.05  # of a step
@@ -55,6 +55,6 @@ def _ratio(evidence: Evidence) -> float | None:
     return median(told) if told else None
 
 
-def _what(evidence: Evidence, measured: Measured) -> str:
+def _what(evidence: Evidence, measured: StepBreakdown) -> str:
     patches = any(number(each, "rows", "patches") for each in evidence.steps[-measured.steps :])
     return "patches of pictures" if patches else "tokens"

@@ -5,14 +5,14 @@ from dataclasses import replace
 
 from trimaran.core import Finding, Seconds, show_seconds
 from trimaran.cost import predict
-from trimaran.cost.time_habits import Host
+from trimaran.cost.time_profiles import HostOverhead
 from trimaran.doctor.evidence import Evidence
-from trimaran.doctor.measured import measure, number
-from trimaran.doctor.remedy import best_of, larger_micro_batches
+from trimaran.doctor.predicted_gain import best_of, larger_micro_batches
+from trimaran.doctor.step_breakdown import measure, number
 
 SHARE = 0.15  # of computing that the host costs
 AGREES = 0.85  # times what the model says: a run that is faster than a host-bound one can be is none
-AT_ONCE = Host(Seconds(0.0), Seconds(0.0), Seconds(0.0))
+AT_ONCE = HostOverhead(Seconds(0.0), Seconds(0.0), Seconds(0.0))
 
 
 def launch_bound(evidence: Evidence) -> Iterator[Finding]:

@@ -7,8 +7,8 @@ from math import inf
 from trimaran.core import Finding
 from trimaran.cost import predict
 from trimaran.doctor.evidence import Evidence
-from trimaran.doctor.measured import measure
-from trimaran.doctor.remedy import Patch, best_of, larger_micro_batches
+from trimaran.doctor.predicted_gain import Patch, best_of, larger_micro_batches
+from trimaran.doctor.step_breakdown import measure
 
 SHARE = 0.25  # of computing that is spent on moving bytes
 AGREES = (0.8, 1.3)  # times what the model says: elsewhere the model does not know this run

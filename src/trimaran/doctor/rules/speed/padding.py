@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from trimaran.core import Finding
 from trimaran.doctor.evidence import Evidence
-from trimaran.doctor.measured import measure, number, settled
+from trimaran.doctor.step_breakdown import measure, number, settled
 
 SHARE = 0.15  # of the positions; packing leaves a few in a hundred
 PACKED = 0.05  # what packing leaves, at most, where samples are much shorter than a row

@@ -5,7 +5,7 @@ from statistics import median
 
 from trimaran.core import Finding, Prediction, show_bytes, show_seconds
 from trimaran.doctor.evidence import Evidence
-from trimaran.doctor.measured import Measured, measure, number
+from trimaran.doctor.step_breakdown import StepBreakdown, measure, number
 
 MARGIN = 1.5  # times the error bar: a prediction at its edge is no news
 CPU_MARGIN = 3.0  # a first guess of what cores do is rough
@@ -34,7 +34,7 @@ def prediction_off(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-def _seconds(evidence: Evidence, measured: Measured, prediction: Prediction) -> Iterator[Finding]:
+def _seconds(evidence: Evidence, measured: StepBreakdown, prediction: Prediction) -> Iterator[Finding]:
     """Yield what is wrong with the seconds. Waiting for data and checkpoints is in no prediction.
 
     Cores are shared with whatever else runs there: without a look at the machine nothing is said about them.
@@ -64,7 +64,7 @@ def _seconds(evidence: Evidence, measured: Measured, prediction: Prediction) -> 
     )
 
 
-def _culprit(measured: Measured, prediction: Prediction) -> str:
+def _culprit(measured: StepBreakdown, prediction: Prediction) -> str:
     """Return the part of a step that is farthest above its prediction."""
     time = prediction.time
     waits = time.get("comm", 0.0) + time.get("bubble", 0.0)

@@ -6,7 +6,7 @@ from statistics import median
 
 from trimaran.core import Finding, show_seconds
 from trimaran.doctor.evidence import Evidence
-from trimaran.doctor.measured import settled
+from trimaran.doctor.step_breakdown import settled
 
 FEWEST = 3  # compilations after the warm-up: one or two may be a last odd batch
 

@@ -4,14 +4,14 @@ from collections.abc import Iterator
 
 from trimaran.core import Finding
 from trimaran.doctor.evidence import Evidence
-from trimaran.doctor.measured import Measured, measure, number
-from trimaran.doctor.remedy import forecast
+from trimaran.doctor.predicted_gain import forecast
 from trimaran.doctor.rules.speed.checkpoint_stall import checkpoint_stall
 from trimaran.doctor.rules.speed.communication_bound import communication_bound
 from trimaran.doctor.rules.speed.data_bound import data_bound
 from trimaran.doctor.rules.speed.imbalance import imbalance
 from trimaran.doctor.rules.speed.straggler import straggler
 from trimaran.doctor.rules.speed.uneven_stages import uneven_stages
+from trimaran.doctor.step_breakdown import StepBreakdown, measure, number
 
 LOST = 0.2  # of the ranks' time
 BELOW = 0.1  # under what the prediction has
@@ -93,7 +93,7 @@ def _a_sample(evidence: Evidence) -> dict[str, float] | None:
     return {name: ranks * getattr(measured, part) for name, part in {**PARTS, "compute": "compute"}.items()}
 
 
-def _expected(evidence: Evidence, measured: Measured) -> float | None:
+def _expected(evidence: Evidence, measured: StepBreakdown) -> float | None:
     """Return the efficiency that the model has for the plan: what of a step is not waiting.
 
     Waiting is the model's word, computing is what was measured: a prediction that is off is another finding.

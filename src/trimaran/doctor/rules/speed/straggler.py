@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from trimaran.core import Finding, show_seconds
 from trimaran.doctor.evidence import Evidence, Line
-from trimaran.doctor.measured import FEWEST, Measured, measure, number, settled
+from trimaran.doctor.step_breakdown import FEWEST, StepBreakdown, measure, number, settled
 from trimaran.telemetry.nvml import FAULTS
 
 SLOWER = 1.25  # times the median rank
@@ -36,7 +36,7 @@ def straggler(evidence: Evidence) -> Iterator[Finding]:
     yield _finding(evidence, measured, max(slow, key=lambda each: each.lost))
 
 
-def _finding(evidence: Evidence, measured: Measured, slow: "Slow") -> Finding:
+def _finding(evidence: Evidence, measured: StepBreakdown, slow: "Slow") -> Finding:
     tokens = _spread(evidence, "tokens")
     heavier = tokens.most / tokens.usual if tokens and tokens.rank == slow.rank and tokens.usual else 1.0
     is_data = heavier - 1 > WORK * (slow.ratio - 1)
@@ -78,7 +78,7 @@ class Slow(NamedTuple):
     def ratio(self) -> float:
         return self.most / self.usual if self.usual else 1.0
 
-    def is_slow(self, measured: Measured) -> bool:
+    def is_slow(self, measured: StepBreakdown) -> bool:
         return self.ratio >= SLOWER and self.lost >= WORTH * measured.step
 
 

@@ -5,8 +5,8 @@ from statistics import median
 
 from trimaran.core import Finding
 from trimaran.doctor.evidence import Evidence
-from trimaran.doctor.measured import measure, number, settled
-from trimaran.doctor.remedy import best_of
+from trimaran.doctor.predicted_gain import best_of
+from trimaran.doctor.step_breakdown import measure, number, settled
 
 WAITS = 0.1  # of the pipeline's time, above what its schedule has in theory
 UNEVEN = 1.25  # times the median stage

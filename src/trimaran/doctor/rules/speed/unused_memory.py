@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from trimaran.core import Finding, Plan, show_bytes
 from trimaran.doctor.evidence import Evidence
-from trimaran.doctor.measured import measure, number
-from trimaran.doctor.remedy import Patch, best_of, larger_micro_batches
+from trimaran.doctor.predicted_gain import Patch, best_of, larger_micro_batches
+from trimaran.doctor.step_breakdown import measure, number
 
 MOST = 0.7  # of a device's memory that an under-used one has in use
 

@@ -1,0 +1,292 @@
+"""`trimaran checkpoints`: what a run has kept; verify, compare, prune and import it."""
+
+import json
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from trimaran.app.request.options import Json, RunName, Settings, complete_recipe, complete_run, find_run
+from trimaran.app.views.logs import printable
+from trimaran.checkpoint.checkpoint_list import CheckpointRow, count_drafts, find_step, list_checkpoints, verify_all
+from trimaran.checkpoint.step_dirs import prune, step_path, steps, superfluous
+from trimaran.core import UserError, show_bytes
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from trimaran.checkpoint.import_dcp import ImportedTensors
+    from trimaran.run import RunDirectory
+
+DAMAGED = 1
+MANY = 20
+
+
+class ListByDefault(TyperGroup):
+    """Takes `checkpoints RUN` for `checkpoints list RUN`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        is_run = bool(args) and args[0] not in self.commands and args[0] != "--help"
+        return super().parse_args(ctx, ["list", *args] if is_run else args)
+
+
+HELP = """List what a run has kept, or do something with it.
+
+\b
+trimaran checkpoints runs/stdlib-tiny
+trimaran checkpoints verify runs/stdlib-tiny
+"""
+checkpoints = typer.Typer(cls=ListByDefault, help=HELP, rich_markup_mode=None, subcommand_metavar="RUN | VERB ...")
+
+Step = Annotated[int, typer.Argument(metavar="STEP", min=0)]
+
+
+@checkpoints.command("list")
+def list_all(run: RunName, as_json: Json = False) -> None:
+    """List the checkpoints of a run: when, how large, saved by how many ranks, and what is wrong with one.
+
+    \b
+    trimaran checkpoints runs/stdlib-tiny
+    trimaran checkpoints list runs/stdlib-tiny --json
+    """
+    directory = find_run(run)
+    rows, drafts = list_checkpoints(directory.checkpoints), count_drafts(directory.checkpoints)
+    if as_json:
+        answer = {"run_dir": str(directory.path), "checkpoints": [row.as_dict() for row in rows], "drafts": drafts}
+        typer.echo(json.dumps(answer))
+        return
+    if not rows:
+        typer.echo(f"no checkpoint in {directory.checkpoints} yet")
+    else:
+        _show(rows)
+    if drafts:
+        typer.echo(f"{drafts} unfinished: being written, or left by a run that died")
+
+
+@checkpoints.command("verify")
+def verify_run(
+    run: RunName,
+    step: Annotated[int | None, typer.Argument(metavar="[STEP]", min=0, show_default=False)] = None,
+    as_json: Json = False,
+) -> int:
+    """Read every byte of a checkpoint, or of all, and compare the checksums. Exit code 1 when one is damaged.
+
+    \b
+    trimaran checkpoints verify runs/stdlib-tiny
+    trimaran checkpoints verify runs/stdlib-tiny 40
+    """
+    directory = find_run(run)
+    newest = find_step(directory.checkpoints, step, where=str(directory.path))
+    chosen = [newest] if step is not None else [step_path(directory.checkpoints, each) for each in
+                                                steps(directory.checkpoints)]  # fmt: skip
+    answers = [{"step": int(path.name.removeprefix("step-")), "damages": damages} for path in chosen
+               if (damages := _damages(path)) is not None]  # fmt: skip
+    if as_json:
+        typer.echo(json.dumps({"run_dir": str(directory.path), "checkpoints": answers}))
+    else:
+        for answer in answers:
+            typer.echo(f"step {answer['step']}: {'; '.join(answer['damages']) or 'verified'}")
+    return DAMAGED if any(answer["damages"] for answer in answers) else 0
+
+
+@checkpoints.command("compare")
+def compare_steps(run: RunName, one: Step, other: Step, as_json: Json = False) -> None:
+    """Show in what two checkpoints of a run differ, however each was cut.
+
+    \b
+    trimaran checkpoints compare runs/stdlib-tiny 20 40
+    """
+    from trimaran.checkpoint.compare_checkpoints import compare
+    from trimaran.checkpoint.step_files import StepFiles
+
+    directory = find_run(run)
+    paths = [find_step(directory.checkpoints, each, where=str(directory.path)) for each in (one, other)]
+    total = len({key for path in paths for key in StepFiles(path).index})
+    found = compare(*paths)
+    if as_json:
+        differences = [{"key": each.key, "what": each.what, "values": each.num_values,
+                        "different": each.num_different, "largest": each.largest} for each in found]  # fmt: skip
+        typer.echo(json.dumps({"steps": [one, other], "tensors": total, "identical": total - len(found),
+                               "differences": differences}))  # fmt: skip
+        return
+    typer.echo(f"{total - len(found)} of {total} tensors are identical")
+    for each in sorted(found, key=lambda each: -(each.largest or 0))[:MANY]:
+        shown = f"{each.num_different:,} of {each.num_values:,} values differ" if each.num_values else each.what
+        typer.echo(f"  {each.key}: {shown}{'' if each.largest is None else f', at most by {each.largest:.3g}'}")
+    if len(found) > MANY:
+        typer.echo(f"  and {len(found) - MANY} more")
+
+
+@checkpoints.command("prune")
+def prune_run(
+    run: RunName,
+    keep: Annotated[int, typer.Option(min=1, help="How many of the newest stay.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say which would go.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Delete all but the newest checkpoints. What is not older than a verified one stays, and so do the multiples that
+    the recipe keeps for good (checkpoint.keep_every). The run must not be running: it prunes by itself.
+
+    \b
+    trimaran checkpoints prune runs/stdlib-tiny --keep 2 --dry-run
+    """
+    from trimaran.checkpoint.durable import DurableDisk, naming_the_disk
+
+    directory = find_run(run)
+    folder, keep_every = directory.checkpoints, directory.read_recipe().checkpoint.keep_every
+    find_step(folder, None, where=str(directory.path))
+    verified = next((step for step in reversed(steps(folder)) if _damages(step_path(folder, step)) == []), None)
+    if verified is None:
+        raise UserError("K028", "no checkpoint of this run is whole, and nothing was deleted", where=str(folder),
+                        fix="`trimaran checkpoints verify RUN` says what is wrong with each")  # fmt: skip
+    if dry_run:
+        gone = superfluous(steps(folder), keep=keep, keep_every=keep_every, verified=verified)
+    else:
+        with _alone(directory), naming_the_disk(folder):
+            gone = prune(folder, keep=keep, keep_every=keep_every, verified=verified, disk=DurableDisk())
+    left = [step for step in steps(folder) if step not in gone]
+    if as_json:
+        typer.echo(json.dumps({"deleted": gone, "kept": left, "verified": verified, "dry_run": dry_run}))
+    else:
+        typer.echo(f"{'would delete' if dry_run else 'deleted'} {_words(gone)}; {_words(left)} stay")
+
+
+@checkpoints.command("import")
+def import_folder(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="What torch.distributed.checkpoint.save wrote.")],
+    run_dir: Annotated[
+        Path, typer.Option(metavar="DIR", help="The run that goes on from it, or a new folder.",
+                           autocompletion=complete_run)],
+    recipe: Annotated[
+        str | None, typer.Option(metavar="RECIPE", help="Of a new run: what it trains.", autocompletion=complete_recipe)
+    ] = None,
+    settings: Settings = None,
+    step: Annotated[int | None, typer.Option(metavar="N", min=0, help="[default: the optimizer's]")] = None,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Make a distributed checkpoint of torch, Trimaran's or FSDP's, into one that a run resumes from.
+
+    Weights and AdamW's states are found by their names; without states the optimizer begins anew. Nothing in the folder
+    is unpickled: what is not a tensor is passed over.
+
+    \b
+    trimaran checkpoints import /data/fsdp/step-1000 --run-dir runs/mine --recipe mine.yaml
+    trimaran resume runs/mine
+    """
+    from rich.console import Console
+
+    answer = _import(folder, run_dir, recipe, settings, step, Console(stderr=True))
+    if as_json:
+        typer.echo(json.dumps(answer))
+        return
+    moments = "with the optimizer's states" if answer["with_moments"] else "with a new optimizer"
+    typer.echo(f"step {answer['step']} is in {answer['path']}, {moments}\ngo on with: trimaran resume {run_dir}")
+
+
+def _import(
+    folder: Path, run_dir: Path, recipe: str | None, settings: list[str] | None, step: int | None, console: "Console"
+) -> dict[str, Any]:
+    from trimaran.app.request.request import resolve
+    from trimaran.app.views.progress_bar import packing_bar
+    from trimaran.checkpoint.convert import dcp_source
+    from trimaran.checkpoint.import_dcp import find_arrivals
+    from trimaran.run import create_run, open_run, refuse_occupied
+
+    is_new = not run_dir.exists()
+    if not is_new and (recipe or settings):
+        raise UserError("A001", "--recipe and --set are for a new run", where=str(run_dir),
+                        fix="leave them out, or name a folder that does not exist yet: --run-dir DIR")  # fmt: skip
+    if is_new and not recipe and not settings:
+        raise UserError("A001", "a new run needs a recipe that says which model it trains", where=str(run_dir),
+                        fix="add --recipe RECIPE, or name a run that there is: --run-dir RUN")  # fmt: skip
+    source = dcp_source(folder)
+    if is_new:
+        refuse_occupied(run_dir)
+        request = resolve(recipe, settings or [])
+        arrivals = find_arrivals(source, request.recipe)
+        run = create_run(run_dir, request.recipe, request.plan)
+    else:
+        run = open_run(run_dir)
+        arrivals = find_arrivals(source, run.read_recipe())
+    with packing_bar(console) as progress:
+        path = _write(arrivals, source, run, arrivals.step if step is None else step, progress)
+    return {"run_dir": str(run.path), "path": str(path), "step": int(path.name.removeprefix("step-")),
+            "tensors": len(arrivals.tensors), "with_moments": arrivals.with_moments,
+            "passed_over": source.passed_over}  # fmt: skip
+
+
+def _write(arrivals: "ImportedTensors", source: Any, run: "RunDirectory", step: int, progress: Any) -> Path:
+    """Write what arrives as a checkpoint of `run`, which nobody may be running."""
+    import time
+
+    from trimaran.checkpoint.import_dcp import write_arrivals
+    from trimaran.checkpoint.manifest import Manifest
+    from trimaran.run.lease import take
+
+    recipe = run.read_recipe()
+    with take(run) as lease:
+        newest = max(steps(run.checkpoints), default=-1)
+        if step <= newest:
+            raise UserError("K029", f"the run has a checkpoint of step {newest}, and goes on from the newest",
+                            where=str(run.checkpoints),
+                            fix=f"use --step {newest + 1} or more, or another run: --run-dir DIR")  # fmt: skip
+        facts = {"seed": recipe.train.seed, "global_batch": recipe.train.global_batch}
+        about = Manifest(step=step, time=time.time(), term=lease.term, recipe=run.recipe.read_text(encoding="utf-8"),
+                         progress=facts)  # fmt: skip
+        return write_arrivals(arrivals, source, run.checkpoints, about=about, progress=progress)
+
+
+def _alone(run: "RunDirectory") -> AbstractContextManager[Any]:
+    """Return what keeps others from running `run` meanwhile. So does a disk that is full."""
+    from trimaran.run.lease import take
+    from trimaran.run.run_directory import NO_ROOM
+
+    try:
+        return take(run)
+    except UserError as error:
+        if isinstance(error.__cause__, OSError) and error.__cause__.errno in NO_ROOM:
+            return nullcontext()  # nobody held it, and nobody can take it now
+        raise
+
+
+def _damages(path: Path) -> list[str] | None:
+    """Return what is wrong with a checkpoint; None for one that a run at work has pruned meanwhile."""
+    from rich.console import Console
+
+    from trimaran.app.views.progress_bar import packing_bar
+
+    with packing_bar(Console(stderr=True)) as progress:
+        try:
+            found = verify_all(path, lambda share: progress(f"verifying {path.name}", share))
+        except (OSError, UserError):
+            found = []
+            if path.exists():
+                raise
+    return [str(each) for each in found] if path.exists() else None
+
+
+def _show(rows: list[CheckpointRow]) -> None:
+    import time
+
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    for column in ("step", "size", "written"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for column in ("when", "ranks", "plan", "state"):
+        table.add_column(column, no_wrap=True)
+    for row in rows:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.time)) if row.time else ""
+        ranks = "" if row.world_size is None else str(row.world_size)
+        sizes = (show_bytes(row.bytes), show_bytes(row.written_bytes))
+        table.add_row(str(row.step), *sizes, when, ranks, printable(row.plan), row.status)
+    Console(highlight=False, markup=False).print(table)
+    for row in (each for each in rows if each.why):
+        typer.echo(f"step {row.step} is {row.status}: {printable(row.why)}")
+
+
+def _words(numbers: list[int]) -> str:
+    return f"step {', '.join(map(str, numbers))}" if numbers else "none"

@@ -1,0 +1,122 @@
+"""`trimaran data`: what a recipe's data is made of, text into token shards, and a look into them."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+import yaml
+
+from trimaran.app.request.options import Json, RecipeFile, Settings
+from trimaran.core import DataSection, UserError, show_bytes, show_count
+from trimaran.data import TokenShards, pack
+
+data = typer.Typer(help="Look at the data of a recipe; pack text into token shards.", rich_markup_mode=None)
+
+Source = Literal["text", "jsonl", "datasets", "python-stdlib"]
+
+
+@data.command("pack")
+def pack_data(  # noqa: PLR0913 - each option of a verb is a parameter
+    source: Annotated[Source, typer.Option(help="What the data is.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="A new folder for the shards.")],
+    path: Annotated[str | None, typer.Option(metavar="PATH", help="The file or folder to read.")] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="FILE", help="A tokenizers JSON file; bytes without it.")
+    ] = None,
+    text_field: Annotated[
+        str, typer.Option(metavar="FIELD", help="Where a JSONL line or a row holds its text.")
+    ] = "text",
+    end_token: Annotated[
+        str | None, typer.Option(metavar="TOKEN", help="The token that ends a document, where it has no usual name.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Pack text into a folder of token shards, which any run can use without tokenizing again.
+
+    \b
+    trimaran data pack --source jsonl --path corpus.jsonl --out shards/corpus
+    trimaran data pack --source text --path notes/ --tokenizer tokenizer.json --out shards/notes
+    """
+    from rich.console import Console
+
+    from trimaran.app.views.progress_bar import packing_bar
+
+    section = DataSection(source=source, path=path, tokenizer=tokenizer, text_field=text_field)
+    with packing_bar(Console(stderr=True)) as progress:
+        pack(section, out, end_token=end_token, progress=progress)
+    _show(TokenShards.open(out), as_json=as_json)
+
+
+@data.command("info")
+def show_info(
+    path: Annotated[Path, typer.Argument(metavar="DIR", help="A folder of token shards.")],
+    verify: Annotated[bool, typer.Option("--verify", help="Read everything and compare the checksums.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show what a folder of token shards holds, and how a recipe names it.
+
+    \b
+    trimaran data info shards/corpus --verify
+    """
+    shards = TokenShards.open(path)
+    if verify:
+        shards.verify()
+    _show(shards, as_json=as_json, verified=verify)
+
+
+@data.command("inspect")
+def inspect_data(recipe: RecipeFile = None, settings: Settings = None, as_json: Json = False) -> None:
+    """Prepare the data of a recipe and show what it is made of: sources, lengths, pictures, bad samples, full rows.
+
+    \b
+    trimaran data inspect recipes/vlm-tiny.yaml
+    trimaran data inspect mine.yaml --set data.seq_len=2048 --json
+    """
+    import os
+
+    from rich.console import Console
+
+    from trimaran.app.request.request import read_recipe
+    from trimaran.app.views.inspect_samples import describe, show
+    from trimaran.app.views.progress_bar import packing_bar
+    from trimaran.data import cache_folder, prepare
+    from trimaran.data.data_kind import kind_of
+    from trimaran.data.samples import SampleIndex, prepare_samples
+    from trimaran.models.recipe_images import recipe_image_rules
+
+    asked = read_recipe(recipe, settings or [])
+    kind = kind_of(asked)
+    if kind == "scenes":
+        raise UserError("T030", "scenes are simulated while they are loaded: there is nothing to prepare",
+                        where="data.source: scenes", fix="train on them as they are")  # fmt: skip
+    with packing_bar(Console(stderr=True)) as progress:
+        if kind == "text":
+            path = prepare(asked.data, cache=cache_folder(os.environ), progress=progress)
+            _show(TokenShards.open(path), as_json=as_json)
+            return
+        rules = recipe_image_rules(asked)
+        path = prepare_samples(asked.data, rules=rules, cache=cache_folder(os.environ), progress=progress)
+    facts = describe(SampleIndex.open(path), asked.data, rules, asked.train.seed)
+    if as_json:
+        typer.echo(json.dumps(facts))
+    else:
+        show(facts, Console(highlight=False))
+
+
+def _show(shards: TokenShards, *, as_json: bool, verified: bool = False) -> None:
+    meta = shards.meta
+    snippet = {"data": {"source": "shards", "path": str(shards.path.resolve())}}
+    size = sum(file.stat().st_size for file in shards.path.iterdir())
+    if as_json:
+        facts: dict[str, Any] = meta.model_dump(mode="json") | {"path": str(shards.path), "bytes": size}
+        typer.echo(json.dumps(facts | {"verified": verified, "recipe": snippet}))
+        return
+    kind = meta.tokenizer.get("kind", "unknown")
+    typer.echo(f"tokens      {meta.num_tokens:,} ({show_count(meta.num_tokens)})")
+    typer.echo(
+        f"documents   {meta.num_documents:,}, {meta.num_tokens / meta.num_documents:,.0f} tokens each on average"
+    )
+    typer.echo(f"tokenizer   {kind}, {meta.vocab_size:,} ids")
+    typer.echo(f"shards      {len(meta.shards)} x {meta.dtype}, {show_bytes(size)}{', verified' if verified else ''}")
+    typer.echo(f"\nin a recipe:\n{yaml.safe_dump(snippet, sort_keys=False, default_flow_style=None).strip()}")

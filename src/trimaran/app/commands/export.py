@@ -1,0 +1,99 @@
+"""`trimaran export`: a checkpoint for other programs."""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from trimaran.app.request.options import Json, RunName, find_run
+from trimaran.checkpoint.checkpoint_list import verify_all, with_step
+from trimaran.checkpoint.manifest import DamagedError
+from trimaran.core import Recipe, UserError, show_bytes
+from trimaran.run.compile_cache import refuse_unusable
+
+if TYPE_CHECKING:
+    from trimaran.run import RunDirectory
+
+Form = Literal["hf", "dcp"]
+Number = Literal["fp32", "bf16"]
+
+
+def export(
+    run: RunName,
+    step: Annotated[int | None, typer.Option(metavar="N", help="Which checkpoint. [default: the newest]")] = None,
+    to: Annotated[Form, typer.Option("--to", help="A Hugging Face folder, or torch's distributed checkpoint.")] = "hf",
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A new folder. [default: RUN/exports/step-N-hf]")
+    ] = None,
+    dtype: Annotated[Number | None, typer.Option(help="How Hugging Face weights are kept. [default: fp32]")] = None,
+    as_json: Json = False,
+) -> None:
+    """Make a checkpoint into a folder that other programs read. It is verified first, and no rank is started.
+
+    `hf` has the weights, config.json and the tokenizer. `dcp` has weights and optimizer states as
+    torch.distributed.checkpoint.load reads them.
+
+    \b
+    trimaran export runs/stdlib-tiny
+    trimaran export runs/stdlib-tiny --step 40 --to dcp --out /data/for-torchtitan
+    """
+    if to == "dcp" and dtype is not None:
+        raise UserError("A001", "--dtype is for --to hf: a DCP folder has every tensor as it is", where="--dtype",
+                        fix="leave --dtype out")  # fmt: skip
+    refuse_unusable(os.environ)
+    from rich.console import Console
+
+    from trimaran.app.views.progress_bar import packing_bar
+
+    began, directory = time.monotonic(), find_run(run)
+    with packing_bar(Console(stderr=True)) as progress:
+
+        def write(path: Path) -> Path:
+            target = out or directory.path / "exports" / f"{path.name}-{to}"
+            if damages := verify_all(path, lambda share: progress("verifying", share)):
+                raise DamagedError(path, damages)
+            _write(directory, path, target, dtype or "fp32" if to == "hf" else None, progress)
+            return target
+
+        path, target = with_step(directory.checkpoints, step, write, where=str(directory.path))
+    size = sum(file.stat().st_size for file in target.iterdir())
+    facts = {"run_dir": str(directory.path), "step": int(path.name.removeprefix("step-")), "to": to}
+    if as_json:
+        facts |= {"path": str(target), "bytes": size, "seconds": round(time.monotonic() - began, 3)}
+        typer.echo(json.dumps(facts))
+    else:
+        typer.echo(f"step {facts['step']} is in {target} ({show_bytes(size)})")
+
+
+def _write(
+    run: "RunDirectory", path: Path, target: Path, dtype: str | None, progress: Callable[[str, float], None]
+) -> None:
+    """Write the checkpoint in `path` to `target`: as a Hugging Face folder with values of `dtype`, or as DCP."""
+    from trimaran.checkpoint.convert import export_dcp, export_hf
+    from trimaran.checkpoint.disk_source import DiskSource
+
+    source, recipe = DiskSource(path), run.read_recipe()
+    if dtype is None:
+        export_dcp(source, target, progress=progress)
+    else:
+        beside = _tokenizer_beside(run, recipe)
+        export_hf(source, recipe.model, target, dtype=dtype, beside=beside, progress=progress)
+
+
+def _tokenizer_beside(run: "RunDirectory", recipe: Recipe) -> Callable[[Path], None]:
+    """Return what puts the run's tokenizer into a folder: the one beside its own weights, or that of its data."""
+    from trimaran.data import TokenShards
+    from trimaran.data.tokenizer import load_tokenizer, open_tokenizer
+    from trimaran.infer.generate import TOKENIZER, save_tokenizer
+
+    if (told := run.model / TOKENIZER).is_file():
+        tokenizer = open_tokenizer(json.loads(told.read_text(encoding="utf-8")), run.model)
+    elif recipe.data.source == "shards" and recipe.data.path:
+        tokenizer = TokenShards.open(Path(recipe.data.path)).tokenizer
+    else:
+        tokenizer = load_tokenizer(recipe.data.tokenizer)
+    return lambda folder: save_tokenizer(tokenizer, folder)

@@ -1,0 +1,40 @@
+"""`trimaran incidents`: what went wrong in a run, and what was done about it."""
+
+import json
+
+import typer
+
+from trimaran.app.request.options import Json, RunName, find_run
+from trimaran.app.views.run_state import RunState
+from trimaran.launch.incident_text import incident_text
+from trimaran.run import read_incidents
+
+STYLES = {"stopped": "bold red", "continued": "yellow", "skipped": "yellow"}
+
+
+def incidents(run: RunName, as_json: Json = False) -> None:
+    """Show every incident of a run: what happened, who did it, the evidence, what was done and what it cost.
+
+    \b
+    trimaran incidents runs/stdlib-tiny
+    trimaran incidents runs/stdlib-tiny --json
+    """
+    directory = find_run(run)
+    found = read_incidents(directory)
+    if as_json:
+        typer.echo(json.dumps([each.as_dict() | {"incident_text": incident_text(each)} for each in found]))
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    state = RunState(directory)
+    state.refresh()
+    if vanished := state.status == "vanished":
+        console.print(Text("the run was killed, and nobody has gone on with it", style="bold red"), soft_wrap=True)
+    if not found and not vanished:
+        console.print("nothing went wrong in this run")
+    for number, each in enumerate(found):
+        first, *rest = incident_text(each).splitlines()
+        console.print(Text(first, style=STYLES.get(each.action or "", "bold")), soft_wrap=True)
+        console.print(Text("\n".join([*rest, ""] if number < len(found) - 1 else rest)), soft_wrap=True)

@@ -1,0 +1,78 @@
+"""`trimaran presets`: the model shapes that have a name."""
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import typer
+
+from trimaran.app.request.options import Json
+from trimaran.core import show_count
+from trimaran.models import PERCEPTION_PRESETS, PRESETS, VLM_PRESETS
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_OTHERS = {"vlm": VLM_PRESETS, "perception": PERCEPTION_PRESETS}
+
+
+def presets(as_json: Json = False) -> None:
+    """List the model shapes that have a name; use one with --set model.preset=NAME, and its model.family.
+
+    \b
+    trimaran presets
+    trimaran plan --set model.preset=llama-3-8b --set cluster=8xH100
+    """
+    if as_json:
+        # Presets of two families may share a name.
+        named = {**PRESETS, **{f"{family}/{name}": spec for family, table in _OTHERS.items()
+                               for name, spec in table.items()}}  # fmt: skip
+        typer.echo(json.dumps({key: asdict(spec) | {"parameters": spec.num_parameters} for key, spec in named.items()}))
+        return
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    console.print(_decoders())
+    console.print("\nmodel.family: vlm", style="dim")
+    console.print(_vlms())
+    console.print("\nmodel.family: perception", style="dim")
+    console.print(_perceptions())
+
+
+def _table(*columns: str) -> "Table":
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
+    table.add_column("preset", style="bold", no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def _decoders() -> "Table":
+    table = _table("weights", "layers", "hidden", "heads/kv", "ffn", "experts", "vocab", "context")
+    for name, spec in PRESETS.items():
+        experts = spec.block.experts
+        cells = [show_count(spec.num_parameters), str(spec.layers), str(spec.hidden), f"{spec.heads}/{spec.kv_heads}"]
+        cells += [str(experts.ffn), f"{experts.top_k} of {experts.num_experts}"] if experts else [str(spec.ffn), ""]
+        table.add_row(name, *cells, str(spec.vocab), str(spec.max_seq_len))
+    return table
+
+
+def _vlms() -> "Table":
+    table = _table("weights", "vision", "layers", "pictures", "language", "layers", "hidden", "context")
+    for name, spec in VLM_PRESETS.items():
+        eye, text = spec.vision, spec.language
+        sees = f"any, by {eye.patch}" if eye.variant == "native" else f"tiles {eye.tile}"
+        cells = [show_count(spec.num_parameters), show_count(eye.num_parameters), str(eye.layers), sees]
+        cells += [show_count(text.num_parameters), str(text.layers), str(text.hidden), str(text.max_seq_len)]
+        table.add_row(name, *cells)
+    return table
+
+
+def _perceptions() -> "Table":
+    table = _table("weights", "cameras", "pixels", "hidden", "lidar layers", "fusion layers", "cells")
+    for name, spec in PERCEPTION_PRESETS.items():
+        cells = [show_count(spec.num_parameters), str(spec.cameras), f"{spec.width}x{spec.height}", str(spec.hidden)]
+        table.add_row(name, *cells, str(spec.lidar_layers), str(spec.fusion_layers), f"{spec.cells}x{spec.cells}")
+    return table

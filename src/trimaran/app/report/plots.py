@@ -1,0 +1,143 @@
+"""Which pictures a report has: from the facts to plots."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from trimaran.app.report.axis_scale import SHOW
+from trimaran.app.report.markup import Html
+from trimaran.app.report.plot import Curve, Mark, Plot, draw
+
+Tree = dict[str, Any]
+PHASE_KINDS = {
+    "data": "orange",
+    "forward": "sky",
+    "backward": "blue",
+    "comm": "red",
+    "optimizer": "green",
+    "checkpoint": "purple",
+}
+SPREAD_TITLES = {
+    "busy_seconds": ("Own work of a step", "seconds"),
+    "wait_seconds": ("Waiting for others", "seconds"),
+    "data_seconds": ("Waiting for data", "seconds"),
+    "peak_bytes": ("Peak memory", "bytes"),
+    "tokens": ("Tokens of a step", "count"),
+}
+MACHINE_TITLES = {
+    "cpu": ("CPU in use", "share"),
+    "ram": ("RAM in use", "share"),
+    "disk_free": ("Free on the run's disk", "bytes"),
+    "network": ("Network, both ways", "bytes/s"),
+    "gpu_utilisation": ("GPU busy", "share"),
+    "gpu_memory": ("GPU memory in use", "share"),
+    "gpu_power": ("GPU power", "W"),
+    "gpu_temperature": ("GPU temperature", "C"),
+    "gpu_clock": ("GPU clock, of its highest", "share"),
+}
+
+
+def step_pictures(facts: Tree) -> list[Html]:
+    """Return loss, gradient, throughput, memory, step time and learning rate over the steps."""
+    curves, marks = facts["curves"], list(_marks(facts))
+    expected = facts["prediction"] or {}
+
+    def line(name: str, kind: str, label: str) -> list[Curve]:
+        return _curves(curves[name], kind, label) if name in curves else []
+
+    def words(name: str, unit: str) -> str:
+        return _extremes(curves[name], SHOW[unit]) if name in curves else ""
+
+    memory = [*line("reserved", "orange", "reserved"), *line("allocated", "green", "allocated")]
+    peak = line("peak_bytes", "blue", "peak of rank 0" if facts["attempts"] else "peak")
+    plots = [
+        Plot(title="Loss", unit="number", marks=marks, words=words("loss", "number"),
+             curves=[*line("held_out", "dots", "held out"), *line("loss", "blue", "loss")]),
+        Plot(title="Gradient norm", unit="number", may_log=True, marks=marks,
+             curves=line("grad_norm", "blue", "norm"), words=words("grad_norm", "number")),
+        Plot(title=f"{facts['unit'].capitalize()} per second", unit="count", marks=marks,
+             words=words("tokens_per_second", "count"),
+             curves=line("tokens_per_second", "blue", "rate"), levels=_level(expected, "tokens_per_second", facts)),
+        Plot(title="Seconds of a step", unit="seconds", may_log=True, marks=marks,
+             words=words("step_seconds", "seconds"),
+             curves=line("step_seconds", "blue", "step"), levels=_level(expected, "step_seconds")),
+        Plot(title="Memory", unit="bytes", marks=marks, curves=[*memory, *peak],
+             levels=_level(expected, "peak_bytes"), words=words("peak_bytes", "bytes")),
+        Plot(title="Learning rate", unit="number", curves=line("lr", "blue", "rate"), words=words("lr", "number")),
+    ]  # fmt: skip
+    return [draw(plot) for plot in plots]
+
+
+def thinned_words(facts: Tree) -> str:
+    """Return how to read a curve of which many steps share a place; nothing where none does."""
+    thinned = any("spread" in found for found in facts["curves"].values())
+    return (
+        "A line is the mean of neighbouring steps; the shade reaches from their least to their most." if thinned else ""
+    )
+
+
+def _curves(found: Tree, kind: str, label: str) -> list[Curve]:
+    """Return a line or, where many steps share a place, the line of their means and the band that they lie in."""
+    if "points" in found:
+        return [Curve(name=label, kind=kind, points=found["points"])]
+    lower, mean, upper = ([(row[0], row[each]) for row in found["spread"]] for each in (1, 2, 3))
+    band = Curve(name="", kind=f"shade {kind}", points=lower, upper=upper)
+    return [band, Curve(name=label, kind=kind, points=mean)]
+
+
+def _extremes(found: Tree, show: Callable[[float], str]) -> str:
+    """Return the values of a curve that a person looks for."""
+    first, last, least, most = (found[name] for name in ("first", "last", "least", "most"))
+    return (f"first {show(first[1])}, last {show(last[1])}, least {show(least[1])} at step {least[0]:.0f}, "
+            f"most {show(most[1])} at step {most[0]:.0f}")  # fmt: skip
+
+
+def phases_picture(facts: Tree) -> Html:
+    """Return the phases of a step over time, stacked: together they are the step."""
+    phases = facts["phases_over_time"]
+    if not phases:
+        return Html("")
+    base, curves = [0.0] * len(phases["steps"]), []
+    for name, values in phases["seconds"].items():
+        top = [below + value for below, value in zip(base, values, strict=True)]
+        lower, upper = (list(zip(phases["steps"], each, strict=True)) for each in (base, top))
+        curves.append(Curve(name=name, kind=PHASE_KINDS[name], points=lower, upper=upper))
+        base = top
+    return draw(Plot(title="Phases of a step", unit="seconds", curves=curves, stacked=True))
+
+
+def spread_pictures(facts: Tree) -> list[Html]:
+    """Return how far the ranks were apart, a picture for each quantity that differed."""
+    spreads = facts["ranks_over_time"].get("spreads", {})
+    known = [(SPREAD_TITLES[name], rows) for name, rows in spreads.items() if any(row[1] < row[3] for row in rows)]
+    return [_band(title, unit, rows, ("least to most", "median")) for (title, unit), rows in known]
+
+
+def machine_pictures(facts: Tree) -> list[Html]:
+    """Return what was sampled of the machines, over the time since the run was started."""
+    begin = facts["timeline"]["begin"]
+    found = facts["machines_over_time"]
+    rows = [(*MACHINE_TITLES[name], spreads) for name, spreads in found.items()]
+    return [_band(title, unit, spreads, ("least to most", "mean"), since=begin) for title, unit, spreads in rows]
+
+
+def _band(title: str, unit: str, rows: list[list[float]], names: tuple[str, str], since: float | None = None) -> Html:
+    """Return a line with a band around it; rows are: where, least, middle, most."""
+    lower, middle, upper = ([(row[0], row[each]) for row in rows] for each in (1, 2, 3))
+    band = [Curve(name=names[0], kind="shade blue", points=lower, upper=upper)] if lower != upper else []
+    line = Curve(name=names[1], kind="blue", points=middle)
+    return draw(Plot(title=title, unit=unit, curves=[*band, line], since=since))
+
+
+def _level(expected: Tree, name: str, facts: Tree | None = None) -> dict[str, float]:
+    counts_alike = facts is None or facts["unit"] == "tokens"
+    return {"predicted": expected[name]} if expected.get(name) and counts_alike else {}
+
+
+def _marks(facts: Tree) -> Iterator[Mark]:
+    """Yield where something happened: incidents, restarts, steps whose numbers were not finite."""
+    for incident in facts["incidents"][:200]:
+        yield Mark(at=incident["step"], kind="red", words=f"incident: {incident['id']} {incident['what']}")
+    for before, after in zip(facts["timeline"]["attempts"], facts["timeline"]["attempts"][1:], strict=False):
+        yield Mark(at=before["step"], kind="orange", words=f"restart: start {after['number']}")
+    for step in facts["not_finite"]:
+        yield Mark(at=step, kind="purple", words=f"not finite: step {step}")

@@ -1,0 +1,156 @@
+"""Everything a report says about a run, as one JSON object: the page draws it, `--json` prints it."""
+
+import json
+import math
+import shlex
+import time
+from typing import Any
+
+from trimaran import __version__
+from trimaran.app.report.curves import curves_of, groups_of, not_finite, number, phases_of, ranks_of, tree
+from trimaran.app.report.machines import machines_of
+from trimaran.app.request.options import own_name, typed
+from trimaran.app.views.run_findings import read_findings
+from trimaran.app.views.run_state import RunState
+from trimaran.checkpoint.checkpoint_list import list_checkpoints
+from trimaran.core import PHASES, Recipe, UserError, show_count
+from trimaran.launch.incident_text import incident_text
+from trimaran.models import outline_if_told
+from trimaran.run import RunDirectory
+
+Tree = dict[str, Any]
+FORMAT = 1
+MAX_SNAPSHOT_BYTES = 16 << 20
+KINDS = {"weights": "parameters", "gradients": "gradients", "optimizer": "states", "activations": "activations"}
+
+
+def facts_of(run: RunDirectory) -> Tree:
+    """Return what the files of `run` say now: strict JSON, keys that the run has no reason for are empty."""
+    state = RunState(run)
+    state.refresh()
+    findings, trouble = read_findings(run)
+    facts = {
+        "format": FORMAT,
+        "made": time.time(),
+        "version": __version__,
+        "name": state.recipe.name,
+        "model": model_words(state.recipe),
+        "plan_words": str(state.plan),
+        "command": shlex.join([own_name(), "train", typed(run.recipe)]),
+        "recipe": run.recipe.read_text(encoding="utf-8"),
+        "unit": state.unit,
+        "why": state.attempts.why,
+        "machines_used": _machines_used(state),
+        "comparison": _comparison(state),
+        "curves": curves_of(state),
+        "not_finite": not_finite(state),
+        "phases_over_time": phases_of(state.steps),
+        "ranks_over_time": ranks_of(state),
+        "groups": groups_of(state),
+        "timeline": _timeline(state),
+        "checkpoints": [row.as_dict() for row in list_checkpoints(run.checkpoints)],
+        "findings": [told.as_dict() for told in findings],
+        "doctor_trouble": trouble,
+        "machines_over_time": machines_of(run),
+    }
+    answer = strict(state.as_dict() | facts)
+    for incident, found in zip(answer["incidents"], state.incidents, strict=True):
+        incident["incident_text"] = incident_text(found)
+    return answer
+
+
+def model_words(recipe: Recipe) -> str:
+    """Return the model as people name it, with its size where that is known here."""
+    words = filter(None, [recipe.model.family, recipe.model.preset or recipe.model.path])
+    try:
+        outline = outline_if_told(recipe.model, recipe.data)
+    except UserError:
+        outline = None  # its folder is on another machine
+    size = f", {show_count(outline.num_parameters)} parameters" if outline else ""
+    return f"{' '.join(words)}{size}"
+
+
+def _machines_used(state: RunState) -> Tree:
+    """Return where the ranks ran and with what, as they said when they were started last."""
+    starts = [event.data for event in state.now("start")]
+    known = {key for data in starts for key in data} - {"pid", "world_size"}
+    return {key: sorted({str(data[key]) for data in starts if key in data}) for key in sorted(known)}
+
+
+def _comparison(state: RunState) -> Tree:
+    """Return what was predicted beside what was measured: whole numbers, and the terms of a step and of memory.
+
+    A rank's memory is measured as a whole; its terms are known where somebody asked for a snapshot of it.
+    """
+    predicted, measured = state.plan.prediction, state.measured
+    if predicted is None:
+        return {}
+    # Of scenes the prediction counts positions, so their rates cannot be held against it.
+    rates = ("tokens_per_second", "mfu") if state.unit == "tokens" else ()
+    phases, held = state.phases, _held(state.run)
+    return {
+        "error": predicted.error,
+        "source": predicted.source,
+        "totals": [
+            _row(name, getattr(predicted, name), getattr(measured, name, None))
+            for name in ("step_seconds", *rates, "peak_bytes")
+        ],
+        "time": [
+            _row(name, predicted.time.get(name), phases.get(name, 0.0) if measured and name in PHASES else None)
+            for name in dict.fromkeys([*PHASES, *predicted.time])
+            if name in predicted.time or name in phases
+        ],
+        "memory": [_row(name, size, held.get(name)) for name, size in predicted.memory.items()],
+    }
+
+
+def _held(run: RunDirectory) -> dict[str, float]:
+    """Return the bytes of the newest snapshot of rank 0's memory by the prediction's terms; nothing without one."""
+    found = sorted(run.profiles.glob("memory-step-*-rank-0.json"))
+    if not found or found[-1].stat().st_size > MAX_SNAPSHOT_BYTES:
+        return {}
+    try:
+        snapshot = tree(json.loads(found[-1].read_text(encoding="utf-8")))
+    except ValueError:
+        return {}
+    kinds = tree(tree(snapshot.get("within")).get("kinds")) | tree(snapshot.get("kinds"))
+    held = {term: number(kinds.get(kind)) for term, kind in KINDS.items()}
+    return {term: size for term, size in held.items() if math.isfinite(size)}
+
+
+def _row(name: str, predicted: float | None, measured: float | None) -> Tree:
+    known = predicted is not None and measured is not None and predicted > 0
+    return {
+        "name": name,
+        "predicted": predicted,
+        "measured": measured,
+        "difference": measured / predicted - 1 if known else None,
+    }
+
+
+def _timeline(state: RunState) -> Tree:
+    """Return what happened when: starts of the ranks, incidents, checkpoints, evaluations; times are seconds since
+    the epoch."""
+    attempts = [
+        {"number": each.number, "time": each.time, "ended": each.ended, "how": each.how, "step": each.step,
+         "world_size": each.world_size} for each in state.attempts.attempts
+    ]  # fmt: skip
+    saved = [
+        {"time": event.time, "step": event.step, "stall_seconds": event.data.get("stall_seconds")}
+        for event in state.of_kind("checkpoint")
+        if event.rank == 0
+    ]
+    times = [*(each["time"] for each in attempts), *(event.time for event in state.events)]
+    times += [*(each["ended"] for each in attempts if each["ended"]), *(step.time for step in state.steps[-1:])]
+    return {"begin": min(times, default=None), "end": max(times, default=None), "attempts": attempts, "saved": saved}
+
+
+def strict(value: Any) -> Any:
+    """Return `value` as strict JSON holds it: a number that is not finite is null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): strict(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [strict(each) for each in value]
+    return value

@@ -1,0 +1,1 @@
+"""From what was typed to a plan: recipe, model, cluster, options."""

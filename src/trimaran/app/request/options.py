@@ -1,0 +1,162 @@
+"""Options that several verbs share, and what the shell completes for them."""
+
+import glob
+import re
+import shutil
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
+
+import typer
+
+if TYPE_CHECKING:  # every verb's help reads this file, so what only completion needs is loaded by it
+    from pydantic import BaseModel
+
+    from trimaran.run import RunDirectory
+
+RUNS = Path("runs")
+YAML = re.compile(r"\.ya?ml$")
+LINES = re.compile(r"\.jsonl$")
+MODEL = re.compile(r"\.ya?ml$|(^|/)config\.json$")
+
+
+def complete_recipe(incomplete: str) -> list[str]:
+    """Return the YAML files and folders that `incomplete` may become."""
+    return _files(incomplete, YAML)
+
+
+def complete_lines(incomplete: str) -> list[str]:
+    """Return the JSONL files and folders that `incomplete` may become."""
+    return _files(incomplete, LINES)
+
+
+def complete_what(incomplete: str) -> list[str]:
+    """Return what can be planned: presets, recipes, and the config.json and folders of models."""
+    from trimaran.models import PRESETS, VLM_PRESETS
+
+    return [*_starting(PRESETS | VLM_PRESETS, incomplete), *_files(incomplete, MODEL)]
+
+
+def complete_cluster(incomplete: str) -> list[str]:
+    """Return the clusters that `incomplete` may become: a device of the catalogue behind the counts, or a file."""
+    from trimaran.hardware import DEVICES
+
+    counts, separator, name = incomplete.rpartition("x")
+    devices = [f"{counts}{separator}{device}" for device in DEVICES if device.casefold().startswith(name.casefold())]
+    return [*_starting(["auto"], incomplete), *devices, *_files(incomplete, YAML)]
+
+
+def complete_goal(incomplete: str) -> list[str]:
+    """Return the goals that `incomplete` may become."""
+    from trimaran.planner import GOALS
+
+    return _starting(GOALS, incomplete)
+
+
+def complete_tool(incomplete: str) -> list[str]:
+    """Return the tools that a plan can be written for."""
+    from trimaran.planner.emit import EMITTERS
+
+    return _starting(EMITTERS, incomplete)
+
+
+def _files(incomplete: str, kind: re.Pattern[str]) -> list[str]:
+    names = sorted(glob.glob(glob.escape(incomplete) + "*"))
+    return [f"{name}/" if Path(name).is_dir() else name for name in names if Path(name).is_dir() or kind.search(name)]
+
+
+def _starting(words: Iterable[str], incomplete: str) -> list[str]:
+    return [word for word in words if word.startswith(incomplete)]
+
+
+def complete_setting(incomplete: str) -> list[str]:
+    """Return the recipe fields that `incomplete` may become and, after the `=`, the values a field can take."""
+    from trimaran.core import Recipe
+
+    path, separator, _ = incomplete.partition("=")
+    known = dict(_fields(Recipe, ""))
+    values = [f"{path}={choice}" for choice in known.get(path, ())]
+    return [
+        setting
+        for setting in (values if separator else [f"{field}=" for field in known])
+        if setting.startswith(incomplete)
+    ]
+
+
+def complete_run(incomplete: str) -> list[str]:
+    """Return the runs under `runs/` that `incomplete` may become."""
+    return [str(path) for path in sorted(RUNS.glob("*/")) if str(path).startswith(incomplete)]
+
+
+def _fields(model: "type[BaseModel]", prefix: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield every field that `--set` can name, with the words it can take where they are few."""
+    from pydantic import BaseModel
+
+    from trimaran.models import PRESETS, VLM_PRESETS
+
+    for name, field in model.model_fields.items():
+        if field.exclude:
+            continue
+        options = _options(field.annotation)
+        section = next((each for each in options if isinstance(each, type) and issubclass(each, BaseModel)), None)
+        if section:
+            yield from _fields(section, f"{prefix}{name}.")
+        else:
+            words = tuple(PRESETS | VLM_PRESETS) if f"{prefix}{name}" == "model.preset" else ()
+            yield f"{prefix}{name}", words or tuple(str(each) for each in options if isinstance(each, str))
+
+
+def _options(annotation: Any) -> list[Any]:
+    """Return what a value may be: the words of a Literal, the members of a union, or the type itself."""
+    if get_origin(annotation) is Literal:
+        return list(get_args(annotation))
+    members = [each for each in get_args(annotation) if each is not type(None)]
+    return [option for each in members for option in _options(each)] if members else [annotation]
+
+
+def own_name() -> str:
+    """Return what a person types to start us: `trimaran`, or the path it was started by where no PATH leads to it."""
+    started, found = Path(sys.argv[0]), shutil.which("trimaran")
+    if started.name != "trimaran" or (found and Path(found).resolve() == started.resolve()):
+        return "trimaran"
+    here = Path.cwd()
+    return str(started.relative_to(here) if started.is_relative_to(here) else started)
+
+
+def find_run(name: str) -> "RunDirectory":
+    """Return the run that a person means: a path, or the name of a run under `runs/`."""
+    from trimaran.run import open_run
+
+    return open_run(Path(name) if Path(name).exists() or not (RUNS / name).is_dir() else RUNS / name)
+
+
+def typed(path: Path) -> str:
+    """Return `path` as a person types it in a command, where a dash at its beginning would make it a flag."""
+    return f"./{path}" if str(path).startswith("-") else str(path)
+
+
+RecipeFile = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[RECIPE]",
+        show_default=False,
+        help="A YAML file, or - for standard input. Without it the defaults run.",
+        autocompletion=complete_recipe,
+    ),
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="FIELD=VALUE",
+        help="Override a field of the recipe, such as train.steps=300. Repeatable.",
+        autocompletion=complete_setting,
+    ),
+]
+RunName = Annotated[
+    str,
+    typer.Argument(metavar="RUN", help="A run directory, or its name under runs/.", autocompletion=complete_run),
+]
+Json = Annotated[bool, typer.Option("--json", help="Answer with one JSON object.")]
+NoCheck = Annotated[bool, typer.Option("--no-check", help="Do not look at the machine first, see `trimaran doctor`.")]

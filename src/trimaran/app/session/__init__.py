@@ -1,0 +1,1 @@
+"""One run started and followed from this terminal."""

@@ -1,0 +1,105 @@
+"""`trimaran doctor RUN`: what is wrong with a run, live or after, and the command that mends it."""
+
+import contextlib
+import json
+import os
+import shlex
+import time
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from trimaran.app.request.options import find_run, own_name, typed
+from trimaran.core import Finding, UserError
+from trimaran.run import RunDirectory
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+STYLES = {"fault": "bold red", "warning": "bold yellow", "note": "bold"}
+
+
+def diagnose_run(run: str, *, as_json: bool, against: str = "") -> int:
+    """Print what is wrong with a run, write it to its findings.json, and return 0.
+
+    `against` is a run of the same recipe on fewer ranks, if there is one.
+    """
+    from trimaran.doctor.diagnose import diagnose
+    from trimaran.doctor.evidence import read_evidence
+    from trimaran.hardware import calibration_folder
+
+    directory, other = find_run(run), find_run(against) if against else None
+    try:
+        evidence = read_evidence(directory, calibrations=calibration_folder(os.environ), against=other)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError("A008", f"the run cannot be examined: {error}", where=str(directory.path),
+                        fix="name a run that `trimaran train` made and that is whole") from None  # fmt: skip
+    findings = diagnose(evidence)
+    answer = {"time": time.time(), "step": evidence.last_step, "findings": [each.as_dict() for each in findings]}
+    with contextlib.suppress(OSError):  # a run that may only be read is examined all the same
+        write_findings(directory, answer)
+    if as_json:
+        shown = [each.as_dict() | {"command": command_of(each, directory)} for each in findings]
+        typer.echo(json.dumps(answer | {"findings": shown}))
+    else:
+        _print(findings, directory, steps=len(evidence.steps), last=evidence.last_step)
+    return 0
+
+
+def command_of(finding: Finding, run: RunDirectory) -> str:
+    """Return the command that trains the run's recipe with the finding's patch; empty where there is no patch."""
+    from trimaran.doctor.predicted_gain import settings_of
+
+    if not finding.patch:
+        return ""
+    settings = [part for each in settings_of(finding.patch) for part in ("--set", shlex.quote(each))]
+    return " ".join([own_name(), "train", shlex.quote(typed(run.recipe)), *settings])
+
+
+def write_findings(run: RunDirectory, answer: dict[str, Any]) -> None:
+    """Put the findings where other programs look for them, whole or not at all."""
+    draft = run.findings.with_name(f"{run.findings.name}.{os.getpid()}.tmp")
+    try:
+        draft.write_text(json.dumps(answer, indent=2) + "\n", encoding="utf-8")
+        draft.replace(run.findings)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _print(findings: list[Finding], run: RunDirectory, *, steps: int, last: int) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    for finding in findings:
+        _print_one(console, finding, run)
+    seen = f"the last {steps} steps, up to step {last}" if steps else "no step yet"
+    console.print(f"{len(findings) or 'no'} finding{'s' * (len(findings) != 1)} in {seen}", soft_wrap=True)
+
+
+def _print_one(console: "Console", finding: Finding, run: RunDirectory) -> None:
+    from rich.text import Text
+
+    head = Text.assemble((f"{finding.code} {finding.severity}", STYLES[finding.severity]), f": {finding.verdict}")
+    console.print(head, soft_wrap=True)
+    effect = finding.expected_effect and f"{finding.expected_effect} (confidence {finding.confidence:.0%})"
+    lines = {
+        "who": finding.culprit,
+        "seen": ", ".join(f"{name} {_short(value)}" for name, value in finding.evidence.items()),
+        "do": command_of(finding, run),
+        "or" if finding.patch else "fix": finding.fix,
+        "expect": effect,
+        "more": f"docs/codes/{finding.code}.md",
+    }
+    for name, text in lines.items():
+        if text:
+            console.print(Text(f"  {name + ':':<8}{text}"), soft_wrap=True)
+    console.print()
+
+
+def _short(value: Any) -> str:
+    """Return a piece of evidence as people read it."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} {_short(each)}" for key, each in value.items()) + "}"
+    return str(value)

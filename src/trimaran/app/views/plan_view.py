@@ -1,0 +1,123 @@
+"""A plan drawn: what it is, whether it fits, and where the bytes and seconds go."""
+
+from rich.bar import Bar
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from trimaran.app.request.request import Request
+from trimaran.app.views.text_chart import GREEN, RED, SKY
+from trimaran.core import Plan, Prediction, show_bytes, show_count, show_seconds
+from trimaran.hardware import Cluster
+from trimaran.models import Outline
+from trimaran.planner import explain
+
+BAR_CELLS = 28
+WIDE_COLUMNS = 110
+
+
+def show_plan(request: Request, console: Console) -> None:
+    """Print the plan of `request` and its prediction, term by term, the longest bar first."""
+    facts = facts_table()
+    facts.add_row("run", Text(request.recipe.name, style="bold"))
+    facts.add_row("cluster", str(request.cluster))
+    add_model(facts, request.outline)
+    add_plan(facts, request.plan, request.cluster, unit=unit_of(request.outline))
+    console.print(facts)
+    show_terms(request.plan, console)
+
+
+def facts_table() -> Table:
+    """Return a table of names and facts, to be filled."""
+    facts = Table.grid(padding=(0, 2, 0, 0))
+    facts.add_column(style="dim", no_wrap=True)
+    facts.add_column(overflow="fold")
+    return facts
+
+
+def add_model(facts: Table, outline: Outline | None) -> None:
+    """Add what the network is, and its towers where it has several."""
+    if outline is None:
+        return
+    facts.add_row("model", f"{outline.name}, {show_count(outline.num_parameters)} parameters")
+    if len(outline.towers) > 1:
+        words = [
+            f"{each.name} {show_count(each.parameters)}{' frozen' if each.frozen else ''}" for each in outline.towers
+        ]
+        facts.add_row("towers", ", ".join(words))
+
+
+def unit_of(outline: Outline | None) -> str:
+    """Return what a network reads: tokens, or positions where a sample has a fixed number; samples where it has one."""
+    fixed = outline.main.positions if outline else 0
+    return {0: "tokens", 1: "samples"}.get(fixed, "positions")
+
+
+def add_plan(facts: Table, plan: Plan, cluster: Cluster, *, unit: str) -> None:
+    """Add what the plan is and what it costs: whether it fits, how fast it is, how sure that is."""
+    facts.add_row("plan", Text(str(plan), style="bold"))
+    for name, own in plan.towers.items():
+        words = [f"shard {own.sharding}"] * (own.sharding is not None)
+        words += [f"recompute {own.recompute}"] * (own.recompute is not None)
+        facts.add_row("", f"{name}: {', '.join(words)}")
+    if plan.mesh.pp > 1:
+        facts.add_row("stages", _stages(plan))
+    if prediction := plan.prediction:
+        _add_cost(facts, prediction, cluster, unit)
+
+
+def show_terms(plan: Plan, console: Console) -> None:
+    """Print where the plan's bytes and seconds go, as bars."""
+    terms = explain(plan)
+    exposed = plan.prediction.exposed if plan.prediction else {}
+    for title, rows, show in (
+        ("bytes of one device at the peak", terms.memory, show_bytes),
+        ("seconds of one step", terms.time, show_seconds),
+    ):
+        table = _term_table()
+        for row in rows:
+            bar = Bar(rows[0].value, 0, row.value, width=BAR_CELLS, color=SKY)
+            meaning = [row.meaning] if console.width >= WIDE_COLUMNS else []
+            table.add_row(row.term, bar, show(row.value), f"{row.share:.0%}", *meaning)
+        if rows:
+            console.print(Text(f"\n{title}", style="dim"))
+            console.print(table)
+    waits = sorted(((seconds, what) for what, seconds in exposed.items() if seconds > 0), reverse=True)
+    if waits:
+        words = ", ".join(f"{what} {show_seconds(seconds)}" for seconds, what in waits)
+        console.print(Text(f"comm is {words}", style="dim"))
+
+
+def occupancy(prediction: Prediction, cluster: Cluster) -> float:
+    """Return the share of a device that the plan fills."""
+    return prediction.device_bytes / cluster.device.memory_bytes
+
+
+def _stages(plan: Plan) -> str:
+    counts = plan.pipeline.stages
+    cut = f"{', '.join(map(str, counts))} layers" if 0 < len(counts) <= 16 else f"{plan.num_stages}"
+    return f"{cut}, waiting {plan.bubble:.0%} of the time in theory"
+
+
+def _add_cost(facts: Table, prediction: Prediction, cluster: Cluster, unit: str) -> None:
+    verdict = Text("fits", style=GREEN) if prediction.fits else Text("does not fit", style=f"bold {RED}")
+    # What the device must have: tensors, what the allocator keeps beside them, the driver and the collectives.
+    full = f"{show_bytes(prediction.device_bytes)} of {show_bytes(cluster.device.memory_bytes)} a device"
+    share = f" ({occupancy(prediction, cluster):.0%}), "
+    facts.add_row("memory", Text.assemble(full, share, verdict, f"; tensors {show_bytes(prediction.peak_bytes)}"))
+    if prediction.host_bytes:
+        facts.add_row("host", f"{show_bytes(prediction.host_bytes)} of {show_bytes(cluster.host_bytes)} a node, pinned")
+    pace = f"{show_seconds(prediction.step_seconds)} a step, {show_count(prediction.tokens_per_second)} {unit}/s"
+    facts.add_row("speed", f"{pace}, mfu {prediction.mfu:.0%}")
+    source = f"; {prediction.source}" if prediction.source else ""
+    facts.add_row("error", f"give or take {prediction.error:.0%}{source}")
+
+
+def _term_table() -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(min_width=11, no_wrap=True)
+    table.add_column(width=BAR_CELLS, no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(justify="right", style="dim", no_wrap=True)
+    table.add_column(style="dim")  # the only one that may wrap: where room is short, no figure gives way
+    return table

@@ -1,0 +1,212 @@
+"""The picture of a run: a pure function of its state, whatever draws it."""
+
+import io
+import math
+from collections.abc import Sequence
+
+from rich import box
+from rich.columns import Columns
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from trimaran.app.views.run_state import RunState
+from trimaran.app.views.text_chart import BLUE, GREEN, ORANGE, PURPLE, RED, SKY, curve, shares
+from trimaran.core import show_bytes, show_count, show_seconds
+
+WIDE_COLUMNS = 118
+CURVE_ROWS = 6
+LEAST_ROWS = 3
+
+STATUS_COLORS = {
+    "starting": ORANGE,
+    "training": SKY,
+    "restarting": ORANGE,
+    "done": GREEN,
+    "stopped": ORANGE,
+    "failed": RED,
+    "vanished": RED,
+}
+PHASE_COLORS = {
+    "data": ORANGE,
+    "forward": SKY,
+    "backward": BLUE,
+    "comm": RED,
+    "optimizer": GREEN,
+    "checkpoint": PURPLE,
+}
+
+
+def draw(state: RunState, *, width: int, height: int | None = None, extra: Sequence[Text] = ()) -> RenderableType:
+    """Return the run as a panel of `width` columns: one column of parts, two where there is room.
+
+    `extra` are lines under it. Where a window of `height` has no room for all, the curve gets smaller first.
+    """
+    rows, lines = CURVE_ROWS + 2 if width >= WIDE_COLUMNS else CURVE_ROWS, list(extra)
+    if height is not None and lines:
+        others = _count_rows(_panel(state, width, rows, []), width) - rows + 1
+        rows = max(LEAST_ROWS, min(rows, height - others - len(lines)))
+        lines = _first(lines, room=max(1, height - others - rows))
+    return _panel(state, width, rows, lines)
+
+
+def _count_rows(picture: RenderableType, width: int) -> int:
+    return len(Console(width=width, file=io.StringIO()).render_lines(picture))
+
+
+def _first(lines: list[Text], *, room: int) -> list[Text]:
+    """Return the lines that there is room for, and how many there are beyond those."""
+    if len(lines) <= room:
+        return lines
+    hidden = len(lines) - room + 1
+    return [*lines[: room - 1], Text(f"... {hidden} more in a taller window", style="dim")]
+
+
+def _panel(state: RunState, width: int, rows: int, lines: Sequence[Text]) -> RenderableType:
+    """Return the panel with `rows` for the curve and `lines` under everything else."""
+    inner = width - 4
+    parts: list[RenderableType] = [Text(str(state.plan), style="dim"), _progress(state, inner)]
+    if state.steps and width >= WIDE_COLUMNS:
+        half = (inner - 3) // 2
+        columns = Table.grid(padding=(0, 3, 0, 0))
+        columns.add_column(width=half + 3)
+        columns.add_column(width=inner - half - 3)
+        left = Group(_losses(state), *_curve(state, half, rows))
+        columns.add_row(left, Group(_numbers(state), Text(), *_phases(state, half), Text(), _comparison(state)))
+        parts += [Text(), columns]
+    elif state.steps:
+        parts += [Text(), _losses(state), *_curve(state, inner, rows), Text(), _numbers(state)]
+        parts += [*_phases(state, inner), Text(), _comparison(state)]
+    parts += [Text(), *lines] if lines else []
+    color = STATUS_COLORS[state.status]
+    title = Text.assemble((state.recipe.name, "bold"), " ", (state.status, color))
+    return Panel(Group(*parts), title=title, title_align="left", subtitle=Text(str(state.run.path), style="dim"),
+                 subtitle_align="right", border_style=color, box=box.ROUNDED, width=width)  # fmt: skip
+
+
+def line(state: RunState) -> str:
+    """Return the run in one line of plain characters, for logs and pipes."""
+    if not state.steps:
+        return _readiness(state)
+    last = state.steps[-1]
+    words = [f"step {last.step}/{state.recipe.train.steps}", f"loss {last.loss:.4f}"]
+    words += [
+        f"{show_count(last.tokens_per_second)} {state.unit}/s",
+        f"lr {last.lr:.2e}",
+        f"grad norm {last.grad_norm:.2f}",
+    ]
+    words += [show_bytes(last.peak_bytes)]
+    if remaining := state.remaining_seconds:
+        words.append(f"{show_seconds(remaining)} left")
+    return "  ".join(words)
+
+
+def difference(measured: float, predicted: float, *, error: float) -> Text:
+    """Return by how much a prediction was off; a tick when that is within its own error bar."""
+    if predicted <= 0:
+        return Text("-", style="dim")
+    off = measured / predicted - 1
+    within = abs(off) <= error
+    return Text(f"{off:+.0%} {'✓' if within else '!'}", style=GREEN if within else RED)
+
+
+def _progress(state: RunState, width: int) -> RenderableType:
+    if not state.steps:
+        return Text(_readiness(state))
+    step, total = state.steps[-1].step, state.recipe.train.steps
+    words = f"step {step} / {total}"
+    if remaining := state.remaining_seconds:
+        words += f"   {show_seconds(remaining)} left"
+    row = Table.grid(padding=(0, 2, 0, 0))
+    bar = ProgressBar(total=total, completed=step, width=max(10, width - len(words) - 4), style="dim",
+                      complete_style=SKY, finished_style=GREEN)  # fmt: skip
+    row.add_row(bar, words)
+    return row
+
+
+def _readiness(state: RunState) -> str:
+    """Return how far the start has come; the first seconds go into importing torch, and silence looks like a hang."""
+    world_size = state.plan.mesh.world_size
+    started, ready = len(state.now("start")), len(state.now("ready"))
+    ranks = "rank" if world_size == 1 else "ranks"
+    if ready:
+        return f"{ready} of {world_size} {ranks} ready, first step under way"
+    if started:
+        return f"{started} of {world_size} {ranks} up, building the model"
+    return f"starting {world_size} {ranks} (loading torch)"
+
+
+def _losses(state: RunState) -> Text:
+    losses = state.losses
+    best = min(filter(math.isfinite, losses), default=math.nan)
+    text = Text.assemble(("loss ", "dim"), (f"{losses[-1]:.3f}", "bold"), ("   first ", "dim"), f"{losses[0]:.3f}")
+    text.append_text(Text.assemble(("   best ", "dim"), f"{best:.3f}"))
+    if state.evaluations:
+        step, held_out = state.evaluations[-1]
+        text.append_text(
+            Text.assemble(("   held out ", "dim"), (f"{held_out:.3f}", f"bold {GREEN}"), (f" at {step}", "dim"))
+        )
+    return text
+
+
+def _curve(state: RunState, width: int, height: int) -> list[RenderableType]:
+    finite = list(filter(math.isfinite, state.losses))
+    labels = [f"{max(finite, default=0.0):.2f}", *[""] * (height - 2), f"{min(finite, default=0.0):.2f}"]
+    margin = max(map(len, labels))
+    rows = curve(finite, width=width - margin - 2, height=height)
+    lines = [
+        Text.assemble((f"{label:>{margin}} ", "dim"), ("│", "dim"), (row, SKY))
+        for label, row in zip(labels, rows, strict=True)
+    ]
+    first, last = f"{state.steps[0].step}", f"{state.steps[-1].step}"
+    axis = first + last.rjust(width - margin - 2 - len(first))
+    return [*lines, Text(f"{'':>{margin}}  {axis}", style="dim")]
+
+
+def _numbers(state: RunState) -> RenderableType:
+    last, measured = state.steps[-1], state.measured
+    assert measured is not None  # there are steps
+    pairs = [
+        (f"{state.unit}/s", show_count(last.tokens_per_second), "median", show_count(measured.tokens_per_second)),
+        ("lr", f"{last.lr:.2e}", "grad norm", f"{last.grad_norm:.2f}"),
+        ("memory", show_bytes(last.peak_bytes), "mfu", f"{last.mfu:.1%}"),
+    ]
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for column in range(2 * len(pairs)):
+        grid.add_column(style="dim" if column % 2 == 0 else "", justify="left" if column % 2 == 0 else "right")
+    grid.add_row(*(word for pair in pairs for word in pair[:2]))
+    grid.add_row(*(word for pair in pairs for word in pair[2:]))
+    details = [Text.assemble((f"{name.replace('_', ' ')}  ", "dim"), words) for name, words in state.details]
+    return Group(grid, *details)
+
+
+def _phases(state: RunState, width: int) -> list[RenderableType]:
+    phases = state.phases
+    total = sum(phases.values()) or 1.0
+    legend = [
+        Text.assemble(("■ ", PHASE_COLORS[name]), f"{name} ", (f"{seconds / total:.0%}", "dim"))
+        for name, seconds in phases.items()
+    ]
+    return [shares(phases, PHASE_COLORS, width=width), Columns(legend, padding=(0, 3, 0, 0))]
+
+
+def _comparison(state: RunState) -> RenderableType:
+    predicted, measured = state.plan.prediction, state.measured
+    if predicted is None or measured is None:
+        return Text("nothing was predicted for this plan", style="dim")
+    table = Table(box=None, padding=(0, 3, 0, 0), pad_edge=False, header_style="dim")
+    table.add_column("")
+    for column in ("predicted", "measured", "difference"):
+        table.add_column(column, justify="right")
+    rows = [
+        ("step", predicted.step_seconds, measured.step_seconds, show_seconds),
+        ("peak memory", predicted.peak_bytes, measured.peak_bytes, show_bytes),
+        ("tokens/s", predicted.tokens_per_second, measured.tokens_per_second, show_count),
+    ][: 3 if state.unit == "tokens" else 2]  # of scenes, the prediction counts positions
+    for name, before, after, show in rows:
+        table.add_row(
+            Text(name, style="dim"), show(before), show(after), difference(after, before, error=predicted.error)
+        )
+    return table

@@ -1,0 +1,194 @@
+"""The checkpoints of a run as a list, and the check of one that tells how far it is. No torch in here."""
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from trimaran.checkpoint.manifest import (
+    INDEX,
+    MANIFEST,
+    STEP_NAME,
+    Damage,
+    DamagedError,
+    Manifest,
+    read_limited,
+    read_manifest,
+)
+from trimaran.checkpoint.step_dirs import DRAFT_NAME, WHY, step_path, steps
+from trimaran.checkpoint.verify_checkpoint import verify
+from trimaran.core import UserError
+
+REFUSED_NAME = re.compile(r"refused-step-(\d{8,18})(-\d+)?")
+MAX_WHY_BYTES = 1 << 20
+TRIES = 3
+Answer = TypeVar("Answer")
+GROUPS = 50  # of files that are verified at once: as often the progress moves
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointRow:
+    """A checkpoint in the list. `why` says what is wrong with one that is not complete.
+
+    `written_bytes` is what it takes of the disk beyond older ones: what has not changed is shared with them. `complete`
+    means that every file is there in its length; only `verify` reads them.
+    """
+
+    step: int
+    name: str
+    status: Literal["complete", "damaged", "refused"]
+    why: str = ""
+    time: float | None = None
+    bytes: int = 0
+    written_bytes: int = 0
+    world_size: int | None = None
+    plan: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def list_checkpoints(folder: Path) -> list[CheckpointRow]:
+    """Return all checkpoints in `folder`, the oldest first, those that were refused among them."""
+    if not folder.is_dir():
+        return []
+    seen: set[tuple[int, int]] = set()
+    rows: list[CheckpointRow] = []
+    for step, path in sorted(_named(folder)):
+        with suppress(FileNotFoundError):  # the run is at work, and has pruned it meanwhile
+            row = _row(step, path, seen)
+            if path.is_symlink() or path.exists():
+                rows.append(row)
+    return rows
+
+
+def count_drafts(folder: Path) -> int:
+    """Return how many checkpoints are being written, or were when their run died."""
+    return sum(1 for name in os.listdir(folder) if DRAFT_NAME.fullmatch(name)) if folder.is_dir() else 0
+
+
+def find_step(folder: Path, step: int | None, *, where: str) -> Path:
+    """Return the checkpoint of `step`, or the newest one; raise when there is none."""
+    there = steps(folder)
+    if not there:
+        raise UserError("K028", "this run has no complete checkpoint", where=where,
+                        fix="let it run on, or save more often: --set checkpoint.every=100")  # fmt: skip
+    if step is None:
+        return step_path(folder, there[-1])
+    if step not in there:
+        raise UserError("K028", f"this run has no complete checkpoint of step {step}", where=where,
+                        fix=f"use one of {', '.join(map(str, there[-10:]))}")  # fmt: skip
+    return step_path(folder, step)
+
+
+def with_step(folder: Path, step: int | None, use: Callable[[Path], Answer], *, where: str) -> tuple[Path, Answer]:
+    """Return the checkpoint of `step`, or the newest one, and what `use` makes of it.
+
+    A run that is at work may prune the newest away meanwhile: then there is a newer one, which is used instead.
+    """
+    for is_last in (*[False] * (TRIES - 1), True):
+        path = find_step(folder, step, where=where)
+        try:
+            return path, use(path)
+        except (OSError, UserError):
+            if is_last or path.exists():
+                raise
+    raise AssertionError("the last try returns or raises")
+
+
+def verify_all(path: Path, progress: Callable[[float], None]) -> list[Damage]:
+    """Return what `verify` finds wrong with a checkpoint, telling the share that is done as it goes along."""
+    try:
+        files = read_manifest(path).files
+    except DamagedError as error:
+        return list(error.damages)
+    found = verify(path, files=[])
+    names = [name for name in files if name != INDEX]
+    total = sum(files[name].bytes for name in names)
+    done = 0
+    for group in _groups(names) if not found else ():
+        found += verify(path, files=group)
+        done += sum(files[name].bytes for name in group)
+        progress(done / max(total, 1))
+    strangers = sorted({*os.listdir(path)} - {*files, MANIFEST})
+    return found + [Damage(each, "does not belong here") for each in strangers]
+
+
+def _named(folder: Path) -> Iterator[tuple[int, Path]]:
+    for name in os.listdir(folder):
+        if named := STEP_NAME.fullmatch(name) or REFUSED_NAME.fullmatch(name):
+            yield int(named[1]), folder / name
+
+
+def _groups(names: list[str]) -> Iterator[list[str]]:
+    size = -(-len(names) // GROUPS)
+    for begin in range(0, len(names), size or 1):
+        yield names[begin : begin + size]
+
+
+def _row(step: int, path: Path, seen: set[tuple[int, int]]) -> CheckpointRow:
+    if path.name.startswith("refused-"):
+        return CheckpointRow(step=step, name=path.name, status="refused", why=_why(path), bytes=_occupied(path))
+    try:
+        manifest = read_manifest(path)
+        wrong = _first_damage(path, manifest)
+    except UserError as error:
+        return CheckpointRow(step=step, name=path.name, status="damaged", why=error.what)
+    return CheckpointRow(
+        step=step,
+        name=path.name,
+        status="damaged" if wrong else "complete",
+        why=wrong,
+        time=manifest.time,
+        bytes=manifest.num_bytes,
+        written_bytes=sum(size for size in _new_sizes(path, manifest, seen)),
+        world_size=manifest.world_size,
+        plan=_plan_words(manifest.plan),
+    )
+
+
+def _first_damage(path: Path, manifest: Manifest) -> str:
+    for name, record in manifest.files.items():
+        try:
+            size = (path / name).lstat().st_size
+        except OSError as error:
+            return f"{name}: {error.strerror}"
+        if size != record.bytes:
+            return f"{name} has {size:,} bytes instead of {record.bytes:,}"
+    return ""
+
+
+def _new_sizes(path: Path, manifest: Manifest, seen: set[tuple[int, int]]) -> Iterator[int]:
+    """Yield the sizes of files that no older checkpoint shares."""
+    for name in (each for each in manifest.files if (path / each).is_file()):
+        about = (path / name).lstat()
+        if (about.st_dev, about.st_ino) not in seen:
+            seen.add((about.st_dev, about.st_ino))
+            yield about.st_size
+
+
+def _why(path: Path) -> str:
+    """Return why a checkpoint was refused, as whoever refused it wrote down."""
+    if path.is_symlink():
+        return "it is a link"
+    try:
+        return str(json.loads(read_limited(path / WHY, MAX_WHY_BYTES))["why"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return "nobody wrote down why"
+
+
+def _occupied(path: Path) -> int:
+    return 0 if path.is_symlink() else sum(each.lstat().st_size for each in path.iterdir())
+
+
+def _plan_words(plan: dict[str, Any]) -> str:
+    """Return the degrees of a plan's mesh that are more than one, such as `dp_shard 4 x tp 2`."""
+    inner = plan.get("plan", plan)
+    mesh = inner.get("mesh") if isinstance(inner, dict) else None
+    if not isinstance(mesh, dict):
+        return "imported"
+    return " x ".join(f"{axis} {degree}" for axis, degree in mesh.items() if degree != 1) or "one rank"

@@ -1,0 +1,179 @@
+"""Recipe text in, Recipe out; every mistake becomes one UserError that names the line."""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from trimaran.core.errors import UserError, nearest
+from trimaran.core.recipe import Recipe
+
+MAX_RECIPE_BYTES = 1 << 20
+MAX_DEPTH = 20
+INT, FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
+
+Path = tuple[str | int, ...]
+
+
+class YamlLoader(yaml.SafeLoader):
+    """YAML 1.1 without its numbers to the base of 60: `10:13` are steps of a profile or a time of day, not 613."""
+
+    yaml_implicit_resolvers: ClassVar = {  # pyrefly: ignore[bad-override]
+        first: [each for each in resolvers if each[0] not in (INT, FLOAT) or first == "."]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+YamlLoader.add_implicit_resolver(INT, re.compile(r"^[-+]?(0|[1-9][0-9_]*|0b[01_]+|0[0-7_]+|0x[0-9a-fA-F_]+)$"),
+                             list("-+0123456789"))  # fmt: skip
+YamlLoader.add_implicit_resolver(FLOAT, re.compile(r"^[-+]?(([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)([eE][-+][0-9]+)?|"
+                                               r"\.(inf|Inf|INF))$"), list("-+0123456789"))  # fmt: skip
+
+
+def parse_recipe(text: str, *, name: str, overrides: Iterable[str] = ()) -> Recipe:
+    """Return the recipe that `text` and the `--set` pairs describe. `name` is what the person calls the text."""
+    if len(text) > MAX_RECIPE_BYTES:
+        raise UserError("R002", f"the recipe has {len(text):,} characters, more than a recipe ever needs",
+                        where=name, fix="name a file of at most 1 MiB; data belongs under data.path")  # fmt: skip
+    tree, lines = _load_yaml(text, name)
+    for pair in overrides:
+        _override(tree, pair)
+    try:
+        return Recipe.model_validate(tree)
+    except ValidationError as error:
+        raise _first_mistake(error, name, lines, tree) from None
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """Return `recipe` as YAML with every default written out; the plan keeps only what a person pinned."""
+    tree = recipe.model_dump(mode="json", exclude={"plan"})
+    tree["plan"] = "auto" if recipe.plan == "auto" else recipe.plan.model_dump(mode="json", exclude_unset=True)
+    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+
+
+def _load_yaml(text: str, name: str) -> tuple[dict[str, Any], dict[Path, int]]:
+    lines: dict[Path, int] = {}
+    try:
+        root = yaml.compose(text, Loader=YamlLoader)
+        if root is not None:
+            _walk(root, (), lines, set(), name)
+        tree = yaml.load(text, Loader=YamlLoader)  # a safe one, see above
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{name}, line {mark.line + 1}" if mark else name
+        problem = getattr(error, "problem", None) or str(error).split("\n")[0]
+        raise UserError("R001", f"this is not YAML: {problem}", where=where,
+                        fix="check indents, colons and quotes; values with ': ' need quotes") from None  # fmt: skip
+    if tree is None:
+        return {}, lines
+    if not isinstance(tree, dict):
+        raise UserError("R001", "a recipe is a mapping of sections, not a single value or a list", where=name,
+                        fix="start from: name: my-run")  # fmt: skip
+    return tree, lines
+
+
+def _walk(node: yaml.Node, path: Path, lines: dict[Path, int], seen: set[int], name: str) -> None:
+    """Note the line of every key; refuse aliases, doubled keys and absurd depth, which no recipe needs."""
+    line = node.start_mark.line + 1
+    if id(node) in seen or len(path) > MAX_DEPTH:
+        what = "an alias (*name) repeats a part of the file" if id(node) in seen else "the nesting is too deep"
+        raise UserError("R003", what, where=f"{name}, line {line}", fix="write the values out")
+    seen.add(id(node))
+    lines.setdefault(path, line)
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            here = (*path, str(key.value))
+            if here in lines:
+                raise UserError("R004", f"'{key.value}' is set twice", where=f"{name}, line {key.start_mark.line + 1}",
+                                fix=f"keep one; the first is on line {lines[here]}")  # fmt: skip
+            lines[here] = key.start_mark.line + 1
+            _walk(value, here, lines, seen, name)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            _walk(value, (*path, index), lines, seen, name)
+
+
+def _override(tree: dict[str, Any], pair: str) -> None:
+    path, separator, raw = pair.partition("=")
+    keys = path.strip().split(".")
+    if not separator or not all(keys):
+        raise UserError("R010", f"'{pair}' is not a setting", where="--set", fix="write --set train.steps=200")
+    try:
+        value = yaml.load(raw, Loader=YamlLoader)
+    except yaml.YAMLError:
+        raise UserError("R010", f"the value '{raw}' is not YAML", where=f"--set {path}",
+                        fix="quote the value, or write a plain number or word") from None  # fmt: skip
+    here = tree
+    for key in keys[:-1]:
+        below = here.get(key)
+        if below is None or below == "auto":
+            below = {}
+        if not isinstance(below, dict):
+            raise UserError("R010", f"{key} is {below!r}, which has no fields", where=f"--set {path}",
+                            fix="set the whole section, or name a field of it")  # fmt: skip
+        here[key] = here = dict(below)
+    here[keys[-1]] = value
+
+
+def _first_mistake(error: ValidationError, name: str, lines: Mapping[Path, int], tree: dict[str, Any]) -> UserError:
+    """Return the error a person should see: the most specific one, with its line and a fix."""
+    mistakes = error.errors(include_url=False)
+    paths = [_real_path(each["loc"], tree) for each in mistakes]
+    # An unknown key is the likeliest typo; after that the deepest mistake is the most specific one.
+    best = max(range(len(mistakes)), key=lambda i: (mistakes[i]["type"] == "extra_forbidden", len(paths[i])))
+    mistake, path = mistakes[best], paths[best]
+    dotted = ".".join(map(str, path)) or "recipe"
+    line = next((lines[path[:end]] for end in range(len(path), 0, -1) if path[:end] in lines), None)
+    where = f"{dotted} ({name}, line {line})" if line else f"{dotted} ({name})"
+    if mistake["type"] == "extra_forbidden":
+        known = _fields_at(path[:-1])
+        return UserError("R011", f"there is no field '{path[-1]}'{nearest(str(path[-1]), known)}", where=where,
+                         fix=f"the fields here are {', '.join(known)}")  # fmt: skip
+    got = mistake.get("input")
+    code = "R012" if "type" in mistake["type"] or "parsing" in mistake["type"] else "R013"
+    return UserError(code, f"{dotted} is {got!r}: {_plain(mistake)}", where=where, fix=_fix(mistake, dotted))
+
+
+def _real_path(location: Path, tree: dict[str, Any]) -> Path:
+    """Return `location` without the names of the union branches that pydantic tried."""
+    path = tuple(part for part in location if part not in ("Plan", "literal['auto']"))
+    while len(path) > 1 and not _reaches(tree, path):
+        path = path[:-1]
+    return path
+
+
+def _reaches(tree: Any, path: Path) -> bool:
+    """Whether `path` names something that is in the tree, or a field that is missing from a mapping that is."""
+    for part in path[:-1]:
+        if not isinstance(tree, dict | list) or (isinstance(tree, dict) and part not in tree):
+            return False
+        tree = tree[part]  # type: ignore[index]
+    return (isinstance(tree, dict) and path[-1] in tree) or isinstance(tree, list)
+
+
+def _fields_at(path: Path) -> list[str]:
+    model: Any = Recipe
+    for part in path:
+        annotation = model.model_fields[str(part)].annotation
+        options = [annotation, *getattr(annotation, "__args__", ())]
+        model = next(each for each in options if isinstance(each, type) and issubclass(each, BaseModel))
+    return [field for field in model.model_fields if field != "prediction"]
+
+
+def _plain(mistake: Mapping[str, Any]) -> str:
+    message = str(mistake["msg"])
+    return message.removeprefix("Value error, ").removeprefix("Input ").rstrip(".")
+
+
+def _fix(mistake: Mapping[str, Any], dotted: str) -> str:
+    context = mistake.get("ctx", {})
+    if "expected" in context:
+        return f"use one of {context['expected']}"
+    for bound, words in (("ge", "at least"), ("gt", "more than"), ("le", "at most"), ("lt", "less than")):
+        if bound in context:
+            return f"use a value of {words} {context[bound]}"
+    if "pattern" in context:
+        return "use lower-case letters, digits, dots, dashes and underscores, at most 63 of them"
+    return f"give {dotted} a value of the right kind; `trimaran schema` shows them all"

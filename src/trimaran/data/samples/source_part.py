@@ -1,0 +1,244 @@
+"""The samples of one source on disk: a folder of memory-mapped arrays, complete or absent, and never written over."""
+
+import hashlib
+import json
+import shutil
+import uuid
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Annotated, Any, Literal, Self
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from trimaran.core import UserError
+from trimaran.data.samples.image_files import Containers
+from trimaran.data.samples.raw_sample import ImageLocation, RawSample, origin
+from trimaran.data.token_shards import DTYPES, rename_into_place
+from trimaran.data.tokenizer import Tokenizer, open_tokenizer
+
+FORMAT = "trimaran-samples-1"
+META, BAD = "meta.json", "bad.jsonl"
+BLOB_BYTES = 1 << 30
+WIDTHS = {"origins": 2, "pictures": 3, "sizes": 2, "containers": 3}
+KINDS = {"targets": "|b1", "ends": "<i8", "picture_ends": "<i8", "origins": "<i8", "pictures": "<i8", "sizes": "<i4",
+         "containers": "<i8", "paths": "|u1"}  # fmt: skip
+
+Count = Annotated[int, Field(ge=0)]
+
+
+class SourcePartMeta(BaseModel):
+    """The content of `meta.json`. `sha256` has the sum of each file, `rows` how many rows each array has."""
+
+    model_config = ConfigDict(frozen=True)
+
+    format: Literal["trimaran-samples-1"] = FORMAT
+    dtype: Literal["uint16", "uint32"]
+    vocab_size: Annotated[int, Field(ge=1)]
+    tokenizer: dict[str, str]
+    num_bad: Count
+    rows: dict[str, Count]
+    sha256: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Spelled:
+    """A sample as tokens, the ones to be predicted, and its pictures with their widths and heights."""
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    pictures: tuple[tuple[ImageLocation | bytes, int, int], ...] = ()
+
+
+class PartWriter:
+    """Writes a folder of samples beside `path` and renames it into place when the `with` block ends well.
+
+    When the block fails nothing is left behind. When somebody else has put one there meanwhile, theirs stays and
+    FileExistsError is raised.
+    """
+
+    def __init__(self, path: Path, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self._path, self._tokenizer, self._vocab_size = path.absolute(), tokenizer, vocab_size
+        self._draft = self._path.with_name(f".{self._path.name}.{uuid.uuid4().hex[:12]}")
+        self._dtype: Literal["uint16", "uint32"] = "uint16" if vocab_size <= 1 << 16 else "uint32"
+        self._columns = {name: array("q") for name in KINDS if name not in ("targets", "paths")}
+        self._paths = bytearray()
+        self._numbers: dict[str, int] = {}
+        self._num_tokens = self._blob_bytes = self._blobs = 0
+        self.num_samples = self.num_bad = 0
+
+    def __enter__(self) -> Self:
+        self._draft.mkdir(parents=True)
+        self._tokens, self._targets = (self._stream(name) for name in ("tokens", "targets"))
+        self._bad, self._blob = self._stream(BAD), None
+        return self
+
+    def add(self, found: RawSample, pieces: Sequence[Spelled]) -> None:
+        """Add the samples that one found sample became."""
+        container = self._container(found.file)
+        for piece in pieces:
+            assert piece.tokens.min() >= 0
+            assert piece.tokens.max() < self._vocab_size
+            self._tokens.write(piece.tokens.astype(DTYPES[self._dtype]).tobytes())
+            self._targets.write(piece.targets.tobytes())
+            self._num_tokens += len(piece.tokens)
+            self._columns["ends"].append(self._num_tokens)
+            self._columns["origins"].extend((container, found.row))
+            for picture, width, height in piece.pictures:
+                self._columns["pictures"].extend(self._keep(picture))
+                self._columns["sizes"].extend((width, height))
+            self._columns["picture_ends"].append(len(self._columns["sizes"]) // 2)
+        self.num_samples += len(pieces)
+
+    def leave_out(self, found: RawSample, reason: str) -> None:
+        """Note a sample that cannot be used."""
+        self.num_bad += 1
+        self._bad.write(json.dumps({"where": found.origin, "reason": reason}).encode() + b"\n")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            for stream in (self._tokens, self._targets, self._bad, self._blob):
+                if stream is not None:
+                    stream.close()
+            if kind is None:
+                self._finish()
+                rename_into_place(self._draft, self._path)
+        finally:
+            shutil.rmtree(self._draft, ignore_errors=True)  # gone already when it was renamed
+
+    def _stream(self, name: str) -> Any:
+        return (self._draft / name).open("wb")
+
+    def _keep(self, picture: ImageLocation | bytes) -> tuple[int, int, int]:
+        """Return where a picture is from now on: container, offset and length."""
+        if isinstance(picture, ImageLocation):
+            return self._container(picture.file), picture.offset, picture.length
+        if self._blob is None or self._blob_bytes + len(picture) > BLOB_BYTES:
+            if self._blob is not None:
+                self._blob.close()
+            self._blob = self._stream(f"pictures-{self._blobs:05d}")
+            self._blobs, self._blob_bytes = self._blobs + 1, 0
+        offset, self._blob_bytes = self._blob_bytes, self._blob_bytes + len(picture)
+        self._blob.write(picture)
+        return self._container(f"pictures-{self._blobs - 1:05d}"), offset, len(picture)
+
+    def _container(self, file: str) -> int:
+        """Return the number of a file. A bare name is one of the folder's own."""
+        number = self._numbers.setdefault(file, len(self._numbers))
+        if number * 3 == len(self._columns["containers"]):
+            self._paths += file.encode(errors="surrogateescape")
+            own = not Path(file).is_absolute()
+            facts = None if own else Path(file).stat()
+            size, changed = (facts.st_size, facts.st_mtime_ns) if facts else (-1, -1)
+            self._columns["containers"].extend((len(self._paths), size, changed))
+        return number
+
+    def _finish(self) -> None:
+        for name, column in self._columns.items():
+            (self._draft / name).write_bytes(np.array(column, dtype=KINDS[name]).tobytes())
+        (self._draft / "paths").write_bytes(bytes(self._paths))
+        self._tokenizer.save(self._draft)
+        rows = {name: len(column) // WIDTHS.get(name, 1) for name, column in self._columns.items()}
+        meta = SourcePartMeta(
+            dtype=self._dtype,
+            vocab_size=self._vocab_size,
+            tokenizer=self._tokenizer.describe(),
+            num_bad=self.num_bad,
+            rows=rows | {"tokens": self._num_tokens, "targets": self._num_tokens, "paths": len(self._paths)},
+            sha256={file.name: _sum(file) for file in sorted(self._draft.iterdir())},
+        )
+        (self._draft / META).write_text(meta.model_dump_json(indent=2) + "\n", encoding="utf-8")
+
+
+class SamplePart:
+    """Random access to the samples of one source."""
+
+    def __init__(self, path: Path, meta: SourcePartMeta) -> None:
+        self.path, self.meta = path, meta
+        self.tokens = self._map("tokens", DTYPES[meta.dtype].str)
+        arrays = {name: self._map(name, kind) for name, kind in KINDS.items()}
+        self.targets, self.ends, self.picture_ends = arrays["targets"], arrays["ends"], arrays["picture_ends"]
+        self.origins, self.pictures, self.sizes = arrays["origins"], arrays["pictures"], arrays["sizes"]
+        self.containers = Containers(path, arrays["containers"], arrays["paths"])
+        ends = (int(self.ends[-1]), int(self.picture_ends[-1])) if len(self.ends) else (0, 0)
+        if not len(self.ends) or ends != (len(self.tokens), len(self.pictures)) or len(self.ends) != len(self.origins):
+            raise _damaged(path / META, "its counts do not add up")
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Return the samples at `path` after a look at the sizes; `verify` is the thorough one."""
+        try:
+            return cls(path, SourcePartMeta.model_validate_json((path / META).read_text(encoding="utf-8")))
+        except (OSError, UnicodeDecodeError, ValidationError):
+            raise not_samples(path, META) from None
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.ends)
+
+    @property
+    def digest(self) -> str:
+        """What tells these samples from others. The paths of pictures are not part of it: a moved disk is no change."""
+        sums = {name: total for name, total in self.meta.sha256.items() if name not in ("containers", "paths", BAD)}
+        return hashlib.sha256(json.dumps([self.meta.dtype, sums], sort_keys=True).encode()).hexdigest()
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return open_tokenizer(self.meta.tokenizer, self.path)
+
+    @cached_property
+    def bad(self) -> list[dict[str, str]]:
+        """Return what was left out, as {where, reason}."""
+        return [json.loads(line) for line in (self.path / BAD).read_text(encoding="utf-8").splitlines()]
+
+    def span(self, index: int) -> slice:
+        """Return where the tokens of a sample are."""
+        return slice(int(self.ends[index - 1]) if index else 0, int(self.ends[index]))
+
+    def origin(self, index: int) -> str:
+        container, row = self.origins[index].tolist()
+        return origin(self.containers.name(container), row)
+
+    def picture_bytes(self, number: int) -> bytes:
+        container, offset, length = self.pictures[number].tolist()
+        return self.containers.read(container, offset, length)
+
+    def verify(self) -> None:
+        """Raise unless every file of the folder is byte for byte what was written. Reads everything."""
+        for name, total in self.meta.sha256.items():
+            if _sum(self.path / name) != total:
+                raise _damaged(self.path / name, "its checksum differs")
+
+    def _map(self, name: str, kind: str) -> np.ndarray:
+        """Return a file as a plain array, memory-mapped: memmap's own slices are several times slower."""
+        file, dtype, width = self.path / name, np.dtype(kind), WIDTHS.get(name, 1)
+        rows = self.meta.rows.get(name, 0)
+        try:
+            size = file.stat().st_size
+            if size != rows * width * dtype.itemsize:
+                raise _damaged(file, f"it has {size:,} bytes instead of {rows * width * dtype.itemsize:,}")
+            flat = np.asarray(np.memmap(file, dtype=dtype, mode="r")) if size else np.empty(0, dtype)
+        except OSError as error:
+            raise _damaged(file, error.strerror or str(error)) from None
+        return flat.reshape(-1, width) if width > 1 else flat
+
+
+def _sum(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def not_samples(path: Path, file: str) -> UserError:
+    return UserError("T033", f"this is not a folder of prepared samples: {file} is missing or unreadable",
+                     where=str(path), fix="delete the folder; the next run prepares it again")  # fmt: skip
+
+
+def _damaged(file: Path, what: str) -> UserError:
+    return UserError("T034", f"a file of the prepared samples is damaged: {what}", where=str(file),
+                     fix=f"delete {file.parent}; the next run prepares it again")  # fmt: skip

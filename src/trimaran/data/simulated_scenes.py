@@ -1,0 +1,220 @@
+"""Simulated traffic: scenes that cameras and LiDAR look at, each a function of the seed and its number.
+
+Neither sensor tells all: LiDAR measures where things are and how large, a camera sees colours, which tell a taxi from
+a car and the road from the terrain.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from trimaran.core.scene_rules import BOX_NUMBERS, CAMERA_METRES, GROUND, OBJECTS, SceneRules
+
+LIDAR_METRES, LIDAR_BEAMS, LIDAR_COLUMNS = 1.8, 16, 200
+LIDAR_DEGREES = (-22.0, 2.0)  # elevation of the lowest and the highest beam
+LIDAR_NOISE_METRES, LIDAR_LOST = 0.03, 0.05
+FEWEST_POINTS = 3  # of a box that is to be found: what nobody can see is no target
+MOST_OBJECTS, TRIES = 6, 12
+NEAREST_METRES, MARGIN_METRES = 3.0, 0.5
+PIXEL_NOISE = 8.0
+GROUND_HIT, SKY = -1, -2
+
+# length, width, height in metres of each of OBJECTS; each box is up to a tenth larger or smaller.
+SIZES = np.array([[4.0, 1.8, 1.5], [4.0, 1.8, 1.5], [6.5, 2.4, 2.8], [0.7, 0.7, 1.7]], dtype=np.float32)
+SHARES = np.array([0.3, 0.3, 0.15, 0.25])
+TAXI_YELLOW = np.array([225.0, 190.0, 20.0], dtype=np.float32)
+PAINTS = np.array([[200, 40, 40], [40, 70, 190], [215, 215, 220], [45, 45, 50], [120, 50, 130]], dtype=np.float32)
+TERRAIN_GREEN, ROAD_GREY, SKY_BLUE = (
+    np.array(each, dtype=np.float32) for each in ((80, 120, 60), (95, 95, 98), (165, 200, 235))
+)
+SHADES = np.array([0.7, 0.85, 1.0], dtype=np.float32)  # of faces along a box, across it and on top
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedScene:
+    """One moment.
+
+    `cameras` are u8 [cameras, 3, height, width], `points` f32 [P, 4] (x, y, z, intensity), `boxes` f32 [K, 8] (x, y, z,
+    length, width, height, yaw, class), `segmentation` i64 [cells, cells].
+    """
+
+    cameras: np.ndarray
+    points: np.ndarray
+    boxes: np.ndarray
+    segmentation: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Rig:
+    """Rays from one place. A column of them has one azimuth; `rays` f32 [columns, rows, 3] have length 1."""
+
+    azimuths: np.ndarray
+    rays: np.ndarray
+    metres: float
+
+
+@dataclass(frozen=True, slots=True)
+class Road:
+    """A band of ground: the direction it runs in, how far its middle passes from the vehicle, half its width."""
+
+    heading: float
+    offset: float
+    half_width: float
+
+    def across(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        """Return how far each place lies from the middle, to the left."""
+        return y * math.cos(self.heading) - x * math.sin(self.heading) - self.offset
+
+
+def make_scene(seed: int, number: int, rules: SceneRules) -> SimulatedScene:
+    """Return scene `number` of the seed's."""
+    draw = np.random.default_rng([seed, number])
+    roads = _roads(draw)
+    boxes = _boxes(draw, roads, rules)
+    distances, hits, _ = cast(_lidar(), boxes)
+    counts = np.bincount(hits[hits >= 0], minlength=len(boxes))
+    points = _points(draw, distances, hits, rules)
+    pictures = _pictures(draw, boxes, roads, rules)
+    boxes = boxes[counts >= FEWEST_POINTS]
+    return SimulatedScene(pictures, points, boxes, _segmentation(boxes, roads, rules))
+
+
+def cast(rig: Rig, boxes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return how far each ray [columns, rows] flies, which box it hits (or GROUND_HIT, SKY), and how bright that is.
+
+    A ray is met by a box's three pairs of parallel planes; it hits where it is inside all of them at once.
+    """
+    down = rig.rays[..., 2] < -1e-3
+    with np.errstate(divide="ignore"):
+        distances = np.where(down, -rig.metres / rig.rays[..., 2], np.float32(np.inf)).astype(np.float32)
+    hits = np.where(down, GROUND_HIT, SKY)
+    shades = np.ones_like(distances)
+    for number, (x, y, z, *size, yaw, _) in enumerate(boxes):
+        half = np.array(size, dtype=np.float32) / 2
+        away, wide = math.hypot(x, y), math.hypot(half[0], half[1])
+        reach = math.asin(min(1.0, wide / away))
+        turned = np.abs((rig.azimuths - math.atan2(y, x) + math.pi) % (2 * math.pi) - math.pi)
+        columns = np.flatnonzero(turned <= reach)
+        if not len(columns):
+            continue
+        cos, sin = math.cos(yaw), math.sin(yaw)
+        axes = np.array([[cos, -sin, 0], [sin, cos, 0], [0, 0, 1]], dtype=np.float32)  # columns: the box's own axes
+        rays = rig.rays[columns] @ axes
+        rays[np.abs(rays) < 1e-6] = 1e-6
+        start = (np.array([-x, -y, rig.metres - z], dtype=np.float32) @ axes).astype(np.float32)
+        middle, extent = -start / rays, half / np.abs(rays)
+        near, far = middle - extent, (middle + extent).min(axis=-1)
+        face = near.argmax(axis=-1)
+        enter = near.max(axis=-1)
+        closer = (enter < far) & (enter > 0) & (enter < distances[columns])
+        distances[columns] = np.where(closer, enter, distances[columns])
+        hits[columns] = np.where(closer, number, hits[columns])
+        shades[columns] = np.where(closer, SHADES[face], shades[columns])
+    return distances, hits, shades
+
+
+@lru_cache(maxsize=8)
+def _lidar() -> Rig:
+    azimuths = (np.arange(LIDAR_COLUMNS) + 0.5) * (2 * math.pi / LIDAR_COLUMNS) - math.pi
+    heights = np.radians(np.linspace(*LIDAR_DEGREES, LIDAR_BEAMS))
+    flat = np.stack([np.cos(azimuths), np.sin(azimuths)], axis=-1)[:, None] * np.cos(heights)[None, :, None]
+    up = np.broadcast_to(np.sin(heights)[None, :, None], (*flat.shape[:2], 1))
+    return Rig(azimuths, np.concatenate([flat, up], axis=-1).astype(np.float32), LIDAR_METRES)
+
+
+@lru_cache(maxsize=8)
+def _cameras(rules: SceneRules) -> Rig:
+    """Return all cameras as one rig: their columns side by side, left to right in each."""
+    right = (np.arange(rules.width) + 0.5 - rules.width / 2) / rules.focal
+    up = (rules.horizon - np.arange(rules.height) - 0.5) / rules.focal
+    azimuths = (np.array(rules.headings)[:, None] - np.arctan(right)).ravel()
+    ahead = np.tile(np.sqrt(1 + right**2), rules.cameras)  # to the plane of the picture, at each column
+    flat = np.stack([np.cos(azimuths), np.sin(azimuths)], axis=-1) * ahead[:, None]
+    rays = np.empty((len(azimuths), rules.height, 3), dtype=np.float32)
+    rays[..., :2], rays[..., 2] = flat[:, None], up
+    return Rig(azimuths, rays / np.linalg.norm(rays, axis=-1, keepdims=True), CAMERA_METRES)
+
+
+def _roads(draw: np.random.Generator) -> list[Road]:
+    """Return the road that the vehicle is on, and for every second scene one that crosses it."""
+    heading = draw.uniform(-0.4, 0.4)
+    roads = [Road(heading, draw.uniform(-2, 2), draw.uniform(3, 4.5))]
+    if draw.random() < 0.5:
+        roads.append(Road(heading + math.pi / 2 + draw.uniform(-0.2, 0.2), draw.uniform(-8, 8), draw.uniform(2.5, 4)))
+    return roads
+
+
+def _boxes(draw: np.random.Generator, roads: list[Road], rules: SceneRules) -> np.ndarray:
+    """Return a few boxes on the ground that touch neither each other nor the vehicle. Most that drive are on a road.
+
+    Boxes look the same from both ends, so a yaw is between a quarter of a turn to the right and one to the left.
+    """
+    boxes: list[np.ndarray] = []
+    wanted, edge = draw.integers(2, MOST_OBJECTS + 1), rules.reach - MARGIN_METRES
+    for _ in range(wanted * TRIES):
+        if len(boxes) == wanted:
+            break
+        kind = int(draw.choice(len(OBJECTS), p=SHARES))
+        length, width, height = SIZES[kind] * draw.uniform(0.9, 1.1, 3)
+        yaw = draw.uniform(-math.pi / 2, math.pi / 2)
+        x, y = draw.uniform(-edge, edge, 2)
+        road = roads[draw.integers(len(roads))]
+        if OBJECTS[kind] != "pedestrian" and draw.random() < 0.8:
+            yaw = road.heading + draw.normal(0, 0.1)
+            shift = road.across(x, y) - draw.uniform(-1, 1) * max(0.0, road.half_width - width / 2)
+            x, y = x + shift * math.sin(road.heading), y - shift * math.cos(road.heading)
+        yaw = (yaw + math.pi / 2) % math.pi - math.pi / 2
+        wide = math.hypot(length, width) / 2
+        clear = all(math.hypot(x - each[0], y - each[1]) > wide + math.hypot(*each[3:5]) / 2 for each in boxes)
+        if clear and max(abs(x), abs(y)) < edge and math.hypot(x, y) > NEAREST_METRES + wide:
+            boxes.append(np.array([x, y, height / 2, length, width, height, yaw, kind], dtype=np.float32))
+    return np.array(boxes, dtype=np.float32).reshape(-1, BOX_NUMBERS)
+
+
+def _points(draw: np.random.Generator, distances: np.ndarray, hits: np.ndarray, rules: SceneRules) -> np.ndarray:
+    """Return what comes back to the LiDAR: some is lost, the rest is a little off. Intensity tells no class."""
+    rig = _lidar()
+    seen = (hits != SKY) & (draw.random(hits.shape, dtype=np.float32) > LIDAR_LOST)
+    away = distances[seen] + draw.standard_normal(np.count_nonzero(seen), dtype=np.float32) * LIDAR_NOISE_METRES
+    points = np.empty((len(away), 4), dtype=np.float32)
+    points[:, :3] = rig.rays[seen] * away[:, None]
+    points[:, 2] += rig.metres
+    points[:, 3] = draw.random(len(away), dtype=np.float32) / (1 + 0.1 * away)
+    return points[(np.abs(points[:, :2]) < rules.reach).all(axis=1)]
+
+
+def _pictures(draw: np.random.Generator, boxes: np.ndarray, roads: list[Road], rules: SceneRules) -> np.ndarray:
+    rig = _cameras(rules)
+    distances, hits, shades = cast(rig, boxes)
+    kinds = boxes[:, -1].astype(np.int64)
+    paints = PAINTS[draw.integers(len(PAINTS), size=len(boxes))]
+    paints = np.where((kinds == OBJECTS.index("taxi"))[:, None], TAXI_YELLOW, paints)
+    colours = np.concatenate([paints, SKY_BLUE[None], TERRAIN_GREEN[None], ROAD_GREY[None]])
+    sky, terrain, road = (len(boxes) + each for each in range(3))
+    # Places on the ground, wherever a ray that goes down would meet it: a sky's distance would spoil the sums.
+    flat = np.where(np.isfinite(distances), distances, 0)[..., None] * rig.rays[..., :2]
+    on_road = _on_road(roads, flat[..., 0], flat[..., 1])
+    which = np.where(hits == SKY, sky, np.where(hits == GROUND_HIT, np.where(on_road, road, terrain), hits))
+    noise = draw.standard_normal((*which.shape, 3), dtype=np.float32) * PIXEL_NOISE
+    light = draw.uniform(0.8, 1.1)
+    pixels = (colours[which] * (shades * np.float32(light))[..., None] + noise).clip(0, 255).astype(np.uint8)
+    shape = (rules.cameras, rules.width, rules.height, 3)
+    return np.ascontiguousarray(pixels.reshape(shape).transpose(0, 3, 2, 1))
+
+
+def _segmentation(boxes: np.ndarray, roads: list[Road], rules: SceneRules) -> np.ndarray:
+    """Return what lies in the middle of each cell."""
+    middles = (np.arange(rules.cells, dtype=np.float32) + 0.5) * rules.cell - rules.reach
+    x, y = middles[:, None], middles[None, :]
+    found = np.where(_on_road(roads, x, y), GROUND.index("road"), GROUND.index("terrain"))
+    for box_x, box_y, _, length, width, _, yaw, _ in boxes:
+        cos, sin = math.cos(yaw), math.sin(yaw)
+        along, across = (x - box_x) * cos + (y - box_y) * sin, (y - box_y) * cos - (x - box_x) * sin
+        found[(np.abs(along) < length / 2) & (np.abs(across) < width / 2)] = GROUND.index("object")
+    return found.astype(np.int64)
+
+
+def _on_road(roads: list[Road], x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    return np.logical_or.reduce([np.abs(road.across(x, y)) < road.half_width for road in roads])

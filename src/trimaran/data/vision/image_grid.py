@@ -1,0 +1,93 @@
+"""How large a picture becomes: from its pixels to a grid of patches, for many pictures at once."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from trimaran.core import ImageRules
+
+
+@dataclass(frozen=True, slots=True)
+class PictureSizes:
+    """Of each picture: its tokens in the text, its patches, and the pairs of patches that see each other."""
+
+    tokens: np.ndarray
+    patches: np.ndarray
+    patch_pairs: np.ndarray
+
+
+def measure_pictures(sizes: np.ndarray, rules: ImageRules) -> PictureSizes:
+    """Return what pictures of `sizes` [number of pictures, 2] (width, height) amount to."""
+    rows, columns = _canvases(sizes, rules).T
+    if rules.variant == "native":
+        patches = rows * columns
+        return PictureSizes(patches // rules.merge**2, patches, patches**2)
+    tiles = rows * columns
+    tiles += tiles > 1
+    each = tile_side(rules) ** 2
+    return PictureSizes(tiles * each // rules.merge**2, tiles * each, tiles * each**2)
+
+
+def grids_of(size: tuple[int, int], rules: ImageRules) -> np.ndarray:
+    """Return the grids [number of parts, 2] (rows, columns of patches) of one picture of `size` (width, height).
+
+    A native picture is one part. A tiled one is its tiles, and when there are several, a small whole before them.
+    """
+    rows, columns = canvas_of(size, rules)
+    if rules.variant == "native":
+        return np.array([[rows, columns]], dtype=np.int32)
+    tiles = rows * columns
+    return np.full((tiles + (tiles > 1), 2), tile_side(rules), dtype=np.int32)
+
+
+def canvas_of(size: tuple[int, int], rules: ImageRules) -> tuple[int, int]:
+    """Return rows and columns of one picture of `size` (width, height): of patches, or of tiles."""
+    rows, columns = _canvases(np.array([size]), rules)[0].tolist()
+    return rows, columns
+
+
+def tile_side(rules: ImageRules) -> int:
+    """Return how many patches a side of a tile has: as many as fit, in whole groups."""
+    return rules.tile // (rules.patch * rules.merge) * rules.merge
+
+
+def _canvases(sizes: np.ndarray, rules: ImageRules) -> np.ndarray:
+    sizes = np.asarray(sizes, dtype=np.int64).reshape(-1, 2)
+    return _native(sizes, rules) if rules.variant == "native" else _tiled(sizes, rules)
+
+
+def _native(sizes: np.ndarray, rules: ImageRules) -> np.ndarray:
+    """Return rows and columns of patches: the nearest whole groups, or those that the limits of the area allow.
+
+    The arithmetic is that of Qwen2-VL's processor, so that the grids are the same to the last one.
+    """
+    factor = rules.patch * rules.merge
+    sides = sizes[:, ::-1].astype(np.float64)  # height, width
+    area = sides.prod(axis=1)
+    groups = np.round(sides / factor)
+    pixels = groups.prod(axis=1) * factor**2
+    shrink = np.sqrt(area / rules.max_pixels)[:, None]
+    stretch = np.sqrt(rules.min_pixels / area)[:, None]
+    smaller = np.maximum(1, np.floor(sides / shrink / factor))
+    larger = np.ceil(sides * stretch / factor) if rules.min_pixels else groups
+    groups = np.where((pixels > rules.max_pixels)[:, None], smaller, groups)
+    groups = np.where((pixels < rules.min_pixels)[:, None], larger, groups)
+    return np.maximum(1, groups).astype(np.int64) * rules.merge
+
+
+def _tiled(sizes: np.ndarray, rules: ImageRules) -> np.ndarray:
+    """Return rows and columns of tiles: the arrangement whose shape is nearest to the picture's.
+
+    Of arrangements with the same shape, more tiles are taken while the picture has at least half as many pixels.
+    """
+    most = rules.max_tiles
+    fitting = [(columns, rows) for columns in range(1, most + 1) for rows in range(1, most // columns + 1)]
+    ratio, area = sizes[:, 0] / sizes[:, 1], sizes.prod(axis=1)
+    nearest, best = np.full(len(sizes), np.inf), np.ones((len(sizes), 2), dtype=np.int64)
+    for columns, rows in sorted(fitting, key=lambda each: each[0] * each[1]):
+        distance = np.abs(ratio - columns / rows)
+        enough = area > 0.5 * rules.tile**2 * rows * columns
+        taken = (distance < nearest) | ((distance == nearest) & enough)
+        best[taken] = rows, columns
+        nearest = np.minimum(nearest, distance)
+    return best

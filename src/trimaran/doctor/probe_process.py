@@ -1,0 +1,85 @@
+"""The doctor's hand in the world of torch: a process that carries orders out, spoken to in lines of JSON."""
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from tempfile import TemporaryFile
+from types import TracebackType
+from typing import Any, Self
+
+import psutil
+
+from trimaran.core import Seconds
+
+START_SECONDS = Seconds(120.0)  # to import torch, from a cold network disk
+
+
+class ProbeError(Exception):
+    """The probe could not be asked, or did not answer."""
+
+
+class ProbeProcess:
+    """`python -m trimaran.probe`, from `with` to the end of it.
+
+    `environment` is its own. Of what it says besides its answers, the last line is told when it dies.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._environment = dict(environment)
+        self._left = b""
+
+    def __enter__(self) -> Self:
+        command = [sys.executable, "-m", "trimaran.probe"]
+        self._words = TemporaryFile()  # a pipe that nobody reads would fill up
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._words, env=self._environment
+        )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for each in [*psutil.Process(self._process.pid).children(recursive=True), self._process]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout, self._words):
+            if pipe:
+                pipe.close()
+
+    def ask(self, do: str, *, within: float, **order: Any) -> dict[str, Any]:
+        """Return the answer to an order; raise `ProbeError` where there is none in time, or it is an error."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps({"do": do, **order}).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise ProbeError(self._last_words()) from None
+        answer = json.loads(self._line(time.monotonic() + within))
+        if error := answer.get("error"):
+            raise ProbeError(error)
+        return answer
+
+    def _line(self, end: float) -> bytes:
+        assert self._process.stdout is not None
+        pipe = self._process.stdout.fileno()
+        while b"\n" not in self._left:
+            ready, _, _ = select.select([pipe], [], [], max(0.0, end - time.monotonic()))
+            piece = os.read(pipe, 1 << 16) if ready else b""
+            if not piece:
+                raise ProbeError(self._last_words() if ready else "the probe did not answer in time")
+            self._left += piece
+        line, _, self._left = self._left.partition(b"\n")
+        return line
+
+    def _last_words(self) -> str:
+        self._process.wait()
+        self._words.seek(0)
+        lines = self._words.read().decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else f"the probe ended with code {self._process.returncode}"

@@ -1,0 +1,165 @@
+"""A cluster's text in, Cluster out: `auto`, `8xH100`, `4x8xA100-80GB`, `2xcpu` or a YAML file."""
+
+import re
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from trimaran.core import GIB, Bytes, Seconds, UserError
+from trimaran.hardware.calibration import apply_calibration, parse_calibration, read_calibration
+from trimaran.hardware.cluster import LATENCY, Cluster, Link
+from trimaran.hardware.detect import cpu_cluster, detect
+from trimaran.hardware.device_catalogue import find_device
+from trimaran.hardware.validation_error import first_mistake
+
+MAX_FILE_BYTES = 1 << 16
+MAX_DEVICES = 1 << 16
+CLUSTER = re.compile(r"(?:(\d{1,7})x)?(?:(\d{1,7})x)?((?!\d+x)[a-z0-9][a-z0-9 _-]*)", re.IGNORECASE)
+EXAMPLES = "write auto, 8xH100, 4x8xA100-80GB, 2xcpu or the name of a YAML file"
+
+Positive = Annotated[float, Field(gt=0, lt=1e6)]
+
+
+class Reached(BaseModel):
+    """Bus bandwidths that somebody measured on a link, in 10^9 bytes a second."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    all_reduce: Positive | None = None
+    all_gather: Positive | None = None
+    all_to_all: Positive | None = None
+    send: Positive | None = None
+
+
+class LinkFile(BaseModel):
+    """What a person writes about a link. The last of the list may leave out how many devices it joins: all."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: Annotated[str, Field(min_length=1, max_length=40)]
+    devices: Annotated[int, Field(ge=2, le=MAX_DEVICES)] | None = None
+    gb_per_second: Positive
+    latency_us: Positive | None = None
+    reached: Reached = Reached()
+
+
+class ClusterFile(BaseModel):
+    """What a person writes about a cluster. Bandwidths are of one device, one way; the catalogue fills in the rest."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    device: str
+    num_nodes: Annotated[int, Field(ge=1, le=MAX_DEVICES)] = 1
+    devices_per_node: Annotated[int, Field(ge=1, le=1024)] = 8
+    memory_gib: Positive | None = None
+    host_memory_gib: Positive | None = None
+    link_gb_per_second: Positive | None = None
+    network_gb_per_second: Positive | None = None
+    links: Annotated[tuple[LinkFile, ...], Field(max_length=8)] = ()
+    calibration: str | dict[str, Any] | None = None
+
+
+def parse_cluster(text: str, *, visible_devices: str | None = None, calibrations: Path | None = None) -> Cluster:
+    """Return the cluster that `text` names.
+
+    `visible_devices` counts only for `auto`, `calibrations` for what stands for this machine: `auto` and `2xcpu`; see
+    `detect`.
+    """
+    text = text.strip()
+    if text.casefold() == "auto":
+        return detect(visible_devices=visible_devices, calibrations=calibrations)
+    if text.endswith((".yaml", ".yml")):
+        return _read_cluster(Path(text))
+    match = CLUSTER.fullmatch(text)
+    if match is None:
+        raise UserError("C002", f"'{text}' is not a cluster", where="cluster", fix=EXAMPLES)
+    counts = [int(each) for each in match.groups()[:2] if each]
+    if 0 in counts:
+        raise UserError("C003", f"'{text}' has no devices", where="cluster", fix=EXAMPLES)
+    return _build(counts, match[3], text, calibrations)
+
+
+def _build(counts: list[int], name: str, text: str, calibrations: Path | None = None) -> Cluster:
+    device = find_device(name)
+    if len(counts) == 2:
+        num_nodes, devices_per_node = counts
+    else:
+        num_devices = counts[0] if counts else 1
+        num_nodes = 1 if device.kind == "cpu" else -(-num_devices // device.node_size)
+        if num_devices % num_nodes:
+            raise UserError("C003", f"{num_devices} devices do not fill {num_nodes} equal nodes", where="cluster",
+                            fix=f"name the nodes: {num_nodes}x{device.node_size}x{device.name}")  # fmt: skip
+        devices_per_node = num_devices // num_nodes
+    if num_nodes * devices_per_node > MAX_DEVICES:
+        raise UserError("C003", f"'{text}' has more than {MAX_DEVICES:,} devices", where="cluster", fix=EXAMPLES)
+    if device.kind == "cpu":  # the other nodes are taken to be like this one
+        return replace(cpu_cluster(devices_per_node, calibrations=calibrations), num_nodes=num_nodes)
+    return Cluster(device=device, num_nodes=num_nodes, devices_per_node=devices_per_node)
+
+
+def _read_cluster(path: Path) -> Cluster:
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_FILE_BYTES + 1)
+        tree = yaml.safe_load(raw) if len(raw) <= MAX_FILE_BYTES else None
+    except OSError as error:
+        raise UserError("C004", f"the cluster file cannot be read: {error.strerror}", where=str(path),
+                        fix="name a file that exists, or a cluster such as 8xH100") from None  # fmt: skip
+    except (yaml.YAMLError, RecursionError, ValueError):  # ValueError: a date that does not exist
+        tree = None
+    if not isinstance(tree, dict):
+        raise UserError("C004", "this is not a small YAML mapping", where=str(path),
+                        fix="start from: {device: H100, num_nodes: 2, devices_per_node: 8}")  # fmt: skip
+    try:
+        told = ClusterFile.model_validate(tree)
+    except ValidationError as error:
+        raise first_mistake(error, ClusterFile, code="C005", where=str(path)) from None
+    return _describe(told, path)
+
+
+def _describe(told: ClusterFile, path: Path) -> Cluster:
+    cluster = _build([told.num_nodes, told.devices_per_node], told.device, str(path))
+    device = cluster.device
+    if told.memory_gib:
+        device = replace(device, memory_bytes=Bytes(int(told.memory_gib * GIB)))
+    if told.link_gb_per_second:
+        device = replace(device, link_bandwidth=told.link_gb_per_second * 1e9)
+    if told.network_gb_per_second:
+        device = replace(device, network_bandwidth=told.network_gb_per_second * 1e9)
+    if told.host_memory_gib:
+        cluster = replace(cluster, host_bytes=Bytes(int(told.host_memory_gib * GIB)))
+    cluster = replace(cluster, device=device, links=_links(told, cluster.world_size, path))
+    if told.calibration is None:
+        return cluster
+    if isinstance(told.calibration, str):
+        return apply_calibration(cluster, read_calibration(path.parent / told.calibration))
+    return apply_calibration(cluster, parse_calibration(told.calibration, where=f"{path}: calibration"))
+
+
+def _links(told: ClusterFile, world_size: int, path: Path) -> tuple[Link, ...]:
+    """Return the links of the file, after a look at whether they grow and the last joins all."""
+    if not told.links:
+        return ()
+    sizes = [each.devices for each in told.links[:-1]] + [told.links[-1].devices or world_size]
+    if told.link_gb_per_second or told.network_gb_per_second:
+        raise UserError("C007", "the bandwidths are told twice: in links, and on their own", where=str(path),
+                        fix="leave out link_gb_per_second and network_gb_per_second")  # fmt: skip
+    if sizes[-1] != world_size:
+        raise UserError("C007", f"the last link joins {sizes[-1]} devices of {world_size}", where=f"{path}: links",
+                        fix="leave out its devices: the last link joins all")  # fmt: skip
+    for inner, outer in pairwise(sizes):
+        if inner is None or outer is None or outer <= inner or outer % inner:
+            raise UserError("C007", f"a link of {inner or 'all'} devices does not fit into one of {outer or 'all'}",
+                            where=f"{path}: links", fix="go from the innermost outwards: 8, then 64")  # fmt: skip
+    return tuple(_link(each, size or world_size) for each, size in zip(told.links, sizes, strict=True))
+
+
+def _link(told: LinkFile, num_devices: int) -> Link:
+    reached = {name: rate * 1e9 for name, rate in told.reached.model_dump(exclude_none=True).items()}
+    latency = told.latency_us * 1e-6 if told.latency_us else LATENCY.get(told.name, LATENCY["network"])
+    bandwidth = told.gb_per_second * 1e9
+    return Link(name=told.name, devices=num_devices, bandwidth=bandwidth, latency=Seconds(latency), reached=reached)

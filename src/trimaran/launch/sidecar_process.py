@@ -1,0 +1,77 @@
+"""The supervisor's end of a node's sidecar, the process that samples the machine and feeds sinks.
+
+Nothing here raises or waits while ranks are at work: a run without its sidecar is a run all the same.
+"""
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+
+from trimaran.run import RunDirectory
+
+log = logging.getLogger(__name__)
+
+FIRST_DELAY, MOST_DELAY = 10.0, 600.0  # seconds from one start to the next, doubled each time that it has died
+END_SECONDS = 5.0  # to write and hand on its last lines
+
+
+class SidecarProcess:
+    """Keeps one sidecar alive from `start` to `end`. Use it in a thread that lives as long as the run: the sidecar dies
+    with the one that started it. Ranks are sought below the process `above`, or below this one."""
+
+    def __init__(self, run: RunDirectory, environment: Mapping[str, str], *, above: int | None = None) -> None:
+        self._run, self._environment, self._above = run, environment, above
+        self._process: subprocess.Popen[bytes] | None = None
+        self._node, self._due, self._delay = -1, 0.0, FIRST_DELAY
+
+    def start(self, node: int) -> None:
+        """See to it that there is a sidecar for this machine as node `node`; one that is at work goes on."""
+        if node != self._node:
+            self.end()
+            self._node, self._delay = node, FIRST_DELAY
+            self._begin()
+
+    def look(self) -> None:
+        """Start another one if it has died. One that left with 0 had nothing to do."""
+        if self._process is None or self._process.poll() is None or self._process.returncode == 0:
+            return
+        if time.monotonic() >= self._due:
+            log.warning("the sidecar ended with code %d, another one is started", self._process.returncode)
+            self._begin()
+
+    def end(self) -> None:
+        """End it, with a moment for its last lines."""
+        process, self._process, self._node = self._process, None, -1
+        if process is None:
+            return
+        process.terminate()
+        try:
+            process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def _begin(self) -> None:
+        self._due, self._delay = time.monotonic() + self._delay, min(2 * self._delay, MOST_DELAY)
+        name = f"sidecar-{self._node}.log" if self._node else "sidecar.log"
+        command = [sys.executable, "-m", "trimaran.telemetry.sidecar", str(self._run.path.absolute()), str(self._node)]
+        command.append(f"--supervisor={os.getpid()}")
+        if self._above is not None:
+            command.append(f"--above={self._above}")
+        if (visible := self._environment.get("CUDA_VISIBLE_DEVICES")) is not None:
+            command.append(f"--visible={visible}")
+        try:
+            with (self._run.agent_log.parent / name).open("ab") as out:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    env=dict(self._environment),
+                    start_new_session=True,
+                )
+        except OSError as error:
+            log.warning("there is no sidecar: %s", error)

@@ -1,0 +1,1 @@
+"""The API for one's own training loop: `trimaran.prepare`."""

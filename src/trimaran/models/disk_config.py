@@ -1,0 +1,21 @@
+"""From a shape to the config.json that stands beside its weights."""
+
+from typing import Any
+
+from trimaran.models.from_hf import spec_to_hf
+from trimaran.models.perception_spec import PerceptionSpec, perception_config
+from trimaran.models.spec import ModelSpec
+from trimaran.models.specs import Spec
+from trimaran.models.to_hf_vlm import vlm_to_disk
+from trimaran.models.vlm_spec import VlmSpec
+
+
+def disk_config(spec: Spec) -> dict[str, Any]:
+    """Return the config.json of a network of this shape; a shape that cannot be written down is a person's mistake."""
+    match spec:
+        case ModelSpec():
+            return spec_to_hf(spec)
+        case VlmSpec():
+            return vlm_to_disk(spec)
+        case PerceptionSpec():
+            return perception_config(spec)

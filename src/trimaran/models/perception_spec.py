@@ -1,0 +1,274 @@
+"""What a perception model is, on paper: cameras, LiDAR, their fusion and two heads."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from trimaran.core import Bytes, Flops, ModelSection, UserError, nearest
+from trimaran.core.scene_rules import GROUND, OBJECTS, SceneRules
+from trimaran.models.json_file import read_json
+from trimaran.models.outline import Opaque, Outline, OutlineLayer, Tower
+from trimaran.models.shape_fields import changed, refuse_unknown, wrong_value
+
+MODEL_TYPE = "trimaran_perception"
+MAX_CONFIG_BYTES = 1_000_000
+POINT_FEATURES = 6  # x, y, z, intensity, and where in its cell a point lies
+BOX_OUTPUTS = 8  # where in its cell the centre lies (2), its height, three sizes, and two numbers for the yaw
+GROUPS = 8  # of channels that are normed together
+POINTS_A_CELL = 4  # on average, for what LiDAR costs
+LARGEST = 1 << 16  # of any number in a shape
+
+_CONVOLUTIONS = ("conv1", "norm1", "conv2", "norm2", "skip")
+PARTS: dict[str, tuple[str, ...]] = {
+    "camera.stem": ("conv", "norm"),
+    "camera.layers": _CONVOLUTIONS,
+    "camera.neck": ("proj", "places", "norm"),
+    "lidar.stem": ("fc1", "norm1", "fc2", "norm2"),
+    "lidar.layers": _CONVOLUTIONS[:-1],
+    "fusion.stem": ("queries", "norm"),
+    "fusion.layers": (
+        "attention_norm", "attention", *(f"attention.{each}_proj" for each in "qkvo"),
+        "mlp_norm", "mlp", "mlp.up_proj", "mlp.down_proj",
+    ),
+    "heads": tuple(
+        f"{head}{part}" for head in ("boxes", "segmentation") for part in ("", ".conv", ".norm", ".out")
+    ),
+}  # fmt: skip
+"""The modules inside each kind of block."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PerceptionSpec:
+    """A model that looks around.
+
+    `camera_widths` are the channels of the camera's residual blocks, each at half the size of the one before. LiDAR's
+    pillars and the queries of the fusion have `hidden` features. See `SceneRules` for the rest.
+    """
+
+    name: str
+    cameras: int
+    height: int
+    width: int
+    camera_widths: tuple[int, ...]
+    lidar_layers: int
+    fusion_layers: int
+    hidden: int
+    heads: int
+    ffn: int
+    cells: int
+    reach: float
+
+    @property
+    def block_names(self) -> tuple[str, ...]:
+        """The blocks in the order of the forward: what is sharded, computed again and cut into stages as one."""
+        camera = [f"camera.layers.{number}" for number in range(len(self.camera_widths))]
+        lidar = [f"lidar.layers.{number}" for number in range(self.lidar_layers)]
+        fusion = [f"fusion.layers.{number}" for number in range(self.fusion_layers)]
+        return "camera.stem", *camera, "camera.neck", "lidar.stem", *lidar, "fusion.stem", *fusion, "heads"
+
+    @property
+    def layers(self) -> int:
+        """Blocks that a pipeline can be cut between."""
+        return len(self.block_names)
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of tokens of one camera."""
+        stride = 2 ** len(self.camera_widths)
+        return self.height // stride, self.width // stride
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all cameras."""
+        return self.cameras * self.grid[0] * self.grid[1]
+
+    @property
+    def num_heats(self) -> int:
+        return len(OBJECTS)
+
+    @property
+    def num_grounds(self) -> int:
+        return len(GROUND)
+
+    @property
+    def num_parameters(self) -> int:
+        return perception_outline(self).num_parameters
+
+    def scenes(self) -> SceneRules:
+        """Return what the data must know to show this model a scene."""
+        return SceneRules(
+            cameras=self.cameras, height=self.height, width=self.width, cells=self.cells, reach=self.reach
+        )
+
+
+SHAPE = tuple(field.name for field in fields(PerceptionSpec) if field.name != "name")
+
+PERCEPTION_PRESETS = {
+    "tiny": PerceptionSpec(
+        name="tiny", cameras=4, height=32, width=64, camera_widths=(16, 48), lidar_layers=2, fusion_layers=2,
+        hidden=48, heads=4, ffn=96, cells=24, reach=12.0,
+    ),
+    "base": PerceptionSpec(
+        name="base", cameras=6, height=256, width=512, camera_widths=(64, 128, 256, 512), lidar_layers=6,
+        fusion_layers=6, hidden=256, heads=8, ffn=1024, cells=96, reach=48.0,
+    ),
+}  # fmt: skip
+
+
+def perception_spec(section: ModelSection) -> PerceptionSpec:
+    """Return the shape that `section` asks for: a preset or the config.json of a trained one, with its changes."""
+    if section.path is not None:
+        return _reshaped(read_perception_config(Path(section.path).expanduser()), section.shape, "model.shape")
+    name = section.preset or "tiny"
+    if name not in PERCEPTION_PRESETS:
+        raise UserError("M001", f"there is no preset '{name}' of a perception model{nearest(name, PERCEPTION_PRESETS)}",
+                        where="model.preset", fix=f"the presets are {', '.join(PERCEPTION_PRESETS)}")  # fmt: skip
+    return _reshaped(PERCEPTION_PRESETS[name], section.shape, "model.shape")
+
+
+def read_perception_config(path: Path) -> PerceptionSpec:
+    """Return the shape in the config.json of `path`, which is a folder or the file."""
+    folder = path.parent if path.name == "config.json" else path
+    file = folder / "config.json"
+    if not file.is_file():
+        raise UserError("M040", "there is no perception model here: no config.json", where=f"model.path {path}",
+                        fix="name the model folder of a perception run, or leave out model.path")  # fmt: skip
+    config = read_json(file, limit_bytes=MAX_CONFIG_BYTES)
+    kind = config.pop("model_type", None)
+    if kind != MODEL_TYPE:
+        raise UserError("M040", f"the model is of type {kind!r}, and not {MODEL_TYPE}", where=str(file),
+                        fix="name the model folder of a perception run, or use another model.family")  # fmt: skip
+    shape = {key: config[key] for key in SHAPE if key in config}
+    if missing := [key for key in SHAPE if key not in shape]:
+        raise UserError("M040", f"the shape is not complete: {missing[0]} is missing", where=str(file),
+                        fix="copy the folder again")  # fmt: skip
+    spec = replace(PERCEPTION_PRESETS["tiny"], name=folder.resolve().name)
+    return _reshaped(spec, shape, str(file))
+
+
+def perception_config(spec: PerceptionSpec) -> dict[str, Any]:
+    """Return the config.json of a model with this shape."""
+    shape = {key: getattr(spec, key) for key in SHAPE}
+    return {"model_type": MODEL_TYPE, "architectures": ["Perception"]} | shape
+
+
+def perception_module_names(spec: PerceptionSpec) -> list[str]:
+    """Return the name of every module."""
+    names = [name for tower in ("camera", "lidar", "fusion") for name in (tower, f"{tower}.layers")]
+    for block in spec.block_names:
+        kind = block.rpartition(".")[0] if ".layers." in block else block
+        names += [block, *(f"{block}.{part}" for part in PARTS[kind])]
+    return names
+
+
+def _reshaped(spec: PerceptionSpec, shape: Mapping[str, Any], where: str) -> PerceptionSpec:
+    refuse_unknown(shape, SHAPE, where)
+    spec = changed(PerceptionSpec, spec, shape, where)
+    for field, wrong in _flaws(spec):
+        raise wrong_value(f"{field}: {wrong}", f"{where}.{field}")
+    return spec
+
+
+def _flaws(spec: PerceptionSpec) -> Iterator[tuple[str, str]]:
+    """Yield what cannot be, by field."""
+    for field in SHAPE:
+        value = getattr(spec, field)
+        values = value if isinstance(value, tuple) else (value,)
+        if not values or not all(0 < each <= LARGEST for each in values):
+            yield field, f"{value} is not from 1 to {LARGEST}"
+    if spec.cameras < 3:
+        yield "cameras", "fewer than 3 do not see all around"
+    stride = 2 ** len(spec.camera_widths)
+    for field in ("height", "width"):
+        if getattr(spec, field) % stride:
+            yield field, f"{getattr(spec, field)} pixels cannot be halved {len(spec.camera_widths)} times"
+    if spec.hidden % spec.heads:
+        yield "heads", f"{spec.heads} heads do not divide hidden {spec.hidden}"
+    for field, channels in (("camera_widths", spec.camera_widths), ("hidden", (spec.hidden,))):
+        if wrong := [each for each in channels if each % min(GROUPS, each)]:
+            yield field, f"{wrong[0]} channels do not make up {GROUPS} groups"
+
+
+def perception_outline(spec: PerceptionSpec) -> Outline:
+    """Return the outline. Cameras, LiDAR and heads are convolutions, of which the planner knows totals."""
+    cells, hidden = spec.cells * spec.cells, spec.hidden
+    layer = OutlineLayer(
+        hidden=hidden, heads=spec.heads, kv_heads=spec.heads, head_dim=hidden // spec.heads, ffn=spec.ffn,
+        gated=False, causal=False, extras=4 * hidden,
+    )  # fmt: skip
+    queries = _elementwise("queries", cells * hidden + 2 * hidden, cells, hidden)
+    heads = _together("heads", [
+        part
+        for outputs in (spec.num_heats + BOX_OUTPUTS, spec.num_grounds)
+        for part in (_convolution(cells, hidden, hidden), _convolution(cells, hidden, outputs, kernel=1, bias=True))
+    ])  # fmt: skip
+    towers = (
+        Tower(name="camera", runs=_camera(spec), hidden=spec.camera_widths[-1], positions=spec.num_tokens),
+        Tower(name="lidar", runs=_lidar(spec), hidden=hidden, positions=cells),
+        Tower(
+            name="fusion", runs=((queries, 1), (layer, spec.fusion_layers)), hidden=hidden, positions=cells,
+            segment=spec.num_tokens,
+        ),
+        Tower(name="heads", runs=((heads, 1),), hidden=hidden, positions=cells),
+    )  # fmt: skip
+    return Outline(name=spec.name, towers=towers)
+
+
+def _camera(spec: PerceptionSpec) -> tuple[tuple[Opaque, int], ...]:
+    places, taken = spec.cameras * (spec.height // 2) * (spec.width // 2), spec.camera_widths[0]
+    blocks = [_together("camera stem", [_convolution(places, 3, taken)])]
+    for number, given in enumerate(spec.camera_widths):
+        places //= 4 if number else 1
+        parts = [_convolution(places, taken, given), _convolution(places, given, given)]
+        if taken != given or number:
+            parts.append(_convolution(places, taken, given, kernel=1, normed=False))
+        blocks.append(_together(f"camera layer {number}", parts))
+        taken = given
+    proj = _convolution(places, taken, spec.hidden, kernel=1, normed=False)
+    blocks.append(_together("camera neck", [proj, _elementwise("", (places + 2) * spec.hidden, places, spec.hidden)]))
+    return tuple((each, 1) for each in blocks)
+
+
+def _lidar(spec: PerceptionSpec) -> tuple[tuple[Opaque, int], ...]:
+    cells, hidden = spec.cells * spec.cells, spec.hidden
+    points = POINTS_A_CELL * cells
+    look = [_convolution(points, POINT_FEATURES, hidden, kernel=1), _convolution(points, hidden, hidden, kernel=1)]
+    stem = _together("lidar stem", [*look, _elementwise("", 0, cells, hidden)])
+    layer = _together("lidar layer", [_convolution(cells, hidden, hidden)] * 2)
+    return (stem, 1), (layer, spec.lidar_layers)
+
+
+def _convolution(
+    places: int, taken: int, given: int, *, kernel: int = 3, normed: bool = True, bias: bool = False
+) -> Opaque:
+    """Return a product at each of `places`, with a norm and a ReLU behind it: each keeps what it takes in."""
+    weights = taken * given * kernel * kernel
+    tensors = 3 if normed else 1
+    return Opaque(
+        name="", parameters=weights + 2 * given * normed * (not bias) + given * bias,
+        sample_flops=Flops(2.0 * places * weights), saved_bytes=Bytes(4 * places * given * tensors),
+        moved_bytes=Bytes(4 * places * (taken + 2 * given * tensors)), output_bytes=Bytes(4 * places * given),
+        num_kernels=tensors,
+    )  # fmt: skip
+
+
+def _elementwise(name: str, parameters: int, places: int, features: int) -> Opaque:
+    size = 4 * places * features
+    return Opaque(
+        name=name, parameters=parameters, sample_flops=Flops(0.0), saved_bytes=Bytes(2 * size),
+        moved_bytes=Bytes(4 * size), output_bytes=Bytes(size), num_kernels=2,
+    )  # fmt: skip
+
+
+def _together(name: str, parts: list[Opaque]) -> Opaque:
+    """Return the parts as one block: its output is the last one's."""
+    return Opaque(
+        name=name,
+        parameters=sum(each.parameters for each in parts),
+        sample_flops=Flops(sum(each.sample_flops for each in parts)),
+        saved_bytes=Bytes(sum(each.saved_bytes for each in parts)),
+        moved_bytes=Bytes(sum(each.moved_bytes for each in parts)),
+        output_bytes=parts[-1].output_bytes,
+        num_kernels=sum(each.num_kernels for each in parts),
+    )

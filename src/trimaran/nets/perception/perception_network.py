@@ -1,0 +1,115 @@
+"""What the trainer sees of the perception model, and its weights on disk: under their own names."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from trimaran.core import UserError
+from trimaran.models.perception_spec import PerceptionSpec, perception_config
+from trimaran.nets.attention_context import Context
+from trimaran.nets.hf_weights import damaged, open_weights, whole
+from trimaran.nets.local_shards import local_part, local_slices
+from trimaran.nets.network import Network
+from trimaran.nets.perception.model import Perception
+
+TOWERS = {"camera": "camera.", "lidar": "lidar.", "fusion": "fusion.", "heads": "heads."}
+
+# Between these the queries and tokens are whole on every rank, and all else is computed on each.
+TENSOR_PLAN = {
+    "fusion.layers.*.attention.q_proj": "colwise",
+    "fusion.layers.*.attention.k_proj": "colwise",
+    "fusion.layers.*.attention.v_proj": "colwise",
+    "fusion.layers.*.attention.o_proj": "rowwise",
+    "fusion.layers.*.mlp.up_proj": "colwise",
+    "fusion.layers.*.mlp.down_proj": "rowwise",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PerceptionNetwork(Network):
+    """See `Network`. Its samples are scenes: it has neither tokens to know nor sequences to cut."""
+
+    module: Perception
+    spec: PerceptionSpec
+
+    def forward(self, inputs: Mapping[str, Tensor], *stream: Tensor) -> tuple[Tensor, Tensor]:
+        """Return answers [B, outputs, cells, cells], or a stage's stream, and a balance loss of 0."""
+        return self.module(*stream, inputs=inputs)
+
+    @property
+    def towers(self) -> Mapping[str, str]:
+        return TOWERS
+
+    def stream_shape(self, inputs: Mapping[str, Tensor], *, tp: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        module, num_scenes = self.module, len(inputs["cameras"])
+        return module.stream_shape(num_scenes, module.held.start), module.stream_shape(num_scenes, module.held.stop)
+
+    def use_context(self, context: Context) -> None:
+        raise AssertionError("a legal plan does not cut a scene into parts")
+
+    def tensor_plan(self, degree: int) -> Mapping[str, str]:
+        return TENSOR_PLAN
+
+    @property
+    def head(self) -> None:
+        return None
+
+    @property
+    def vocabulary(self) -> int:
+        return 0
+
+    @property
+    def longest(self) -> int:
+        return 0
+
+    def disk_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every weight whole, on the CPU, under its own name. Every rank must take every item."""
+        return ((name, whole(each)) for name, each in self.module.named_parameters())
+
+    def disk_config(self) -> dict[str, Any]:
+        return perception_config(self.spec)
+
+    def load(self, folder: Path) -> None:
+        load_perception_weights(self.module, folder)
+
+
+def perception_network(spec: PerceptionSpec, blocks: range | None = None) -> PerceptionNetwork:
+    """Return the model, or the stage of it with these blocks, on the default device, its weights not yet set."""
+    module = Perception(spec, blocks)
+    return PerceptionNetwork(module, module.blocks, spec)
+
+
+def load_perception_weights(module: Perception, folder: Path) -> None:
+    """Fill the model, or a stage of it, in place from the safetensors in `folder`. Each rank reads only what it holds.
+
+    Names and shapes are checked before the first value is written.
+    """
+    with ExitStack() as stack, torch.no_grad():
+        sources = open_weights(folder, stack)
+        _refuse_mismatch(module, sources, folder)
+        try:
+            for name, parameter in module.named_parameters():
+                if (local := local_part(parameter)).numel():
+                    local.copy_(sources[name].get_slice(name)[local_slices(parameter)])
+        except SafetensorError as error:
+            raise damaged(folder, error) from None
+
+
+def _refuse_mismatch(module: Perception, sources: Mapping[str, Any], folder: Path) -> None:
+    with torch.device("meta"):
+        shapes = {name: list(each.shape) for name, each in Perception(module.spec).named_parameters()}
+    wrong = [f"{name} is missing" for name in shapes if name not in sources]
+    wrong += [f"{name} is unexpected" for name in sources if name not in shapes]
+    for name, shape in shapes.items():
+        if name in sources and (found := sources[name].get_slice(name).get_shape()) != shape:
+            wrong.append(f"{name} is {found} and not {shape}")
+    if wrong:
+        more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise UserError("M021", f"the weights are not this model's: {', '.join(wrong[:3])}{more}", where=str(folder),
+                        fix="use the config.json that belongs to the weights, and leave model.shape empty")  # fmt: skip

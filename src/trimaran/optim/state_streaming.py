@@ -1,0 +1,84 @@
+"""Optimizer states that live on the host: brought to the device for the update, and taken back."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import cycle
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trimaran.optim.moments import States
+
+Slot = tuple[str, torch.dtype]
+BERTHS = 3  # one load arrives, one is worked on, one leaves
+
+
+@dataclass(slots=True)
+class StagingBuffer:
+    """Memory of the device for one load at a time, and the events between which the load is there."""
+
+    memory: dict[Slot, Tensor]
+    states: States = field(default_factory=dict)
+    arrived: Any = None
+    left: Any = None
+
+
+class StateStream:
+    """Carries states between host and device on streams of its own, in both directions at once.
+
+    On a CPU the streams are torch's stand-ins for them: the same copies, one after another.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._torch = device, torch.get_device_module(device)
+        self._inward, self._outward = self._torch.Stream(device), self._torch.Stream(device)
+
+    def cross(self, loads: Sequence[States]) -> Iterator[States]:
+        """Yield each load on the device, in turn. What its taker makes of it is written back to the host.
+
+        Meanwhile the next load arrives and the last one leaves. At the end the current stream waits for the copies;
+        the host does not, see `wait`.
+        """
+        here = self._torch.current_stream(self._device)
+        berths = cycle([StagingBuffer(self._room(loads)) for _ in range(BERTHS)])
+        self._inward.wait_stream(here)  # what was in this memory before has been used
+        waiting: tuple[States, StagingBuffer] | None = None
+        for load in [*loads, None]:
+            arriving = None if load is None else (load, self._bring(load, next(berths)))
+            if waiting is not None:
+                host, berth = waiting
+                here.wait_event(berth.arrived)
+                yield berth.states
+                self._outward.wait_stream(here)
+                self._take_back(host, berth)
+            waiting = arriving
+        here.wait_stream(self._outward)  # so does whoever gets the memory of the berths next
+
+    def wait(self) -> None:
+        """Return when the host has all that the last crossing took back."""
+        self._torch.synchronize(self._device)
+
+    def _bring(self, load: States, berth: StagingBuffer) -> StagingBuffer:
+        with self._torch.stream(self._inward):
+            if berth.left is not None:
+                self._inward.wait_event(berth.left)
+            rooms = {key: berth.memory[key, host.dtype][: host.numel()] for key, host in load.items()}
+            berth.states = {key: rooms[key].view(host.shape) for key, host in load.items()}
+            for key, host in load.items():
+                berth.states[key].copy_(host, non_blocking=True)
+            berth.arrived = self._inward.record_event()
+        return berth
+
+    def _take_back(self, load: States, berth: StagingBuffer) -> None:
+        with self._torch.stream(self._outward):
+            for key, host in load.items():
+                host.copy_(berth.states[key], non_blocking=True)
+            berth.left = self._outward.record_event()
+
+    def _room(self, loads: Sequence[States]) -> dict[Slot, Tensor]:
+        """Return memory for the largest of the loads, state by state."""
+        sizes: dict[Slot, int] = {}
+        for key, host in (item for load in loads for item in load.items()):
+            sizes[key, host.dtype] = max(sizes.get((key, host.dtype), 0), host.numel())
+        return {slot: torch.empty(size, dtype=slot[1], device=self._device) for slot, size in sizes.items()}

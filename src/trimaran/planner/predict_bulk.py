@@ -1,0 +1,137 @@
+"""`predict` in bulk: one line of JSON in, one answer out, by any stack's habits. Nothing that a line holds stops us."""
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from trimaran.core import Plan, Prediction, UserError, show_bytes
+from trimaran.cost import Job, predict
+from trimaran.hardware import Cluster
+from trimaran.models import OutlineLayer
+from trimaran.planner.legal import check_loss
+from trimaran.planner.predict_request import cluster_of, job_of, plan_of, tidy
+
+MAX_LINE_BYTES = 1 << 20
+
+
+def answer_line(text: bytes, number: int) -> dict[str, Any]:
+    """Return the answer to line `number`, or what is wrong with it: `{"id", "error"}`. Raises for our own mistakes."""
+    told: Any = None
+    try:
+        told = _parse(text, number)
+        return predict_line(told)
+    except UserError as error:
+        wrong = error
+    except RecursionError:
+        wrong = UserError("P051", "the line is nested too deeply", where=f"line {number}", fix="write flat sections")
+    return {"id": told.get("id") if isinstance(told, dict) else None, "error": wrong.as_dict()}
+
+
+def predict_line(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the answer to one line of the contract. Raises UserError for what is wrong with it.
+
+    A plan that no system could run is answered, because logs have such rows: it does not fit, `why` says what is in the
+    way, and the figures are those of the nearest plan that could.
+    """
+    stack = line.get("stack")
+    if not isinstance(stack, str | None):
+        raise UserError("P051", "a stack is a name", where="stack", fix="leave it out, or name the software")
+    job = job_of(_section(line, "model"), stack or "trimaran")
+    cluster = cluster_of(_section(line, "cluster"))
+    plan, why = plan_of(_section(line, "plan"), cluster.world_size)
+    plan, obstacle = _runnable(plan, job)
+    plan, headless = _with_a_loss(plan, job)
+    found = predict(job, cluster, plan)
+    why = obstacle or headless or why or ("" if found.fits else _too_big(found, cluster))
+    answer = {
+        "id": line.get("id"),
+        "fits": not why,
+        "peak_bytes": found.peak_bytes,
+        "reserved_bytes": found.reserved_bytes,
+        "step_seconds": found.step_seconds,
+        "tokens_per_second_per_gpu": found.tokens_per_second / cluster.world_size,
+        "mfu": found.mfu,
+        "memory": found.memory,
+        "time": found.time,
+        "exposed": found.exposed,
+        "device_bytes": found.device_bytes,
+        "host_bytes": found.host_bytes,
+        "margin": found.error,
+    }
+    return answer | {"why": why} if why else answer
+
+
+def _parse(text: bytes, number: int) -> dict[str, Any]:
+    where = f"line {number}"
+    if len(text) > MAX_LINE_BYTES:
+        raise UserError("P051", "the line is longer than 1 MiB", where=where, fix="write one question on each line")
+    if not text.strip():
+        raise UserError("P051", "the line is blank", where=where, fix="write one question on each line")
+    try:
+        told = json.loads(text.decode("utf-8-sig" if number == 1 else "utf-8"), parse_constant=_refuse_constant)
+    except ValueError as error:
+        problem = error.msg if isinstance(error, json.JSONDecodeError) else str(error)[:80]
+        raise UserError("P051", f"the line is not JSON: {problem}", where=where,
+                        fix="write one JSON object on each line") from None  # fmt: skip
+    if not isinstance(told, dict):
+        raise UserError("P051", "the line is not an object", where=where, fix="write {model, cluster, plan}")
+    return told
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _section(line: Mapping[str, Any], key: str) -> str:
+    """Return a section as text, the same for the same question: what is read of it is remembered by that."""
+    value = line.get(key)
+    if not isinstance(value, dict):
+        raise UserError("P051", f"the line has no object '{key}'", where=key, fix=f"add {key}")
+    return json.dumps(tidy(value), sort_keys=True)
+
+
+def _runnable(plan: Plan, job: Job) -> tuple[Plan, str]:
+    """Return the plan and '', or the nearest plan that some system could run and what is in the way of this one."""
+    mesh, layers = plan.mesh, job.outline.layers
+    (layer, _), *_ = job.outline.main.runs
+    assert isinstance(layer, OutlineLayer), "a line describes a decoder"
+    experts = layer.experts.num_experts if layer.experts else 1
+    stages, cut = plan.pipeline.stages, ()
+    degrees: dict[str, int] = {}
+    why = ""
+    for axis, degree, whole, what in (
+        ("tp", mesh.tp, layer.heads, "heads"),
+        ("cp", mesh.cp, job.seq_len, "positions"),
+        ("ep", mesh.ep, math.gcd(experts, mesh.world_size // mesh.pp), "experts and ranks"),
+    ):
+        if whole % degree:
+            degrees[axis], why = math.gcd(degree, whole), f"{axis} {degree} does not divide {whole} {what}"
+    if mesh.pp > 1 and stages and (sum(stages) != layers or min(stages) < 0 or len(stages) % mesh.pp):
+        why = f"the {len(stages)} stages that are listed do not cut {layers} layers for {mesh.pp} ranks"
+    elif plan.num_stages > layers:
+        why, degrees["pp"] = f"{plan.num_stages} stages are more than {layers} layers", min(mesh.pp, layers // 2 or 1)
+    else:
+        cut = stages
+    if not why:
+        return plan, ""
+    pipeline = plan.pipeline.model_copy(update={"stages": cut})
+    return plan.model_copy(update={"mesh": mesh.model_copy(update=degrees), "pipeline": pipeline}), why
+
+
+def _with_a_loss(plan: Plan, job: Job) -> tuple[Plan, str]:
+    """Return the plan and '', or the same with logits, and why our trainer's head cannot end in the loss it names.
+
+    Other stacks have a loss of their own, whatever the line says.
+    """
+    try:
+        if job.stack.name == "trimaran":
+            check_loss(plan, None)
+    except UserError as error:
+        return plan.model_copy(update={"loss": "logits"}), error.what
+    return plan, ""
+
+
+def _too_big(found: Prediction, cluster: Cluster) -> str:
+    over, host = found.device_bytes - cluster.device.memory_bytes, found.host_bytes - cluster.host_bytes
+    return f"{show_bytes(over)} over" if over > 0 else f"{show_bytes(host)} over in the host's memory"

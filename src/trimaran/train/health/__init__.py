@@ -1,0 +1,1 @@
+"""Checks on training itself: NaN and Inf, loss spikes, replica differences, recompilation."""

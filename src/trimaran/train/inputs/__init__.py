@@ -1,0 +1,1 @@
+"""The data of a run, as the worker loads it."""

@@ -1,0 +1,1 @@
+"""Objectives and losses, summed over tokens."""

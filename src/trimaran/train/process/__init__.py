@@ -1,0 +1,1 @@
+"""A rank as a process: fork server, heartbeat, rendezvous, link to the supervisor."""

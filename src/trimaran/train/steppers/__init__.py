@@ -1,0 +1,1 @@
+"""How the micro-batches of a step become gradients and an update."""

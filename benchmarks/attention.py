@@ -1,9 +1,9 @@
-"""What attention inside documents and pictures costs: under a T x T mask, our way, and all of the row as the bound.
+"""What attention inside documents and images costs: under a T x T mask, our way, and all of the row as the bound.
 
 usage: python benchmarks/attention.py [--json RESULTS.json] [--flex]
 
 One layer's attention, forward and backward. Documents have the lengths of web text (log-normal, median 400 tokens),
-pictures the grids of photographs at native resolution. On a GPU in bf16 with the heads of Llama-3.1-8B and of
+images the grids of photographs at native resolution. On a GPU in bf16 with the heads of Llama-3.1-8B and of
 Qwen2-VL's tower; on a CPU all is smaller, in fp32. `--flex` also measures torch's flex_attention, compiled for each
 shape.
 """
@@ -32,7 +32,7 @@ TURNS = 7
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Rows of text (causal), or one row of pictures; a segment has about `typical` positions."""
+    """Rows of text (causal), or one row of images; a segment has about `typical` positions."""
 
     name: str
     rows: int
@@ -57,11 +57,11 @@ class Measured:
 
 LARGE = (
     *(Case(f"text {length}", 32768 // length, length, 32, 8, 128, True, 400) for length in (2048, 8192, 32768)),
-    Case("pictures 16384", 1, 16384, 16, 16, 80, False, 1000),
+    Case("images 16384", 1, 16384, 16, 16, 80, False, 1000),
 )
 SMALL = (
     *(Case(f"text {length}", 4096 // length, length, 4, 2, 32, True, 60) for length in (256, 1024, 4096)),
-    Case("pictures 2048", 1, 2048, 4, 4, 24, False, 100),
+    Case("images 2048", 1, 2048, 4, 4, 24, False, 100),
 )
 
 
@@ -77,8 +77,8 @@ def document_lengths(case: Case) -> list[int]:
     return lengths
 
 
-def picture_lengths(case: Case) -> list[int]:
-    """Return the patches of pictures whose sides vary threefold and stand four to three."""
+def image_lengths(case: Case) -> list[int]:
+    """Return the patches of images whose sides vary threefold and stand four to three."""
     drawn, lengths, left = torch.Generator().manual_seed(0), [], case.length
     while left:
         side = int(case.typical**0.5 * torch.empty(()).uniform_(0.4, 1.2, generator=drawn))
@@ -90,7 +90,7 @@ def picture_lengths(case: Case) -> list[int]:
 
 def ways(case: Case, device: torch.device, *, flex: bool) -> Iterator[tuple[str, Callable[..., Tensor]]]:
     """Yield each way to compute the case. What layers share is made when a way is first asked for."""
-    lengths = document_lengths(case) if case.causal else picture_lengths(case)
+    lengths = document_lengths(case) if case.causal else image_lengths(case)
     ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).view(case.rows, case.length)
     found = Segments.of_documents(ids.to(device), lengths)
 
@@ -157,7 +157,7 @@ def measure(work: Callable[..., Tensor], tensors: list[Tensor]) -> tuple[float, 
 def results(device: torch.device, *, flex: bool) -> Iterator[Measured]:
     for case in LARGE if device.type == "cuda" else SMALL:
         tensors = inputs_of(case, device)
-        count = len(document_lengths(case) if case.causal else picture_lengths(case))
+        count = len(document_lengths(case) if case.causal else image_lengths(case))
         for way, work in ways(case, device, flex=flex):
             taken, peak = measure(work, tensors)
             yield Measured(case.name, count, way, taken, peak)

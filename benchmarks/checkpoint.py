@@ -94,21 +94,21 @@ class Subject:
 
 
 class Ours:
-    """What the keeper does for a checkpoint, and for a copy in memory."""
+    """What the checkpointer does for a checkpoint, and for a copy in memory."""
 
     def __init__(self, subject: Subject, folder: Path) -> None:
         self.subject, self.number = subject, 0
-        roster = exchange_rank_layout(subject.place.rank, subject.place.local_rank)
+        rank_layout = exchange_rank_layout(subject.place.rank, subject.place.local_rank)
         pieces = subject.state.pieces()
-        rows = own(pieces, rank=roster.rank, world_size=roster.world_size, gather=gather_numbers)
-        self.share, self.roster = lay_out(pieces, rows), roster
-        self.berth = RankMemory(os.memfd_create("benchmark"))
-        self.berth.lay_out(2, num_bytes=self.share.num_bytes, items_bytes=len(Copier(self.share).items))
+        rows = own(pieces, rank=rank_layout.rank, world_size=rank_layout.world_size, gather=gather_numbers)
+        self.share, self.rank_layout = lay_out(pieces, rows), rank_layout
+        self.rank_memory = RankMemory(os.memfd_create("benchmark"))
+        self.rank_memory.lay_out(2, num_bytes=self.share.num_bytes, items_bytes=len(Copier(self.share).items))
         on_gpu = subject.place.device.type == "cuda"
-        self.copier = DeviceCopier(self.share, self.berth, subject.place.device) if on_gpu else Copier(self.share)
+        self.copier = DeviceCopier(self.share, self.rank_memory, subject.place.device) if on_gpu else Copier(self.share)
         shared: Any = dist.distributed_c10d._get_default_store()
         rules, post = CheckpointSection(keep=1000), StorePost(shared.clone())
-        self.saver = Saver(folder, roster, post, rules, lambda order: Manifest(step=order.step))
+        self.saver = Saver(folder, rank_layout, post, rules, lambda order: Manifest(step=order.step))
 
     def save(self, path: Path) -> Callable[[], None]:
         slot = self.copy()
@@ -125,8 +125,10 @@ class Ours:
 
     def copy(self) -> Any:
         self.number += 1
-        slot = self.berth.slots[self.number % 2]
-        label = Label(step=self.number, voyage=(0, 0), rank=self.roster.rank, world_size=self.roster.world_size)
+        slot = self.rank_memory.slots[self.number % 2]
+        label = Label(
+            step=self.number, incarnation=(0, 0), rank=self.rank_layout.rank, world_size=self.rank_layout.world_size
+        )
         self.copier.copy(slot, label, self.subject.state.pieces())
         return slot
 

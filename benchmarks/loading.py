@@ -8,7 +8,7 @@ labels. A library that is not installed is left out, and said so. Three question
 - *rows a second* of 2048 tokens, batches of 32, nothing computed, with each of the given numbers of processes. And how
   many times what one H200 consumes when it trains a 1B model the best of them is: 60,000 tokens a second, which is
   6 * 1.24e9 FLOP a token at 45 % of 989 TFLOP/s.
-- *pictures a second*: JPEG files of 640 x 480 pixels to 504 x 364, see `loading_pictures`.
+- *images a second*: JPEG files of 640 x 480 pixels to 504 x 364, see `loading_pictures`.
 - *resume*: from an open loader to its first batch after one million rows of 64 tokens were met.
 - *4 ranks to 3* in the middle of an epoch of 997 rows: how many rows are met more than once, or never. Each library is
   asked in its own way: the state of rank r is given to the new rank r where states are per rank.
@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from benchmarks.loading_pictures import pictures_per_second, write_pictures
+from benchmarks.loading_images import images_per_second, write_images
 from tests.ranks import run_ranks
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler
 
@@ -293,7 +293,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         path.mkdir(exist_ok=True)
         write(path, rows, seq_len)
     write_few(long)
-    write_pictures(folder, 256)
+    write_images(folder, 256)
     few = folder / "few"
     few.mkdir()
     shutil.copy(long / "few.npy", few / "tokens.npy")
@@ -305,7 +305,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         speed = rows_per_second(LOADERS[name](folder, SEQ_LEN, BATCH, workers), BATCH, arguments.seconds)
         found.setdefault("rows_per_second", {})[workers] = round(speed)
         found.setdefault("pictures_per_second", {})[workers] = round(
-            pictures_per_second(name, folder, workers, arguments.seconds)
+            images_per_second(name, folder, workers, arguments.seconds)
         )
     for name, found in answers.items():
         best = max(found["rows_per_second"].values())
@@ -319,7 +319,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def table(answers: dict[str, Any]) -> str:
     lines = [
-        f"{'':20} {'rows/s (processes)':>32} {'x H200':>7} {'pictures/s':>26} {'resume':>9} {'again':>6} {'never':>6}"
+        f"{'':20} {'rows/s (processes)':>32} {'x H200':>7} {'images/s':>26} {'resume':>9} {'again':>6} {'never':>6}"
     ]
     for name, found in answers.items():
         speeds, seen = (

@@ -1,4 +1,4 @@
-"""Pictures with captions, for `benchmarks.loading`: from JPEG files, or MDS shards of them, to pixels of one size.
+"""Images with captions, for `benchmarks.loading`: from JPEG files, or MDS shards of them, to pixels of one size.
 
 Peers do what their users write: open, convert to RGB, resize with the same filter, make a tensor. Ours cuts patches,
 places them in the text and packs rows besides.
@@ -45,7 +45,7 @@ def pixels(image: Image.Image) -> torch.Tensor:
     return torch.from_numpy(np.array(image.convert("RGB").resize(TARGET, Image.Resampling.BICUBIC)))
 
 
-def write_pictures(folder: Path, count: int) -> None:
+def write_images(folder: Path, count: int) -> None:
     """Write noise that is smooth enough to compress as photographs do."""
     (folder / "pictures").mkdir(parents=True)
     draw = np.random.default_rng(0)
@@ -53,7 +53,7 @@ def write_pictures(folder: Path, count: int) -> None:
         small = Image.fromarray(draw.integers(0, 255, (60, 80, 3), dtype=np.uint8))
         file = folder / "pictures" / f"{number:05d}.jpg"
         small.resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC).save(file, quality=90)
-        file.with_suffix(".txt").write_text(f"picture {number}")
+        file.with_suffix(".txt").write_text(f"image {number}")
     if importlib.util.find_spec("streaming") is None:
         return
     from streaming import MDSWriter  # noqa: PLC0415 - it may not be there
@@ -105,7 +105,7 @@ def endless(loader: Iterable[torch.Tensor]) -> Iterator[int]:
             yield len(batch)
 
 
-PICTURES: dict[str, Callable[[Path, int], Iterable[int]]] = {
+IMAGES: dict[str, Callable[[Path, int], Iterable[int]]] = {
     "trimaran": ours,
     "DataLoader": plain,
     "StatefulDataLoader": stateful,
@@ -113,9 +113,9 @@ PICTURES: dict[str, Callable[[Path, int], Iterable[int]]] = {
 }
 
 
-def pictures_per_second(name: str, folder: Path, workers: int, seconds: float) -> float:
-    """Return how many pictures come in a second, after two batches to get going."""
-    batches = iter(PICTURES[name](folder, workers))
+def images_per_second(name: str, folder: Path, workers: int, seconds: float) -> float:
+    """Return how many images come in a second, after two batches to get going."""
+    batches = iter(IMAGES[name](folder, workers))
     next(batches), next(batches)
     began, count = time.perf_counter(), 0
     while (spent := time.perf_counter() - began) < seconds:

@@ -1,8 +1,8 @@
-"""A training set of pictures and text, as lengths and sizes: what the benchmarks and tests of batches call realistic.
+"""A training set of images and text, as lengths and sizes: what the benchmarks and tests of batches call realistic.
 
-| kind | share of samples | text tokens, median (spread of the logarithm) | pictures | width, median |
+| kind | share of samples | text tokens, median (spread of the logarithm) | images | width, median |
 |---|---|---|---|---|
-| chat about a picture | 35 % | 180 (0.8) | 1, or 2 in one of ten | 700 |
+| chat about an image | 35 % | 180 (0.8) | 1, or 2 in one of ten | 700 |
 | caption | 25 % | 30 (0.5) | 1 | 500 |
 | chat | 20 % | 350 (0.9) | none | |
 | page of a document | 10 % | 500 (0.7) | 1, or 2 in three of ten | 1600, upright |
@@ -24,9 +24,9 @@ WORDS = 90  # ids below this are text
 
 
 class Mix:
-    """An index of `count` samples in memory. Text is noise, and every picture shows the same, at its own size.
+    """An index of `count` samples in memory. Text is noise, and every image shows the same, at its own size.
 
-    `scale` makes all of it smaller, for models that are. `image_token` stands for a picture.
+    `scale` makes all of it smaller, for models that are. `image_token` stands for an image.
     """
 
     source_names = ("mix",)
@@ -36,30 +36,30 @@ class Mix:
         kind = draw.choice(5, count, p=[0.35, 0.25, 0.2, 0.1, 0.1])
         median, spread = np.array([180, 30, 350, 500, 1500]) * scale, np.array([0.8, 0.5, 0.9, 0.7, 1.0])
         self.text_lengths = np.exp(np.log(median[kind]) + spread[kind] * draw.standard_normal(count)).astype(int) + 4
-        pictures = np.array([1, 1, 0, 1, 0])[kind] + (draw.random(count) < np.array([0.1, 0, 0, 0.3, 0])[kind])
-        self.first_picture = np.concatenate([[0], np.cumsum(pictures)])
-        of = np.repeat(kind, pictures)
+        images = np.array([1, 1, 0, 1, 0])[kind] + (draw.random(count) < np.array([0.1, 0, 0, 0.3, 0])[kind])
+        self.first_image = np.concatenate([[0], np.cumsum(images)])
+        of = np.repeat(kind, images)
         widths = scale * np.array([700, 500, 0, 1600, 0])[of] * np.exp(0.45 * draw.standard_normal(len(of)))
         shapes = np.where(of == 3, 0.75, 1.2) * np.exp(0.3 * draw.standard_normal(len(of)))
-        self.picture_sizes = np.stack([widths, widths / shapes], axis=1).clip(8, 8000).astype(int)
+        self.image_sizes = np.stack([widths, widths / shapes], axis=1).clip(8, 8000).astype(int)
         self.num_samples, self.sources, self._image_token = count, np.zeros(count, dtype=np.int8), image_token
         self.digest = f"mix of {count} by {seed} at {scale}"
 
     def sample(self, index: int, /) -> SampleRecord:
-        """Pictures first, then text, all of which is to be predicted."""
-        first, last = self.first_picture[index : index + 2].tolist()
+        """Images first, then text, all of which is to be predicted."""
+        first, last = self.first_image[index : index + 2].tolist()
         tokens = np.random.default_rng(index).integers(0, WORDS, self.text_lengths[index])
         tokens[: last - first] = self._image_token
         return SampleRecord(tokens, tokens != self._image_token, range(first, last), 0)
 
-    def picture_bytes(self, number: int, /) -> bytes:
-        return self._picture
+    def image_bytes(self, number: int, /) -> bytes:
+        return self._image
 
     def origin(self, index: int, /) -> str:
         return f"mix:{index}"
 
     @cached_property
-    def _picture(self) -> bytes:
+    def _image(self) -> bytes:
         noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
         file = io.BytesIO()
         Image.fromarray(noise).save(file, "JPEG")

@@ -122,13 +122,15 @@ def measure(recipe: Recipe, folder: Path, turn: int) -> tuple[TakingTurns, RunDi
     run, place = create_run(folder, recipe, plan_of(recipe)), read_rank_info({})
     join(place)
     with Journal(run, 0) as journal:
-        ties = SupervisorLink(berths=(os.memfd_create("berth"),))  # what a supervisor owns, so that copies are made
-        crew = build_worker_parts(run, place, journal, cache=cache_folder(os.environ), ties=ties)
-        peer = BareLoop(recipe, crew.trainer.plan, place)
-        with crew.trainer.loader_from(0) as loader:
+        link = SupervisorLink(
+            rank_memories=(os.memfd_create("berth"),)
+        )  # what a supervisor owns, so that copies are made
+        agent = build_worker_parts(run, place, journal, cache=cache_folder(os.environ), link=link)
+        peer = BareLoop(recipe, agent.trainer.plan, place)
+        with agent.trainer.loader_from(0) as loader:
             turns = TakingTurns(loader, peer, turn)
-            crew.trainer.loader_from = lambda start: nullcontext(turns)
-            crew.trainer.train(crew.trainer.keeper.resume())
+            agent.trainer.loader_from = lambda start: nullcontext(turns)
+            agent.trainer.train(agent.trainer.checkpointer.resume())
     dist.destroy_process_group()
     return turns, run
 

@@ -5,7 +5,7 @@ usage: python benchmarks/packing.py [--json RESULTS.json] [--samples 1000000]
 Three tables: how much of a batch is padding; how much longer the slowest rank takes than the mean, for the costs of
 published models; and useful tokens a second of a real forward and backward of a model that sees (0.4B language and a
 90M eye in bf16 on a GPU; the tiny preset in fp32 on a CPU, with everything an eighth as large). A useful token is one
-of a sample, a picture's included. The padded batches have no mask to pay for and their patches are packed as ours are:
+of a sample, an image's included. The padded batches have no mask to pay for and their patches are packed as ours are:
 only the text is padded. Both sides take turns, so that whatever the machine does meanwhile meets both.
 """
 
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from trimaran.core import DataSection, ImageRules, ModelSection, RowCost
 from trimaran.data.feed import DataShare
-from trimaran.data.image_arrays import PictureSheet
+from trimaran.data.image_arrays import ImageSheet
 from trimaran.data.packed_sample import Scribe
 from trimaran.data.row_balance import deal_rows, in_order, slowest
 from trimaran.data.row_packing import Batching, PackingRules, RowPacking, pack_samples
@@ -50,7 +50,7 @@ Inputs = Mapping[str, Tensor]
 
 
 def chart_of(mix: Mix, rules: ImageRules, batching: Batching, seq_len: int) -> RowPacking:
-    asked = PackingRules(seq_len=seq_len, batching=batching, pictures=rules)
+    asked = PackingRules(seq_len=seq_len, batching=batching, images=rules)
     return pack_samples(mix, np.arange(mix.num_samples), measure(mix, rules), asked)
 
 
@@ -135,11 +135,11 @@ def padded_side(mix: Mix, rules: ImageRules, seq_len: int, steps: int) -> Side:
     order = fitting[positions(1, np.arange(steps * PADDED_SAMPLES), len(fitting))]
     batches = []
     for ids in order.reshape(steps, PADDED_SAMPLES).tolist():
-        sheet = PictureSheet(mix, rules, int(measures.patches[ids].sum()), None)
+        sheet = ImageSheet(mix, rules, int(measures.patches[ids].sum()), None)
         pieces = []
         for each in ids:
-            numbers = range(*mix.first_picture[each : each + 2].tolist())
-            pieces.append(scribe.spell(mix.sample(each), mix.picture_sizes[numbers.start : numbers.stop]))
+            numbers = range(*mix.first_image[each : each + 2].tolist())
+            pieces.append(scribe.spell(mix.sample(each), mix.image_sizes[numbers.start : numbers.stop]))
             sheet.put(numbers, pieces[-1].grids)
         longest = max(map(len, pieces))
         tokens, labels = np.zeros((len(ids), longest), dtype=np.int64), np.full((len(ids), longest), IGNORED)
@@ -175,7 +175,7 @@ def spec_here() -> VlmSpec:
 def speed_table(seconds: float) -> list[dict[str, Any]]:
     """Return useful tokens a second of each way."""
     spec, gpu = spec_here(), torch.cuda.is_available()
-    rules = replace(spec.pictures(), positions="line", image_token=spec.image_token)
+    rules = replace(spec.images(), positions="line", image_token=spec.image_token)
     seq_len = SEQ_LEN if gpu else SEQ_LEN // 8
     mix = Mix(8000, scale=1.0 if gpu else 1 / 8, image_token=spec.image_token)
     share = DataShare(rank=0, dp=1, micro_batch=2, grad_accum=1)

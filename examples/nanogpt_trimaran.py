@@ -64,12 +64,12 @@ def get_batch(step):
 torch.manual_seed(0)
 model = GPT()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-boat = trimaran.prepare(model, optimizer)
+loop = trimaran.prepare(model, optimizer)
 
 for step in range(STEPS):
-    for X, Y in boat.micro_batches(get_batch(step), size=MICRO):
+    for X, Y in loop.micro_batches(get_batch(step), size=MICRO):
         loss = F.cross_entropy(model(X).view(-1, 256), Y.flatten(), ignore_index=-100, reduction="sum")
-        boat.backward(loss, num_tokens=(Y >= 0).sum())
-    result = boat.step(clip_norm=1.0)
-    if boat.is_main:
+        loop.backward(loss, num_tokens=(Y >= 0).sum())
+    result = loop.step(clip_norm=1.0)
+    if loop.is_main:
         print(f"step {step} loss {result.loss:.6f}")

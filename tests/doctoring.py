@@ -121,8 +121,8 @@ def write_chats(path: Path, *, lengths: list[int]) -> str:
     return str(path)
 
 
-def write_pictures(folder: Path, *, sides: list[int]) -> str:
-    """Write questions about square pictures with so many pixels a side, by chance; return the path for `data.path`."""
+def write_images(folder: Path, *, sides: list[int]) -> str:
+    """Write questions about square images with so many pixels a side, by chance; return the path for `data.path`."""
     folder.mkdir()
     chance = random.Random(0)
     with (folder / "chat.jsonl").open("w") as file:
@@ -135,7 +135,7 @@ def write_pictures(folder: Path, *, sides: list[int]) -> str:
     return str(folder / "chat.jsonl")
 
 
-# One picture a row, two rows a rank, dealt in the order of the data.
+# One image a row, two rows a rank, dealt in the order of the data.
 SEEING = (
     "cluster=2xcpu",
     "model.family=vlm",

@@ -80,7 +80,7 @@ class Leg:
     to: int
     attempt: int = 0
     term: int = 0
-    berths: tuple[int, ...] = ()
+    rank_memories: tuple[int, ...] = ()
     who: int = -1
     die_after: int = -1
     die_sealing: int = -1
@@ -110,51 +110,51 @@ def sail(path: Path, leg: Leg) -> Log:
     place = read_rank_info(os.environ)
     dist.init_process_group("gloo")
     state = ToyState(place.rank, place.world_size)
-    berths = leg.berths[place.rank : place.rank + 1] if leg.nodes else leg.berths
-    ties = SupervisorLink(attempt=leg.attempt, term=leg.term, place=place.local_rank, berths=berths)
+    rank_memories = leg.rank_memories[place.rank : place.rank + 1] if leg.nodes else leg.rank_memories
+    link = SupervisorLink(attempt=leg.attempt, term=leg.term, place=place.local_rank, rank_memories=rank_memories)
     if place.rank == leg.who:
         sabotage(leg)
     with Journal(RunDirectory(path), place.rank, attempt=leg.attempt) as journal:
-        keeper = Checkpointer(RunDirectory(path), place, journal, ties, state)
-        start = done = keeper.resume()
+        checkpointer = Checkpointer(RunDirectory(path), place, journal, link, state)
+        start = done = checkpointer.resume()
         while done < leg.to:
             assert state.is_after(done)
             journal.resume(done)
-            done = stretch(leg, keeper, state, journal, done)
+            done = stretch(leg, checkpointer, state, journal, done)
             if leg.rewind and done == leg.rewind[0]:
-                back = keeper.rewind(Ending(step=leg.rewind[1], reason="rewind"))
+                back = checkpointer.rewind(Ending(step=leg.rewind[1], reason="rewind"))
                 if back is None:
                     return Log(start=start, is_right=False, error="nowhere to go")
                 leg, done = replace(leg, rewind=None), back
         error = ""
         try:
             if leg.finish:
-                keeper.finish(done)
+                checkpointer.finish(done)
         except UserError as mistake:
             error = f"{mistake.code} {mistake.what}"
-        return Log(start=start, is_right=state.is_after(done), error=error, saves=list(keeper.totals().values()))
+        return Log(start=start, is_right=state.is_after(done), error=error, saves=list(checkpointer.totals().values()))
 
 
-def stretch(leg: Leg, keeper: Checkpointer, state: ToyState, journal: Journal, start: int) -> int:
+def stretch(leg: Leg, checkpointer: Checkpointer, state: ToyState, journal: Journal, start: int) -> int:
     """Sail to the end, or to where to go back from, and return the step. Metrics come a step late, as in training."""
     agreed, end = Agreed(), leg.rewind[0] if leg.rewind else leg.to
     for done in range(start + 1, end + 1):
-        wishes = torch.tensor([int(keeper.wants_save)])
+        wishes = torch.tensor([int(checkpointer.wants_save)])
         dist.all_reduce(wishes)
-        keeper.before_update()
+        checkpointer.before_update()
         state.step(done - 1)
         if done == leg.not_finite and journal.rank == leg.who:
             state.weight[0, 0] = float("nan")
         if done > start + 1:
             journal.step(step_metrics(done - 1, loss=1.0))
-        keeper.after_step(done, agreed)
+        checkpointer.after_step(done, agreed)
         agreed = Agreed(save=bool(wishes))
         if done == leg.die_after and journal.rank == leg.who:
             os._exit(9)
         if leg.slow_disk:
             time.sleep(0.002)
         else:  # a step of the toy is quicker than any disk
-            keeper._moorings.saver.wait()
+            checkpointer._backend.saver.wait()
     journal.step(step_metrics(end, loss=1.0))
     return end
 

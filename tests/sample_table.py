@@ -13,7 +13,7 @@ from trimaran.data.samples.sample_index import SampleRecord
 
 
 def png(colour: tuple[int, int, int], size: tuple[int, int]) -> bytes:
-    """A picture of one colour."""
+    """An image of one colour."""
     file = io.BytesIO()
     Image.new("RGB", size, colour).save(file, "PNG")
     return file.getvalue()
@@ -21,13 +21,13 @@ def png(colour: tuple[int, int, int], size: tuple[int, int]) -> bytes:
 
 @dataclass
 class Table:
-    """`texts` are token ids, IMAGE_TOKEN for a picture; the first third of a text is a question, without targets.
+    """`texts` are token ids, IMAGE_TOKEN for an image; the first third of a text is a question, without targets.
 
-    `pictures` are the sizes of all of them, in order; picture n is of the colour (n, n, n) unless `files` has it.
+    `images` are the sizes of all of them, in order; image n is of the colour (n, n, n) unless `files` has it.
     """
 
     texts: Sequence[Sequence[int]]
-    pictures: Sequence[tuple[int, int]] = ()
+    images: Sequence[tuple[int, int]] = ()
     sources: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int8))
     source_names: Sequence[str] = ("all",)
     files: Mapping[int, bytes] = field(default_factory=dict)
@@ -46,23 +46,23 @@ class Table:
         return np.array([len(text) for text in self.texts], dtype=np.int32)
 
     @cached_property
-    def picture_sizes(self) -> np.ndarray:
-        return np.array(self.pictures, dtype=np.int32).reshape(-1, 2)
+    def image_sizes(self) -> np.ndarray:
+        return np.array(self.images, dtype=np.int32).reshape(-1, 2)
 
     @cached_property
-    def first_picture(self) -> np.ndarray:
+    def first_image(self) -> np.ndarray:
         return np.cumsum([0, *(list(text).count(IMAGE_TOKEN) for text in self.texts)])
 
     def sample(self, index: int, /) -> SampleRecord:
         tokens = np.array(self.texts[index], dtype=np.int64)
         targets = np.arange(len(tokens)) >= len(tokens) // 3
-        first, last = self.first_picture[index : index + 2].tolist()
+        first, last = self.first_image[index : index + 2].tolist()
         return SampleRecord(tokens, targets, range(first, last), int(self.sources[index]))
 
-    def picture_bytes(self, number: int, /) -> bytes:
+    def image_bytes(self, number: int, /) -> bytes:
         if number in self.files:
             return self.files[number]
-        return png((number, number, number), self.pictures[number])
+        return png((number, number, number), self.images[number])
 
     def origin(self, index: int, /) -> str:
         return f"texts:{index}"

@@ -53,7 +53,7 @@ class Course:
 
 @cache
 def row(step: int, number: int) -> dict[str, np.ndarray]:
-    """Return one row: three documents, some with pictures. Half of the rows have none, and no row of step 1 has any."""
+    """Return one row: three documents, some with images. Half of the rows have none, and no row of step 1 has any."""
     rng = np.random.default_rng([step, number])
     tokens = rng.integers(0, 250, SEQ_LEN)
     documents = np.repeat([0, 1, 2], [10, 14, 8]).astype(np.int32)

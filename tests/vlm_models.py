@@ -1,4 +1,4 @@
-"""Models that see, small ones: those of transformers and ours, with pictures and micro-batches for both."""
+"""Models that see, small ones: those of transformers and ours, with images and micro-batches for both."""
 
 import json
 from collections.abc import Sequence
@@ -60,7 +60,7 @@ CONFIGS: dict[str, Any] = {
         image_token_index=IMAGE,
     ),
 }
-SHAPES = {"llava": ((4, 4), (4, 4), (4, 4))}  # rows and columns of patches; one for each picture
+SHAPES = {"llava": ((4, 4), (4, 4), (4, 4))}  # rows and columns of patches; one for each image
 VARIOUS = ((4, 6), (10, 2), (6, 6))
 _LANGUAGE = replace(VLM_PRESETS["tiny"].language, layers=2, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8)
 NATIVE = replace(
@@ -100,8 +100,8 @@ def stir(module: nn.Module) -> None:
             parameter.add_(0.2 * torch.randn_like(parameter))
 
 
-def pictures(shapes: Sequence[tuple[int, int]], patch: int = 4) -> list[Tensor]:
-    """Random pictures [3, height, width] of so many rows and columns of patches."""
+def images(shapes: Sequence[tuple[int, int]], patch: int = 4) -> list[Tensor]:
+    """Random images [3, height, width] of so many rows and columns of patches."""
     random = torch.Generator().manual_seed(2)
     return [
         torch.randint(0, 256, (3, rows * patch, columns * patch), generator=random, dtype=torch.uint8)
@@ -109,16 +109,16 @@ def pictures(shapes: Sequence[tuple[int, int]], patch: int = 4) -> list[Tensor]:
     ]
 
 
-def patches_of(picture: Tensor, patch: int, merge: int) -> Tensor:
-    """The patches of a picture in the order that merges: groups row by row, and in each its patches row by row."""
-    _, height, width = picture.shape
+def patches_of(image: Tensor, patch: int, merge: int) -> Tensor:
+    """The patches of an image in the order that merges: groups row by row, and in each its patches row by row."""
+    _, height, width = image.shape
     side = patch * merge
-    cut = picture.reshape(3, height // side, merge, patch, width // side, merge, patch)
+    cut = image.reshape(3, height // side, merge, patch, width // side, merge, patch)
     return cut.permute(1, 4, 2, 5, 0, 3, 6).reshape(-1, 3 * patch * patch)
 
 
 def inputs_of(spec: VlmSpec, seen: Sequence[Tensor], rows: Sequence[Sequence[int | None]]) -> dict[str, Tensor]:
-    """A micro-batch: each row lists pictures by their number, and None for a few words between them."""
+    """A micro-batch: each row lists images by their number, and None for a few words between them."""
     merge, patch = spec.projector.merge, spec.vision.patch
     random = torch.Generator().manual_seed(3)
     lines = []
@@ -181,7 +181,7 @@ def write(folder: Path, spec: VlmSpec, tensors: dict[str, Tensor]) -> None:
 
 
 def some_inputs(spec: VlmSpec) -> dict[str, Tensor]:
-    seen = pictures(((4, 4), (4, 4), (4, 4)) if spec.vision.variant == "tiled" else VARIOUS)
+    seen = images(((4, 4), (4, 4), (4, 4)) if spec.vision.variant == "tiled" else VARIOUS)
     inputs = inputs_of(spec, seen, [[None, 0, None, 1, None], [None, None, 2, None]])
     inputs["documents"] = torch.zeros_like(inputs["tokens"], dtype=torch.int32)
     inputs["documents"][0, 15:] = 1

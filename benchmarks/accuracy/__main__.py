@@ -5,7 +5,7 @@ from pathlib import Path
 
 from benchmarks.accuracy.ask import HELD_OUT, ask, own_cases
 from benchmarks.accuracy.measures import OWN, OWN_LATER, broken
-from benchmarks.accuracy.page import page, picture, table
+from benchmarks.accuracy.page import image, page, table
 from benchmarks.accuracy.peers import ask_peer, present
 from benchmarks.accuracy.published import SOURCES
 from benchmarks.accuracy.refit import left_out
@@ -21,7 +21,7 @@ def main() -> int:
     print(table(ours, peers))
     if "--write" in sys.argv:
         (DOCS / "accuracy.md").write_text(page(ours, peers, list(left_out())))
-        (DOCS / "images" / "accuracy.svg").write_text(picture(ours))
+        (DOCS / "images" / "accuracy.svg").write_text(image(ours))
     wrong = broken(ours)
     print("\n".join(wrong) or "every bound holds")
     return 1 if wrong else 0

@@ -36,7 +36,7 @@ def _case(run: Run, answer: dict[str, Any]) -> Case:
 
 
 def question_of(config: dict[str, Any]) -> tuple[Job, Plan]:
-    """Return what a row of h200.jsonl asks: by today's habits, or by those of the time when it was measured."""
+    """Return what a row of h200.jsonl asks: by today's profile, or by those of the time when it was measured."""
     spec = spec_of(ModelSection(preset=config["preset"], shape=config["shape"]))
     fields = ("micro_batch", "grad_accum", "precision", "recompute", "offload", "compile", "loss", "sharding")
     plan = Plan(**{field: config[field] for field in fields if field in config})

@@ -1,4 +1,4 @@
-"""The habits that our trainer had before `plan.loss`: for the `older` rows of h200.jsonl, measured then."""
+"""The profile that our trainer had before `plan.loss`: for the `older` rows of h200.jsonl, measured then."""
 
 from dataclasses import replace
 

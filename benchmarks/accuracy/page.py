@@ -1,4 +1,4 @@
-"""The table, as text and as the page docs/accuracy.md, with its picture."""
+"""The table, as text and as the page docs/accuracy.md, with its image."""
 
 from collections.abc import Callable, Mapping, Sequence
 from math import log
@@ -14,7 +14,7 @@ HEAD = """# How accurate the planner is
 Written by `make accuracy WRITE=1`; `make accuracy` prints the first table and fails when a bound is broken. Errors are
 relative to what was measured. Published runs: [benchmarks/published](../benchmarks/published/README.md). Our own:
 `benchmarks/planner.py` on one H200, in `benchmarks/h200.jsonl`; rows that are called older were measured before the
-loss was fused and weights were split, and are asked about by the habits of that time.
+loss was fused and weights were split, and are asked about by the profile of that time.
 """
 NOTES = """
 A dash: the estimator says nothing about that, or is not installed. llm-analysis is 0.2.2 of the package index, whose
@@ -117,7 +117,7 @@ def _further(ours: Said) -> str:
         figures = [_percent(each) for one in found for each in _two(one)]
         rows.append([source, str(len(cases)), *figures, str(flagged)])
     return _markdown(rows) + (
-        "\nFor information: InternEvo, SC21 and BigScience are asked by the nearest stack's habits, the last two"
+        "\nFor information: InternEvo, SC21 and BigScience are asked by the nearest stack's profile, the last two"
         "\nran before flash attention, and BigScience's memory is nvidia-smi's. torchtune has no batch sizes and the"
         "\nsmall golden values no vocabulary, so they cannot be asked about.\n"
     )
@@ -136,7 +136,7 @@ def _own(cases: Sequence[Case]) -> str:
     return _markdown(rows)
 
 
-def picture(ours: Said) -> str:
+def image(ours: Said) -> str:
     """Return two scatter plots as SVG: said against measured, memory and tokens a second, both logarithmic."""
     memory = [
         (case.run.peak_gib or 1.0, (case.peak_bytes or 1) / 2**30)

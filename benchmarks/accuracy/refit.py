@@ -27,7 +27,7 @@ Part = Literal["memory", "time"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """Constants of one stack's habits that were fitted: a field, and which of its values where it has several."""
+    """Constants of one stack's profile that were fitted: a field, and which of its values where it has several."""
 
     source: str
     stack: str
@@ -54,18 +54,18 @@ def value_of(stack: Stack, part: Part, constant: tuple[str, int | None]) -> floa
 def with_value(stack: Stack, part: Part, constant: tuple[str, int | None], value: float) -> Stack:
     """Return the stack with one constant changed."""
     field, index = constant
-    habits: Any = getattr(stack, part)
+    profile: Any = getattr(stack, part)
     if index is not None:
-        values = getattr(habits, field)
+        values = getattr(profile, field)
         fresh = (*values[:index], value, *values[index + 1 :])
         changed: Any = values._make(fresh) if hasattr(values, "_make") else fresh
     else:
         changed = value
-    return replace(stack, **{part: replace(habits, **{field: changed})})
+    return replace(stack, **{part: replace(profile, **{field: changed})})
 
 
 def ask_with(runs: Sequence[Run], stack: Stack) -> list[Case]:
-    """Return what is said about each run by the habits of `stack`. Plans that nothing could run are left out."""
+    """Return what is said about each run by the profile of `stack`. Plans that nothing could run are left out."""
     cases = []
     for run in runs:
         model, cluster, plan = (json.dumps(tidy(run.line[key]), sort_keys=True) for key in ("model", "cluster", "plan"))

@@ -84,7 +84,7 @@ CONTESTS: dict[str, Contest] = {
             "trimaran+own": options(family="vlm"),
         },
         extra=("trimaran+own",),
-        about="transformers' Qwen2-VL of 2B, a picture of 448 x 448 in each row; +own: Trimaran's network like it",
+        about="transformers' Qwen2-VL of 2B, an image of 448 x 448 in each row; +own: Trimaran's network like it",
     ),
     "32k": Contest(
         shape="1b",

@@ -11,7 +11,7 @@ from typing import Any
 import accelerate
 import torch
 import transformers
-from benchmarks.peers.hf_vlm import PictureRows, build_vlm, collate
+from benchmarks.peers.hf_vlm import ImageRows, build_vlm, collate
 from benchmarks.peers.timer import Timer
 from benchmarks.peers.work import BETAS, CLIP, LR, SEED, WEIGHT_DECAY, Work, draw_row
 from torch import Tensor
@@ -75,7 +75,7 @@ def _train(work: Work, timer: Timer) -> dict[str, Any]:
     if work.model.eye is None:
         parts: dict[str, Any] = {"model": build(work), "train_dataset": Rows(work)}
     else:
-        parts = {"model": build_vlm(work), "train_dataset": PictureRows(work), "data_collator": collate}
+        parts = {"model": build_vlm(work), "train_dataset": ImageRows(work), "data_collator": collate}
     with tempfile.TemporaryDirectory() as folder:
         trainer = KeepingTrainer(args=arguments(work, folder), callbacks=[Marks(timer)], **parts)
         trainer.train()

@@ -1,4 +1,4 @@
-"""transformers' Qwen2-VL, unchanged, and rows for it: a picture, then random tokens.
+"""transformers' Qwen2-VL, unchanged, and rows for it: an image, then random tokens.
 
 The rows bring their positions along. Otherwise the model finds them out in every step, in Python, and waits for it.
 """
@@ -14,14 +14,14 @@ from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 IGNORED = -100
 
 
-class PictureRows(Dataset):
-    """Every row has the same picture, drawn once: the processor's work is not what is compared."""
+class ImageRows(Dataset):
+    """Every row has the same image, drawn once: the processor's work is not what is compared."""
 
     def __init__(self, work: Work) -> None:
         self.work, self.config = work, work.model.config(work.seq_len)
         self.eye = eye_of(work)
         draw = torch.Generator().manual_seed(SEED)
-        # Both frames of a patch are the same picture.
+        # Both frames of a patch are the same image.
         frame = torch.randn(self.eye.patches**2, 3, 1, self.eye.patch**2, generator=draw)
         self.pixels = frame.expand(-1, -1, 2, -1).flatten(1)
         self.grid = torch.tensor([[1, self.eye.patches, self.eye.patches]])
@@ -43,19 +43,19 @@ class PictureRows(Dataset):
 
 
 def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return a batch: the patches and grids of all pictures lie one behind the other."""
+    """Return a batch: the patches and grids of all images lie one behind the other."""
     batch = {name: torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels")}
     batch |= {name: torch.cat([row[name] for row in rows]) for name in ("pixel_values", "image_grid_thw")}
     return batch | {"position_ids": torch.stack([row["position_ids"] for row in rows], dim=1)}
 
 
 def positions(eye: Eye, seq_len: int) -> Tensor:
-    """Return time, row and column [3, seq_len] of each token: one in front of the picture, the picture, the rest."""
+    """Return time, row and column [3, seq_len] of each token: one in front of the image, the image, the rest."""
     side = eye.patches // eye.merge
     row, column = torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")
-    picture = 1 + torch.stack([torch.zeros_like(row), row, column]).flatten(1)
+    image = 1 + torch.stack([torch.zeros_like(row), row, column]).flatten(1)
     rest = 1 + side + torch.arange(seq_len - 1 - eye.tokens)
-    return torch.cat([torch.zeros(3, 1, dtype=torch.int64), picture, rest.expand(3, -1)], dim=1)
+    return torch.cat([torch.zeros(3, 1, dtype=torch.int64), image, rest.expand(3, -1)], dim=1)
 
 
 def build_vlm(work: Work) -> Qwen2VLForConditionalGeneration:

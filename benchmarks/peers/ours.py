@@ -28,8 +28,8 @@ from trimaran.launch.local import worker_environment
 from trimaran.run import create_run
 
 MEAN_DOCUMENT = 512  # tokens, where documents are packed
-PICTURES = 32
-SPARE = 8  # tokens of a row for what stands around a picture and ends a caption
+IMAGES = 32
+SPARE = 8  # tokens of a row for what stands around an image and ends a caption
 
 
 class AnyIds(ByteTokenizer):
@@ -46,7 +46,7 @@ def ready(work: Work) -> Callable[[Any], dict[str, Any]]:
     if work.model.eye is None:
         write_tokens(work, root / "data")
     else:
-        write_pictures(work, root / "data", work.model.eye)
+        write_images(work, root / "data", work.model.eye)
     (root / "model").mkdir()
     (root / "model" / "config.json").write_text(json.dumps(work.model.config(work.seq_len)))
     request = resolve(None, settings(work, root))
@@ -106,15 +106,15 @@ def write_tokens(work: Work, path: Path) -> None:
             left -= size
 
 
-def write_pictures(work: Work, path: Path, eye: Eye) -> None:
-    """Write some pictures with captions that fill a row; a run goes over them again and again."""
+def write_images(work: Work, path: Path, eye: Eye) -> None:
+    """Write some images with captions that fill a row; a run goes over them again and again."""
     draw = np.random.default_rng(SEED)
     path.mkdir()
-    for number in range(PICTURES):
+    for number in range(IMAGES):
         coarse = Image.fromarray(draw.integers(256, size=(8, 8, 3), dtype=np.uint8))
         coarse.resize((eye.pixels, eye.pixels)).save(path / f"{number:03d}.png")
-        letters = draw.integers(97, 123, size=work.seq_len - eye.tokens - SPARE, dtype=np.uint8)
-        (path / f"{number:03d}.txt").write_bytes(letters.tobytes())
+        coordinator = draw.integers(97, 123, size=work.seq_len - eye.tokens - SPARE, dtype=np.uint8)
+        (path / f"{number:03d}.txt").write_bytes(coordinator.tobytes())
 
 
 def trainer() -> Callable[[Path, Recipe, Plan], None]:
@@ -133,7 +133,7 @@ def trainer() -> Callable[[Path, Recipe, Plan], None]:
         join(place)
         with Journal(run, 0) as journal:
             trainer = build_worker_parts(run, place, journal, cache=cache_folder(os.environ)).trainer
-            ending = trainer.train(trainer.keeper.resume())
+            ending = trainer.train(trainer.checkpointer.resume())
             assert ending.reason == "done", f"it ended with {ending.reason}"
 
     return train

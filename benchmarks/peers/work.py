@@ -16,7 +16,7 @@ THETA = 500_000.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eye:
-    """What sees in a model of Qwen2-VL's kind, and the one picture of each row: so many pixels a side."""
+    """What sees in a model of Qwen2-VL's kind, and the one image of each row: so many pixels a side."""
 
     layers: int
     hidden: int
@@ -27,12 +27,12 @@ class Eye:
 
     @property
     def patches(self) -> int:
-        """Of one side of a picture."""
+        """Of one side of an image."""
         return self.pixels // self.patch
 
     @property
     def tokens(self) -> int:
-        """What a picture takes of its row."""
+        """What an image takes of its row."""
         return (self.patches // self.merge) ** 2
 
 

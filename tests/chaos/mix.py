@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from tests.chaos.voyage import order
+from tests.chaos.fault_run import order
 from tests.fault.harness import Supervised
 from trimaran.checkpoint.step_dirs import steps
 from trimaran.core import Cause

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.chaos.voyage import NAME_SECONDS, RESUME_SECONDS, assert_as_undisturbed, hurry, order, sail
+from tests.chaos.fault_run import NAME_SECONDS, RESUME_SECONDS, assert_as_undisturbed, hurry, order, sail
 from tests.fault.harness import Supervised, lines, wait_for
 from trimaran.checkpoint.step_dirs import steps
 from trimaran.core import EXIT_DONE, Incident

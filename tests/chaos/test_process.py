@@ -1,6 +1,6 @@
 """Processes that die, stand still, run slow or are asked to end. F01 to F12 of the fault matrix.
 
-Every run is a supervisor, a nursery and ranks for real; steps take 50 ms. What `make test` shows already is not shown
+Every run is a supervisor, a fork server and ranks for real; steps take 50 ms. What `make test` shows already is not shown
 again: F09 (signals to loaders), F11 (exit and abort), F12 (a fault that always comes back).
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.voyage import (
+from tests.chaos.fault_run import (
     DETECT_SECONDS,
     NAME_SECONDS,
     RECOVER_SECONDS,
@@ -96,14 +96,14 @@ def test_without_its_supervisor_or_its_nursery_a_run_ends_or_starts_cold(tmp_pat
     """F04, F25: what is in memory goes with its owner, and the disk has the rest."""
     with sail(tmp_path / "run", "train.steps=150", "checkpoint.every=10", "checkpoint.memory=1") as sailing:
         sailing.wait_for_step(25)
-        nursery = next(each for each in sailing.processes() if "nursery" in " ".join(each.cmdline()))
+        fork_server = next(each for each in sailing.processes() if "nursery" in " ".join(each.cmdline()))
         killed = time.time()
-        nursery.kill()
+        fork_server.kill()
         cold = sailing.wait_for_trouble(0)
         assert (cold.cause, cold.action) == ("host", "restarted")
         assert cold.time - killed < DETECT_SECONDS
         assert cold.cost["seconds_to_recover"] < RECOVER_SECONDS
-        assert resumes(sailing.run)[-1]["tier"] == "memory"  # the supervisor's, so it outlives the nursery
+        assert resumes(sailing.run)[-1]["tier"] == "memory"  # the supervisor's, so it outlives the fork server
         assert cold.cost["lost_steps"] <= 1
         sailing.wait_for_step(sailing.step() + 25)
         lose(sailing)

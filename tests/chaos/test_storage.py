@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.voyage import assert_as_undisturbed, hurry, lose, resumes, sail, sail_on
+from tests.chaos.fault_run import assert_as_undisturbed, hurry, lose, resumes, sail, sail_on
 from tests.disks import mounted, remount
 from tests.fault.harness import wait_for
 from trimaran.checkpoint.step_dirs import steps

@@ -77,7 +77,7 @@ def by_hand(frozen: bool) -> tuple[list[float], dict[str, np.ndarray]]:
     return losses, state_of(model)
 
 
-def by_boat(batch_norm: str, sharding: str, size: int) -> tuple[list[float], dict[str, np.ndarray]]:
+def by_loop(batch_norm: str, sharding: str, size: int) -> tuple[list[float], dict[str, np.ndarray]]:
     """Return the same of this rank. With the right setting there is nothing to warn of."""
     warnings.simplefilter("ignore" if batch_norm == "local" else "error")
     dist.init_process_group("gloo")
@@ -86,13 +86,13 @@ def by_boat(batch_norm: str, sharding: str, size: int) -> tuple[list[float], dic
         model.untracked = nn.Identity()
     names = list(model.state_dict())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    boat = trimaran.prepare(model, optimizer, sharding=sharding, batch_norm=batch_norm)
+    loop = trimaran.prepare(model, optimizer, sharding=sharding, batch_norm=batch_norm)
     losses: list[float] = []
     for step in range(STEPS):
         model.train()
-        for images, labels in boat.micro_batches(batch_of(step), size=size):
-            boat.backward(F.cross_entropy(model(images), labels, reduction="sum"), num_tokens=len(labels))
-        losses.append(float(boat.step().loss))
+        for images, labels in loop.micro_batches(batch_of(step), size=size):
+            loop.backward(F.cross_entropy(model(images), labels, reduction="sum"), num_tokens=len(labels))
+        losses.append(float(loop.step().loss))
     assert list(model.state_dict()) == names
     return losses, state_of(model)
 
@@ -100,7 +100,7 @@ def by_boat(batch_norm: str, sharding: str, size: int) -> tuple[list[float], dic
 @pytest.mark.parametrize("sharding", ["none", "parameters"])
 def test_synchronised_statistics_on_two_ranks_are_those_of_the_whole_batch(sharding: str) -> None:
     losses, state = by_hand(frozen=False)
-    for ours, our_state in run_ranks(2, by_boat, "sync", sharding, BATCH // 2):
+    for ours, our_state in run_ranks(2, by_loop, "sync", sharding, BATCH // 2):
         assert ours == pytest.approx(losses, rel=1e-5)
         assert our_state.keys() == state.keys()
         for name, each in state.items():  # weights, and with them gradients; running statistics
@@ -110,7 +110,7 @@ def test_synchronised_statistics_on_two_ranks_are_those_of_the_whole_batch(shard
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_frozen_statistics_make_accumulation_exact(world_size: int) -> None:
     losses, state = by_hand(frozen=True)
-    for ours, our_state in run_ranks(world_size, by_boat, "frozen", "none", 2):
+    for ours, our_state in run_ranks(world_size, by_loop, "frozen", "none", 2):
         assert ours == pytest.approx(losses, rel=1e-5)
         for name, each in state.items():
             assert our_state[name] == pytest.approx(each, rel=1e-4, abs=1e-5), name
@@ -120,17 +120,17 @@ def test_frozen_statistics_make_accumulation_exact(world_size: int) -> None:
 
 def test_statistics_of_each_rank_alone_are_another_course() -> None:
     losses, _ = by_hand(frozen=False)
-    for ours, _ in run_ranks(2, by_boat, "local", "none", BATCH // 2):
+    for ours, _ in run_ranks(2, by_loop, "local", "none", BATCH // 2):
         assert ours != pytest.approx(losses, rel=1e-3)
 
 
 def outputs_and_gradients(batch_norm: str) -> tuple[np.ndarray, np.ndarray]:
     dist.init_process_group("gloo")
     model = made()
-    boat = trimaran.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), batch_norm=batch_norm)
-    ((images, labels),) = boat.micro_batches(batch_of(0), size=BATCH // dist.get_world_size())
+    loop = trimaran.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), batch_norm=batch_norm)
+    ((images, labels),) = loop.micro_batches(batch_of(0), size=BATCH // dist.get_world_size())
     out = model(images)
-    boat.backward(F.cross_entropy(out, labels, reduction="sum"), num_tokens=len(labels))
+    loop.backward(F.cross_entropy(out, labels, reduction="sum"), num_tokens=len(labels))
     return out.detach().numpy(), torch.cat([each.grad.flatten() for each in model.parameters()]).numpy()
 
 
@@ -146,12 +146,12 @@ def warned(batch_norm: str, size: int, evaluate: bool = False) -> list[str]:
     dist.init_process_group("gloo")
     model = made()
     model.untracked = nn.Identity()
-    boat = trimaran.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), batch_norm=batch_norm)
+    loop = trimaran.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), batch_norm=batch_norm)
     model.train(not evaluate)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            list(boat.micro_batches(batch_of(0), size=size))
+            list(loop.micro_batches(batch_of(0), size=size))
     assert all(each.filename == __file__ for each in caught), "the warning points at the person's own line"
     dist.barrier()  # nothing above waits for the other rank
     return [str(each.message) for each in caught]

@@ -50,19 +50,19 @@ def by_hand() -> tuple[list[float], list[float]]:
     return losses, norms
 
 
-def by_boat(sharding: str, size: int) -> tuple[list[float], list[float], bool]:
+def by_loop(sharding: str, size: int) -> tuple[list[float], list[float], bool]:
     dist.init_process_group("gloo")
     torch.manual_seed(dist.get_rank())  # every rank starts elsewhere; rank 0's weights must win
     model = Net()
     names = [name for name, _ in model.named_parameters()]
-    boat = trimaran.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), sharding=sharding)
+    loop = trimaran.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), sharding=sharding)
     results = []
     for step in range(STEPS):
-        for micro in boat.micro_batches(batch_of(step), size=size):
+        for micro in loop.micro_batches(batch_of(step), size=size):
             logits = model(micro["tokens"])
             loss = F.cross_entropy(logits.flatten(0, 1), micro["targets"].flatten(), ignore_index=-100, reduction="sum")
-            boat.backward(loss, num_tokens=(micro["targets"] >= 0).sum())
-        results.append(boat.step(clip_norm=0.5))
+            loop.backward(loss, num_tokens=(micro["targets"] >= 0).sum())
+        results.append(loop.step(clip_norm=0.5))
     same_names = [name for name, _ in model.named_parameters()] == names
     return [float(each.loss) for each in results], [float(each.grad_norm) for each in results], same_names
 
@@ -71,7 +71,7 @@ def by_boat(sharding: str, size: int) -> tuple[list[float], list[float], bool]:
 @pytest.mark.parametrize("sharding", ["none", "optimizer", "gradients", "parameters"])
 def test_two_ranks_follow_the_hand_written_loop(sharding: str, size: int) -> None:
     losses, norms = by_hand()
-    for ours, our_norms, same_names in run_ranks(2, by_boat, sharding, size):
+    for ours, our_norms, same_names in run_ranks(2, by_loop, sharding, size):
         assert ours == pytest.approx(losses, rel=1e-5)
         assert our_norms == pytest.approx(norms, rel=1e-5)
         assert same_names
@@ -84,13 +84,13 @@ def half_frozen(sharding: str) -> list[float]:
     model, numbers = Net(), []
     model.embed.requires_grad_(False)
     model.layers[1].requires_grad_(False)
-    boat = trimaran.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), sharding=sharding)
+    loop = trimaran.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), sharding=sharding)
     for step in range(3):
-        for micro in boat.micro_batches(batch_of(step), size=2):
+        for micro in loop.micro_batches(batch_of(step), size=2):
             logits, targets = model(micro["tokens"]).flatten(0, 1), micro["targets"].flatten()
             loss = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
-            boat.backward(loss, num_tokens=int((targets >= 0).sum()))
-        result = boat.step()
+            loop.backward(loss, num_tokens=int((targets >= 0).sum()))
+        result = loop.step()
         numbers += [float(result.loss), float(result.grad_norm)]
     return numbers
 
@@ -103,12 +103,12 @@ def test_what_is_frozen_stays_out_of_the_norm_on_any_number_of_ranks(sharding: s
 
 
 def mistakes() -> list[str]:
-    boat = trimaran.prepare(model := nn.Linear(2, 2), torch.optim.SGD(model.parameters(), lr=1.0))
+    loop = trimaran.prepare(model := nn.Linear(2, 2), torch.optim.SGD(model.parameters(), lr=1.0))
     codes = []
     for mistake in (
-        lambda: list(boat.micro_batches(torch.ones(5, 2), size=2)),
-        lambda: list(boat.micro_batches(torch.ones(0, 2), size=2)),
-        lambda: trimaran.prepare(model, boat.optimizer, sharding="zero"),
+        lambda: list(loop.micro_batches(torch.ones(5, 2), size=2)),
+        lambda: list(loop.micro_batches(torch.ones(0, 2), size=2)),
+        lambda: trimaran.prepare(model, loop.optimizer, sharding="zero"),
     ):
         with pytest.raises(UserError) as caught:
             mistake()

@@ -45,7 +45,7 @@ class Net(nn.Module):
 Answer = tuple[int, list[float], list[float], list[int]]
 
 
-def loop(folder: Path, *, until: int, kind: str = "adamw", sharding: str = "none", drop: float = 0.2) -> Answer:
+def run_loop(folder: Path, *, until: int, kind: str = "adamw", sharding: str = "none", drop: float = 0.2) -> Answer:
     """Return where the loop went on, its losses, the last learning rates with BatchNorm's means, and what was kept."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
@@ -53,19 +53,19 @@ def loop(folder: Path, *, until: int, kind: str = "adamw", sharding: str = "none
     model = Net()
     model.drop.p = drop
     optimizer = OPTIMIZERS[kind](model)
-    boat = trimaran.prepare(model, optimizer, sharding=sharding, batch_norm="sync")
-    start = boat.resume(folder)
+    loop = trimaran.prepare(model, optimizer, sharding=sharding, batch_norm="sync")
+    start = loop.resume(folder)
     losses = []
     for step in range(start, until):
         draw = torch.Generator().manual_seed(step)
         tokens, targets = (torch.randint(31, (12, 5), generator=draw) for _ in range(2))
-        for each, target in boat.micro_batches((tokens, targets), size=12 // boat.world_size):
-            boat.backward(F.cross_entropy(model(each), target.flatten(), reduction="sum"), num_tokens=target.numel())
-        losses.append(boat.step().loss.item())
+        for each, target in loop.micro_batches((tokens, targets), size=12 // loop.world_size):
+            loop.backward(F.cross_entropy(model(each), target.flatten(), reduction="sum"), num_tokens=target.numel())
+        losses.append(loop.step().loss.item())
         for group in optimizer.param_groups:
             group["lr"] *= 0.9
         if (step + 1) % 2 == 0:
-            boat.save(folder, step + 1)
+            loop.save(folder, step + 1)
     mean = model.get_buffer("layers.0.1.running_mean").tolist()
     rates = [group["lr"] for group in optimizer.param_groups]
     return start, losses, rates + mean, sorted(int(each.name[5:]) for each in folder.iterdir())
@@ -73,7 +73,7 @@ def loop(folder: Path, *, until: int, kind: str = "adamw", sharding: str = "none
 
 def alone(folder: Path, **options: Any) -> Answer:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return loop(folder, **options)
+    return run_loop(folder, **options)
 
 
 @pytest.mark.parametrize(("kind", "sharding"), [("adamw", "parameters"), ("sgd", "none")])
@@ -91,7 +91,7 @@ def test_a_loop_that_is_started_again_goes_on_exactly(kind: str, sharding: str, 
 
 def loop_of(folder: Path, options: dict[str, Any]) -> Answer:
     folder.mkdir(exist_ok=True)
-    return loop(folder, **options)
+    return run_loop(folder, **options)
 
 
 def alone_of(folder: Path, options: dict[str, Any]) -> Answer:
@@ -123,7 +123,7 @@ def killed_in_mid_save(folder: Path) -> None:
 
     write_checkpoint._write = write_some
     folder.mkdir(exist_ok=True)
-    loop(folder, until=STEPS, sharding="parameters")
+    run_loop(folder, until=STEPS, sharding="parameters")
 
 
 def test_a_kill_in_the_middle_of_a_save_costs_no_older_checkpoint(tmp_path: Path) -> None:
@@ -150,10 +150,10 @@ class RowsAndColumns(torch.optim.Optimizer):
 def save_what_has_no_place(folder: Path) -> str:
     dist.init_process_group("gloo")
     model = Net()
-    boat = trimaran.prepare(model, RowsAndColumns(model), sharding="parameters")
-    boat.optimizer.step()
+    loop = trimaran.prepare(model, RowsAndColumns(model), sharding="parameters")
+    loop.optimizer.step()
     with pytest.raises(UserError) as caught:
-        boat.save(folder, 1)
+        loop.save(folder, 1)
     return str(caught.value)
 
 

@@ -59,7 +59,7 @@ def by_hand(lengths: tuple[int, ...]) -> list[tuple[float, float]]:
 def by_rounds(lengths: tuple[int, ...], sharding: str) -> tuple[list[tuple[float, float]], int]:
     dist.init_process_group("gloo")
     rank, model = dist.get_rank(), Net()
-    boat = trimaran.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), sharding=sharding)
+    loop = trimaran.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), sharding=sharding)
     found, given = [], 0
 
     def own() -> Any:
@@ -68,14 +68,14 @@ def by_rounds(lengths: tuple[int, ...], sharding: str) -> tuple[list[tuple[float
             given += 1
             yield batch_of(rank, number)
 
-    for batch in boat.rounds(own()):
+    for batch in loop.rounds(own()):
         loss, rows = loss_of(model, batch)
-        boat.backward(loss, num_tokens=rows)
-        result = boat.step()
+        loop.backward(loss, num_tokens=rows)
+        result = loop.step()
         found.append((float(result.loss), float(result.grad_norm)))
-    assert list(boat.rounds([])) == []
-    boat.backward(model(torch.ones(1, 6)).sum(), num_tokens=1)  # what comes after the rounds counts again
-    assert float(boat.step().num_tokens) == len(lengths)
+    assert list(loop.rounds([])) == []
+    loop.backward(model(torch.ones(1, 6)).sum(), num_tokens=1)  # what comes after the rounds counts again
+    assert float(loop.step().num_tokens) == len(lengths)
     return found, given
 
 
@@ -91,9 +91,9 @@ def test_uneven_ranks_train_on_all_their_batches_and_end_together(ranks: int, sh
 
 def without_a_batch() -> str:
     dist.init_process_group("gloo")
-    boat = trimaran.prepare(model := nn.Linear(2, 2), torch.optim.SGD(model.parameters(), lr=1.0))
+    loop = trimaran.prepare(model := nn.Linear(2, 2), torch.optim.SGD(model.parameters(), lr=1.0))
     with pytest.raises(UserError) as refusal:
-        next(iter(boat.rounds([{"x": torch.ones(2), "what": object()}] if boat.rank else [])))
+        next(iter(loop.rounds([{"x": torch.ones(2), "what": object()}] if loop.rank else [])))
     return refusal.value.code
 
 

@@ -1,4 +1,4 @@
-"""What a frozen vision tower makes of the pictures, computed once and kept: the same training without the tower."""
+"""What a frozen vision tower makes of the images, computed once and kept: the same training without the tower."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -18,25 +18,25 @@ from trimaran.train.inputs.vision_features import refuse_trained
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Fourteen pictures of many shapes with captions; one of them is torn."""
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Fourteen images of many shapes with captions; one of them is torn."""
     folder = tmp_path_factory.mktemp("pictures")
     draw = np.random.default_rng(0)
     for number in range(14):
         height, width = draw.integers(32, 96, 2)
         file = folder / f"{number:02d}.png"
         Image.fromarray(draw.integers(0, 255, (height, width, 3), dtype=np.uint8)).save(file)
-        file.with_suffix(".txt").write_text(f"picture {number}, {width} by {height}")
+        file.with_suffix(".txt").write_text(f"image {number}, {width} by {height}")
     torn = folder / "05.png"
     torn.write_bytes(torn.read_bytes()[:2000])
     return folder
 
 
-def recipe_of(pictures: Path, *, cached: bool, freeze: tuple[str, ...] = ("vision",)) -> Recipe:
+def recipe_of(images: Path, *, cached: bool, freeze: tuple[str, ...] = ("vision",)) -> Recipe:
     samples = {"cache_features": cached, "max_bad": 0.5}
     tree: dict[str, Any] = {
         "model": {"family": "vlm", "preset": "tiny", "freeze": freeze},
-        "data": {"source": "image-folder", "path": str(pictures), "seq_len": 128, "holdout": 0, "samples": samples},
+        "data": {"source": "image-folder", "path": str(images), "seq_len": 128, "holdout": 0, "samples": samples},
         "train": {"steps": 4, "global_batch": 4, "evaluate": {"batches": 0}, "sample": {"tokens": 0}},
     }
     return Recipe.model_validate(tree)
@@ -54,10 +54,10 @@ def never(*_: Any, **__: Any) -> None:
 
 
 def test_training_on_kept_features_is_the_same_and_never_runs_the_tower(
-    pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "runs").mkdir()
-    plain, cached = (recipe_of(pictures, cached=each) for each in (False, True))
+    plain, cached = (recipe_of(images, cached=each) for each in (False, True))
     reference = sail(plain, plan_for(plain, grad_accum=1), tmp_path / "runs")
     first = sail(cached, plan_for(cached, grad_accum=1, dp_shard=2), tmp_path / "runs")
     assert_same_course(without_key_biases(first), without_key_biases(reference))
@@ -70,9 +70,9 @@ def test_training_on_kept_features_is_the_same_and_never_runs_the_tower(
     assert kept == {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
 
 
-def test_a_tower_that_is_trained_has_no_features_to_keep(pictures: Path) -> None:
+def test_a_tower_that_is_trained_has_no_features_to_keep(images: Path) -> None:
     with pytest.raises(UserError, match="T062: the vision tower is trained"):
-        refuse_trained(recipe_of(pictures, cached=True, freeze=("language",)))
+        refuse_trained(recipe_of(images, cached=True, freeze=("language",)))
     with pytest.raises(UserError, match="T062: only the family vlm keeps features"):
         refuse_trained(Recipe())
 
@@ -81,7 +81,7 @@ def filled(folder: Path, tokens: np.ndarray, features: np.ndarray) -> FeatureSto
     store = FeatureStore(folder, tokens, width=4, dtype=np.dtype(np.float32), part_bytes=100)
     first = np.concatenate([[0], np.cumsum(tokens)])
     for part in store.missing():
-        numbers = store.pictures(part)
+        numbers = store.images(part)
         bad = {number: "torn" for number in numbers if number == 3}
         store.write(part, features[first[numbers.start] : first[numbers.stop]], bad)
     return store
@@ -97,9 +97,9 @@ def test_features_come_back_part_by_part_and_what_is_missing_is_written_again(tm
     ends = np.cumsum(tokens)
     for number in range(20):
         if number != 3:
-            assert np.array_equal(store.picture(number), features[ends[number] - tokens[number] : ends[number]])
+            assert np.array_equal(store.image(number), features[ends[number] - tokens[number] : ends[number]])
     with pytest.raises(BadSampleError, match="torn"):
-        store.picture(3)
+        store.image(3)
     (tmp_path / "a" / "part-000002.json").unlink()
     (tmp_path / "a" / "part-000004.bin").write_bytes(b"short")
     again = FeatureStore(tmp_path / "a", tokens, width=4, dtype=np.dtype(np.float32), part_bytes=100)
@@ -114,5 +114,5 @@ def test_bf16_is_kept_bit_by_bit(tmp_path: Path) -> None:
     features = torch.randn(6, 4).bfloat16()
     store = FeatureStore(tmp_path, np.array([2, 4]), width=4, dtype=BF16)
     store.write(0, features.view(torch.uint16).numpy(), {})
-    back = torch.from_numpy(store.picture(1).copy()).view(torch.bfloat16)
+    back = torch.from_numpy(store.image(1).copy()).view(torch.bfloat16)
     assert torch.equal(back, features[2:])

@@ -319,10 +319,10 @@ def interrupted(path: Path, where: str) -> tuple[int, int]:
             ask_to_end()
         return evaluate(stepper, batch)
 
-    def saving(keeper: Checkpointer, step: int) -> None:
+    def saving(checkpointer: Checkpointer, step: int) -> None:
         if asked and where == "saving":
             ask_to_end()
-        save(keeper, step)
+        save(checkpointer, step)
 
     build.build_networks, PlainStepper.evaluate, Checkpointer._save = building, evaluating, saving
     return run_worker(RunDirectory(path), read_rank_info(os.environ), cache=path.parents[1] / "cache"), len(evaluated)

@@ -1,4 +1,4 @@
-"""Hugging Face models that see: the same course under every plan, and a run from pictures to files."""
+"""Hugging Face models that see: the same course under every plan, and a run from images to files."""
 
 import os
 from functools import partial
@@ -57,7 +57,7 @@ def built(folder: Path, plan: Plan, freeze: tuple[str, ...]) -> HfVlmNetwork:
 
 
 def take_course(folder: Path, plan: Plan, freeze: tuple[str, ...] = ()) -> Course:
-    """Train for a few steps on rows of which half have no picture, and in one step none has."""
+    """Train for a few steps on rows of which half have no image, and in one step none has."""
     network, section = built(folder, plan, freeze), TrainSection.model_validate(TRAIN)
     ranks = build_mesh(plan.mesh, device_type="cpu")
     stepper = build_stepper((network,), section, plan, ranks, Clock(CPU))
@@ -119,20 +119,20 @@ def built_weights(folder: Path) -> dict[str, np.ndarray]:
     return {name: each.detach().numpy() for name, each in module.named_parameters()}
 
 
-def pictures_in(folder: Path) -> None:
+def images_in(folder: Path) -> None:
     draw = np.random.default_rng(0)
     for number in range(8):
         height, width = draw.integers(24, 40, 2)
         file = folder / f"{number:02d}.png"
         Image.fromarray(draw.integers(0, 255, (height, width, 3), dtype=np.uint8)).save(file)
-        file.with_suffix(".txt").write_text(f"picture {number}, {width} by {height}")
+        file.with_suffix(".txt").write_text(f"image {number}, {width} by {height}")
 
 
 @pytest.mark.parametrize("config", [partial(qwen, 4, tie_word_embeddings=True), slow(llava)], ids=["qwen", "llava"])
 def test_a_run_from_pictures_to_files_that_transformers_reads(config: Any, tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     (tmp_path / "pictures").mkdir()
-    pictures_in(tmp_path / "pictures")
+    images_in(tmp_path / "pictures")
     config().save_pretrained(tmp_path / "model")
     samples = {"min_pixels": 256, "max_pixels": 1024}
     data = {"source": "image-folder", "path": str(tmp_path / "pictures"), "seq_len": 2 * SEQ_LEN, "image_size": 32}

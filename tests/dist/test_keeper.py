@@ -25,7 +25,7 @@ from trimaran.train.worker import run_worker
 
 
 @pytest.fixture
-def berths() -> Iterator[tuple[int, ...]]:
+def rank_memories() -> Iterator[tuple[int, ...]]:
     """Memory that outlives the ranks, as a supervisor has it."""
     made = tuple(os.memfd_create("test") for _ in range(2))
     yield made
@@ -33,32 +33,32 @@ def berths() -> Iterator[tuple[int, ...]]:
         os.close(fd)
 
 
-def test_a_rank_killed_in_mid_copy_costs_one_step(tmp_path: Path, berths: tuple[int, ...]) -> None:
+def test_a_rank_killed_in_mid_copy_costs_one_step(tmp_path: Path, rank_memories: tuple[int, ...]) -> None:
     run = new_run(tmp_path, "checkpoint.every=0", "checkpoint.memory=1")
-    killed(run, Leg(to=50, berths=berths, who=1, die_sealing=17))
-    logs = run_ranks(2, sail, run.path, Leg(to=20, attempt=1, berths=berths))
+    killed(run, Leg(to=50, rank_memories=rank_memories, who=1, die_sealing=17))
+    logs = run_ranks(2, sail, run.path, Leg(to=20, attempt=1, rank_memories=rank_memories))
     assert [log.start for log in logs] == [16, 16]
     assert all(log.is_right for log in logs)
     (resume,) = events(run, "resume")
     assert (resume["tier"], resume["from_step"], resume["refused"]) == ("memory", 16, [])
 
 
-def test_a_kill_before_a_step_was_told_leaves_no_hole_in_the_metrics(tmp_path: Path, berths: tuple[int, ...]) -> None:
+def test_a_kill_before_a_step_was_told_leaves_no_hole_in_the_metrics(tmp_path: Path, rank_memories: tuple[int, ...]) -> None:
     run = new_run(tmp_path, "checkpoint.every=0", "checkpoint.memory=1")
-    killed(run, Leg(to=50, berths=berths, who=0, die_after=17))
+    killed(run, Leg(to=50, rank_memories=rank_memories, who=0, die_after=17))
     assert told_steps(run) == [*range(1, 17)]
-    logs = run_ranks(2, sail, run.path, Leg(to=20, attempt=1, berths=berths))
+    logs = run_ranks(2, sail, run.path, Leg(to=20, attempt=1, rank_memories=rank_memories))
     assert [(log.start, log.is_right) for log in logs] == [(16, True)] * 2, "17 is in memory, but was never told"
     assert told_steps(run) == [*range(1, 21)]
 
 
-def test_memory_of_two_ranks_feeds_one_and_then_two_again(tmp_path: Path, berths: tuple[int, ...]) -> None:
+def test_memory_of_two_ranks_feeds_one_and_then_two_again(tmp_path: Path, rank_memories: tuple[int, ...]) -> None:
     run = new_run(tmp_path, "checkpoint.every=0", "checkpoint.memory=1")
-    killed(run, Leg(to=50, berths=berths, who=0, die_sealing=9))
-    (log,) = run_ranks(1, sail, run.path, Leg(to=12, attempt=1, berths=berths, finish=False))
+    killed(run, Leg(to=50, rank_memories=rank_memories, who=0, die_sealing=9))
+    (log,) = run_ranks(1, sail, run.path, Leg(to=12, attempt=1, rank_memories=rank_memories, finish=False))
     assert (log.start, log.is_right) == (8, True)
-    assert os.fstat(berths[1]).st_size == 0, "nobody uses the second place now"
-    logs = run_ranks(2, sail, run.path, Leg(to=15, attempt=2, berths=berths))
+    assert os.fstat(rank_memories[1]).st_size == 0, "nobody uses the second place now"
+    logs = run_ranks(2, sail, run.path, Leg(to=15, attempt=2, rank_memories=rank_memories))
     assert [(log.start, log.is_right) for log in logs] == [(12, True)] * 2
 
 
@@ -72,20 +72,20 @@ def test_a_rank_killed_in_mid_write_leaves_the_checkpoint_before(tmp_path: Path)
     assert {path.name[:4] for path in run.checkpoints.iterdir()} == {"step"}, "drafts are swept"
 
 
-def test_what_waited_to_be_written_is_found_in_memory(tmp_path: Path, berths: tuple[int, ...]) -> None:
+def test_what_waited_to_be_written_is_found_in_memory(tmp_path: Path, rank_memories: tuple[int, ...]) -> None:
     run = new_run(tmp_path, "checkpoint.every=5", "checkpoint.memory=0")
-    killed(run, Leg(to=50, berths=berths, who=1, die_writing=10))
-    logs = run_ranks(2, sail, run.path, Leg(to=12, attempt=1, berths=berths))
+    killed(run, Leg(to=50, rank_memories=rank_memories, who=1, die_writing=10))
+    logs = run_ranks(2, sail, run.path, Leg(to=12, attempt=1, rank_memories=rank_memories))
     assert [(log.start, log.is_right) for log in logs] == [(10, True)] * 2
 
 
-def test_damaged_memory_is_never_loaded(tmp_path: Path, berths: tuple[int, ...]) -> None:
+def test_damaged_memory_is_never_loaded(tmp_path: Path, rank_memories: tuple[int, ...]) -> None:
     run = new_run(tmp_path, "checkpoint.every=5", "checkpoint.memory=1")
-    run_ranks(2, sail, run.path, Leg(to=12, berths=berths))
-    run_ranks(2, sail, run.path, Leg(to=14, attempt=1, berths=berths, finish=False))
-    for _, kept in RankMemory(berths[1]).kept():
+    run_ranks(2, sail, run.path, Leg(to=12, rank_memories=rank_memories))
+    run_ranks(2, sail, run.path, Leg(to=14, attempt=1, rank_memories=rank_memories, finish=False))
+    for _, kept in RankMemory(rank_memories[1]).kept():
         kept.memory[40] ^= 1
-    logs = run_ranks(2, sail, run.path, Leg(to=15, attempt=2, berths=berths))
+    logs = run_ranks(2, sail, run.path, Leg(to=15, attempt=2, rank_memories=rank_memories))
     assert [(log.start, log.is_right) for log in logs] == [(12, True)] * 2
     refused = events(run, "resume")[-1]["refused"]
     assert [(each["tier"], each["step"]) for each in refused][:1] == [("memory", 14)]
@@ -107,9 +107,9 @@ def test_all_ranks_leave_a_checkpoint_that_one_finds_damaged(tmp_path: Path) -> 
     assert (run.checkpoints / "refused-step-00000012" / "why.json").exists()
 
 
-def test_a_slow_disk_never_has_two_checkpoints_at_once(tmp_path: Path, berths: tuple[int, ...]) -> None:
+def test_a_slow_disk_never_has_two_checkpoints_at_once(tmp_path: Path, rank_memories: tuple[int, ...]) -> None:
     run = new_run(tmp_path, "checkpoint.every=3", "checkpoint.memory=1")
-    logs = run_ranks(2, sail, run.path, Leg(to=40, berths=berths, who=1, slow_disk=0.15))
+    logs = run_ranks(2, sail, run.path, Leg(to=40, rank_memories=rank_memories, who=1, slow_disk=0.15))
     assert all(log.is_right for log in logs)
     saved = events(run, "checkpoint")
     assert saved[-1]["step"] == 40, "the last one is awaited"
@@ -120,9 +120,9 @@ def test_a_slow_disk_never_has_two_checkpoints_at_once(tmp_path: Path, berths: t
     assert steps(run.checkpoints) == sorted(each["step"] for each in saved)[-2:]
 
 
-def test_a_full_disk_costs_a_checkpoint_and_nothing_else(tmp_path: Path, berths: tuple[int, ...]) -> None:
+def test_a_full_disk_costs_a_checkpoint_and_nothing_else(tmp_path: Path, rank_memories: tuple[int, ...]) -> None:
     run = new_run(tmp_path, "checkpoint.every=5")
-    logs = run_ranks(2, sail, run.path, Leg(to=18, berths=berths, who=1, full_disk=10))
+    logs = run_ranks(2, sail, run.path, Leg(to=18, rank_memories=rank_memories, who=1, full_disk=10))
     assert all(log.is_right and not log.error for log in logs)
     saved = events(run, "checkpoint")
     assert [(each["step"], "failed" in each) for each in saved] == [(5, False), (10, True), (15, False), (18, False)]
@@ -147,14 +147,14 @@ def test_a_weight_that_is_no_number_reaches_no_checkpoint(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("supervised", [True, False])
-def test_going_back_forgets_what_came_after(tmp_path: Path, berths: tuple[int, ...], supervised: bool) -> None:
+def test_going_back_forgets_what_came_after(tmp_path: Path, rank_memories: tuple[int, ...], supervised: bool) -> None:
     run = new_run(tmp_path, "checkpoint.every=0", "checkpoint.memory=1", "faults.not_finite=rewind")
-    leg = Leg(to=14, berths=berths if supervised else (), rewind=(11, 10), finish=False)
+    leg = Leg(to=14, rank_memories=rank_memories if supervised else (), rewind=(11, 10), finish=False)
     logs = run_ranks(2, sail, run.path, leg)
     assert [(log.start, log.is_right) for log in logs] == [(0, True)] * 2
     if supervised:
-        kept = [kept.label for fd in berths for _, kept in RankMemory(fd).kept()]
-        assert {label.voyage for label in kept} == {(0, 1)}
+        kept = [kept.label for fd in rank_memories for _, kept in RankMemory(fd).kept()]
+        assert {label.incarnation for label in kept} == {(0, 1)}
         assert max(label.step for label in kept) == 14
 
 
@@ -214,12 +214,12 @@ def test_without_memory_a_checkpoint_is_written_at_once(tmp_path: Path, monkeypa
 
 
 def test_memory_that_was_asked_for_and_is_not_there_is_an_error(
-    tmp_path: Path, berths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, rank_memories: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trimaran.checkpoint.memory_budget.FREE_SHARE", 0.0)
     run = new_run(tmp_path, "checkpoint.memory=1")
     with pytest.raises(AssertionError, match="K040"):
-        run_ranks(2, sail, run.path, Leg(to=3, berths=berths))
+        run_ranks(2, sail, run.path, Leg(to=3, rank_memories=rank_memories))
 
 
 def test_a_checkpoint_of_another_course_is_refused(tmp_path: Path) -> None:
@@ -268,39 +268,39 @@ def test_frozen_weights_are_written_once(tmp_path: Path) -> None:
     assert second["saved_bytes"] == first["bytes"] - second["written_bytes"] > 0
 
 
-def test_a_lost_node_is_replaced_from_the_memory_of_its_neighbour(tmp_path: Path, berths: tuple[int, ...]) -> None:
+def test_a_lost_node_is_replaced_from_the_memory_of_its_neighbour(tmp_path: Path, rank_memories: tuple[int, ...]) -> None:
     run = new_run(tmp_path, "checkpoint.every=0", "checkpoint.memory=1")
-    killed(run, Leg(to=50, berths=berths, who=1, die_sealing=30, nodes=True))
-    steps_here = {kept.label.step for _, kept in RankMemory(berths[0]).kept() if kept.label.rank == 1}
+    killed(run, Leg(to=50, rank_memories=rank_memories, who=1, die_sealing=30, nodes=True))
+    steps_here = {kept.label.step for _, kept in RankMemory(rank_memories[0]).kept() if kept.label.rank == 1}
     assert max(steps_here) > FIRST_PACE, "rank 0 has copies of its partner's share, and not the first ones alone"
     # From now on the ranks compare what copies cost them, and must have made as many.
     run.recipe.write_text(run.recipe.read_text().replace("memory: 1", "memory: auto"))
     fresh = os.memfd_create("fresh")  # another machine, with nothing in its memory
-    logs = run_ranks(2, sail, run.path, Leg(to=45, attempt=1, berths=(berths[0], fresh), nodes=True), timeout=30)
+    logs = run_ranks(2, sail, run.path, Leg(to=45, attempt=1, rank_memories=(rank_memories[0], fresh), nodes=True), timeout=30)
     os.close(fresh)
     assert [(log.start, log.is_right) for log in logs] == [(max(steps_here), True)] * 2
     assert events(run, "resume")[0]["tier"] == "memory"
 
 
-def test_machines_that_change_their_order_do_not_mix_up_their_memory(tmp_path: Path, berths: tuple[int, ...]) -> None:
+def test_machines_that_change_their_order_do_not_mix_up_their_memory(tmp_path: Path, rank_memories: tuple[int, ...]) -> None:
     """The checkpoint of the very step that was found in memory has each rank's rows as they are split now."""
     run = new_run(tmp_path, "checkpoint.every=0", "checkpoint.memory=1")
-    killed(run, Leg(to=50, berths=berths, who=1, die_sealing=9, nodes=True))
-    swapped = (berths[1], berths[0])
-    logs = run_ranks(2, sail, run.path, Leg(to=0, attempt=1, berths=swapped, nodes=True))
+    killed(run, Leg(to=50, rank_memories=rank_memories, who=1, die_sealing=9, nodes=True))
+    swapped = (rank_memories[1], rank_memories[0])
+    logs = run_ranks(2, sail, run.path, Leg(to=0, attempt=1, rank_memories=swapped, nodes=True))
     assert [(log.start, log.is_right, log.error) for log in logs] == [(8, True, "")] * 2
     logs = run_ranks(2, sail, run.path, Leg(to=9, attempt=2))
     assert [(log.start, log.is_right) for log in logs] == [(8, True)] * 2, "from disk, and every value in its place"
 
 
-def test_a_damaged_copy_on_the_neighbour_is_not_loaded(tmp_path: Path, berths: tuple[int, ...]) -> None:
+def test_a_damaged_copy_on_the_neighbour_is_not_loaded(tmp_path: Path, rank_memories: tuple[int, ...]) -> None:
     run = new_run(tmp_path, "checkpoint.every=10", "checkpoint.memory=1")
-    killed(run, Leg(to=50, berths=berths, who=1, die_sealing=19, nodes=True))
-    for _, kept in RankMemory(berths[0]).kept():
+    killed(run, Leg(to=50, rank_memories=rank_memories, who=1, die_sealing=19, nodes=True))
+    for _, kept in RankMemory(rank_memories[0]).kept():
         if kept.label.rank == 1:
             kept.memory[8] ^= 1
     fresh = os.memfd_create("fresh")
-    logs = run_ranks(2, sail, run.path, Leg(to=12, attempt=1, berths=(berths[0], fresh), nodes=True))
+    logs = run_ranks(2, sail, run.path, Leg(to=12, attempt=1, rank_memories=(rank_memories[0], fresh), nodes=True))
     os.close(fresh)
     assert [(log.start, log.is_right) for log in logs] == [(10, True)] * 2
     assert events(run, "resume")[0]["tier"] == "disk"
@@ -310,11 +310,11 @@ def worker(path: Path, cache: Path, leg: Leg) -> int:
     place = read_rank_info(os.environ)
     if place.rank == leg.who:
         sabotage(leg)
-    ties = SupervisorLink(attempt=leg.attempt, place=place.local_rank, berths=leg.berths)
-    return run_worker(RunDirectory(path), place, cache=cache, ties=ties)
+    link = SupervisorLink(attempt=leg.attempt, place=place.local_rank, rank_memories=leg.rank_memories)
+    return run_worker(RunDirectory(path), place, cache=cache, link=link)
 
 
-def test_a_killed_run_ends_with_the_weights_of_one_that_was_not(tmp_path: Path, berths: tuple[int, ...]) -> None:
+def test_a_killed_run_ends_with_the_weights_of_one_that_was_not(tmp_path: Path, rank_memories: tuple[int, ...]) -> None:
     recipe = parse_recipe(
         "name: toy",
         name="test",
@@ -327,8 +327,8 @@ def test_a_killed_run_ends_with_the_weights_of_one_that_was_not(tmp_path: Path, 
     assert run_ranks(2, worker, clean.path, cache, Leg(to=0)) == [0, 0]
     run = create_run(tmp_path / "run", recipe, plan)
     with pytest.raises(AssertionError, match=DIED):
-        run_ranks(2, worker, run.path, cache, Leg(to=0, berths=berths, who=1, die_sealing=4))
-    assert run_ranks(2, worker, run.path, cache, Leg(to=0, attempt=1, berths=berths)) == [0, 0]
+        run_ranks(2, worker, run.path, cache, Leg(to=0, rank_memories=rank_memories, who=1, die_sealing=4))
+    assert run_ranks(2, worker, run.path, cache, Leg(to=0, attempt=1, rank_memories=rank_memories)) == [0, 0]
     assert events(run, "resume")[0]["from_step"] == 3
     ours, theirs = trajectory_of(run), trajectory_of(clean)
     assert ours.losses == theirs.losses

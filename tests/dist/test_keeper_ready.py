@@ -15,7 +15,7 @@ from trimaran.train.checkpointing import checkpoint_backend
 
 
 @pytest.fixture
-def berths() -> Iterator[tuple[int, ...]]:
+def rank_memories() -> Iterator[tuple[int, ...]]:
     made = tuple(os.memfd_create("test") for _ in range(2))
     yield made
     for fd in made:
@@ -60,54 +60,54 @@ def killed_with(kind: type[Copier], run: RunDirectory, leg: Leg) -> None:
         run_ranks(2, sail_with, kind, run.path, leg)
 
 
-def test_copies_begin_when_every_rank_has_the_memory(tmp_path: Path, berths: tuple[int, ...]) -> None:
+def test_copies_begin_when_every_rank_has_the_memory(tmp_path: Path, rank_memories: tuple[int, ...]) -> None:
     run = new_run(tmp_path, "checkpoint.every=0", "checkpoint.memory=1")
-    logs = run_ranks(2, sail_with, Late, run.path, Leg(to=8, berths=berths, finish=False))
+    logs = run_ranks(2, sail_with, Late, run.path, Leg(to=8, rank_memories=rank_memories, finish=False))
     assert [log.saves[1] for log in logs] == [6, 6], "after steps 3 to 8"
-    logs = run_ranks(2, sail, run.path, Leg(to=9, attempt=1, berths=berths, finish=False))
+    logs = run_ranks(2, sail, run.path, Leg(to=9, attempt=1, rank_memories=rank_memories, finish=False))
     assert [(log.start, log.is_right) for log in logs] == [(8, True)] * 2
 
 
-def test_a_checkpoint_waits_for_the_memory(tmp_path: Path, berths: tuple[int, ...]) -> None:
+def test_a_checkpoint_waits_for_the_memory(tmp_path: Path, rank_memories: tuple[int, ...]) -> None:
     run = new_run(tmp_path, "checkpoint.every=0", "checkpoint.memory=1")
-    logs = run_ranks(2, sail_with, Late, run.path, Leg(to=2, berths=berths))
+    logs = run_ranks(2, sail_with, Late, run.path, Leg(to=2, rank_memories=rank_memories))
     assert [(log.is_right, log.error) for log in logs] == [(True, "")] * 2
     logs = run_ranks(2, sail, run.path, Leg(to=3, attempt=1))
     assert [(log.start, log.is_right) for log in logs] == [(2, True)] * 2
 
 
-def test_where_one_node_lacks_the_memory_all_do_without(tmp_path: Path, berths: tuple[int, ...]) -> None:
+def test_where_one_node_lacks_the_memory_all_do_without(tmp_path: Path, rank_memories: tuple[int, ...]) -> None:
     run = new_run(tmp_path, "checkpoint.every=0", "checkpoint.memory=1")
-    logs = run_ranks(2, sail_with, Lacking, run.path, Leg(to=14, berths=berths))
+    logs = run_ranks(2, sail_with, Lacking, run.path, Leg(to=14, rank_memories=rank_memories))
     assert [(log.is_right, log.error, log.saves[1]) for log in logs] == [(True, "", 0)] * 2
-    assert [os.fstat(fd).st_size for fd in berths] == [0, 0]
+    assert [os.fstat(fd).st_size for fd in rank_memories] == [0, 0]
     assert [each["step"] for each in events(run, "checkpoint")] == [14]
 
 
-def test_what_only_memory_has_is_copied_at_once(tmp_path: Path, berths: tuple[int, ...]) -> None:
+def test_what_only_memory_has_is_copied_at_once(tmp_path: Path, rank_memories: tuple[int, ...]) -> None:
     run = new_run(tmp_path, "checkpoint.every=0", "checkpoint.memory=1")
-    run_ranks(2, sail, run.path, Leg(to=6, berths=berths, finish=False))
-    (log,) = run_ranks(1, sail_with, Late, run.path, Leg(to=6, attempt=1, berths=berths, finish=False))
+    run_ranks(2, sail, run.path, Leg(to=6, rank_memories=rank_memories, finish=False))
+    (log,) = run_ranks(1, sail_with, Late, run.path, Leg(to=6, attempt=1, rank_memories=rank_memories, finish=False))
     assert (log.start, log.is_right, log.saves[1]) == (6, True, 1), "one rank has another share than two had"
 
 
 def test_a_run_that_is_killed_before_its_first_copy_goes_on_from_where_it_had_gone_on(
-    tmp_path: Path, berths: tuple[int, ...]
+    tmp_path: Path, rank_memories: tuple[int, ...]
 ) -> None:
     run = new_run(tmp_path, "checkpoint.every=0", "checkpoint.memory=1")
-    killed_with(Slow, run, Leg(to=50, berths=berths, who=1, die_after=3))
-    logs = run_ranks(2, sail, run.path, Leg(to=5, attempt=1, berths=berths))
+    killed_with(Slow, run, Leg(to=50, rank_memories=rank_memories, who=1, die_after=3))
+    logs = run_ranks(2, sail, run.path, Leg(to=5, attempt=1, rank_memories=rank_memories))
     assert [(log.start, log.is_right) for log in logs] == [(0, True)] * 2, "it had begun at 0"
     for attempt in (2, 3):
-        for fd in berths:
+        for fd in rank_memories:
             os.ftruncate(fd, 0)  # the machine was started anew: what there is is on disk
-        killed_with(Slow, run, Leg(to=50, attempt=attempt, berths=berths, who=1, die_after=8))
-    logs = run_ranks(2, sail, run.path, Leg(to=9, attempt=4, berths=berths))
+        killed_with(Slow, run, Leg(to=50, attempt=attempt, rank_memories=rank_memories, who=1, die_after=8))
+    logs = run_ranks(2, sail, run.path, Leg(to=9, attempt=4, rank_memories=rank_memories))
     assert [(log.start, log.is_right) for log in logs] == [(5, True)] * 2
     assert [each["tier"] for each in events(run, "resume")] == ["disk"] * 3
 
 
-def test_copies_that_are_far_apart_begin_with_the_first_state(tmp_path: Path, berths: tuple[int, ...]) -> None:
+def test_copies_that_are_far_apart_begin_with_the_first_state(tmp_path: Path, rank_memories: tuple[int, ...]) -> None:
     run = new_run(tmp_path, "checkpoint.every=0", "checkpoint.memory=5")
-    logs = run_ranks(2, sail_with, Slow, run.path, Leg(to=4, berths=berths, rewind=(4, 2), finish=False))
+    logs = run_ranks(2, sail_with, Slow, run.path, Leg(to=4, rank_memories=rank_memories, rewind=(4, 2), finish=False))
     assert [(log.is_right, log.error, log.saves[1]) for log in logs] == [(True, "", 1)] * 2, "it went back to step 0"

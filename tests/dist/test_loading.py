@@ -32,20 +32,20 @@ from trimaran.train.worker import run_worker
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for runs, beside one with ten pictures of many shapes and their captions."""
+    """A folder for runs, beside one with ten images of many shapes and their captions."""
     (folder := tmp_path_factory.mktemp("loading") / "runs").mkdir()
-    (pictures := folder.parent / "pictures").mkdir()
+    (images := folder.parent / "pictures").mkdir()
     draw = np.random.default_rng(0)
     for number in range(10):
         height, width = draw.integers(32, 64, 2)
-        file = pictures / f"{number:02d}.png"
+        file = images / f"{number:02d}.png"
         Image.fromarray(draw.integers(0, 255, (height, width, 3), dtype=np.uint8)).save(file)
-        file.with_suffix(".txt").write_text(f"picture {number}, {width} by {height}")
+        file.with_suffix(".txt").write_text(f"image {number}, {width} by {height}")
     return folder
 
 
 def seeing(folder: Path, **model: Any) -> Recipe:
-    """A recipe for a model that sees the folder's pictures."""
+    """A recipe for a model that sees the folder's images."""
     tree = recipe_with().model_dump(exclude={"model", "plan", "cluster"})
     data = {"source": "image-folder", "path": str(folder.parent / "pictures"), "seq_len": 64, "holdout": 0}
     kept = {"samples": {"cache_features": bool(model)}}
@@ -57,8 +57,8 @@ def work(path: Path) -> int:
 
 
 def with_a_disk_that_fails(path: Path) -> tuple[int, list[tuple[bool, bool]]]:
-    """Train where rank 1 alone cannot read the pictures of the bad step. Returns what `watch` saw, too."""
-    load, read, at = SampleFeed.load, SampleIndex.picture_bytes, [0]
+    """Train where rank 1 alone cannot read the images of the bad step. Returns what `watch` saw, too."""
+    load, read, at = SampleFeed.load, SampleIndex.image_bytes, [0]
 
     def loading(feed: SampleFeed, step: int, told: Any) -> LoadedArrays:
         at[0] = step + 1
@@ -69,7 +69,7 @@ def with_a_disk_that_fails(path: Path) -> tuple[int, list[tuple[bool, bool]]]:
             raise OSError("the disk does not answer")
         return read(index, number)
 
-    SampleFeed.load, SampleIndex.picture_bytes = loading, reading  # pyrefly: ignore[bad-assignment]
+    SampleFeed.load, SampleIndex.image_bytes = loading, reading  # pyrefly: ignore[bad-assignment]
     found = watch()
     return work(path), found
 
@@ -142,7 +142,7 @@ def test_only_waiting_that_cost_something_is_told(
 
 
 def with_small_parts(path: Path) -> tuple[int, int]:
-    """Train on kept features, in parts of one picture. Returns how often the rank showed that it was at the start."""
+    """Train on kept features, in parts of one image. Returns how often the rank showed that it was at the start."""
     entered: list[str] = []
     vision_features.FeatureStore = partial(FeatureStore, part_bytes=1)  # pyrefly: ignore[bad-assignment]
     SupervisorLink.enter = lambda self, section, step=0: entered.append(section)

@@ -67,7 +67,7 @@ def noted(run: RunDirectory, kind: str, key: str) -> list[Any]:
     return [each["data"][key] for each in events if each["kind"] == kind]
 
 
-def assert_same_voyage(run: RunDirectory, reference: RunDirectory) -> None:
+def assert_same_incarnation(run: RunDirectory, reference: RunDirectory) -> None:
     """Fail unless the trajectories agree, and the held-out losses and the text on the way."""
     assert_same_course(trajectory_of(run), trajectory_of(reference))
     losses = noted(reference, "evaluation", "loss")
@@ -90,14 +90,14 @@ def test_every_schedule_trains_evaluates_and_writes_as_one_process_does(
 ) -> None:
     recipe = recipe_for(harbour, tied=tied)
     run = sail_to(recipe, plan_with(recipe, schedule), harbour / "runs")
-    assert_same_voyage(run, alone(harbour, "tiny", tied))
+    assert_same_incarnation(run, alone(harbour, "tiny", tied))
 
 
 @pytest.mark.parametrize("schedule", quick_or_slow(SCHEDULES, {"1f1b", "zero-bubble"}.__contains__))
 def test_experts_of_every_stage_get_their_balance_gradient(harbour: Path, schedule: str) -> None:
     recipe = recipe_for(harbour, "tiny-moe")
     run = sail_to(recipe, plan_with(recipe, schedule), harbour / "runs")
-    assert_same_voyage(run, alone(harbour, "tiny-moe", False))
+    assert_same_incarnation(run, alone(harbour, "tiny-moe", False))
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_experts_of_every_stage_get_their_balance_gradient(harbour: Path, schedu
 def test_stages_are_sharded_and_replicated(harbour: Path, schedule: str, sharding: str) -> None:
     recipe = recipe_for(harbour, tied=True)
     run = sail_to(recipe, plan_with(recipe, schedule, **SHARDED[sharding]), harbour / "runs")
-    assert_same_voyage(run, alone(harbour, "tiny", True))
+    assert_same_incarnation(run, alone(harbour, "tiny", True))
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_stages_are_cut_by_hand_and_micro_batches_may_be_few_or_many(
 ) -> None:
     recipe = recipe_for(harbour, tied=True)
     run = sail_to(recipe, plan_with(recipe, schedule, stages, **fields), harbour / "runs")
-    assert_same_voyage(run, alone(harbour, "tiny", True))
+    assert_same_incarnation(run, alone(harbour, "tiny", True))
 
 
 def test_many_stages_a_rank_of_different_size_are_sharded(harbour: Path) -> None:

@@ -101,8 +101,8 @@ def test_steps_that_overflow_are_skipped_and_written_down(
     assert column(course, "loss")[-1] < 0.95 * column(course, "loss")[skipped]
 
 
-def whole_weights(crew: build.WorkerParts) -> np.ndarray:
-    parameters = (each.detach() for each in crew.networks[0].module.parameters())
+def whole_weights(parts: build.WorkerParts) -> np.ndarray:
+    parameters = (each.detach() for each in parts.networks[0].module.parameters())
     whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in parameters]
     return torch.cat([each.flatten() for each in whole]).numpy()
 
@@ -117,15 +117,15 @@ def overflow_on_one_rank(run: RunDirectory, cache: Path) -> list[tuple[float, fl
         logits.register_hook(lambda gradient: gradient * (1e6 if overflows[0] else 1))
 
     with Journal(run, place.rank) as journal:
-        crew = build_worker_parts(run, place, journal, cache=cache)
-        crew.networks[0].module.lm_head.register_forward_hook(blow_up)
-        stepper = crew.trainer.stepper
-        with crew.trainer.loader_from(0) as loader:
+        parts = build_worker_parts(run, place, journal, cache=cache)
+        parts.networks[0].module.lm_head.register_forward_hook(blow_up)
+        stepper = parts.trainer.stepper
+        with parts.trainer.loader_from(0) as loader:
             for batch in loader:
                 overflows[0] = place.rank == 1 and batch.step == 1
                 stepper.step(batch)
                 norm, _ = stepper.update(1e-3)
-                reports.append((float(norm), stepper.details()()["loss_scale"], whole_weights(crew)))
+                reports.append((float(norm), stepper.details()()["loss_scale"], whole_weights(parts)))
     return reports
 
 

@@ -1,4 +1,4 @@
-"""Profiles of whole runs: traces and pictures of memory, at steps that all ranks agree on, and the same training."""
+"""Profiles of whole runs: traces and images of memory, at steps that all ranks agree on, and the same training."""
 
 import json
 import os

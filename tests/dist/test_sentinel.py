@@ -26,11 +26,11 @@ def watch(dtype: torch.dtype, flipped: int | None) -> list[ReplicaDifference | N
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     shared = torch.arange(5, dtype=torch.float32).to(dtype)
-    sentinel = ReplicaCheck(lambda: pieces(rank, shared=shared), device=torch.device("cpu"), every=10)
-    found = [sentinel.check(10), sentinel.check(15), sentinel.check(20)]
+    replica_check = ReplicaCheck(lambda: pieces(rank, shared=shared), device=torch.device("cpu"), every=10)
+    found = [replica_check.check(10), replica_check.check(15), replica_check.check(20)]
     if rank == flipped:
         shared.view(torch.uint8)[6] ^= 1
-    return [*found, sentinel.check(25), sentinel.check(30)]
+    return [*found, replica_check.check(25), replica_check.check(30)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -44,10 +44,10 @@ def begin_at(step: int) -> ReplicaDifference | None:
     """A run that goes on from `step`: its replicas are equal there, and one is not at the first check."""
     dist.init_process_group("gloo")
     shared = torch.zeros(5)
-    sentinel = ReplicaCheck(lambda: pieces(dist.get_rank(), shared=shared), device=torch.device("cpu"), every=10)
-    assert sentinel.check(step + 1) is None
+    replica_check = ReplicaCheck(lambda: pieces(dist.get_rank(), shared=shared), device=torch.device("cpu"), every=10)
+    assert replica_check.check(step + 1) is None
     shared[0] = dist.get_rank()
-    return sentinel.check(step + 10)
+    return replica_check.check(step + 10)
 
 
 def test_where_a_run_was_resumed_its_replicas_were_equal() -> None:

@@ -1,4 +1,4 @@
-"""A model that sees trains the course of one process under every axis, though many micro-batches have no picture."""
+"""A model that sees trains the course of one process under every axis, though many micro-batches have no image."""
 
 from functools import cache
 from typing import Any
@@ -58,8 +58,8 @@ def alone_and_tied() -> Course:
 
 
 def test_ranks_and_micro_batches_without_a_picture_come_up() -> None:
-    pictures = [[len(row(step, number)["grids"]) for number in range(GLOBAL_BATCH)] for step in range(STEPS)]
-    assert [sum(of_step) > 0 for of_step in pictures] == [True, False, True], "one step has none at all"
+    images = [[len(row(step, number)["grids"]) for number in range(GLOBAL_BATCH)] for step in range(STEPS)]
+    assert [sum(of_step) > 0 for of_step in images] == [True, False, True], "one step has none at all"
     shares = [DataShare(rank=rank, dp=2, micro_batch=1, grad_accum=4) for rank in range(2)]
     found = [len(batch_of(0, share).micro(index)["patches"]) > 0 for share in shares for index in range(4)]
     assert set(found) == {True, False}

@@ -47,7 +47,7 @@ def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
 
 
 def processes_of(run: Path) -> list[psutil.Process]:
-    """Supervisor, nursery and ranks: every process with the run directory in its command, but not `trimaran train`."""
+    """Supervisor, fork server and ranks: every process with the run directory in its command, but not `trimaran train`."""
     commands = [(each, each.info["cmdline"] or []) for each in psutil.process_iter(["cmdline"])]
     return [each for each, command in commands if str(run) in command and "--run-dir" not in command]
 
@@ -114,7 +114,7 @@ def test_one_ctrl_c_stops_all_ranks_at_the_same_step_and_resume_goes_on(tmp_path
     settings = ["--set", "train.steps=100000", "--set", "train.sample.tokens=0"]
     process = start("--run-dir", str(run), *settings, cwd=tmp_path)
     wait_for(lambda: len(lines(run / "metrics.jsonl")) >= 3)
-    assert len(processes_of(run)) == 5  # supervisor, nursery, ranks, sidecar
+    assert len(processes_of(run)) == 5  # supervisor, fork server, ranks, sidecar
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 75, err

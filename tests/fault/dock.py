@@ -1,4 +1,4 @@
-"""Ranks that get into trouble, and a supervisor's view of them: forked, each with a witness and a log."""
+"""Ranks that get into trouble, and a supervisor's view of them: forked, each with a heartbeat thread and a log."""
 
 import contextlib
 import faulthandler
@@ -69,7 +69,7 @@ class Dock:
         time.sleep(0.4)
 
     def ask(self, folder: Path | None = None) -> dict[int, Account]:
-        """Return the testimony of all ranks, as the supervisor gets it."""
+        """Return the rank report of all ranks, as the supervisor gets it."""
         folder = folder or self.run.incident("i-0001")
         living = [rank for rank in range(self.world_size) if self.processes[rank].is_alive()]
         collect_reports(
@@ -101,11 +101,11 @@ def _rank(run: Any, rank: int, world_size: int, port: int, board: HeartbeatBoard
     os.dup2(log, 1)
     os.dup2(log, 2)
     faulthandler.enable(sys.__stderr__)
-    ties, code = SupervisorLink(board=board, place=rank), 1
-    with Journal(run, rank) as journal, HeartbeatThread(run, rank, ties), contextlib.suppress(Exception):
+    link, code = SupervisorLink(board=board, place=rank), 1
+    with Journal(run, rank) as journal, HeartbeatThread(run, rank, link), contextlib.suppress(Exception):
         try:
             dist.init_process_group("gloo", timeout=timedelta(seconds=40))
-            scenario(rank, ties)
+            scenario(rank, link)
             code = 0
         except Exception as error:
             journal.event("error", type=type(error).__name__, message=str(error))

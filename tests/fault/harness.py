@@ -150,7 +150,7 @@ class Supervised:
         return sum("world_size" in each for each in lines(self.run.attempts))
 
     def processes(self) -> list[psutil.Process]:
-        """Return the supervisor's descendants: the nursery, the ranks, their loaders."""
+        """Return the supervisor's descendants: the fork server, the ranks, their loaders."""
         try:
             return psutil.Process(self.process.pid).children(recursive=True)
         except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""What breaks inside a rank, at a chosen point: imported by the nursery's forks where TRIMARAN_TEST_PLUGIN names it.
+"""What breaks inside a rank, at a chosen point: imported by the fork server's forks where TRIMARAN_TEST_PLUGIN names it.
 
 TRIMARAN_TEST_FAULT is `FAULT:RANK:STEP`: what happens when that rank's loop comes to that step, counted from 0; with
 `:ATTEMPT` behind it only then. Several are separated by commas. TRIMARAN_TEST_PAUSE is what every step takes longer, in

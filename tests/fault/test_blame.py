@@ -33,20 +33,20 @@ def blames(judgement: Attribution) -> tuple[str, tuple[int, ...], tuple[int, ...
     return judgement.cause, judgement.suspects, judgement.victims
 
 
-def warm_up(ties: SupervisorLink) -> None:
+def warm_up(link: SupervisorLink) -> None:
     """A few steps in which all is well."""
     for step in range(3):
-        ties.enter("step", step)
+        link.enter("step", step)
         dist.all_reduce(torch.ones(4))
-    ties.enter("save", 3)
+    link.enter("save", 3)
 
 
 def fall_behind(seconds: float = 60.0) -> None:
     time.sleep(seconds)
 
 
-def miss_a_collective(rank: int, ties: SupervisorLink) -> None:
-    warm_up(ties)
+def miss_a_collective(rank: int, link: SupervisorLink) -> None:
+    warm_up(link)
     if rank == 1:
         fall_behind()
     dist.all_reduce(torch.ones(4))
@@ -63,8 +63,8 @@ def test_a_rank_that_misses_a_collective_is_named_and_so_is_the_line_where_it_st
     )
 
 
-def train_on(rank: int, ties: SupervisorLink) -> None:
-    warm_up(ties)
+def train_on(rank: int, link: SupervisorLink) -> None:
+    warm_up(link)
     while True:
         dist.all_reduce(torch.ones(4))
 
@@ -80,8 +80,8 @@ def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
     assert "rank 2 is stopped" in judgement.what
 
 
-def match_for_ever(rank: int, ties: SupervisorLink) -> None:
-    warm_up(ties)
+def match_for_ever(rank: int, link: SupervisorLink) -> None:
+    warm_up(link)
     if rank == 0:
         re.match(r"(a+)+$", "a" * 60 + "b")  # holds the interpreter for years
     dist.all_reduce(torch.ones(4))
@@ -96,8 +96,8 @@ def test_a_rank_that_holds_the_interpreter_is_named_and_its_stack_comes_from_bel
     assert "in match_for_ever: re.match" in judgement.evidence["facts"][0]
 
 
-def lock_twice(rank: int, ties: SupervisorLink) -> None:
-    warm_up(ties)
+def lock_twice(rank: int, link: SupervisorLink) -> None:
+    warm_up(link)
     if rank == 1:
         native, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
         native.pthread_mutex_lock(mutex)
@@ -111,8 +111,8 @@ def test_a_rank_that_has_locked_itself_out_in_native_code_is_named(tmp_path: Pat
     assert "native.pthread_mutex_lock(mutex)" in judgement.evidence["facts"][0]
 
 
-def call_something_else(rank: int, ties: SupervisorLink) -> None:
-    warm_up(ties)
+def call_something_else(rank: int, link: SupervisorLink) -> None:
+    warm_up(link)
     if rank == 2:
         dist.all_gather([torch.ones(4) for _ in range(3)], torch.ones(4))
     dist.all_reduce(torch.ones(4))
@@ -126,8 +126,8 @@ def test_a_rank_that_calls_another_collective_is_named_with_both_call_sites(tmp_
     assert "dist.all_reduce(torch.ones(4))" in judgement.evidence["sites"]["0"]
 
 
-def bring_another_shape(rank: int, ties: SupervisorLink) -> None:
-    warm_up(ties)
+def bring_another_shape(rank: int, link: SupervisorLink) -> None:
+    warm_up(link)
     dist.all_reduce(torch.ones(400 if rank == 1 else 4))
 
 
@@ -144,11 +144,11 @@ def test_ranks_that_bring_different_shapes_are_a_mismatch_though_gloo_aborts(tmp
     )
 
 
-def pipeline_of_pairs(rank: int, ties: SupervisorLink) -> None:
+def pipeline_of_pairs(rank: int, link: SupervisorLink) -> None:
     """Two stages of two ranks: pairs (0, 1) and (2, 3) sum, 0 sends to 2 and 1 to 3, gradients go back."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     for step in range(4):
-        ties.enter("save" if step == 3 else "step", step)
+        link.enter("save" if step == 3 else "step", step)
         if rank < 2:
             dist.all_reduce(torch.ones(4), group=pairs[0])
             dist.send(torch.ones(4), rank + 2)
@@ -167,9 +167,9 @@ def test_the_culprit_is_found_through_groups_and_messages(tmp_path: Path) -> Non
     assert "rank 1 waits for rank 3 in message 4 from it; it has begun to send 3" in judgement.evidence["facts"]
 
 
-def receive_ahead(rank: int, ties: SupervisorLink) -> None:
+def receive_ahead(rank: int, link: SupervisorLink) -> None:
     """Rank 1 has asked for its next message already when it falls behind: it waits for nobody, for all that."""
-    warm_up(ties)
+    warm_up(link)
     if rank == 1:
         ahead = dist.irecv(torch.ones(4), 0)
         fall_behind()
@@ -182,8 +182,8 @@ def test_a_rank_that_has_begun_an_operation_and_computes_is_not_taken_for_a_vict
     assert blames(judgement_of(tmp_path, 2, receive_ahead)) == ("hang", (1,), (0,))
 
 
-def both_receive(rank: int, ties: SupervisorLink) -> None:
-    warm_up(ties)
+def both_receive(rank: int, link: SupervisorLink) -> None:
+    warm_up(link)
     dist.recv(torch.ones(4), 1 - rank)
 
 
@@ -206,11 +206,11 @@ class Slow(torch.autograd.Function):
         return gradient
 
 
-def train_with_ddp(rank: int, ties: SupervisorLink) -> None:
+def train_with_ddp(rank: int, link: SupervisorLink) -> None:
     model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
     replica = DistributedDataParallel(model, bucket_cap_mb=0.02)
     for step in range(4):
-        ties.enter("save" if step == 3 else "step", step)
+        link.enter("save" if step == 3 else "step", step)
         hidden = replica(torch.ones(2, 64))
         if rank == 1 and step == 3:
             hidden = Slow.apply(hidden)
@@ -223,8 +223,8 @@ def test_a_rank_stuck_in_backward_is_told_from_those_that_wait_there_for_its_gra
     assert "in fall_behind" in judgement.evidence["facts"][0]
 
 
-def die(rank: int, ties: SupervisorLink) -> None:
-    warm_up(ties)
+def die(rank: int, link: SupervisorLink) -> None:
+    warm_up(link)
     if rank == 1:
         raise_something()
     dist.all_reduce(torch.ones(4))
@@ -234,22 +234,22 @@ def raise_something() -> None:
     raise ZeroDivisionError("a rank's own error")
 
 
-def leave(rank: int, ties: SupervisorLink) -> None:
-    warm_up(ties)
+def leave(rank: int, link: SupervisorLink) -> None:
+    warm_up(link)
     if rank == 1:
         os._exit(0)
     dist.all_reduce(torch.ones(4))
 
 
-def crash(rank: int, ties: SupervisorLink) -> None:
-    warm_up(ties)
+def crash(rank: int, link: SupervisorLink) -> None:
+    warm_up(link)
     if rank == 1:
         ctypes.string_at(0)
     dist.all_reduce(torch.ones(4))
 
 
-def swell(rank: int, ties: SupervisorLink) -> None:
-    warm_up(ties)
+def swell(rank: int, link: SupervisorLink) -> None:
+    warm_up(link)
     if rank == 1:
         torch.empty(1 << 50)
     dist.all_reduce(torch.ones(4))
@@ -275,11 +275,11 @@ def test_the_first_to_die_is_told_from_those_who_lost_it(
     assert any("rank 0 lost the others" in fact for fact in judgement.evidence["facts"])
 
 
-def train_in_step(rank: int, ties: SupervisorLink) -> None:
+def train_in_step(rank: int, link: SupervisorLink) -> None:
     """Steps of 30 ms that sleep instead of computing, so that a busy machine does not make them slow."""
     buckets = [torch.ones(100 + each) for each in range(3)]
     for step in range(10_000):
-        ties.enter("step", step)
+        link.enter("step", step)
         works = []
         for bucket in buckets:
             for _ in range(5):
@@ -311,7 +311,7 @@ class Attempt:
     def nodes(self) -> list["Attempt"]:
         return [self]
 
-    def pulses(self) -> dict[int, Heartbeat]:
+    def heartbeats(self) -> dict[int, Heartbeat]:
         return {rank: self.dock.board.read(rank) for rank in range(self.dock.world_size)}
 
     def collect_reports(self, folder: Path, *, seconds: float, gently: bool = False) -> None:

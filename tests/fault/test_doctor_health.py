@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.chaos.voyage import hurry, order, sail
+from tests.chaos.fault_run import hurry, order, sail
 from tests.disks import mounted
 from tests.dist.test_birth import Fault, plant
-from tests.doctoring import SEEING, findings, mended, recipe_of, train, write_pictures
+from tests.doctoring import SEEING, findings, mended, recipe_of, train, write_images
 from tests.fault.harness import Supervised, lines, wait_for
 from trimaran.core import EXIT_DONE, EXIT_STUCK, Finding, Recipe
 from trimaran.nets import Network
@@ -158,11 +158,11 @@ def test_gradients_that_grow_and_grow_are_found(tmp_path: Path, monkeypatch: pyt
 
 
 def test_pictures_that_are_cut_short_are_counted(tmp_path: Path) -> None:
-    path = write_pictures(tmp_path / "pictures", sides=[32])
+    path = write_images(tmp_path / "pictures", sides=[32])
     for number in range(0, 200, 5):
-        picture = tmp_path / "pictures" / f"{number}.png"
-        picture.write_bytes(picture.read_bytes()[:60])  # with its size, and without its pixels
-    settings = (f"data.path={path}", f"data.samples.images={tmp_path / 'pictures'}", "data.samples.max_bad=0.5")
+        image = tmp_path / "pictures" / f"{number}.png"
+        image.write_bytes(image.read_bytes()[:60])  # with its size, and without its pixels
+    settings = (f"data.path={path}", f"data.samples.images={tmp_path / 'images'}", "data.samples.max_bad=0.5")
     found = findings(train(recipe_of(*SEEING, *settings, "train.steps=30"), tmp_path / "run"))["F072"]
     assert found.severity == "warning"
     assert len(found.evidence["samples"]) == 8

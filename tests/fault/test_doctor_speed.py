@@ -21,7 +21,7 @@ from tests.doctoring import (
     recipe_of,
     train,
     write_chats,
-    write_pictures,
+    write_images,
 )
 from tests.fault.harness import wait_for
 from trimaran.data import Sequences, TokenSample
@@ -150,10 +150,10 @@ def samples_a_second(run: RunDirectory) -> float:
 
 
 def test_unequal_pictures_are_found_and_dealing_by_cost_evens_them_out(tmp_path: Path) -> None:
-    pictures = write_pictures(tmp_path / "pictures", sides=[16, 16, 16, 160])
-    recipe = recipe_of(*SEEING, f"data.path={pictures}")
+    images = write_images(tmp_path / "pictures", sides=[16, 16, 16, 160])
+    recipe = recipe_of(*SEEING, f"data.path={images}")
     found = findings(train(recipe, tmp_path / "dealt"))["F013"]
-    assert found.culprit == "patches of pictures"
+    assert found.culprit == "patches of images"
     assert found.patch == {"data.samples.balance": True}
     even = findings(train(mended(recipe, found), tmp_path / "even")).get("F013")
     assert even is None or even.evidence["slowest_over_mean"] < found.evidence["slowest_over_mean"]

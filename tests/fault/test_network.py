@@ -67,7 +67,7 @@ class FakeNode:
         found, self.coming = self.coming, []
         return found
 
-    def pulses(self) -> dict[int, Heartbeat]:
+    def heartbeats(self) -> dict[int, Heartbeat]:
         return self.beating
 
     def collect_reports(self, folder: Path, *, seconds: float) -> None:
@@ -122,9 +122,9 @@ def meet(run: RunDirectory, channel: Channel, node: FakeNode) -> tuple[Under, Re
     """Return both sides of a node that has joined."""
     under = Under(run, node)
     until(lambda: node.name in channel.desks and channel.desks[node.name].inbox)
-    desk = channel.desks[node.name]
-    assert desk.inbox.popleft()["num_ranks"] == node.num_ranks
-    return under, RemoteNode(run, node.name, desk, num_ranks=node.num_ranks)
+    mailbox = channel.desks[node.name]
+    assert mailbox.inbox.popleft()["num_ranks"] == node.num_ranks
+    return under, RemoteNode(run, node.name, mailbox, num_ranks=node.num_ranks)
 
 
 def orders(attempt: int = 0) -> Orders:
@@ -199,12 +199,12 @@ def test_orders_reach_a_node_and_its_news_come_back_by_our_clock(run: RunDirecto
     under.node.beating = {2: Heartbeat(section="step", step=7, entered=now - 100.0, alive=now, answered=0)}
     under.node.coming = [Ended(rank=3, code=-9, time=now - 2.0)]
     news: list[News] = []
-    until(lambda: news.extend(remote.news()) or (news and remote.pulses()))
+    until(lambda: news.extend(remote.news()) or (news and remote.heartbeats()))
     (ended,) = news
     assert isinstance(ended, Ended)
     assert (ended.rank, ended.code) == (3, -9)
     assert now - ended.time == pytest.approx(2.0, abs=1.0)
-    assert now - remote.pulses()[2].entered == pytest.approx(100.0, abs=1.0)
+    assert now - remote.heartbeats()[2].entered == pytest.approx(100.0, abs=1.0)
     remote.collect_reports(run.path / "incidents" / "i-0001", seconds=1.0)
     assert under.node.told[-1] == "collect_reports i-0001 1"  # it has, when the call returns
     remote.ask_to_stop()
@@ -224,7 +224,7 @@ def test_a_silent_node_is_lost_on_both_sides(
     under, remote = meet(run, channel, FakeNode())
     remote.start(orders())
     until(lambda: under.node.told == ["start"])
-    monkeypatch.setattr(channel, "_answer", lambda guest, request: None)
+    monkeypatch.setattr(channel, "_answer", lambda connection, request: None)
     news: list[News] = []
     until(lambda: news.extend(remote.news()) or news, 5.0)
     (lost,) = news
@@ -273,16 +273,16 @@ def test_a_second_supervisor_of_a_node_is_turned_away(run: RunDirectory, channel
 
 
 class FakeCrew:
-    def __init__(self, run: RunDirectory, channel: Channel, formation: NodeOptions) -> None:
-        self.run, self.channel, self.formation, self.token = run, channel, formation, token_of(run)
+    def __init__(self, run: RunDirectory, channel: Channel, node_options: NodeOptions) -> None:
+        self.run, self.channel, self.node_options, self.token = run, channel, node_options, token_of(run)
         self.node, self.per_node = FakeNode("a", 1), frozenset()
 
 
 def fleet_of(run: RunDirectory, channel: Channel, *, min_nodes: int, wait_seconds: float = 20.0) -> RemoteNodeGroup:
-    formation = NodeOptions(nodes=2, min_nodes=min_nodes, address="127.0.0.1", wait_seconds=wait_seconds)
+    node_options = NodeOptions(nodes=2, min_nodes=min_nodes, address="127.0.0.1", wait_seconds=wait_seconds)
     lease = claim(run, 2, address=channel.address, shared=True)
     assert lease is not None
-    return RemoteNodeGroup(cast(NodeAgent, FakeCrew(run, channel, formation)), lease, Signals(), formed=False)
+    return RemoteNodeGroup(cast(NodeAgent, FakeCrew(run, channel, node_options)), lease, Signals(), formed=False)
 
 
 @pytest.mark.usefixtures("quick")

@@ -1,4 +1,4 @@
-"""A supervisor, a nursery and two ranks for real, and what happens when something is broken on purpose.
+"""A supervisor, a fork server and two ranks for real, and what happens when something is broken on purpose.
 
 A start costs an import of torch, so there are few runs and much happens in each. More seeds: `tests/chaos`.
 """
@@ -118,7 +118,7 @@ def test_a_run_that_is_asked_to_end_before_it_began_starts_nothing_and_keeps_no_
 def test_sigterm_to_one_rank_stops_all_at_the_same_step_with_a_checkpoint(tmp_path: Path) -> None:
     with Supervised.start(tmp_path / "run", "train.steps=100000", "data.workers=1") as sailing:
         sailing.wait_for_step(3)
-        assert len(sailing.processes()) == 6  # nursery, ranks, loaders, sidecar
+        assert len(sailing.processes()) == 6  # fork server, ranks, loaders, sidecar
         os.killpg(sailing.pid(1), signal.SIGTERM)  # a whole process group, as schedulers do: loaders must not die of it
         assert sailing.wait(30) == EXIT_AGAIN
     (step,) = {each["step"] for rank in (0, 1) for each in sailing.events(rank, "stop")}

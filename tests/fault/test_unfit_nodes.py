@@ -88,7 +88,7 @@ def test_one_unfit_node_keeps_all_from_starting(tmp_path: Path, channel: Channel
 def test_a_node_that_was_mended_in_time_is_waited_for(tmp_path: Path, channel: Channel) -> None:
     run = RunDirectory(tmp_path)
     fleet = fleet_of(run, channel, min_nodes=1)
-    fleet._crew.formation = replace(fleet._crew.formation, nodes=3)
+    fleet._agent.node_options = replace(fleet._agent.node_options, nodes=3)
     first, other = Joining(run, "b", UNFIT), Joining(run, "c", None)
     wait_for(lambda: len(fleet._present()) == 2 and fleet._unfit)
     first.leave()

@@ -112,22 +112,22 @@ def watch(name: str, folder: Path, place: RankInfo, cache: Path) -> dict[str, An
     tree = {"model": model, "data": told.get("data", {}), "train": train} | rest
     recipe = Recipe.model_validate(tree)
     run = create_run(folder / name.replace(" ", "-"), recipe, Plan.model_validate(told["plan"]))
-    trace, berth = run.path / "trace.json", os.memfd_create("berth")
+    trace, rank_memory = run.path / "trace.json", os.memfd_create("berth")
     with Journal(run, 0) as journal:
-        # With a berth, as under a supervisor: a copy of the state goes to memory after every step.
-        crew = build_worker_parts(run, place, journal, cache=cache, ties=SupervisorLink(berths=(berth,)))
+        # With a rank memory, as under a supervisor: a copy of the state goes to memory after every step.
+        agent = build_worker_parts(run, place, journal, cache=cache, link=SupervisorLink(rank_memories=(rank_memory,)))
         refused = ""
-        with crew.trainer.loader_from(0) as loader:
+        with agent.trainer.loader_from(0) as loader:
             watched = Watched(loader, trace)
-            crew.trainer.loader_from = lambda _: nullcontext(watched)
+            agent.trainer.loader_from = lambda _: nullcontext(watched)
             try:
-                crew.trainer.train(crew.trainer.keeper.resume())
+                agent.trainer.train(agent.trainer.checkpointer.resume())
             except RuntimeError:
                 refused = traceback.format_exc()[-3000:]
             finally:
                 refuse_to_wait("default")
                 watched.end()  # a second profile beside one that still runs would take the process down
-    os.close(berth)
+    os.close(rank_memory)
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     waits = {} if refused else waits_in(trace)
     measured = {key: [line[key] for line in lines if key in line] for key in ("memory", "groups")}

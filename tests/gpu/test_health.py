@@ -1,6 +1,6 @@
 """The doctor on a GPU that is full, in pieces, busy with bytes or slowed down, each of them for real.
 
-One server has torch imported and forks the ranks out of itself, as a run's nursery does: the import is paid for once.
+One server has torch imported and forks the ranks out of itself, as a run's fork server does: the import is paid for once.
 """
 
 import multiprocessing
@@ -90,10 +90,10 @@ class Crowd:
 
 def crowd() -> None:
     """Let a crowd into the ranks that this process becomes."""
-    forward, guest = DecoderLayer.forward, Crowd()
+    forward, connection = DecoderLayer.forward, Crowd()
 
     def crowded(self: DecoderLayer, stream: Tensor, *rest: object) -> object:
-        guest.enter(self, stream.device)
+        connection.enter(self, stream.device)
         return forward(self, stream, *rest)  # type: ignore[arg-type]
 
     DecoderLayer.forward = crowded  # type: ignore[assignment,method-assign]

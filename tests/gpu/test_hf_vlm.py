@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
-from tests.vlm_models import CONFIGS, SHAPES, VARIOUS, inputs_of, pictures, stir, their_inputs, their_positions
+from tests.vlm_models import CONFIGS, SHAPES, VARIOUS, images, inputs_of, stir, their_inputs, their_positions
 from trimaran.models import VlmSpec
 from trimaran.models.from_hf_vlm import vlm_from_disk
 from trimaran.nets.hf_vlm import HfVlmNetwork, network_of_hf
@@ -45,7 +45,7 @@ def gradients_of(model: Any, logits: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_numbers_are_those_of_the_models_own_forward_and_the_host_never_waits(name: str) -> None:
     model, spec = model_of(name)
-    seen = pictures(SHAPES.get(name, VARIOUS))
+    seen = images(SHAPES.get(name, VARIOUS))
     inputs = inputs_of(spec, seen, ROWS)
     their = {each: tensor.cuda() for each, tensor in their_inputs(spec, inputs, seen).items()}
     inputs |= {each: tensor.cpu() for each, tensor in their_positions(model, their).items()}

@@ -33,7 +33,7 @@ from trimaran.train.process.rank_info import place_of
 from trimaran.train.process.supervisor_link import Ties
 from trimaran.train.worker import run_worker
 path, cache, attempt, fd = sys.argv[1:]
-ties = Ties(attempt=int(attempt), berths=(int(fd),))
+ties = Ties(attempt=int(attempt), rank memories=(int(fd),))
 sys.exit(run_worker(RunDirectory(Path(path)), place_of(os.environ), cache=Path(cache), ties=ties))
 """
 
@@ -87,9 +87,9 @@ from trimaran.checkpoint.memory_copies import RankMemory
 from trimaran.checkpoint.rank_share import RankShare
 device = torch.device("cuda", 0)
 torch.zeros(1, device=device)
-berth = RankMemory(os.memfd_create("test"))
-berth.lay_out(8, num_bytes=1 << 30, items_bytes=100, take=False)
-copier = DeviceCopier(RankShare((), 1 << 30), berth, device)
+rank memory = RankMemory(os.memfd_create("test"))
+rank memory.lay_out(8, num_bytes=1 << 30, items_bytes=100, take=False)
+copier = DeviceCopier(RankShare((), 1 << 30), rank memory, device)
 print(copier.is_ready)
 sys.exit(75)
 """
@@ -108,16 +108,16 @@ def test_a_copy_has_the_values_of_its_moment_whether_its_memory_is_pinned_or_not
     piece = TensorShard(key="model/w", tensor=values, shape=tuple(values.shape), start=(0,))
     share = lay_out([piece], [(0, len(values))])
     fd = os.memfd_create("test")
-    berth = RankMemory(fd)
+    rank_memory = RankMemory(fd)
     copier = Copier(share)
-    berth.lay_out(2, num_bytes=share.num_bytes, items_bytes=len(copier.items), take=False)
-    copier = DeviceCopier(share, berth, torch.device("cuda")) if pinned else copier
+    rank_memory.lay_out(2, num_bytes=share.num_bytes, items_bytes=len(copier.items), take=False)
+    copier = DeviceCopier(share, rank_memory, torch.device("cuda")) if pinned else copier
     for step in range(1, 6):
         copier.before_update()
         values += 1  # no sooner than the copy of the step before has been made
-        copier.copy(berth.slots[step % 2], Label(step=step, voyage=(0, 0), rank=0, world_size=1), [piece])
+        copier.copy(rank_memory.slots[step % 2], Label(step=step, incarnation=(0, 0), rank=0, world_size=1), [piece])
     copier.settle()
-    for _, kept in berth.kept():
+    for _, kept in rank_memory.kept():
         assert kept.verify()
         data = kept.memory.view(torch.float32)
         assert (float(data.min()), float(data.max())) == (kept.label.step, kept.label.step)
@@ -129,11 +129,11 @@ def test_training_goes_on_while_memory_is_pinned() -> None:
     device, num_bytes = torch.device("cuda", 0), 4 << 30
     values = torch.zeros(1 << 20, device=device)
     fd = os.memfd_create("test")
-    berth = RankMemory(fd)
-    berth.lay_out(2, num_bytes=num_bytes, items_bytes=100, take=False)
+    rank_memory = RankMemory(fd)
+    rank_memory.lay_out(2, num_bytes=num_bytes, items_bytes=100, take=False)
     began = last = time.monotonic()
     longest = 0.0
-    copier = DeviceCopier(RankShare((), num_bytes), berth, device)
+    copier = DeviceCopier(RankShare((), num_bytes), rank_memory, device)
     while not copier.is_ready:
         values += 1
         torch.cuda.synchronize()

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from tests.unit.test_train_optimizer import Oddities, section, state_bytes, train
 from trimaran.core import Plan
 from trimaran.optim import adamw, build_optimizer
-from trimaran.optim.state_streaming import BERTHS
+from trimaran.optim.state_streaming import RANK_MEMORIES
 
 pytestmark = pytest.mark.gpu
 
@@ -82,7 +82,7 @@ def test_offloading_takes_the_states_off_the_device(states: str) -> None:
             values = [value for each in optimizer.state.values() for key, value in each.items() if key != "step"]
             assert all(value.is_pinned() for value in values)
         del module, optimizer
-    in_flight = BERTHS * adamw.PIECE * num_bytes / NUM_PARAMETERS
+    in_flight = RANK_MEMORIES * adamw.PIECE * num_bytes / NUM_PARAMETERS
     assert peaks["none"] - peaks["optimizer"] == pytest.approx(num_bytes - in_flight, rel=0.03)
 
 

@@ -1,4 +1,4 @@
-"""Profiles on a GPU: kernels in traces, the allocator's history in pictures of memory, and one when memory runs out."""
+"""Profiles on a GPU: kernels in traces, the allocator's history in images of memory, and one when memory runs out."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Pictures and scenes on their way to a GPU: whole runs, and batches that land in pinned memory."""
+"""Images and scenes on their way to a GPU: whole runs, and batches that land in pinned memory."""
 
 import json
 import os

@@ -25,7 +25,7 @@ TINY = VLM_PRESETS["tiny"]
 WINDOWED = replace(TINY, vision=replace(TINY.vision, window=32, full_layers=(2,)))
 SPECS = {"native": TINY, "windowed": WINDOWED, "tiled": VLM_PRESETS["tiny-tiled"]}
 VARIOUS = ((4, 6), (10, 8), (12, 4))
-PICTURES = pytest.mark.parametrize("seen", [True, False], ids=["pictures", "no pictures"])
+IMAGES = pytest.mark.parametrize("seen", [True, False], ids=["pictures", "no images"])
 NEAR = 0.03  # of the norm of a gradient, in bf16
 
 Grids = Sequence[tuple[int, int]]
@@ -41,7 +41,7 @@ def grids_for(spec: VlmSpec, *, seen: bool = True) -> Grids:
 
 
 def step_of(spec: VlmSpec, shapes: Grids) -> StepBatch:
-    """A step of one micro-batch: a row with two documents and up to two pictures, and a row with up to one."""
+    """A step of one micro-batch: a row with two documents and up to two images, and a row with up to one."""
     random = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, 256, (1, 2, 64), generator=random)
     labels = torch.randint(0, 256, (1, 2, 64), generator=random)
@@ -104,7 +104,7 @@ def trained(network: Network, batch: StepBatch, device: torch.device, *, half: b
     return Trained(loss.item(), {name: each.grad.cpu().clone() for name, each in named if each.grad is not None})
 
 
-@PICTURES
+@IMAGES
 def test_losses_and_gradients_are_those_of_the_cpu(spec: VlmSpec, seen: bool) -> None:
     batch = step_of(spec, grids_for(spec, seen=seen))
     wanted = trained(network_on(spec, CPU), batch, CPU)
@@ -116,7 +116,7 @@ def test_losses_and_gradients_are_those_of_the_cpu(spec: VlmSpec, seen: bool) ->
     assert any(each.any() for each in tower) == seen
 
 
-@PICTURES
+@IMAGES
 def test_the_host_never_waits_for_the_device_in_half_precision(spec: VlmSpec, seen: bool) -> None:
     host = step_of(spec, grids_for(spec, seen=seen))
     wanted = trained(network_on(spec, CPU), host, CPU)

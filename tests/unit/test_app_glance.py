@@ -86,9 +86,9 @@ def visits_of(run: RunDirectory, monkeypatch: pytest.MonkeyPatch, *told: RunFind
     return visits
 
 
-def text_of(picture: Any, width: int) -> str:
+def text_of(image: Any, width: int) -> str:
     console = Console(file=io.StringIO(), width=width)
-    console.print(picture)
+    console.print(image)
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -182,7 +182,7 @@ def test_whatever_goes_wrong_in_a_look_is_told_once_and_raised_to_nobody(
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert text.count("KeyError: 'a strange line'") == 1
     assert "step 10/10" in text
-    assert capsys.readouterr().err == "", "no traceback over the picture"
+    assert capsys.readouterr().err == "", "no traceback over the image"
 
 
 def test_a_doctor_who_cannot_look_is_told_and_the_run_is_shown(tmp_path: Path) -> None:

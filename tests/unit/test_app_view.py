@@ -1,4 +1,4 @@
-"""The picture of a run, and what is said at its end."""
+"""The image of a run, and what is said at its end."""
 
 import io
 import math

@@ -139,9 +139,9 @@ def save_all(
     world_size, post = len(disks), board or Board()
 
     def work(rank: int, gather: Any) -> list[Outcome]:
-        roster = RankLayout(rank=rank, local_rank=rank, nodes=(0,) * world_size)
+        rank_layout = RankLayout(rank=rank, local_rank=rank, nodes=(0,) * world_size)
         rules = CheckpointSection(keep=9)
-        saver = Saver(folder, roster, post, rules, lambda order: about(order, world_size), disks[rank])
+        saver = Saver(folder, rank_layout, post, rules, lambda order: about(order, world_size), disks[rank])
         saver.nonce = "beef"
         for step in steps:
             share, memory = staged(rows_of(tensors_of(step), rank, world_size), rank, world_size, gather)

@@ -20,7 +20,7 @@ GIB = 1 << 30
 
 
 @pytest.fixture
-def berth() -> Iterator[RankMemory]:
+def rank_memory() -> Iterator[RankMemory]:
     fd = os.memfd_create("test")
     yield RankMemory(fd)
     os.close(fd)
@@ -38,19 +38,19 @@ def share_of(pieces: list[TensorShard]) -> RankShare:
 
 
 def label(step: int, *, rank: int = 0, world_size: int = 1) -> Label:
-    return Label(step=step, voyage=(0, 0), rank=rank, world_size=world_size, progress={"seed": 7})
+    return Label(step=step, incarnation=(0, 0), rank=rank, world_size=world_size, progress={"seed": 7})
 
 
-def laid_out(berth: RankMemory, share: RankShare, *, slots: int = 2) -> tuple[MemorySlot, ...]:
-    berth.lay_out(slots, num_bytes=share.num_bytes, items_bytes=len(pack_items(share.items)))
-    return berth.slots
+def laid_out(rank_memory: RankMemory, share: RankShare, *, slots: int = 2) -> tuple[MemorySlot, ...]:
+    rank_memory.lay_out(slots, num_bytes=share.num_bytes, items_bytes=len(pack_items(share.items)))
+    return rank_memory.slots
 
 
-def test_a_copy_is_found_again_by_whoever_opens_the_berth(berth: RankMemory) -> None:
+def test_a_copy_is_found_again_by_whoever_opens_the_berth(rank_memory: RankMemory) -> None:
     pieces = pieces_of(1.5, 2.5, 3.5)
     share = share_of(pieces)
-    Copier(share).copy(laid_out(berth, share)[0], label(12), pieces)
-    ((_, kept),) = RankMemory(berth.fd).kept()
+    Copier(share).copy(laid_out(rank_memory, share)[0], label(12), pieces)
+    ((_, kept),) = RankMemory(rank_memory.fd).kept()
     assert kept.verify()
     assert kept.label == label(12)
     source = MemorySource({0: kept})
@@ -60,85 +60,87 @@ def test_a_copy_is_found_again_by_whoever_opens_the_berth(berth: RankMemory) -> 
     assert [float(piece.tensor.mean()) for piece in found] == [1.5, 2.5, 3.5]
 
 
-def test_shares_of_two_ranks_make_one_source(berth: RankMemory) -> None:
+def test_shares_of_two_ranks_make_one_source(rank_memory: RankMemory) -> None:
     whole = torch.arange(12.0).view(6, 2)
     parts = [TensorShard(key="model/w", tensor=whole[row : row + 3], shape=(6, 2), start=(row, 0)) for row in (0, 3)]
     shares = [lay_out([part], [(0, 3)]) for part in parts]
-    slots = laid_out(berth, shares[0])
+    slots = laid_out(rank_memory, shares[0])
     for rank, (part, share, slot) in enumerate(zip(parts, shares, slots, strict=True)):
         Copier(share).copy(slot, label(1, rank=rank, world_size=2), [part])
-    source = MemorySource({kept.label.rank: kept for _, kept in berth.kept()})
+    source = MemorySource({kept.label.rank: kept for _, kept in rank_memory.kept()})
     loaded = TensorShard(key="model/w", tensor=torch.zeros(6, 1), shape=(6, 2), start=(0, 1))
     fill([loaded], source)
     assert torch.equal(loaded.tensor, whole[:, 1:])
 
 
-def test_a_slot_that_was_opened_and_not_sealed_holds_nothing(berth: RankMemory) -> None:
+def test_a_slot_that_was_opened_and_not_sealed_holds_nothing(rank_memory: RankMemory) -> None:
     pieces = pieces_of(1.0, 2.0)
     share = share_of(pieces)
-    first, second = laid_out(berth, share)
+    first, second = laid_out(rank_memory, share)
     Copier(share).copy(first, label(1), pieces)
     Copier(share).copy(second, label(2), pieces)
     first.open()
     first.data[:8] = 255  # killed in the middle of the next copy
-    assert [kept.label.step for _, kept in berth.kept()] == [2]
+    assert [kept.label.step for _, kept in rank_memory.kept()] == [2]
 
 
 @pytest.mark.parametrize("where", [0, 8, 16, 24, 32, 60, 120])
-def test_a_damaged_head_hides_the_slot(berth: RankMemory, where: int) -> None:
+def test_a_damaged_head_hides_the_slot(rank_memory: RankMemory, where: int) -> None:
     pieces = pieces_of(1.0, 2.0)
     share = share_of(pieces)
-    (slot,) = laid_out(berth, share, slots=1)
+    (slot,) = laid_out(rank_memory, share, slots=1)
     Copier(share).copy(slot, label(1), pieces)
     slot.memory[where] ^= 4
-    assert berth.kept() == []
+    assert rank_memory.kept() == []
 
 
-def test_a_flipped_bit_of_the_values_is_found(berth: RankMemory) -> None:
+def test_a_flipped_bit_of_the_values_is_found(rank_memory: RankMemory) -> None:
     pieces = pieces_of(1.0, 2.0)
     share = share_of(pieces)
-    (slot,) = laid_out(berth, share, slots=1)
+    (slot,) = laid_out(rank_memory, share, slots=1)
     Copier(share).copy(slot, label(1), pieces)
-    ((_, kept),) = berth.kept()
+    ((_, kept),) = rank_memory.kept()
     assert kept.verify()
     slot.data[17] ^= 1
     assert not kept.verify()
 
 
-def test_what_is_frozen_is_copied_once_to_each_slot(berth: RankMemory) -> None:
+def test_what_is_frozen_is_copied_once_to_each_slot(rank_memory: RankMemory) -> None:
     pieces = pieces_of(1.0, 2.0)
     share = share_of(pieces)
-    slots, copier = laid_out(berth, share), Copier(share)
+    slots, copier = laid_out(rank_memory, share), Copier(share)
     for step in range(4):
         pieces[0].tensor.fill_(step)
         if step == 2:
             pieces[1].tensor.fill_(9.0)  # which no step does; so that it shows
         copier.copy(slots[step % 2], label(step), pieces)
-    found = {kept.label.step: MemorySource({0: kept}) for _, kept in berth.kept()}
+    found = {kept.label.step: MemorySource({0: kept}) for _, kept in rank_memory.kept()}
     for step, source in found.items():
         loaded = pieces_of(0.0, 0.0)
         fill(loaded, source)
         assert [float(each.tensor.mean()) for each in loaded] == [step, 2.0]
 
 
-def test_the_same_cut_leaves_everything_in_its_place(berth: RankMemory) -> None:
+def test_the_same_cut_leaves_everything_in_its_place(rank_memory: RankMemory) -> None:
     pieces = pieces_of(1.0, 2.0)
     share = share_of(pieces)
-    slots = laid_out(berth, share)
+    slots = laid_out(rank_memory, share)
     Copier(share).copy(slots[1], label(5), pieces)
-    assert RankMemory(berth.fd).lay_out(2, num_bytes=share.num_bytes, items_bytes=len(pack_items(share.items)))
-    assert [kept.label.step for _, kept in RankMemory(berth.fd).kept()] == [5]
-    assert not RankMemory(berth.fd).lay_out(3, num_bytes=share.num_bytes, items_bytes=len(pack_items(share.items)))
-    assert RankMemory(berth.fd).kept() == []
+    assert RankMemory(rank_memory.fd).lay_out(2, num_bytes=share.num_bytes, items_bytes=len(pack_items(share.items)))
+    assert [kept.label.step for _, kept in RankMemory(rank_memory.fd).kept()] == [5]
+    assert not RankMemory(rank_memory.fd).lay_out(
+        3, num_bytes=share.num_bytes, items_bytes=len(pack_items(share.items))
+    )
+    assert RankMemory(rank_memory.fd).kept() == []
 
 
-def test_a_berth_full_of_garbage_is_an_empty_one(berth: RankMemory) -> None:
-    os.pwrite(berth.fd, os.urandom(20_000), 0)
-    assert RankMemory(berth.fd).slots == ()
+def test_a_berth_full_of_garbage_is_an_empty_one(rank_memory: RankMemory) -> None:
+    os.pwrite(rank_memory.fd, os.urandom(20_000), 0)
+    assert RankMemory(rank_memory.fd).slots == ()
 
 
 def test_memory_is_divided_as_well_as_it_goes() -> None:
-    options = rooms(CheckpointSection(), has_berth=True, pairs=False)
+    options = rooms(CheckpointSection(), has_rank_memory=True, pairs=False)
     sizes, nodes = [GIB, GIB, GIB, GIB], [0, 0, 2, 2]
 
     def fit(free: float) -> MemoryBudget:
@@ -152,9 +154,9 @@ def test_memory_is_divided_as_well_as_it_goes() -> None:
 
 def test_copies_that_nobody_wants_take_no_memory() -> None:
     staging = [MemoryBudget(own=1, memory=False), MemoryBudget(own=0, memory=False)]
-    assert rooms(CheckpointSection(memory=0), has_berth=True, pairs=True) == staging
-    assert rooms(CheckpointSection(), has_berth=False, pairs=True) == staging
-    several = rooms(CheckpointSection(), has_berth=True, pairs=True)
+    assert rooms(CheckpointSection(memory=0), has_rank_memory=True, pairs=True) == staging
+    assert rooms(CheckpointSection(), has_rank_memory=False, pairs=True) == staging
+    several = rooms(CheckpointSection(), has_rank_memory=True, pairs=True)
     assert several[0] == MemoryBudget(own=5, foreign=2)
     assert [room.num_slots for room in several] == sorted((room.num_slots for room in several), reverse=True)
 

@@ -23,7 +23,7 @@ SLOT_BYTES = 1 << 20
 
 
 @pytest.fixture
-def berth() -> Iterator[RankMemory]:
+def rank_memory() -> Iterator[RankMemory]:
     """Two slots whose memory nobody has taken yet."""
     fd = os.memfd_create("test")
     made = RankMemory(fd)
@@ -39,18 +39,18 @@ class Pin:
         self.memory = memory
 
 
-def test_memory_is_taken_and_every_slot_pinned(berth: RankMemory) -> None:
-    assert berth.taken_bytes < SLOT_BYTES < berth.num_bytes
+def test_memory_is_taken_and_every_slot_pinned(rank_memory: RankMemory) -> None:
+    assert rank_memory.taken_bytes < SLOT_BYTES < rank_memory.num_bytes
     places: list[int] = []
-    preparation = Preparation(berth, lambda memory: places.append(memory.data_ptr()))
+    preparation = Preparation(rank_memory, lambda memory: places.append(memory.data_ptr()))
     assert preparation.wait()
     assert (preparation.is_over, preparation.is_pinned) == (True, True)
-    assert places == [slot.memory.data_ptr() for slot in berth.slots]
-    assert berth.taken_bytes >= berth.num_bytes
+    assert places == [slot.memory.data_ptr() for slot in rank_memory.slots]
+    assert rank_memory.taken_bytes >= rank_memory.num_bytes
 
 
 def test_a_slot_is_pinned_a_stretch_at_a_time_with_a_turn_for_training_between(
-    berth: RankMemory, monkeypatch: pytest.MonkeyPatch
+    rank_memory: RankMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pinned_memory, "STRETCH", SLOT_BYTES // 4)
     spans: list[tuple[float, float, int]] = []
@@ -61,8 +61,8 @@ def test_a_slot_is_pinned_a_stretch_at_a_time_with_a_turn_for_training_between(
         spans.append((began, time.monotonic(), memory.nbytes))
         return Pin(memory)
 
-    assert Preparation(berth, pin).wait()
-    assert sum(size for _, _, size in spans) == sum(slot.memory.nbytes for slot in berth.slots)
+    assert Preparation(rank_memory, pin).wait()
+    assert sum(size for _, _, size in spans) == sum(slot.memory.nbytes for slot in rank_memory.slots)
     assert max(size for _, _, size in spans) == SLOT_BYTES // 4
     assert all(after - end >= 0.01 for (_, end, _), (after, _, _) in pairwise(spans))
 
@@ -83,9 +83,9 @@ def test_no_piece_of_a_copy_spans_two_stretches_and_none_is_left_out(
     assert torch.equal(target, values)
 
 
-def test_a_start_that_was_killed_while_memory_was_taken_leaves_the_rest_to_the_next(berth: RankMemory) -> None:
-    os.posix_fallocate(berth.fd, 0, SLOT_BYTES)
-    again = RankMemory(berth.fd)
+def test_a_start_that_was_killed_while_memory_was_taken_leaves_the_rest_to_the_next(rank_memory: RankMemory) -> None:
+    os.posix_fallocate(rank_memory.fd, 0, SLOT_BYTES)
+    again = RankMemory(rank_memory.fd)
     assert again.lay_out(2, num_bytes=SLOT_BYTES, items_bytes=100, take=False), "it is cut as before"
     assert again.taken_bytes < again.num_bytes, "what is still to be taken is not counted as taken"
     assert Preparation(again, Pin).wait()
@@ -93,7 +93,7 @@ def test_a_start_that_was_killed_while_memory_was_taken_leaves_the_rest_to_the_n
 
 
 def test_where_no_more_may_be_pinned_nothing_is_and_copies_go_on(
-    berth: RankMemory, caplog: pytest.LogCaptureFixture
+    rank_memory: RankMemory, caplog: pytest.LogCaptureFixture
 ) -> None:
     held: list[weakref.ref[Pin]] = []
 
@@ -104,7 +104,7 @@ def test_where_no_more_may_be_pinned_nothing_is_and_copies_go_on(
         held.append(weakref.ref(made))
         return made
 
-    preparation = Preparation(berth, pin)
+    preparation = Preparation(rank_memory, pin)
     assert preparation.wait()
     assert not preparation.is_pinned
     gc.collect()
@@ -112,7 +112,7 @@ def test_where_no_more_may_be_pinned_nothing_is_and_copies_go_on(
     assert "no more of it" in caplog.text
 
 
-def test_a_lack_of_memory_is_told_and_a_mistake_is_raised_where_training_waits(berth: RankMemory) -> None:
+def test_a_lack_of_memory_is_told_and_a_mistake_is_raised_where_training_waits(rank_memory: RankMemory) -> None:
     class Full(RankMemory):
         def take(self, goes_on: object = None) -> None:
             raise OSError(28, "No space left on device")
@@ -120,12 +120,12 @@ def test_a_lack_of_memory_is_told_and_a_mistake_is_raised_where_training_waits(b
     def wrong(memory: Tensor) -> Pin:
         raise TypeError("a mistake of ours")
 
-    assert not Preparation(Full(berth.fd), Pin).wait()
+    assert not Preparation(Full(rank_memory.fd), Pin).wait()
     with pytest.raises(TypeError, match="a mistake of ours"):
-        Preparation(berth, wrong).wait()
+        Preparation(rank_memory, wrong).wait()
 
 
-def test_what_is_let_go_is_pinned_no_more_and_no_further(berth: RankMemory) -> None:
+def test_what_is_let_go_is_pinned_no_more_and_no_further(rank_memory: RankMemory) -> None:
     began, goes_on = threading.Event(), threading.Event()
     held: list[weakref.ref[Pin]] = []
 
@@ -136,7 +136,7 @@ def test_what_is_let_go_is_pinned_no_more_and_no_further(berth: RankMemory) -> N
         held.append(weakref.ref(made))
         return made
 
-    preparation = Preparation(berth, pin)
+    preparation = Preparation(rank_memory, pin)
     began.wait()
     letting = threading.Thread(target=preparation.let_go)
     letting.start()
@@ -153,15 +153,15 @@ import os, sys, time
 from trimaran.checkpoint.memory_copies import RankMemory
 from trimaran.checkpoint.pinned_memory import Preparation
 
-berth = RankMemory(os.memfd_create("test"))
-berth.lay_out(50, num_bytes=4096, items_bytes=100, take=False)
+rank memory = RankMemory(os.memfd_create("test"))
+rank memory.lay_out(50, num_bytes=4096, items_bytes=100, take=False)
 
 def pin(memory):
     os.write(1, b"pinning\\n")
     time.sleep(0.3)
     os.write(1, b"pinned\\n")
 
-preparation = Preparation(berth, pin)
+preparation = Preparation(rank memory, pin)
 time.sleep(0.1)
 sys.exit(75)
 """

@@ -51,7 +51,7 @@ def test_the_slowest_rank_is_within_five_percent_of_the_mean(
 @pytest.fixture(scope="module")
 def rows() -> tuple[np.ndarray, np.ndarray, Mix]:
     mix = Mix(20_000)
-    rules = PackingRules(seq_len=4096, pictures=RULES)
+    rules = PackingRules(seq_len=4096, images=RULES)
     chart = pack_samples(mix, np.arange(mix.num_samples), measure(mix, RULES), rules)
     return chart.offsets, chart.samples, mix
 

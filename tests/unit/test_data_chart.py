@@ -16,9 +16,9 @@ SMALL = ImageRules(patch=2, merge=2, image_token=IMAGE_TOKEN, min_pixels=16, max
 
 
 def chart_of(table: Mix | Table, seq_len: int, batching: Batching = "pack", **rules: object) -> RowPacking:
-    pictures = RULES if isinstance(table, Mix) else SMALL
-    asked = PackingRules(seq_len=seq_len, batching=batching, pictures=pictures, **rules)  # type: ignore
-    return pack_samples(table, np.arange(table.num_samples), measure(table, pictures), asked)
+    images = RULES if isinstance(table, Mix) else SMALL
+    asked = PackingRules(seq_len=seq_len, batching=batching, images=images, **rules)  # type: ignore
+    return pack_samples(table, np.arange(table.num_samples), measure(table, images), asked)
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +64,8 @@ def test_what_is_too_long_is_cut_unless_that_cuts_a_picture_or_the_last_target()
     table = Table(
         [
             [1] * 40,  # its targets begin at 13
-            image + [1] * 8,  # the picture is 16 tokens, at the beginning
-            [1] * 10 + image + [1] * 4,  # the picture ends at 26
+            image + [1] * 8,  # the image is 16 tokens, at the beginning
+            [1] * 10 + image + [1] * 4,  # the image ends at 26
             [1] * 63,  # its targets begin at 21, and the first is predicted at 20
             [],
         ],
@@ -74,7 +74,7 @@ def test_what_is_too_long_is_cut_unless_that_cuts_a_picture_or_the_last_target()
     chart = chart_of(table, 20)
     assert sorted(chart.samples.tolist()) == [0, 1]
     assert chart.num_cut == 2
-    assert chart.left_out == {"a picture would be cut": 1, "no target would be left": 1, "it is empty": 1}
+    assert chart.left_out == {"an image would be cut": 1, "no target would be left": 1, "it is empty": 1}
 
 
 def test_without_a_usable_sample_there_are_no_rows() -> None:

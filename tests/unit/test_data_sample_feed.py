@@ -1,4 +1,4 @@
-"""Batches of samples of many lengths, with pictures and without."""
+"""Batches of samples of many lengths, with images and without."""
 
 import json
 from collections import Counter
@@ -36,7 +36,7 @@ def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def some_table(count: int = 40, **options: Any) -> Table:
-    """Texts of 2 to 20 tokens; every third has a picture in its middle, and every ninth another at its beginning."""
+    """Texts of 2 to 20 tokens; every third has an image in its middle, and every ninth another at its beginning."""
     draw = np.random.default_rng(0)
     texts, sizes = [], []
     for number in range(count):
@@ -58,7 +58,7 @@ def feed_of(
     **options: Any,
 ) -> SampleFeed:
     measures = measure(table, rules)
-    chart_rules = PackingRules(seq_len=SEQ_LEN, batching=batching, seed=5, pictures=rules)
+    chart_rules = PackingRules(seq_len=SEQ_LEN, batching=batching, seed=5, images=rules)
     chart = pack_samples(table, np.arange(table.num_samples), measures, chart_rules)
     asked = SampleTerms(rules=rules, cost=COST, seed=5, **(terms or {}))
     return SampleFeed(SampleRows(table, chart, measures), asked, share=share, **options)
@@ -107,7 +107,7 @@ def test_every_picture_has_its_tokens_and_its_patches_in_order() -> None:
             assert batch["grids"].prod(1).sum() == len(batch["patches"])
             assert (batch["tokens"] == IMAGE_TOKEN).sum() == len(batch["patches"]) // 4
             here = [next(ids) for _ in range(num_pieces(batch))]
-            colours = [each for sample in here for each in range(*table.first_picture[sample : sample + 2].tolist())]
+            colours = [each for sample in here for each in range(*table.first_image[sample : sample + 2].tolist())]
             starts = np.cumsum([0, *batch["grids"].prod(1)])
             shown = [np.unique(batch["patches"][a:b]).tolist() for a, b in pairwise(starts)]
             assert shown == [[colour] for colour in colours]
@@ -217,19 +217,19 @@ def test_a_bad_picture_is_told_after_three_tries_and_spoils_nothing_else() -> No
     tries = []
 
     class Broken(Table):
-        def picture_bytes(self, number: int, /) -> bytes:
+        def image_bytes(self, number: int, /) -> bytes:
             tries.append(number)
-            return super().picture_bytes(number)
+            return super().image_bytes(number)
 
     whole = some_table()
     first = next(each for each in feed_of(whole).samples(0, [0]) if each % 9 == 0)
-    second_picture = int(whole.first_picture[first]) + 1
-    table = Broken(whole.texts, whole.pictures, files={second_picture: png((1, 2, 3), (9, 9))[:45]})
+    second_image = int(whole.first_image[first]) + 1
+    table = Broken(whole.texts, whole.images, files={second_image: png((1, 2, 3), (9, 9))[:45]})
     found, plain = load(feed_of(table)), load(feed_of(whole))
     (bad,) = found.bad
     assert bad.sample == first
-    assert bad.reason.startswith(f"texts:{first}: the picture cannot be read")
-    assert tries.count(second_picture) == 3
+    assert bad.reason.startswith(f"texts:{first}: the image cannot be read")
+    assert tries.count(second_image) == 3
     others = {tokens: labels for tokens, labels in pieces(plain).items() if tokens[-1] != whole.texts[first][-1]}
     assert others.items() <= pieces(found).items()
     assert found.num_valid < plain.num_valid
@@ -251,10 +251,10 @@ def test_a_sample_that_does_not_fit_its_index_is_a_bad_one(text: list[int], reas
 
 def test_a_text_with_fewer_places_than_pictures_is_a_bad_sample() -> None:
     table = Table([[5, IMAGE_TOKEN, 5, 5]], [(8, 8)])
-    _ = table.first_picture, table.text_lengths
+    _ = table.first_image, table.text_lengths
     table.texts = [[5, 5, 5, 5]]
     found = load(feed_of(table))
-    assert "it has 1 pictures, and places for 0" in found.bad[0].reason
+    assert "it has 1 images, and places for 0" in found.bad[0].reason
     assert found.num_valid == 0
 
 
@@ -295,11 +295,11 @@ def test_kept_features_take_the_place_of_patches() -> None:
     class Kept:
         width, dtype = 3, np.dtype(np.float16)
 
-        def picture(self, number: int, /) -> np.ndarray:
+        def image(self, number: int, /) -> np.ndarray:
             return np.full((tokens[number], 3), number, dtype=np.float16)
 
     table = some_table()
-    tokens = measure(table, RULES).picture_tokens
+    tokens = measure(table, RULES).image_tokens
     found, plain = load(feed_of(table, terms={"features": Kept()})), load(feed_of(table))
     assert "patches" not in found.arrays
     assert found.arrays["features"].dtype == np.float16
@@ -350,15 +350,15 @@ SEEING = ImageRules(patch=8, merge=2, image_token=257, before=(258,), after=(259
 
 
 def chat_section(folder: Path, **options: Any) -> DataSection:
-    """200 chats in LLaVA's layout, every other about a picture."""
+    """200 chats in LLaVA's layout, every other about an image."""
     for number in range(10):
         (folder / f"{number}.png").write_bytes(png((number, 0, 0), (32 + 8 * number, 48)))
     with (folder / "chat.jsonl").open("w") as file:
         for number in range(200):
-            picture = {"image": f"{number % 10}.png"} if number % 2 else {}
-            ask = {"from": "human", "value": ("<image>\n" if picture else "") + "what is it? " * (1 + number % 7)}
+            image = {"image": f"{number % 10}.png"} if number % 2 else {}
+            ask = {"from": "human", "value": ("<image>\n" if image else "") + "what is it? " * (1 + number % 7)}
             say = {"from": "gpt", "value": "a thing " * (1 + number % 5)}
-            file.write(json.dumps({"id": number, "conversations": [ask, say], **picture}) + "\n")
+            file.write(json.dumps({"id": number, "conversations": [ask, say], **image}) + "\n")
     return DataSection.model_validate({"source": "chat", "path": str(folder / "chat.jsonl"), "seq_len": 256} | options)
 
 

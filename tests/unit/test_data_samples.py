@@ -60,7 +60,7 @@ def train_tokenizer(path: Path, special: list[str], *, hidden: list[str] | None 
     return tokenizer
 
 
-def picture(path: Path) -> str:
+def make_image(path: Path) -> str:
     Image.new("RGB", (16, 16)).save(path)
     return path.name
 
@@ -121,7 +121,7 @@ def test_what_a_user_writes_never_becomes_a_special_token(hidden: bool, tmp_path
     train_tokenizer(
         tmp_path / "tokenizer.json", SPECIAL[:1] if hidden else SPECIAL, hidden=SPECIAL[1:] if hidden else []
     )
-    image = picture(tmp_path / "a.png")
+    image = make_image(tmp_path / "a.png")
     rows = [talk(("user", markers), ("assistant", markers), image=image), {"text": f"{markers}<|endoftext|>"}]
     data = chat(tmp_path, rows, tokenizer=str(tmp_path / "tokenizer.json"))
     plain = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
@@ -138,7 +138,7 @@ def test_what_a_user_writes_never_becomes_a_special_token(hidden: bool, tmp_path
 def test_a_token_for_pictures_that_is_a_word_of_the_tokenizer_is_refused(tmp_path: Path) -> None:
     train_tokenizer(tmp_path / "tokenizer.json", SPECIAL)
     data = chat(tmp_path, [{"text": "a"}], tokenizer=str(tmp_path / "tokenizer.json"))
-    with pytest.raises(UserError, match="stands for a picture") as refused:
+    with pytest.raises(UserError, match="stands for an image") as refused:
         index_of(tmp_path / "cache", data, RULES)
     assert refused.value.code == "T036"
     assert "<|image_pad|> is " in refused.value.fix
@@ -226,31 +226,31 @@ def test_pictures_and_samples_of_several_sources_are_numbered_as_one(tmp_path: P
         for number in range(2):
             Image.new("RGB", (16 + number, 20), (number, 0, ord(name))).save(folder / f"{number}.png")
             files.append((folder / f"{number}.png").read_bytes())
-        rows = [{"text": "no picture"}, {"image": ["0.png", "1.png"], "caption": f"two in {name}"}]
+        rows = [{"text": "no image"}, {"image": ["0.png", "1.png"], "caption": f"two in {name}"}]
         sources.append({"name": name, "source": "chat", "path": chat(folder, rows).path})
     index = index_of(tmp_path / "cache", DataSection.model_validate({"mixture": sources}), RULES)
-    assert index.first_picture.tolist() == [0, 0, 2, 2, 4]
-    assert [index.picture_bytes(number) for number in range(4)] == files
-    assert index.picture_sizes.tolist() == [[16, 20], [17, 20]] * 2
-    assert index.sample(3).pictures == range(2, 4)
+    assert index.first_image.tolist() == [0, 0, 2, 2, 4]
+    assert [index.image_bytes(number) for number in range(4)] == files
+    assert index.image_sizes.tolist() == [[16, 20], [17, 20]] * 2
+    assert index.sample(3).images == range(2, 4)
     assert index.sample(3).source == 1
     assert index.origin(3) == f"{tmp_path / 'b' / 'rows.jsonl'}:2"
     assert index.tokenizer.decode(index.sample(3).tokens) == "two in b"
 
 
 def test_a_picture_that_has_changed_is_a_bad_sample_and_not_other_pixels(tmp_path: Path) -> None:
-    image = picture(tmp_path / "a.png")
+    image = make_image(tmp_path / "a.png")
     index = index_of(tmp_path / "cache", chat(tmp_path, [{"image": image, "caption": "black"}]), RULES)
-    (tmp_path / "a.png").write_bytes(b"something longer than it was, which is no picture any more at all and so on" * 9)
+    (tmp_path / "a.png").write_bytes(b"something longer than it was, which is no image any more at all and so on" * 9)
     with pytest.raises(BadSampleError, match=r"a\.png has changed"):
-        index.picture_bytes(0)
+        index.image_bytes(0)
     (tmp_path / "a.png").unlink()
     with pytest.raises(OSError, match=r"a\.png"):
-        index.picture_bytes(0)
+        index.image_bytes(0)
 
 
 def test_the_digest_is_of_what_is_learnt_and_not_of_where_it_lies(tmp_path: Path) -> None:
-    image = picture(tmp_path / "a.png")
+    image = make_image(tmp_path / "a.png")
     data = chat(tmp_path / "here", [{"image": image, "caption": "black"}], samples={"images": str(tmp_path)})
     shutil.copytree(tmp_path / "here", tmp_path / "there")
     moved = data.model_copy(update={"path": str(tmp_path / "there" / "rows.jsonl")})
@@ -262,7 +262,7 @@ def test_the_digest_is_of_what_is_learnt_and_not_of_where_it_lies(tmp_path: Path
 @pytest.mark.parametrize("name", ["tokens", "targets", "ends", "sizes", "mixture.json", "meta.json"])
 def test_damage_is_noticed(name: str, tmp_path: Path) -> None:
     index = index_of(
-        tmp_path / "cache", chat(tmp_path, [{"image": picture(tmp_path / "a.png"), "caption": "b"}]), RULES
+        tmp_path / "cache", chat(tmp_path, [{"image": make_image(tmp_path / "a.png"), "caption": "b"}]), RULES
     )
     file = (index.path if name == "mixture.json" else index.parts[0].path) / name
     data = file.read_bytes()
@@ -298,19 +298,19 @@ def test_a_disk_that_is_full_is_a_persons_mistake(tmp_path: Path) -> None:
 
 def test_pictures_are_read_at_their_place_by_many_forks(tmp_path: Path) -> None:
     """One open file is shared by all: were its position moved, they would read each other's bytes."""
-    pictures = []
+    images = []
     for number in range(40):
         file = io.BytesIO()
         Image.new("RGB", (10 + number, 10), (number, 0, 0)).save(file, "PNG")
-        pictures.append(file.getvalue())
-    rows = {"image": [{"bytes": each, "path": None} for each in pictures], "text": ["a"] * 40}
+        images.append(file.getvalue())
+    rows = {"image": [{"bytes": each, "path": None} for each in images], "text": ["a"] * 40}
     pq.write_table(pa.table(rows), tmp_path / "rows.parquet")
     index = index_of(tmp_path / "cache", DataSection(source="parquet", path=str(tmp_path / "rows.parquet")), RULES)
-    assert index.picture_bytes(0) == pictures[0]  # opens the file before there are forks
+    assert index.image_bytes(0) == images[0]  # opens the file before there are forks
 
     def read() -> None:
         for _ in range(20):
-            assert [index.picture_bytes(number) for number in range(40)] == pictures
+            assert [index.image_bytes(number) for number in range(40)] == images
 
     forks = [multiprocessing.get_context("fork").Process(target=read) for _ in range(3)]
     for fork in forks:

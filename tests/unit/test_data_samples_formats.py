@@ -21,13 +21,13 @@ from trimaran.core import DataSection, ImageRules, UserError
 from trimaran.data.quarantine import BadSampleError
 from trimaran.data.samples import SampleIndex, prepare_samples
 from trimaran.data.samples.parse_chat import CAPTIONS, CONVERSATIONS, QUESTIONS, RowImages, read_row
-from trimaran.data.samples.parse_chat import PICTURES as PICTURE_FIELDS
+from trimaran.data.samples.parse_chat import IMAGES as IMAGE_FIELDS
 
 RULES = ImageRules(patch=8, merge=2, image_token=257)
-PICTURE = 257
+IMAGE = 257
 ASKED = "what is it?"
 FIELDS = [
-    *CONVERSATIONS, *CAPTIONS, *PICTURE_FIELDS, *(name for pair in QUESTIONS for name in pair),
+    *CONVERSATIONS, *CAPTIONS, *IMAGE_FIELDS, *(name for pair in QUESTIONS for name in pair),
     "texts", "from", "value", "role", "content", "type", "image_url", "url", "path", "bytes", "input", "user",
 ]  # fmt: skip
 
@@ -38,9 +38,9 @@ def png(width: int, height: int, colour: str = "red", kind: str = "PNG", **optio
     return file.getvalue()
 
 
-PICTURES = [png(40, 24), png(16, 64, "blue"), png(33, 17, "green", "JPEG")]
+IMAGES = [png(40, 24), png(16, 64, "blue"), png(33, 17, "green", "JPEG")]
 ANSWERS = ["a red bar", "a blue bar", "ein grüner Fleck"]
-# What each sample says, without the tokens of pictures and ends.
+# What each sample says, without the tokens of images and ends.
 CHAT = [f"{ASKED}\n{answer}" for answer in ANSWERS]
 
 
@@ -64,11 +64,11 @@ def learnt(index: SampleIndex, number: int) -> str:
     return index.tokenizer.decode(sample.tokens[sample.targets])
 
 
-def save_pictures(folder: Path) -> list[str]:
+def save_images(folder: Path) -> list[str]:
     folder.mkdir(parents=True, exist_ok=True)
-    for number, data in enumerate(PICTURES):
+    for number, data in enumerate(IMAGES):
         (folder / f"{number}.png").write_bytes(data)  # what a file is, its first bytes say, and not its name
-    return [f"{number}.png" for number in range(len(PICTURES))]
+    return [f"{number}.png" for number in range(len(IMAGES))]
 
 
 def write_lines(path: Path, rows: list[Any]) -> Path:
@@ -77,7 +77,7 @@ def write_lines(path: Path, rows: list[Any]) -> Path:
 
 
 def write_llava(folder: Path) -> DataSection:
-    names = save_pictures(folder / "images")
+    names = save_images(folder / "images")
     rows = [
         {
             "image": name,
@@ -91,8 +91,8 @@ def write_llava(folder: Path) -> DataSection:
 
 def write_mixed_lines(folder: Path) -> DataSection:
     """Write a line of each layout: which it is, the line itself says."""
-    names = save_pictures(folder)
-    inline = "data:image/jpeg;base64," + base64.b64encode(PICTURES[2]).decode()
+    names = save_images(folder)
+    inline = "data:image/jpeg;base64," + base64.b64encode(IMAGES[2]).decode()
     rows = [
         {"images": [names[0]], "conversations": [{"from": "human", "value": ASKED},
                                                  {"from": "gpt", "value": ANSWERS[0]}]},
@@ -110,7 +110,7 @@ def write_tars(folder: Path) -> DataSection:
         with tarfile.open(folder / f"{shard}.tar", "w") as tar:
             for number in numbers:
                 talk = [{"from": "human", "value": ASKED}, {"from": "gpt", "value": ANSWERS[number]}]
-                members = {"jpg": PICTURES[number], "json": json.dumps({"conversations": talk, "image": "x"}).encode()}
+                members = {"jpg": IMAGES[number], "json": json.dumps({"conversations": talk, "image": "x"}).encode()}
                 for kind, data in members.items():
                     member = tarfile.TarInfo(f"some/{number:04d}.{kind}")
                     member.size = len(data)
@@ -120,8 +120,8 @@ def write_tars(folder: Path) -> DataSection:
 
 def write_parquet(folder: Path) -> DataSection:
     talks = [[{"role": "user", "content": ASKED}, {"role": "assistant", "content": answer}] for answer in ANSWERS]
-    pictures = [{"bytes": data, "path": None} for data in PICTURES]
-    pq.write_table(pa.table({"picture": pictures, "messages": talks}), folder / "rows.parquet")
+    images = [{"bytes": data, "path": None} for data in IMAGES]
+    pq.write_table(pa.table({"picture": images, "messages": talks}), folder / "rows.parquet")
     return section("parquet", folder)
 
 
@@ -134,7 +134,7 @@ def write_saved(folder: Path) -> DataSection:
         }
     )
     rows = {
-        "images": [[{"bytes": data, "path": None}] for data in PICTURES],
+        "images": [[{"bytes": data, "path": None}] for data in IMAGES],
         "question": [ASKED] * 3,
         "answer": ANSWERS,
     }
@@ -147,22 +147,22 @@ def test_every_format_gives_the_same_samples(write: Callable[[Path], DataSection
     index = indexed(tmp_path / "cache", write(tmp_path))
     assert said(index) == CHAT
     assert [learnt(index, number) for number in range(3)] == ANSWERS
-    assert [index.picture_bytes(number) for number in range(index.num_pictures)] == PICTURES
-    assert index.picture_sizes.tolist() == [[40, 24], [16, 64], [33, 17]]
-    assert index.picture_counts.tolist() == [1, 1, 1]
+    assert [index.image_bytes(number) for number in range(index.num_images)] == IMAGES
+    assert index.image_sizes.tolist() == [[40, 24], [16, 64], [33, 17]]
+    assert index.image_counts.tolist() == [1, 1, 1]
     for number in range(3):
         sample = index.sample(number)
-        assert sample.tokens[0] == PICTURE  # nothing was said before it
+        assert sample.tokens[0] == IMAGE  # nothing was said before it
         assert not sample.targets[0]
         assert sample.tokens[-1] == index.tokenizer.end_id  # which an answer has to learn
         assert sample.targets[-1]
-        assert sample.pictures == range(number, number + 1)
+        assert sample.images == range(number, number + 1)
     assert index.text_lengths.tolist() == [len(text.encode()) + 2 for text in CHAT]
     assert index.bad == []
 
 
 def test_pictures_stay_in_files_and_tars_and_are_copied_from_tables(tmp_path: Path) -> None:
-    for write, copied in ((write_llava, 0), (write_tars, 0), (write_parquet, sum(map(len, PICTURES)))):
+    for write, copied in ((write_llava, 0), (write_tars, 0), (write_parquet, sum(map(len, IMAGES)))):
         folder = tmp_path / write.__name__
         folder.mkdir()
         (part,) = indexed(folder / "cache", write(folder)).parts
@@ -171,7 +171,7 @@ def test_pictures_stay_in_files_and_tars_and_are_copied_from_tables(tmp_path: Pa
 
 def test_a_folder_of_images_takes_its_captions_from_lists_and_from_files_of_the_same_name(tmp_path: Path) -> None:
     folder = tmp_path / "album"
-    save_pictures(folder / "deep")
+    save_images(folder / "deep")
     (folder / "deep" / "0.txt").write_text("a red bar\n")
     (folder / "deep" / "1.json").write_text(json.dumps({"caption": "a blue bar", "image": "elsewhere.png"}))
     write_lines(folder / "metadata.jsonl", [{"file_name": "deep/2.png", "text": "ein grüner Fleck"}])
@@ -186,21 +186,21 @@ def test_a_folder_of_images_takes_its_captions_from_lists_and_from_files_of_the_
 def test_tars_hold_captions_and_classes_and_one_that_breaks_off_keeps_what_came_before(tmp_path: Path) -> None:
     path = tmp_path / "shard.tar"
     members = {
-        "a.png": PICTURES[0],
+        "a.png": IMAGES[0],
         "a.txt": b"a red bar\n",
         "b.cls": b"7",
-        "b.png": PICTURES[1],
-        "c.png": PICTURES[2] * 9,
+        "b.png": IMAGES[1],
+        "c.png": IMAGES[2] * 9,
     }
     with tarfile.open(path, "w") as tar:
         for name, data in members.items():
             member = tarfile.TarInfo(name)
             member.size = len(data)
             tar.addfile(member, io.BytesIO(data))
-    path.write_bytes(path.read_bytes()[:5000])  # in the middle of the last picture
+    path.write_bytes(path.read_bytes()[:5000])  # in the middle of the last image
     index = indexed(tmp_path / "cache", section("webdataset", path, samples={"max_bad": 0.9}))
     assert said(index) == ["a red bar", "7"]
-    assert [index.picture_bytes(number) for number in (0, 1)] == PICTURES[:2]
+    assert [index.image_bytes(number) for number in (0, 1)] == IMAGES[:2]
     assert any("breaks off" in entry["reason"] for entry in index.bad)
 
 
@@ -234,7 +234,7 @@ def test_a_long_document_becomes_pieces_that_lose_no_target(tmp_path: Path) -> N
 
 
 def test_markers_say_where_pictures_stand_and_without_pictures_they_are_text(tmp_path: Path) -> None:
-    names = save_pictures(tmp_path)
+    names = save_images(tmp_path)
     talk = [{"from": "human", "value": "left <image>, right <image>?"}, {"from": "gpt", "value": "<image> is a word"}]
     rows = [
         {"image": names[:2], "conversations": [talk[0], {"from": "gpt", "value": "yes"}]},
@@ -250,9 +250,9 @@ def test_markers_say_where_pictures_stand_and_without_pictures_they_are_text(tmp
 
 
 def test_a_bad_row_is_left_out_with_its_place_and_its_reason(tmp_path: Path) -> None:
-    names = save_pictures(tmp_path / "images")
-    (tmp_path / "images" / "cut.png").write_bytes(PICTURES[0][:12])
-    (tmp_path / "secret.png").write_bytes(PICTURES[0])
+    names = save_images(tmp_path / "images")
+    (tmp_path / "images" / "cut.png").write_bytes(IMAGES[0][:12])
+    (tmp_path / "secret.png").write_bytes(IMAGES[0])
     (tmp_path / "images" / "strip.png").write_bytes(png(2000, 2))
     answer = {"from": "gpt", "value": "yes"}
 
@@ -270,7 +270,7 @@ def test_a_bad_row_is_left_out_with_its_place_and_its_reason(tmp_path: Path) -> 
         json.dumps(asked(str(tmp_path / "secret.png"))): "leads out",
         json.dumps(asked("https://example.org/a.png")): "not fetched",
         json.dumps(asked(7)): "by a int",
-        json.dumps(asked(names[0], "<image><image>")): "2 places for pictures, but 1",
+        json.dumps(asked(names[0], "<image><image>")): "2 places for images, but 1",
         json.dumps({"conversations": [{"from": "human", "value": "hello?"}]}): "no answer",
         json.dumps({"conversations": [{"from": "ghost", "value": "hu"}, answer]}): "ghost",
         json.dumps({"conversations": [{"from": "human", "value": "\ud800"}, answer]}): "surrogate",
@@ -294,11 +294,11 @@ def test_more_bad_samples_than_allowed_stop_with_a_report_and_leave_nothing_behi
     with pytest.raises(UserError, match=r"7 of 14 samples of chat are bad") as stopped:
         indexed(tmp_path / "cache", section("chat", path))
     assert stopped.value.code == "T031"
-    assert f"{path}:8: the picture cannot be read: No such file" in stopped.value.what
+    assert f"{path}:8: the image cannot be read: No such file" in stopped.value.what
     assert "and 2 more" in stopped.value.what
     assert list((tmp_path / "cache").iterdir()) == []
     for number in range(7):
-        (tmp_path / f"{number}.png").write_bytes(PICTURES[0])
+        (tmp_path / f"{number}.png").write_bytes(IMAGES[0])
     assert indexed(tmp_path / "cache", section("chat", path)).num_samples == 14  # mended, nothing to delete
 
 
@@ -315,20 +315,20 @@ def test_a_picture_on_its_side_is_measured_as_it_is_looked_at(tmp_path: Path) ->
     exif[0x0112] = 6
     (tmp_path / "side.jpg").write_bytes(png(40, 24, kind="JPEG", exif=exif))
     (tmp_path / "side.txt").write_text("a bar")
-    assert indexed(tmp_path / "cache", section("image-folder", tmp_path)).picture_sizes.tolist() == [[24, 40]]
+    assert indexed(tmp_path / "cache", section("image-folder", tmp_path)).image_sizes.tolist() == [[24, 40]]
 
 
 def test_a_model_without_eyes_leaves_samples_with_pictures_out_unless_they_are_many(tmp_path: Path) -> None:
     data = write_llava(tmp_path)
-    with pytest.raises(UserError, match="3 of 3 samples of chat have pictures, and this model does not see") as stopped:
+    with pytest.raises(UserError, match="3 of 3 samples of chat have images, and this model does not see") as stopped:
         indexed(tmp_path / "cache", data, rules=None)
     assert (stopped.value.code, stopped.value.where) == ("T051", "model.family")
-    rows = [*json.loads((tmp_path / "llava.json").read_text()), {"text": "no picture"}]
+    rows = [*json.loads((tmp_path / "llava.json").read_text()), {"text": "no image"}]
     (tmp_path / "llava.json").write_text(json.dumps(rows))
     mostly = {"images": str(tmp_path / "images"), "max_bad": 0.8}
     index = indexed(tmp_path / "cache", section("chat", tmp_path / "llava.json", samples=mostly), rules=None)
-    assert said(index) == ["no picture"]
-    assert {entry["reason"] for entry in index.bad} == {"it has a picture, and the model takes none"}
+    assert said(index) == ["no image"]
+    assert {entry["reason"] for entry in index.bad} == {"it has an image, and the model takes none"}
 
 
 JSON = st.recursive(
@@ -346,10 +346,10 @@ JSON = st.recursive(
 @given(JSON)
 def test_whatever_a_row_holds_it_is_a_sample_or_a_bad_one(row: Any) -> None:
     try:
-        turns, pictures = read_row(row, RowImages("/images"))
+        turns, images = read_row(row, RowImages("/images"))
     except BadSampleError:
         return
-    assert sum(part is None for turn in turns for part in turn.parts) == len(pictures)
+    assert sum(part is None for turn in turns for part in turn.parts) == len(images)
     assert any(part for turn in turns if turn.role in ("assistant", "text") for part in turn.parts)
 
 

@@ -12,7 +12,7 @@ from trimaran.app.main import main
 
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Write a recipe with two sources, one with pictures and a bad line, in a folder that commands run in."""
+    """Write a recipe with two sources, one with images and a bad line, in a folder that commands run in."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRIMARAN_CACHE", str(tmp_path / "cache"))
     Image.new("RGB", (64, 32)).save("a.png")

@@ -16,16 +16,16 @@ DRAWN = [drawn_shapes.draw(number) for number in range(600)]
 
 
 def pixels(drawn: drawn_shapes.Drawn) -> np.ndarray:
-    return np.asarray(Image.open(io.BytesIO(drawn.picture)).convert("RGB")).astype(int)
+    return np.asarray(Image.open(io.BytesIO(drawn.image)).convert("RGB")).astype(int)
 
 
 def test_a_sample_is_a_function_of_its_number() -> None:
     assert [drawn_shapes.draw(number) for number in range(20)] == DRAWN[:20]
-    assert len({(drawn.picture, drawn.question, drawn.answer) for drawn in DRAWN}) > 500
+    assert len({(drawn.image, drawn.question, drawn.answer) for drawn in DRAWN}) > 500
 
 
 def test_pictures_have_many_shapes_and_some_samples_have_none() -> None:
-    sizes = [pixels(drawn).shape[:2] for drawn in DRAWN if drawn.picture]
+    sizes = [pixels(drawn).shape[:2] for drawn in DRAWN if drawn.image]
     assert 0.06 < 1 - len(sizes) / len(DRAWN) < 0.14
     assert {side for size in sizes for side in size} == set(drawn_shapes.SIDES)
     assert max(max(size) / min(size) for size in sizes) == 2
@@ -33,7 +33,7 @@ def test_pictures_have_many_shapes_and_some_samples_have_none() -> None:
 
 def test_no_answer_can_be_guessed() -> None:
     """The most frequent answer to a question, without a look at the picture, is right in less than half of them."""
-    asked = [(drawn.question, drawn.answer) for drawn in DRAWN if drawn.picture and drawn.question]
+    asked = [(drawn.question, drawn.answer) for drawn in DRAWN if drawn.image and drawn.question]
     by_question: dict[str, Counter[str]] = {}
     for question, answer in asked:
         by_question.setdefault(question.split(" ")[0] + question.split(" ")[1], Counter())[answer] += 1
@@ -46,7 +46,7 @@ def test_the_answer_is_in_the_picture() -> None:
     """Of every picture with one shape, the colour that is said is the one that stands out of the ground."""
     checked = 0
     for drawn in DRAWN:
-        if drawn.picture and not drawn.question and " and " not in drawn.answer:
+        if drawn.image and not drawn.question and " and " not in drawn.answer:
             _, colour, _ = drawn.answer.split(" ")
             seen = pixels(drawn)
             far = np.abs(seen - seen[0, 0]).sum(axis=2)
@@ -70,5 +70,5 @@ def test_shapes_are_a_source_like_any_other(tmp_path: Path, monkeypatch: pytest.
     for number, drawn in enumerate(DRAWN[:50]):
         sample = index.sample(number)
         assert index.tokenizer.decode(sample.tokens[sample.targets]) == drawn.answer
-        assert [index.picture_bytes(each) for each in sample.pictures] == ([drawn.picture] if drawn.picture else [])
-        assert np.count_nonzero(sample.tokens == 257) == len(sample.pictures)
+        assert [index.image_bytes(each) for each in sample.images] == ([drawn.image] if drawn.image else [])
+        assert np.count_nonzero(sample.tokens == 257) == len(sample.images)

@@ -1,4 +1,4 @@
-"""From the bytes of a picture to patches, grids and places, as the models' own processors make them."""
+"""From the bytes of an image to patches, grids and places, as the models' own processors make them."""
 
 import io
 import struct
@@ -14,12 +14,12 @@ from PIL import Image
 
 from trimaran.core import ImageRules
 from trimaran.data.vision import (
-    BadPictureError,
+    BadImageError,
     cut_patches,
     fill_patches,
     grid_positions,
     grids_of,
-    measure_pictures,
+    measure_images,
     pixels_of,
     upright_size,
 )
@@ -37,7 +37,7 @@ def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
 
 
 def scenery(width: int, height: int, seed: int = 0) -> Image.Image:
-    """A picture with large and small things on it, and no symmetry."""
+    """An image with large and small things on it, and no symmetry."""
     draw = np.random.default_rng(seed)
     coarse = Image.fromarray(draw.integers(0, 256, (5, 7, 3), dtype=np.uint8)).resize((width, height))
     noise = draw.integers(-12, 13, (height, width, 3))
@@ -53,7 +53,7 @@ def test_native_grids_are_those_of_qwen2_vl() -> None:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize  # noqa: PLC0415
 
     sizes = some_sizes()
-    measured = measure_pictures(sizes, QWEN)
+    measured = measure_images(sizes, QWEN)
     for number, (width, height) in enumerate(sizes.tolist()):
         if max(width, height) > 200 * min(width, height):
             continue  # theirs refuses those
@@ -68,7 +68,7 @@ def test_tiles_are_those_of_internvl() -> None:
     from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import get_optimal_tiled_canvas  # noqa: PLC0415
 
     sizes = some_sizes()
-    measured = measure_pictures(sizes, INTERN)
+    measured = measure_images(sizes, INTERN)
     for number, (width, height) in enumerate(sizes.tolist()):
         columns, rows = get_optimal_tiled_canvas((height, width), (448, 448), 1, 12)
         tiles = rows * columns + (rows * columns > 1)
@@ -79,7 +79,7 @@ def test_tiles_are_those_of_internvl() -> None:
 
 def test_one_tile_is_the_whole_picture() -> None:
     assert grids_of((1000, 300), LLAVA).tolist() == [[24, 24]]
-    assert measure_pictures(np.array([[1000, 300]]), LLAVA).tokens.tolist() == [576]
+    assert measure_images(np.array([[1000, 300]]), LLAVA).tokens.tolist() == [576]
 
 
 @pytest.mark.parametrize("size", [(200, 120), (61, 333), (30, 20)])
@@ -203,7 +203,7 @@ def broken() -> dict[str, bytes]:
     return {
         **{f"half a {kind}": data[: len(data) // 2] for kind, data in whole.items()},
         "nothing": b"",
-        "text": b"this is not a picture" * 20,
+        "text": b"this is not an image" * 20,
         "a program": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n",
         "fractions": encoded(floats, "TIFF"),
     }
@@ -211,7 +211,7 @@ def broken() -> dict[str, bytes]:
 
 @pytest.mark.parametrize("name", broken())
 def test_what_is_no_whole_picture_is_a_bad_one(name: str) -> None:
-    with pytest.raises(BadPictureError, match=r"picture cannot be read|no colours"):
+    with pytest.raises(BadImageError, match=r"picture cannot be read|no colours"):
         pixels_of(broken()[name], [(20, 20)])
 
 
@@ -222,5 +222,5 @@ def test_a_small_file_with_too_many_pixels_is_refused_before_it_is_decoded() -> 
     head = b"IHDR" + struct.pack(">II", side, side) + tiny[24:29]
     bomb = tiny[:12] + head + struct.pack(">I", zlib.crc32(head)) + tiny[33:]
     for look in (upright_size, partial(pixels_of, sizes=[(20, 20)])):
-        with pytest.raises(BadPictureError, match="more than"):
+        with pytest.raises(BadImageError, match="more than"):
             look(bomb)

@@ -248,7 +248,7 @@ def test_a_machine_that_swaps_is_told_and_old_swap_is_not() -> None:
 
 
 def test_samples_that_cannot_be_used_are_counted() -> None:
-    bad = [event("bad_sample", sample=n, reason="the picture is damaged") for n in range(12)]
+    bad = [event("bad_sample", sample=n, reason="the image is damaged") for n in range(12)]
     found = only("F072", events=bad)
     assert "12 of 1280 samples" in found.verdict
     assert [each for rule in RULES for each in rule(evidence(events=bad[:3]))] == []

@@ -98,7 +98,7 @@ def test_too_few_steps_are_no_evidence() -> None:
         ("checkpoints-in-the-way", "F007", "written while all wait", {"checkpoint.asynchronous"}),
         ("uneven-stages", "F011", "rank 0", {"plan.pipeline.stages"}),
         ("padding", "F012", "data.samples.batching=pad", {"data.samples.batching"}),
-        ("unequal-pictures", "F013", "patches of pictures", {"data.samples.balance"}),
+        ("unequal-pictures", "F013", "patches of images", {"data.samples.balance"}),
     ],
 )
 def test_what_was_done_to_a_run_is_found(name: str, code: str, culprit: str, patch: set[str]) -> None:

@@ -1,4 +1,4 @@
-"""Who did it, from testimony that real ranks gave (recorded with the scenarios of tests/fault/test_blame.py)."""
+"""Who did it, from rank report that real ranks gave (recorded with the scenarios of tests/fault/test_blame.py)."""
 
 import json
 import random
@@ -72,16 +72,16 @@ def test_ranks_that_wait_for_nobody_are_judged_by_how_far_they_came() -> None:
 
 
 def test_a_rank_that_timed_out_is_a_victim_of_the_one_that_still_hangs() -> None:
-    testimonies = recorded("dp-missing")
+    reports = recorded("dp-missing")
     events = [{"kind": "error", "rank": 0, "data": {"type": "RuntimeError", "message": "Timed out waiting 600000ms"}}]
-    judgement = attribute_fault(testimonies, [Ended(rank=0, code=1, time=1.0)], events)
+    judgement = attribute_fault(reports, [Ended(rank=0, code=1, time=1.0)], events)
     assert (judgement.cause, judgement.suspects, judgement.victims) == ("hang", (1,), (0, 2))
 
 
 def test_the_operation_that_a_rank_of_another_group_never_heard_of_does_not_matter() -> None:
     """Two pairs; one pair waits for its own member only."""
     groups = {0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)}
-    testimonies = {
+    reports = {
         rank: Account(
             rank=rank,
             answered=True,
@@ -90,7 +90,7 @@ def test_the_operation_that_a_rank_of_another_group_never_heard_of_does_not_matt
         )
         for rank, members in groups.items()
     }
-    judgement = attribute_fault(testimonies, [], [])
+    judgement = attribute_fault(reports, [], [])
     assert judgement.suspects == (3,)
 
 
@@ -158,14 +158,14 @@ def test_a_spoilt_testimony_is_silence(tmp_path: Path, spoil: Callable[[str], st
     shutil.copytree(RECORDED / "dp-missing", tmp_path / "folder")
     path = tmp_path / "folder" / "rank-1.json"
     path.write_text(spoil(path.read_text()))
-    testimonies = read_rank_reports(RunDirectory(tmp_path), tmp_path / "folder", range(3))
-    assert [each.answered for each in testimonies.values()] == [True, False, True]
-    assert testimonies[1].state == "S"
+    reports = read_rank_reports(RunDirectory(tmp_path), tmp_path / "folder", range(3))
+    assert [each.answered for each in reports.values()] == [True, False, True]
+    assert reports[1].state == "S"
 
 
 def test_nothing_at_all_is_known_of_ranks_that_left_no_file(tmp_path: Path) -> None:
-    testimonies = read_rank_reports(RunDirectory(tmp_path), tmp_path / "none", range(2))
-    assert attribute_fault(testimonies, [], []).cause == "unknown"
+    reports = read_rank_reports(RunDirectory(tmp_path), tmp_path / "none", range(2))
+    assert attribute_fault(reports, [], []).cause == "unknown"
 
 
 def test_kills_for_want_of_memory_are_counted_where_the_kernel_counts_them(tmp_path: Path) -> None:
@@ -283,8 +283,8 @@ def test_no_rank_of_ten_clean_runs_is_called_slow() -> None:
 
 
 def test_a_single_pause_is_no_slowness() -> None:
-    testimonies = simulated({}, ranks=2)
-    late = testimonies[0].operations[70].time
+    reports = simulated({}, ranks=2)
+    late = reports[0].operations[70].time
 
     def delayed(operation: Operation, rank: int, index: int) -> Operation:
         after = index > 70 or (rank == 1 and index == 70)
@@ -292,7 +292,7 @@ def test_a_single_pause_is_no_slowness() -> None:
 
     paused = {
         rank: replace(each, operations=tuple(delayed(op, rank, index) for index, op in enumerate(each.operations)))
-        for rank, each in testimonies.items()
+        for rank, each in reports.items()
     }
     assert find_stragglers(paused) == []
 

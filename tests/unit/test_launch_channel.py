@@ -206,12 +206,12 @@ def test_a_server_that_does_not_know_the_token_is_not_believed() -> None:
     with socket.create_server(("127.0.0.1", 0)) as fake:
 
         def serve() -> None:
-            guest, _ = fake.accept()
-            with guest:
-                guest.sendall(frame({"run": fingerprint(TOKEN), "nonce": "n"}))
-                guest.recv(4096)
-                guest.sendall(frame({"proof": "0" * 64}))
-                guest.recv(4096)
+            connection, _ = fake.accept()
+            with connection:
+                connection.sendall(frame({"run": fingerprint(TOKEN), "nonce": "n"}))
+                connection.recv(4096)
+                connection.sendall(frame({"proof": "0" * 64}))
+                connection.recv(4096)
 
         threading.Thread(target=serve, daemon=True).start()
         with pytest.raises(RefusedError):
@@ -247,17 +247,17 @@ def test_nodes_leave_letters_and_take_theirs(channel: Channel) -> None:
     hello = {"op": "exchange", "node": "b", "session": "s1", "messages": [{"num_ranks": 2}]}
     with Line(channel.address, TOKEN, seconds=5.0) as line:
         assert line.ask(hello, seconds=5.0) == {"messages": []}
-        desk = channel.desks["b"]
-        assert desk.inbox.popleft() == {"num_ranks": 2}
-        desk.outbox.append({"do": "start"})
+        mailbox = channel.desks["b"]
+        assert mailbox.inbox.popleft() == {"num_ranks": 2}
+        mailbox.outbox.append({"do": "start"})
         assert line.ask(hello | {"messages": []}, seconds=5.0) == {"messages": [{"do": "start"}]}
         with Line(channel.address, TOKEN, seconds=5.0) as second:
             assert "error" in second.ask(hello | {"session": "s2"}, seconds=5.0)
-        assert not desk.broken
-    until(lambda: desk.broken, SILENT_SECONDS)
+        assert not mailbox.broken
+    until(lambda: mailbox.broken, SILENT_SECONDS)
     with Line(channel.address, TOKEN, seconds=5.0) as line:
         assert line.ask(hello | {"session": "s3"}, seconds=5.0) == {"messages": []}
-    assert channel.desks["b"] is not desk
+    assert channel.desks["b"] is not mailbox
 
 
 def test_what_is_said_is_json_and_the_token_is_not_in_it(channel: Channel) -> None:
@@ -271,10 +271,10 @@ def test_what_is_said_is_json_and_the_token_is_not_in_it(channel: Channel) -> No
                 target.sendall(data)
 
         def serve() -> None:
-            guest, _ = relay.accept()
+            connection, _ = relay.accept()
             inner = knock(channel)
-            threading.Thread(target=pump, args=(inner, guest), daemon=True).start()
-            pump(guest, inner)
+            threading.Thread(target=pump, args=(inner, connection), daemon=True).start()
+            pump(connection, inner)
 
         threading.Thread(target=serve, daemon=True).start()
         store = TokenStore(f"127.0.0.1:{relay.getsockname()[1]}", TOKEN, attempt=0)

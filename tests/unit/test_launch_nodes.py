@@ -62,7 +62,7 @@ def test_nodes_on_one_machine_have_names_of_their_own_that_are_file_names() -> N
         Ended(rank=3, code=-9, time=90.0),
         Silent(
             rank=1,
-            pulse=Heartbeat(section="save", step=5, entered=80.0, alive=99.0, answered=2),
+            heartbeat=Heartbeat(section="save", step=5, entered=80.0, alive=99.0, answered=2),
             seconds=20.0,
             deadline=6.0,
         ),

@@ -16,8 +16,8 @@ class Machine:
 
     name, num_ranks = "here", 2
 
-    def __init__(self, *pulses: Heartbeat) -> None:
-        self.shown = dict(enumerate(pulses))
+    def __init__(self, *heartbeats: Heartbeat) -> None:
+        self.shown = dict(enumerate(heartbeats))
         self.told: list[News] = []
 
     def start(self, orders: Orders) -> None: ...
@@ -32,14 +32,14 @@ class Machine:
         told, self.told = self.told, []
         return told
 
-    def pulses(self) -> dict[int, Heartbeat]:
+    def heartbeats(self) -> dict[int, Heartbeat]:
         return dict(self.shown)
 
     def is_silent(self, rank: int, *, stopped: bool = False) -> None:
-        self.told.append(Silent(rank=rank, pulse=self.shown[rank], seconds=9.0, deadline=6.0, stopped=stopped))
+        self.told.append(Silent(rank=rank, heartbeat=self.shown[rank], seconds=9.0, deadline=6.0, stopped=stopped))
 
 
-def pulse(section: Any, step: int, entered: float) -> Heartbeat:
+def heartbeat(section: Any, step: int, entered: float) -> Heartbeat:
     return Heartbeat(section=section, step=step, entered=entered, alive=entered, answered=0)
 
 
@@ -62,14 +62,14 @@ def watch(path: Path, machine: Machine) -> AttemptWatch:
 def test_ranks_that_wait_for_one_that_may_take_long_have_not_hung(
     tmp_path: Path, section: Any, step: int, sign: Sign | None
 ) -> None:
-    machine = Machine(pulse("step", 7, 100.0), pulse(section, step, 100.0))
+    machine = Machine(heartbeat("step", 7, 100.0), heartbeat(section, step, 100.0))
     attempt = watch(tmp_path, machine)
     machine.is_silent(0)
     assert attempt.look() == sign
 
 
 def test_one_that_takes_too_long_itself_is_trouble(tmp_path: Path) -> None:
-    machine = Machine(pulse("step", 7, 100.0), pulse("data", 7, 100.0))
+    machine = Machine(heartbeat("step", 7, 100.0), heartbeat("data", 7, 100.0))
     attempt = watch(tmp_path, machine)
     machine.is_silent(0)
     assert attempt.look() is None
@@ -78,7 +78,7 @@ def test_one_that_takes_too_long_itself_is_trouble(tmp_path: Path) -> None:
 
 
 def test_a_stopped_rank_is_trouble_though_the_others_evaluate_like_it(tmp_path: Path) -> None:
-    machine = Machine(pulse("evaluation", 20, 100.0), pulse("evaluation", 20, 100.0))
+    machine = Machine(heartbeat("evaluation", 20, 100.0), heartbeat("evaluation", 20, 100.0))
     attempt = watch(tmp_path, machine)
     assert attempt.look() is None
     machine.is_silent(1, stopped=True)
@@ -86,10 +86,10 @@ def test_a_stopped_rank_is_trouble_though_the_others_evaluate_like_it(tmp_path: 
 
 
 def test_who_moves_again_is_not_silent_any_more(tmp_path: Path) -> None:
-    machine = Machine(pulse("step", 7, 100.0), pulse("data", 7, 100.0))
+    machine = Machine(heartbeat("step", 7, 100.0), heartbeat("data", 7, 100.0))
     attempt = watch(tmp_path, machine)
     machine.is_silent(0)
     assert attempt.look() is None
-    machine.shown = {0: pulse("step", 8, 109.0), 1: pulse("step", 8, 109.1)}
+    machine.shown = {0: heartbeat("step", 8, 109.0), 1: heartbeat("step", 8, 109.1)}
     assert attempt.look() is None
     assert attempt.silent == {}

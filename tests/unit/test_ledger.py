@@ -86,26 +86,26 @@ BOOKS = {
 
 
 def test_a_run_without_trouble_adds_up_and_its_end_is_told_by_its_events(tmp_path: Path) -> None:
-    voyage = Voyage(RunDirectory(tmp_path))
-    voyage.begin(lead="init", seconds=3.0, start=0)
-    voyage.step()
-    voyage.event("started", step=1, compile={"seconds": 0.5})
-    voyage.truth["compute"] -= 0.5
-    voyage.truth["compile"] += 0.5
-    voyage.step()
-    voyage.spend("evaluation", 2.0)
-    voyage.event("evaluation", step=2)
+    incarnation = Voyage(RunDirectory(tmp_path))
+    incarnation.begin(lead="init", seconds=3.0, start=0)
+    incarnation.step()
+    incarnation.event("started", step=1, compile={"seconds": 0.5})
+    incarnation.truth["compute"] -= 0.5
+    incarnation.truth["compile"] += 0.5
+    incarnation.step()
+    incarnation.spend("evaluation", 2.0)
+    incarnation.event("evaluation", step=2)
     for _ in range(20):
-        voyage.step()
+        incarnation.step()
     for what, kind, seconds in (("save", "checkpoint", 1.0), ("save", "saved", 0.5), ("evaluation", "sample", 0.25)):
-        voyage.spend(what, seconds)
-        voyage.event(kind, step=22)
-    voyage.event("done", step=22)
-    voyage.spend("init", 0.125)
-    voyage.end("done")
-    voyage.over()
-    ledger = ledger_of(voyage.run)
-    voyage.check(ledger)
+        incarnation.spend(what, seconds)
+        incarnation.event(kind, step=22)
+    incarnation.event("done", step=22)
+    incarnation.spend("init", 0.125)
+    incarnation.end("done")
+    incarnation.over()
+    ledger = ledger_of(incarnation.run)
+    incarnation.check(ledger)
     moved = ledger.seconds["compute"] + ledger.seconds["communication"]
     assert ledger.goodput == pytest.approx(moved / ledger.total)
 
@@ -117,172 +117,172 @@ starts = st.tuples(st.floats(0.1, 30), st.integers(1, 12), st.integers(0, 2), st
 @given(st.lists(starts, min_size=1, max_size=5), st.booleans())
 def test_what_is_lost_in_trouble_is_told_from_what_counts(troubles: list[tuple], is_resumed: bool) -> None:
     with TemporaryDirectory() as folder:
-        voyage = Voyage(RunDirectory(Path(folder)))
+        incarnation = Voyage(RunDirectory(Path(folder)))
         lead = "init"
-        books = Books(voyage.run)
+        books = Books(incarnation.run)
         for seconds, steps, unwritten, lost, noticing in troubles:
-            voyage.begin(lead=lead, seconds=seconds, start=max(0, voyage.done - lost))
+            incarnation.begin(lead=lead, seconds=seconds, start=max(0, incarnation.done - lost))
             for number in range(steps + 3):
-                voyage.step(written=number < steps + 3 - unwritten)
-            voyage.spend("restart", noticing)
-            voyage.forget(unwritten)  # whether a start from memory finds them or not, they leave no line
-            voyage.end("trouble")
-            voyage.done -= unwritten
+                incarnation.step(written=number < steps + 3 - unwritten)
+            incarnation.spend("restart", noticing)
+            incarnation.forget(unwritten)  # whether a start from memory finds them or not, they leave no line
+            incarnation.end("trouble")
+            incarnation.done -= unwritten
             books.ledger()  # who looks often sees the same
-            voyage.spend("restart", 0.25)
+            incarnation.spend("restart", 0.25)
             lead = "restart"
-        voyage.begin(lead="restart", seconds=1.0, start=voyage.done)
-        voyage.step()
-        voyage.end("stopped")
-        voyage.over()
+        incarnation.begin(lead="restart", seconds=1.0, start=incarnation.done)
+        incarnation.step()
+        incarnation.end("stopped")
+        incarnation.over()
         if is_resumed:
-            voyage.spend("idle", 3600.0)
-            voyage.begin(lead="init", seconds=4.0, start=voyage.done)
-            voyage.step()
-            voyage.end("done")
-            voyage.over()
-        voyage.check(ledger_of(voyage.run))
-        voyage.check(books.ledger())
+            incarnation.spend("idle", 3600.0)
+            incarnation.begin(lead="init", seconds=4.0, start=incarnation.done)
+            incarnation.step()
+            incarnation.end("done")
+            incarnation.over()
+        incarnation.check(ledger_of(incarnation.run))
+        incarnation.check(books.ledger())
 
 
 def test_every_view_and_every_sink_shows_the_same_goodput(tmp_path: Path) -> None:
-    voyage = Voyage(new_run(tmp_path / "run", steps=20))
-    voyage.begin(lead="init", seconds=3.0, start=0)
+    incarnation = Voyage(new_run(tmp_path / "run", steps=20))
+    incarnation.begin(lead="init", seconds=3.0, start=0)
     for _ in range(12):
-        voyage.step()
-    voyage.spend("restart", 1.0)
-    voyage.end("trouble")
-    voyage.begin(lead="restart", seconds=2.0, start=8)
+        incarnation.step()
+    incarnation.spend("restart", 1.0)
+    incarnation.end("trouble")
+    incarnation.begin(lead="restart", seconds=2.0, start=8)
     for _ in range(4):
-        voyage.step()
-    voyage.end("stopped")
-    voyage.over()
-    voyage.spend("idle", 3600.0)  # which is nobody's loss
-    voyage.begin(lead="init", seconds=2.0, start=12)
+        incarnation.step()
+    incarnation.end("stopped")
+    incarnation.over()
+    incarnation.spend("idle", 3600.0)  # which is nobody's loss
+    incarnation.begin(lead="init", seconds=2.0, start=12)
     for _ in range(8):
-        voyage.step()
-    voyage.end("done")
-    voyage.over()
-    voyage.check(ledger := ledger_of(voyage.run))
-    moved = voyage.truth["compute"] + voyage.truth["communication"]
-    assert ledger.goodput == pytest.approx(moved / (voyage.now - 1000.0 - 3600.0))
+        incarnation.step()
+    incarnation.end("done")
+    incarnation.over()
+    incarnation.check(ledger := ledger_of(incarnation.run))
+    moved = incarnation.truth["compute"] + incarnation.truth["communication"]
+    assert ledger.goodput == pytest.approx(moved / (incarnation.now - 1000.0 - 3600.0))
     assert 0.3 < ledger.goodput < 0.8
-    check_goodput(voyage.run, ledger.goodput)
+    check_goodput(incarnation.run, ledger.goodput)
 
 
 def test_a_look_reads_only_what_is_new_and_the_same_steps_are_yielded_and_entered(tmp_path: Path) -> None:
-    voyage = Voyage(new_run(tmp_path / "run"))
-    books, seen = Books(voyage.run), []
+    incarnation = Voyage(new_run(tmp_path / "run"))
+    books, seen = Books(incarnation.run), []
 
     def look() -> bool:
         anew = books.look()
         seen.append([line.step for line in books.steps()])
-        voyage.check(books.balance())
+        incarnation.check(books.balance())
         return anew
 
-    voyage.begin(lead="init", seconds=3.0, start=0)
+    incarnation.begin(lead="init", seconds=3.0, start=0)
     for _ in range(3):
-        voyage.step()
+        incarnation.step()
     assert not look()
-    voyage.step()
+    incarnation.step()
     assert not look()
-    voyage.spend("restart", 1.0)
-    voyage.end("trouble")
-    voyage.begin(lead="restart", seconds=1.0, start=2)
-    voyage.step()
+    incarnation.spend("restart", 1.0)
+    incarnation.end("trouble")
+    incarnation.begin(lead="restart", seconds=1.0, start=2)
+    incarnation.step()
     assert look(), "lines were taken back"
-    voyage.step()
+    incarnation.step()
     assert not look()
     assert seen == [[1, 2, 3], [4], [1, 2, 3], [4]]
 
 
 def test_ranks_that_are_gone_and_not_yet_started_again_cost_time(tmp_path: Path) -> None:
-    voyage = Voyage(RunDirectory(tmp_path))
-    voyage.begin(lead="init", seconds=3.0, start=0)
-    voyage.step()
-    voyage.end("trouble")
-    voyage.spend("restart", 30.0)
-    voyage.check(ledger_of(voyage.run, now=voyage.now))
+    incarnation = Voyage(RunDirectory(tmp_path))
+    incarnation.begin(lead="init", seconds=3.0, start=0)
+    incarnation.step()
+    incarnation.end("trouble")
+    incarnation.spend("restart", 30.0)
+    incarnation.check(ledger_of(incarnation.run, now=incarnation.now))
 
 
 def test_files_that_make_no_sense_are_no_reason_to_fail(tmp_path: Path) -> None:
-    voyage = Voyage(RunDirectory(tmp_path))
-    voyage.begin(lead="init", seconds=3.0, start=0)
-    voyage.step()
+    incarnation = Voyage(RunDirectory(tmp_path))
+    incarnation.begin(lead="init", seconds=3.0, start=0)
+    incarnation.step()
     for event in ({"time": "soon"}, {"data": []}, {"kind": "replay"}, {"kind": "started", "data": {"compile": 1}}):
-        append_line(voyage.run.events(0), {"kind": "ready", "time": voyage.now, "step": 1} | event)
-    append_line(voyage.run.attempts, {"world_size": 2, "time": None})
+        append_line(incarnation.run.events(0), {"kind": "ready", "time": incarnation.now, "step": 1} | event)
+    append_line(incarnation.run.attempts, {"world_size": 2, "time": None})
     line = step_metrics(2, loss=1.0).as_dict()
     for wrong in ({"phases": {"data": "x"}, "step_seconds": None}, {"waits": 3, "phases": {}, "step_seconds": 0}):
-        append_line(voyage.run.metrics, line | wrong | {"time": voyage.now})
-    voyage.run.metrics.write_bytes(
-        voyage.run.metrics.read_bytes()
+        append_line(incarnation.run.metrics, line | wrong | {"time": incarnation.now})
+    incarnation.run.metrics.write_bytes(
+        incarnation.run.metrics.read_bytes()
         + json.dumps(line | {"step_seconds": 1e308}).encode().replace(b"1e+308", b"1e999")
     )
-    voyage.end("done")
-    voyage.over()
-    voyage.check(ledger_of(voyage.run))
+    incarnation.end("done")
+    incarnation.over()
+    incarnation.check(ledger_of(incarnation.run))
 
 
 def test_a_supervisor_that_was_killed_costs_a_restart(tmp_path: Path) -> None:
-    voyage = Voyage(RunDirectory(tmp_path))
-    voyage.begin(lead="init", seconds=3.0, start=0)
+    incarnation = Voyage(RunDirectory(tmp_path))
+    incarnation.begin(lead="init", seconds=3.0, start=0)
     for _ in range(5):
-        voyage.step()
-    voyage.spend("restart", 50.0)
-    voyage.begin(lead="restart", seconds=2.0, start=5)
-    voyage.step()
-    voyage.end("done")
-    voyage.over()
-    voyage.check(ledger_of(voyage.run))
+        incarnation.step()
+    incarnation.spend("restart", 50.0)
+    incarnation.begin(lead="restart", seconds=2.0, start=5)
+    incarnation.step()
+    incarnation.end("done")
+    incarnation.over()
+    incarnation.check(ledger_of(incarnation.run))
 
 
 def test_lines_that_no_rank_has_written_are_passed_over(tmp_path: Path) -> None:
-    voyage = Voyage(RunDirectory(tmp_path))
-    voyage.begin(lead="init", seconds=3.0, start=0)
-    voyage.step()
-    append_line(voyage.run.events(0), {"kind": "ready"})
-    append_line(voyage.run.metrics, {"step": 2})
-    voyage.end("done")
-    voyage.over()
-    voyage.check(ledger_of(voyage.run))
+    incarnation = Voyage(RunDirectory(tmp_path))
+    incarnation.begin(lead="init", seconds=3.0, start=0)
+    incarnation.step()
+    append_line(incarnation.run.events(0), {"kind": "ready"})
+    append_line(incarnation.run.metrics, {"step": 2})
+    incarnation.end("done")
+    incarnation.over()
+    incarnation.check(ledger_of(incarnation.run))
 
 
 def test_a_run_that_goes_back_by_itself_loses_what_it_takes_back(tmp_path: Path) -> None:
-    voyage = Voyage(RunDirectory(tmp_path))
-    voyage.begin(lead="init", seconds=3.0, start=0)
+    incarnation = Voyage(RunDirectory(tmp_path))
+    incarnation.begin(lead="init", seconds=3.0, start=0)
     for _ in range(10):
-        voyage.step()
-    voyage.spend("restart", 1.0)
-    voyage.end("trouble")
-    voyage.begin(lead="restart", seconds=2.0, start=10)
+        incarnation.step()
+    incarnation.spend("restart", 1.0)
+    incarnation.end("trouble")
+    incarnation.begin(lead="restart", seconds=2.0, start=10)
     for _ in range(4):
-        voyage.step()
-    voyage.spend("restart", 0.5)
-    voyage.event("rewind", step=14, to_step=6)  # to before where this attempt began
-    lost = forget_steps_after(6, voyage.run.metrics)
-    voyage.event("replay", step=6, steps=len(lost), seconds=sum(lost))
-    voyage.forget(8)
-    voyage.done = 6
+        incarnation.step()
+    incarnation.spend("restart", 0.5)
+    incarnation.event("rewind", step=14, to_step=6)  # to before where this attempt began
+    lost = forget_steps_after(6, incarnation.run.metrics)
+    incarnation.event("replay", step=6, steps=len(lost), seconds=sum(lost))
+    incarnation.forget(8)
+    incarnation.done = 6
     for _ in range(8):
-        voyage.step()
-    voyage.end("done")
-    voyage.over()
-    voyage.check(ledger_of(voyage.run))
+        incarnation.step()
+    incarnation.end("done")
+    incarnation.over()
+    incarnation.check(ledger_of(incarnation.run))
 
 
 def test_a_run_at_work_is_accounted_for_up_to_now_and_one_that_stands_still_is_told(tmp_path: Path) -> None:
-    voyage = Voyage(RunDirectory(tmp_path))
-    voyage.begin(lead="init", seconds=3.0, start=0)
+    incarnation = Voyage(RunDirectory(tmp_path))
+    incarnation.begin(lead="init", seconds=3.0, start=0)
     for _ in range(5):
-        voyage.step()
-    voyage.check(ledger_of(voyage.run))
-    voyage.spend("compute", 1.5)
-    voyage.check(ledger_of(voyage.run, now=voyage.now))
-    voyage.truth["compute"] -= 1.5
-    voyage.truth["restart"] += 1.5
-    voyage.spend("restart", 60.0)
-    voyage.check(ledger_of(voyage.run, now=voyage.now))
+        incarnation.step()
+    incarnation.check(ledger_of(incarnation.run))
+    incarnation.spend("compute", 1.5)
+    incarnation.check(ledger_of(incarnation.run, now=incarnation.now))
+    incarnation.truth["compute"] -= 1.5
+    incarnation.truth["restart"] += 1.5
+    incarnation.spend("restart", 60.0)
+    incarnation.check(ledger_of(incarnation.run, now=incarnation.now))
 
 
 def spent(**waits: float) -> dict[str, float]:
@@ -319,14 +319,14 @@ def test_a_run_that_has_not_begun_has_an_empty_ledger(tmp_path: Path) -> None:
 
 
 def test_ranks_that_nobody_supervises_are_accounted_for_by_their_events(tmp_path: Path) -> None:
-    voyage = Voyage(RunDirectory(tmp_path), attempts=1)
+    incarnation = Voyage(RunDirectory(tmp_path), attempts=1)
     for start in (0, 3):
-        voyage.event("start")
-        voyage.spend("init", 2.0)
-        voyage.event("ready", step=start)
+        incarnation.event("start")
+        incarnation.spend("init", 2.0)
+        incarnation.event("ready", step=start)
         for _ in range(3):
-            voyage.step()
-        voyage.event("done" if start else "stop", step=start + 3)
+            incarnation.step()
+        incarnation.event("done" if start else "stop", step=start + 3)
         if not start:
-            voyage.spend("idle", 100.0)
-    voyage.check(ledger_of(voyage.run))
+            incarnation.spend("idle", 100.0)
+    incarnation.check(ledger_of(incarnation.run))

@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from trimaran.core import UserError
 from trimaran.models import PRESETS, ImageLimits, Outline, OutlineLayer, outline_from_hf, outline_of, spec_to_hf
-from trimaran.models.hf_language import HABITS
+from trimaran.models.hf_language import PROFILE
 from trimaran.models.hf_vision import USUAL
 from trimaran.models.outline_hf import VISION_OUTLINES
 
@@ -151,7 +151,7 @@ def test_an_outline_has_exactly_the_parameters_that_transformers_builds(
 
 
 def test_what_a_part_leaves_out_is_what_its_class_assumes() -> None:
-    assumed = {kind: habit.usual for kind, habit in HABITS.items()} | USUAL
+    assumed = {kind: habit.usual for kind, habit in PROFILE.items()} | USUAL
     for kind, usual in assumed.items():
         if kind in ("internlm2", "intern_vit_6b"):  # not in transformers
             continue

@@ -81,7 +81,7 @@ def test_a_shape_comes_back_from_its_config(name: str) -> None:
         vision=replace(spec.vision, ends=replace(spec.vision.ends, table=table)),
         language=replace(spec.language, name=again.language.name),
     )
-    if name == "tiny":  # how large its pictures are is for the processor, and not in a config.json
+    if name == "tiny":  # how large its images are is for the processor, and not in a config.json
         wanted = replace(wanted, min_pixels=again.min_pixels, max_pixels=again.max_pixels)
     assert again == wanted
 
@@ -115,17 +115,17 @@ def test_the_pictures_of_the_data_are_the_positions_of_the_towers() -> None:
     assert (vision.positions, vision.segment, vision.frozen) == (3 * 64, 64, True)
     assert (projector.positions, projector.frozen, projector.layers) == (3 * 16, False, 1)
     assert (language.name, language.frozen) == ("language", False)
-    with pytest.raises(UserError, match="the pictures of a sample are 48 tokens, and its sequence has 32"):
+    with pytest.raises(UserError, match="the images of a sample are 48 tokens, and its sequence has 32"):
         outline_for(section, DataSection(images_per_sample=3, image_size=64, seq_len=32))
     tiled = outline_for(ModelSection(family="vlm", preset="tiny-tiled"), DataSection(image_size=96))
     assert tiled.towers[0].positions == 5 * 37, "four tiles and a small whole, each with its class token"
 
 
 def test_the_data_is_told_how_pictures_come_in() -> None:
-    rules = TINY.pictures()
+    rules = TINY.images()
     assert (rules.patch, rules.merge, rules.image_token, rules.before, rules.after) == (8, 2, 257, (258,), (259,))
     assert (rules.variant, rules.positions, rules.min_pixels, rules.max_pixels) == ("native", "grid", 1024, 9216)
-    tiled = VLM_PRESETS["tiny-tiled"].pictures()
+    tiled = VLM_PRESETS["tiny-tiled"].images()
     assert (tiled.variant, tiled.tile, tiled.max_tiles, tiled.positions) == ("tiled", 48, 4, "line")
 
 

@@ -18,8 +18,8 @@ from tests.vlm_models import (
     CONFIGS,
     SHAPES,
     VARIOUS,
+    images,
     inputs_of,
-    pictures,
     stir,
     their_inputs,
     their_positions,
@@ -33,7 +33,7 @@ from trimaran.nets.hf_vision_adapter import placed
 from trimaran.nets.hf_vlm import HfVlmNetwork, network_of_hf
 from trimaran.planner.axis_rules import check_foreign
 
-ROWS = [[None, 0, None, 1, None], [None, None, 2, None]]  # words, and pictures by their number
+ROWS = [[None, 0, None, 1, None], [None, None, 2, None]]  # words, and images by their number
 TEXT = [[None, None, None, None], [None, None]]
 
 
@@ -62,7 +62,7 @@ def taken_gradients(model: Any, logits: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_and_gradients_are_those_of_the_models_own_forward(name: str) -> None:
     model, spec = model_of(name)
-    seen = pictures(SHAPES.get(name, VARIOUS))
+    seen = images(SHAPES.get(name, VARIOUS))
     inputs = inputs_of(spec, seen, ROWS)
     their = their_inputs(spec, inputs, seen)
     inputs |= their_positions(model, their)
@@ -82,7 +82,7 @@ def test_logits_and_gradients_are_those_of_the_models_own_forward(name: str) -> 
 
 def test_logits_are_those_of_the_models_own_forward_with_its_own_processor() -> None:
     model, spec = model_of("qwen2-vl")
-    size, rules = (30, 21), spec.pictures()
+    size, rules = (30, 21), spec.images()
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (*size[::-1], 3), dtype=np.uint8))
     between = {"shortest_edge": rules.min_pixels, "longest_edge": rules.max_pixels}
     processor = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, size=between)
@@ -104,7 +104,7 @@ def test_logits_are_those_of_the_models_own_forward_with_its_own_processor() -> 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_documents_do_not_see_each_other(name: str) -> None:
     model, spec = model_of(name)
-    network, seen = seeing(model, spec), pictures(SHAPES.get(name, VARIOUS))
+    network, seen = seeing(model, spec), images(SHAPES.get(name, VARIOUS))
     inputs = inputs_of(spec, seen, [[0, None, 1, None]])
     first = len(inputs_of(spec, seen, [[0, None]])["tokens"][0])
     length, cut = inputs["tokens"].shape[1], int(inputs["grids"][0].prod())
@@ -141,7 +141,7 @@ def test_towers_have_every_parameter_and_blocks_are_in_the_order_of_the_forward(
     order: list[Any] = []
     for block in network.blocks:
         block.register_forward_hook(lambda module, *_: order.append(module))
-    seen = pictures(SHAPES.get(name, VARIOUS))
+    seen = images(SHAPES.get(name, VARIOUS))
     network.forward(inputs_of(spec, seen, ROWS))
     assert tuple(order) == network.blocks
     assert len(network.blocks) == spec.layers + (name == "llava")  # what embeds its pixels is not split either
@@ -165,7 +165,7 @@ def test_vision_and_language_compile_without_a_break_and_no_more_after_two_steps
         block.compile(backend="eager", fullgraph=True)
     graphs = []
     for shapes in (((4, 6), (4, 4)), ((6, 6), (4, 2)), ((2, 4), (8, 8))):
-        inputs = inputs_of(spec, pictures(shapes), [[None, 0, None, 1, None]])
+        inputs = inputs_of(spec, images(shapes), [[None, 0, None, 1, None]])
         inputs["tokens"] = torch.cat([inputs["tokens"][0], torch.zeros(64, dtype=torch.int64)])[None, :64]
         network.forward(inputs)[0].sum().backward()
         graphs.append(compilations["stats"]["unique_graphs"])

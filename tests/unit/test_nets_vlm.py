@@ -1,4 +1,4 @@
-"""The model that sees: pictures and documents keep to themselves, stages are the whole, and every tower learns."""
+"""The model that sees: images and documents keep to themselves, stages are the whole, and every tower learns."""
 
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -16,9 +16,9 @@ from tests.vlm_models import (
     VARIOUS,
     WINDOWED,
     filled,
+    images,
     inputs_of,
     patches_of,
-    pictures,
     some_inputs,
     stir,
 )
@@ -64,7 +64,7 @@ def test_stages_hold_every_parameter_once_but_for_a_tied_embedding(spec: VlmSpec
 
 def test_pictures_packed_together_are_seen_as_each_by_itself(spec: VlmSpec) -> None:
     module, merge = filled(spec), spec.projector.merge
-    seen = pictures(((4, 4), (4, 4)) if spec.vision.variant == "tiled" else VARIOUS)
+    seen = images(((4, 4), (4, 4)) if spec.vision.variant == "tiled" else VARIOUS)
     patches = [patches_of(each, 4, merge) for each in seen]
     grids = [torch.tensor([[each.shape[1] // 4, each.shape[2] // 4]], dtype=torch.int32) for each in seen]
     together = module.encode(torch.cat(patches), torch.cat(grids))
@@ -75,19 +75,19 @@ def test_pictures_packed_together_are_seen_as_each_by_itself(spec: VlmSpec) -> N
 
 def test_a_window_sees_nothing_of_the_next_before_a_full_layer() -> None:
     spec = replace(WINDOWED, vision=replace(WINDOWED.vision, full_layers=()))
-    (picture,) = pictures(((8, 4),))
-    other = picture.clone()
+    (image,) = images(((8, 4),))
+    other = image.clone()
     other[:, 16:] = 255 - other[:, 16:]  # the lower window
     grid = torch.tensor([[8, 4]], dtype=torch.int32)
-    one, two = (filled(spec).encode(patches_of(each, 4, 2), grid) for each in (picture, other))
+    one, two = (filled(spec).encode(patches_of(each, 4, 2), grid) for each in (image, other))
     assert torch.equal(one[:4], two[:4]), "groups of the upper window"
     assert not torch.allclose(one[4:], two[4:])
-    full, changed = (filled(NATIVE).encode(patches_of(each, 4, 2), grid) for each in (picture, other))
+    full, changed = (filled(NATIVE).encode(patches_of(each, 4, 2), grid) for each in (image, other))
     assert not torch.allclose(full[:4], changed[:4])
 
 
 def test_documents_of_a_row_do_not_see_each_other(spec: VlmSpec) -> None:
-    seen = pictures(((4, 4), (4, 4)))
+    seen = images(((4, 4), (4, 4)))
     together = inputs_of(spec, seen, [[None, 0, None, None, 1, None]])
     cut = 3 + (together["tokens"][0] == spec.image_token).sum().item() // 2 + 3
     together["documents"] = (torch.arange(together["tokens"].shape[1])[None] >= cut).int()
@@ -104,7 +104,7 @@ def test_documents_of_a_row_do_not_see_each_other(spec: VlmSpec) -> None:
 
 
 def test_the_picture_changes_only_what_comes_after_it(spec: VlmSpec) -> None:
-    seen = pictures(((4, 4),))
+    seen = images(((4, 4),))
     inputs, module = inputs_of(spec, seen, [[None, 0, None]]), filled(spec)
     one, _ = module(**inputs)
     two, _ = module(**inputs | {"patches": 255 - inputs["patches"]})

@@ -22,8 +22,8 @@ from tests.vlm_models import (
     SPECS,
     VARIOUS,
     filled,
+    images,
     inputs_of,
-    pictures,
     stir,
     their_inputs,
     their_positions,
@@ -65,7 +65,7 @@ def test_transformers_computes_the_same_logits_with_pictures_of_different_shapes
 ) -> None:
     name, model, folder = theirs
     spec = read_spec(folder)
-    seen = pictures(SHAPES.get(name, VARIOUS))
+    seen = images(SHAPES.get(name, VARIOUS))
     inputs = inputs_of(spec, seen, [[None, 0, None, 1, None], [None, None, 2, None]])
     their = their_inputs(spec, inputs, seen)
     with torch.no_grad():
@@ -90,7 +90,7 @@ def test_transformers_reads_what_we_write(theirs: tuple[str, PreTrainedModel, Pa
     model, report = AutoModelForImageTextToText.from_pretrained(out, output_loading_info=True)
     unread = {each for each in report["missing_keys"] if "post_layernorm" not in each}  # LLaVA does not look at it
     assert not any([unread, report["unexpected_keys"], report["mismatched_keys"]])
-    seen = pictures(SHAPES.get(name, VARIOUS))
+    seen = images(SHAPES.get(name, VARIOUS))
     inputs = inputs_of(spec, seen, [[0, None, 1], [None, 2, None]])
     their = their_inputs(spec, inputs, seen)
     with torch.no_grad():

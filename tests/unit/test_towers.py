@@ -122,7 +122,7 @@ def test_a_pipeline_is_cut_by_cost_with_the_tower_in() -> None:
     spec = VLM_PRESETS["qwen2-vl-2b"]
     cheap, dear = (split_by_cost(spec, 4, seq_len=seq_len) for seq_len in (16384, 1024))
     assert sum(cheap) == sum(dear) == spec.layers == 61
-    assert cheap[0] > spec.vision.layers, "beside a long text one picture is little"
+    assert cheap[0] > spec.vision.layers, "beside a long text one image is little"
     assert dear[0] < cheap[0]
 
 

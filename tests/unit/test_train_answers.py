@@ -8,7 +8,7 @@ from trimaran.data.tokenizer import ByteTokenizer
 from trimaran.train.answers import OWN_TOKENS, ModelAnswer, answers, own_words
 from trimaran.train.loss.cross_entropy import IGNORED
 
-PICTURE = 257
+IMAGE = 257
 
 
 def asked(question: str, answer: str) -> Inputs:
@@ -63,9 +63,9 @@ def test_a_picture_that_is_not_there_is_not_put_in_and_long_answers_are_cut() ->
 
     def sees(given: Inputs) -> Tensor:
         heard.append(given["tokens"].clone())
-        return torch.full_like(given["tokens"], PICTURE)
+        return torch.full_like(given["tokens"], IMAGE)
 
-    guesses = own_words(sees, inputs, image_token=PICTURE)
+    guesses = own_words(sees, inputs, image_token=IMAGE)
     assert len(heard) == OWN_TOKENS
     assert all(torch.equal(each, inputs["tokens"]) for each in heard)
     assert spoken(inputs, guesses)[0].expected == "x" * OWN_TOKENS

@@ -86,17 +86,17 @@ def test_a_run_that_goes_back_warms_up_again(block: nn.Module) -> None:
 
 @pytest.mark.parametrize(("section", "seen"), [("step", "compile"), ("first", "first"), ("evaluation", "evaluation")])
 def test_the_supervisor_sees_when_something_is_compiled_in_the_middle_of_a_step(section: Any, seen: str) -> None:
-    ties, during = SupervisorLink(board=HeartbeatBoard.make(1)), []
+    link, during = SupervisorLink(board=HeartbeatBoard.make(1)), []
 
     def backend(module: Any, _: Any) -> Any:
-        during.append(ties.pulse)
+        during.append(link.heartbeat)
         return module.forward
 
     torch._dynamo.reset()
-    Compilations(ties).mark(0)
-    ties.enter(section, 7)
+    Compilations(link).mark(0)
+    link.enter(section, 7)
     torch.compile(torch.sin, backend=backend)(torch.zeros(2))
     torch._dynamo.reset()
-    assert [(pulse.section, pulse.step) for pulse in during if pulse] == [(seen, 7)]
-    assert ties.pulse is not None
-    assert (ties.pulse.section, ties.pulse.step) == (section, 7)
+    assert [(heartbeat.section, heartbeat.step) for heartbeat in during if heartbeat] == [(seen, 7)]
+    assert link.heartbeat is not None
+    assert (link.heartbeat.section, link.heartbeat.step) == (section, 7)

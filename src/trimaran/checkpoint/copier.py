@@ -83,7 +83,7 @@ class DeviceCopier(Copier):
 
     prepares = True
 
-    def __init__(self, share: RankShare, berth: RankMemory, device: torch.device) -> None:
+    def __init__(self, share: RankShare, rank_memory: RankMemory, device: torch.device) -> None:
         super().__init__(share)
         self._device = torch.cuda.current_device() if device.index is None else device.index
         self._stream = torch.cuda.Stream(device)
@@ -94,7 +94,7 @@ class DeviceCopier(Copier):
         self._failure: BaseException | None = None
         self._queue: SimpleQueue[tuple[torch.cuda.Event, MemorySlot, Label] | None] = SimpleQueue()
         threading.Thread(target=self._seal_all, name="trimaran-seal", daemon=True).start()
-        self._preparation = Preparation(berth, self._pin)
+        self._preparation = Preparation(rank_memory, self._pin)
 
     @property
     def is_ready(self) -> bool:

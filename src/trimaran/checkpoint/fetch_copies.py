@@ -19,17 +19,17 @@ CHUNK_BYTES = 64 << 20
 class CopyFetcher:
     """The shares of a step: those of this node as they are, the others by name until `fetch`. All ranks make it."""
 
-    def __init__(self, survey: CopyFinder, sound: Sequence[FoundCopy], roster: RankLayout) -> None:
-        self._roster = roster
+    def __init__(self, survey: CopyFinder, sound: Sequence[FoundCopy], rank_layout: RankLayout) -> None:
+        self._rank_layout = rank_layout
         self._speaker: dict[int, int] = {}
         """By share, the rank that sends it to those who have none."""
         for seen in sorted(sound, key=lambda each: (each.rank, each.watcher)):
             self._speaker.setdefault(seen.rank, seen.watcher)
-        here = {seen.rank: survey.kept(seen) for seen in sound if seen.node == roster.node}
+        here = {seen.rank: survey.kept(seen) for seen in sound if seen.node == rank_layout.node}
         self._here = {rank: here[rank] for rank in sorted(here)}
         nodes_with = {rank: {seen.node for seen in sound if seen.rank == rank} for rank in self._speaker}
-        scarce = [rank for rank, nodes in nodes_with.items() if nodes != set(roster.nodes)]
-        said = {rank: pack_kept(self._here[rank]) for rank in scarce if self._speaker[rank] == roster.rank}
+        scarce = [rank for rank, nodes in nodes_with.items() if nodes != set(rank_layout.nodes)]
+        said = {rank: pack_kept(self._here[rank]) for rank in scarce if self._speaker[rank] == rank_layout.rank}
         rows = gather_trees(said) if scarce else []
         self._away = {int(rank): unpack_kept(text) for row in rows for rank, text in row.items()}
         self._away = {rank: kept for rank, kept in self._away.items() if rank not in here}
@@ -50,10 +50,10 @@ class CopyFetcher:
 
     def _hand_over(self, rank: int, taker: int) -> None:
         """Send the share of `rank` to `taker`. All do so in the same order, so nobody waits for ever."""
-        if self._roster.rank == self._speaker[rank]:
+        if self._rank_layout.rank == self._speaker[rank]:
             for chunk in self._here[rank].memory.split(CHUNK_BYTES):
                 dist.send(chunk, dst=taker)
-        if self._roster.rank == taker:
+        if self._rank_layout.rank == taker:
             kept = self._away[rank]
             memory = torch.empty(kept.share.num_bytes, dtype=torch.uint8)
             for chunk in memory.split(CHUNK_BYTES):

@@ -15,11 +15,11 @@ Step = tuple[tuple[int, int], int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundCopy:
-    """A sealed slot in a berth of `node`; it holds the share that `rank` had then. `watcher` is who looked."""
+    """A sealed slot in a rank memory of `node`; it holds the share that `rank` had then. `watcher` is who looked."""
 
     node: int
     watcher: int
-    berth: int
+    rank_memory: int
     slot: int
     rank: int
 
@@ -27,35 +27,39 @@ class FoundCopy:
 class CopyFinder:
     """What is in memory, complete steps only. Every rank makes one, and they are alike."""
 
-    def __init__(self, berths: Sequence[RankMemory], roster: RankLayout) -> None:
-        self._berths, self._roster = berths, roster
+    def __init__(self, rank_memories: Sequence[RankMemory], rank_layout: RankLayout) -> None:
+        self._rank_memories, self._rank_layout = rank_memories, rank_layout
         rows = [
-            [[*kept.label.voyage], kept.label.step, kept.label.world_size, number, index, kept.label.rank]
-            for number in range(roster.local_rank, len(berths), roster.local_size)
-            for index, slot in enumerate(berths[number].slots)
+            [[*kept.label.incarnation], kept.label.step, kept.label.world_size, number, index, kept.label.rank]
+            for number in range(rank_layout.local_rank, len(rank_memories), rank_layout.local_size)
+            for index, slot in enumerate(rank_memories[number].slots)
             if (kept := slot.read()) is not None
         ]
         self._seen: dict[Step, list[FoundCopy]] = defaultdict(list)
         for watcher, tree in enumerate(gather_trees(rows)):
-            for (attempt, laps), step, world_size, berth, index, rank in tree:
-                seen = FoundCopy(node=roster.nodes[watcher], watcher=watcher, berth=berth, slot=index, rank=rank)
+            for (attempt, laps), step, world_size, rank_memory, index, rank in tree:
+                seen = FoundCopy(
+                    node=rank_layout.nodes[watcher], watcher=watcher, rank_memory=rank_memory, slot=index, rank=rank
+                )
                 self._seen[(attempt, laps), step, world_size].append(seen)
 
     def steps(self) -> Iterator[Step]:
-        """Yield the steps that are complete, the latest voyage's newest first."""
+        """Yield the steps that are complete, the latest incarnation's newest first."""
         yield from sorted((step for step, seen in self._seen.items() if _is_whole(step, seen)), reverse=True)
 
     def verify(self, step: Step) -> list[FoundCopy] | None:
         """Return the slots of `step` whose values are what was sealed; None when they make no whole. All ranks call."""
         seen = self._seen[step]
-        good = np.array([each.watcher == self._roster.rank and self.kept(each).verify() for each in seen], dtype=int)
+        good = np.array(
+            [each.watcher == self._rank_layout.rank and self.kept(each).verify() for each in seen], dtype=int
+        )
         found = gather_numbers(good).max(axis=0)
         sound = [each for each, is_good in zip(seen, found, strict=True) if is_good]
         return sound if _is_whole(step, sound) else None
 
     def kept(self, seen: FoundCopy) -> SavedCopy:
         """Return the slot of a sighting on this node."""
-        kept = self._berths[seen.berth].slots[seen.slot].read()
+        kept = self._rank_memories[seen.rank_memory].slots[seen.slot].read()
         assert kept is not None, f"{seen} has changed since it was seen"
         return kept
 

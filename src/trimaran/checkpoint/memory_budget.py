@@ -32,13 +32,13 @@ class MemoryBudget:
         return self.own + self.foreign
 
 
-def rooms(section: CheckpointSection, *, has_berth: bool, pairs: bool) -> list[MemoryBudget]:
+def rooms(section: CheckpointSection, *, has_rank_memory: bool, pairs: bool) -> list[MemoryBudget]:
     """Return the ways to divide memory, the best first, the last with none at all.
 
     `has_berth`: copies are of use, since they outlive their rank. `pairs`: each rank has a partner on another node.
     """
     last = [MemoryBudget(own=1, memory=False), MemoryBudget(own=0, memory=False)]
-    if not has_berth or section.memory == 0:
+    if not has_rank_memory or section.memory == 0:
         return last
     alone = [MemoryBudget(own=3), MemoryBudget(own=2)] if section.asynchronous else [MemoryBudget(own=2)]
     # Two more are not to be written to: one on its way to another node, and the one that got there last.
@@ -63,25 +63,30 @@ def first_that_fits(
 
 
 def divide(
-    section: CheckpointSection, roster: RankLayout, *, slot_bytes: int, berth_bytes: int, has_berth: bool
+    section: CheckpointSection,
+    rank_layout: RankLayout,
+    *,
+    slot_bytes: int,
+    rank_memory_bytes: int,
+    has_rank_memory: bool,
 ) -> MemoryBudget:
     """Return how much memory copies take. `berth_bytes` of it are taken already. Every rank calls it.
 
     Raises UserError when copies in memory were asked for by name and do not fit.
     """
-    mine = np.array([slot_bytes, free_bytes(), berth_bytes], dtype=np.int64)
+    mine = np.array([slot_bytes, free_bytes(), rank_memory_bytes], dtype=np.int64)
     sizes, free, taken = gather_numbers(mine).T.tolist()
-    nodes = roster.nodes
+    nodes = rank_layout.nodes
     ready = [
         has + sum(size for size, node in zip(taken, nodes, strict=True) if node == here)
         for has, here in zip(free, nodes, strict=True)
     ]
-    options = rooms(section, has_berth=has_berth, pairs=can_pair(roster) and has_berth)
+    options = rooms(section, has_rank_memory=has_rank_memory, pairs=can_pair(rank_layout) and has_rank_memory)
     room = first_that_fits(options, sizes, nodes, ready)
-    if isinstance(section.memory, int) and section.memory > 0 and has_berth and not room.memory:
-        needs = 2 * sum(size for size, node in zip(sizes, nodes, strict=True) if node == roster.node)
+    if isinstance(section.memory, int) and section.memory > 0 and has_rank_memory and not room.memory:
+        needs = 2 * sum(size for size, node in zip(sizes, nodes, strict=True) if node == rank_layout.node)
         raise UserError("K040", f"two copies of the state take {show_bytes(needs)} of this node's memory, "
-                        f"they may take {show_bytes(int(FREE_SHARE * ready[roster.rank]))}", where="checkpoint.memory",
+                        f"they may take {show_bytes(int(FREE_SHARE * ready[rank_layout.rank]))}", where="checkpoint.memory",
                         fix="use more nodes, or let the run decide: --set checkpoint.memory=auto")  # fmt: skip
     return room
 

@@ -1,6 +1,6 @@
 """Copies of the state in memory that a supervisor owns: they outlive the rank that made them.
 
-A berth is the memory of one rank's place on a node, a memfd: a page that says how it is cut, then slots of equal size.
+A rank memory is the memory of one rank's place on a node, a memfd: a page that says how it is cut, then slots of equal size.
 A slot holds a share of one step. It is broken open before it is written to and sealed after: a rank that is killed in
 between leaves a slot that does not verify. With two slots in turn, a step that all ranks have survives every kill: a
 rank opens a slot only after a step in which all took part, so the others have sealed the step before.
@@ -39,11 +39,11 @@ DISK_BLOCK = 512  # bytes, in which stat counts
 class Label:
     """What a slot holds: the share of `rank` of `world_size` after `step` steps.
 
-    `voyage` tells apart states of one step that differ: attempt of the run, then how often it went back.
+    `incarnation` tells apart states of one step that differ: attempt of the run, then how often it went back.
     """
 
     step: int
-    voyage: tuple[int, int]
+    incarnation: tuple[int, int]
     rank: int
     world_size: int
     progress: dict[str, Any] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class SavedCopy:
 
 
 class MemorySlot:
-    """A piece of a berth with room for one share."""
+    """A piece of a rank memory with room for one share."""
 
     def __init__(self, memory: Tensor, head_room: int) -> None:
         self.memory, self._head_room = memory, head_room
@@ -116,16 +116,16 @@ class RankMemory:
 
     @property
     def num_bytes(self) -> int:
-        """How large the berth is. It may take less of the node's memory, until `take` has returned."""
+        """How large the rank memory is. It may take less of the node's memory, until `take` has returned."""
         return os.fstat(self.fd).st_size
 
     @property
     def taken_bytes(self) -> int:
-        """What the berth takes of the node's memory by now."""
+        """What the rank memory takes of the node's memory by now."""
         return os.fstat(self.fd).st_blocks * DISK_BLOCK
 
     def lay_out(self, num_slots: int, *, num_bytes: int, items_bytes: int, take: bool = True) -> bool:
-        """Cut the berth into slots for shares of up to `num_bytes`; return whether what was in it is still there.
+        """Cut the rank memory into slots for shares of up to `num_bytes`; return whether what was in it is still there.
 
         It is when the cut is the same. The memory is taken here and now, so that a lack of it is an OSError; without
         `take`, that is left to a call of `take`.
@@ -181,7 +181,7 @@ class MemorySource:
     """A step out of the verified slots of all ranks that kept it; see `pieces.Source`."""
 
     def __init__(self, shares: Mapping[int, SavedCopy]) -> None:
-        """`shares` are by rank; all of one step and voyage."""
+        """`shares` are by rank; all of one step and incarnation."""
         label = next(iter(shares.values())).label
         self.step, self.progress = label.step, label.progress
         self._memory = {str(rank): kept.memory for rank, kept in shares.items()}
@@ -245,14 +245,14 @@ def _unpack_items(data: bytes) -> tuple[Item, ...]:
 
 
 def _pack_label(label: Label) -> bytes:
-    tree = {"step": label.step, "voyage": label.voyage, "rank": label.rank, "world_size": label.world_size}
+    tree = {"step": label.step, "voyage": label.incarnation, "rank": label.rank, "world_size": label.world_size}
     return json.dumps(tree | {"progress": label.progress}, separators=(",", ":")).encode()
 
 
 def _unpack_label(data: bytes) -> Label:
     tree = json.loads(data)
     attempt, laps = tree.pop("voyage")
-    return Label(voyage=(attempt, laps), **tree)
+    return Label(incarnation=(attempt, laps), **tree)
 
 
 def _pages(num_bytes: int) -> int:

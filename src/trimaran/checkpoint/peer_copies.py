@@ -31,11 +31,11 @@ SLACK = 1.2
 class PeerCopies:
     """Sends slots to the next node and fills `foreign` from the node before. All ranks make one, and offer alike."""
 
-    def __init__(self, roster: RankLayout, foreign: Sequence[MemorySlot], ready: Callable[[], None]) -> None:
+    def __init__(self, rank_layout: RankLayout, foreign: Sequence[MemorySlot], ready: Callable[[], None]) -> None:
         """`ready` returns when the slot that was copied to last is sealed."""
         self._group: Any = dist.new_group(backend="gloo")
-        self._next_rank = (roster.rank + roster.local_size) % roster.world_size
-        self._rank_before = (roster.rank - roster.local_size) % roster.world_size
+        self._next_rank = (rank_layout.rank + rank_layout.local_size) % rank_layout.world_size
+        self._rank_before = (rank_layout.rank - rank_layout.local_size) % rank_layout.world_size
         self._foreign, self._ready = list(foreign), ready
         self._due, self._every = 0, FIRST_PACE
         self._sending: MemorySlot | None = None

@@ -34,15 +34,15 @@ def _release(runtime: Any, memory: Tensor) -> None:
 
 
 class Preparation:
-    """Takes the memory of a berth, then has `pin` pin it slot by slot, behind the back of who goes on meanwhile.
+    """Takes the memory of a rank memory, then has `pin` pin it slot by slot, behind the back of who goes on meanwhile.
 
     For a state of some ten gigabytes that takes about as many seconds, in which the first step can be compiled. `pin`
     runs in this thread, gets a stretch of a slot at a time, and returns what keeps it pinned until it is dropped.
     Between two stretches training has its turn.
     """
 
-    def __init__(self, berth: RankMemory, pin: Callable[[Tensor], object]) -> None:
-        self._berth, self._pin = berth, pin
+    def __init__(self, rank_memory: RankMemory, pin: Callable[[Tensor], object]) -> None:
+        self._rank_memory, self._pin = rank_memory, pin
         self._pins: list[object] = []
         self._is_lacking = self._is_off = False
         self._failure: Exception | None = None
@@ -69,7 +69,7 @@ class Preparation:
         return not self._is_lacking
 
     def let_go(self) -> None:
-        """Stop, and pin nothing any more. The memory stays with the berth."""
+        """Stop, and pin nothing any more. The memory stays with the rank memory."""
         self._is_off = True
         self._over.wait()
         self._pins.clear()
@@ -79,8 +79,8 @@ class Preparation:
 
     def _work(self) -> None:
         try:
-            self._berth.take(self._goes_on)
-            for stretch in (each for slot in self._berth.slots for each in slot.memory.split(STRETCH)):
+            self._rank_memory.take(self._goes_on)
+            for stretch in (each for slot in self._rank_memory.slots for each in slot.memory.split(STRETCH)):
                 if self._goes_on():
                     began = time.monotonic()
                     self._pins.append(self._pin(stretch))

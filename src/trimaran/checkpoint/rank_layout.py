@@ -37,9 +37,9 @@ class RankLayout:
         return self.nodes.count(self.node)
 
 
-def can_pair(roster: RankLayout) -> bool:
+def can_pair(rank_layout: RankLayout) -> bool:
     """Return whether every rank has a partner: there are several nodes, all with as many ranks."""
-    return roster.num_nodes > 1 and len({roster.nodes.count(node) for node in roster.nodes}) == 1
+    return rank_layout.num_nodes > 1 and len({rank_layout.nodes.count(node) for node in rank_layout.nodes}) == 1
 
 
 def exchange_rank_layout(rank: int, local_rank: int) -> RankLayout:

@@ -92,14 +92,14 @@ class Saver:
     def __init__(
         self,
         folder: Path,
-        roster: RankLayout,
+        rank_layout: RankLayout,
         post: Post,
         rules: CheckpointSection,
         about: Callable[[Order], Manifest],
         disk: DurableDisk | None = None,
     ) -> None:
         """`about` makes on rank 0 what the manifest says; it raises UserError when there must be no checkpoint."""
-        self._folder, self._roster, self._post, self._rules, self._about = folder, roster, post, rules, about
+        self._folder, self._rank_layout, self._post, self._rules, self._about = folder, rank_layout, post, rules, about
         self._disk = disk or DurableDisk()
         self.nonce = ""
         """Tells the drafts of this attempt from others'; hexadecimal, the same on all ranks."""
@@ -155,7 +155,7 @@ class Saver:
             written = self._conclude(order, draft, final)
             if not written["failed"]:
                 self._is_known = True
-                self._say("sums", json.dumps(_read_back(final, self._roster)))
+                self._say("sums", json.dumps(_read_back(final, self._rank_layout)))
                 written = self._check(order, final, written)
         except Exception as error:  # whatever it is, training goes on and the older checkpoints are there
             written = {"failed": _words(error), "bytes": 0, "written_bytes": 0}
@@ -173,13 +173,13 @@ class Saver:
             refuse_not_finite(order.share, order.memory)
             memory = order.memory.numpy().data
             previous = self._previous if self._rules.incremental else None
-            return write_share(draft, self._roster.rank, order.share, memory, previous=previous, disk=self._disk)
+            return write_share(draft, self._rank_layout.rank, order.share, memory, previous=previous, disk=self._disk)
         except Exception as error:
-            return json.dumps({"failed": f"rank {self._roster.rank}: {_words(error)}"})
+            return json.dumps({"failed": f"rank {self._rank_layout.rank}: {_words(error)}"})
 
     def _conclude(self, order: Order, draft: Path, final: Path) -> dict[str, Any]:
         """Commit on rank 0 what all ranks wrote, or drop it; return, everywhere, what came of it."""
-        if self._roster.rank != 0:
+        if self._rank_layout.rank != 0:
             return json.loads(self._hear_first("result"))
         result = {"failed": "", "bytes": 0, "written_bytes": 0}
         try:
@@ -199,7 +199,7 @@ class Saver:
 
     def _check(self, order: Order, final: Path, written: dict[str, Any]) -> dict[str, Any]:
         """Read back on rank 0 what all ranks read back; older checkpoints go only when this one is sound."""
-        if self._roster.rank != 0:
+        if self._rank_layout.rank != 0:
             return written | json.loads(self._hear_first("verdict"))
         verdict = {"failed": ""}
         if damages := [each for text in self._hear_all("sums") for each in json.loads(text)]:
@@ -217,10 +217,10 @@ class Saver:
         return f"trimaran/save/{self.nonce}/{self._count if count is None else count}/{what}/{rank}"
 
     def _say(self, what: str, text: str) -> None:
-        self._post.tell(self._key(what, self._roster.rank), text)
+        self._post.tell(self._key(what, self._rank_layout.rank), text)
 
     def _hear_all(self, what: str) -> list[str]:
-        return self._post.hear([self._key(what, rank) for rank in range(self._roster.world_size)], SILENCE_SECONDS)
+        return self._post.hear([self._key(what, rank) for rank in range(self._rank_layout.world_size)], SILENCE_SECONDS)
 
     def _hear_first(self, what: str) -> str:
         return self._post.hear([self._key(what, 0)], SILENCE_SECONDS)[0]
@@ -228,7 +228,9 @@ class Saver:
     def _forget(self) -> None:
         """Take old notes down: what the ranks said of this checkpoint, and what rank 0 said of the one before."""
         if isinstance(self._post, StorePost):
-            said = [self._key(what, rank) for what in ("receipt", "sums") for rank in range(self._roster.world_size)]
+            said = [
+                self._key(what, rank) for what in ("receipt", "sums") for rank in range(self._rank_layout.world_size)
+            ]
             self._post.forget([*said, *(self._key(what, 0, self._count - 1) for what in ("result", "verdict"))])
 
 
@@ -243,13 +245,13 @@ def refuse_not_finite(share: RankShare, memory: Tensor) -> None:
                                 fix="go back to the checkpoint before: trimaran resume RUN")  # fmt: skip
 
 
-def _read_back(final: Path, roster: RankLayout) -> list[str]:
+def _read_back(final: Path, rank_layout: RankLayout) -> list[str]:
     """Return what is wrong with the files whose turn it is on this rank.
 
     They are those of the manifest, not those just written: a step that was there already has been left as it was.
     """
     try:
-        names = sorted(read_manifest(final).files)[roster.rank :: roster.world_size]
+        names = sorted(read_manifest(final).files)[rank_layout.rank :: rank_layout.world_size]
         return [str(damage) for damage in verify(final, files=names)]
     except (OSError, UserError) as error:
         return [_words(error)]

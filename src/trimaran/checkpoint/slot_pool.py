@@ -14,36 +14,36 @@ NO_ROOM = MemoryBudget(own=0, memory=False)
 class SlotPool:
     """Slots that take turns. Every rank makes one; when a node lacks the memory after all, `room` has none.
 
-    Without `take` somebody else calls `berth.take` before a slot is used, and `give_up` where that fails.
+    Without `take` somebody else calls `rank memory.take` before a slot is used, and `give_up` where that fails.
     """
 
     def __init__(
-        self, berth: RankMemory, room: MemoryBudget, *, num_bytes: int, items_bytes: int, take: bool = True
+        self, rank_memory: RankMemory, room: MemoryBudget, *, num_bytes: int, items_bytes: int, take: bool = True
     ) -> None:
-        self.berth = berth
+        self.rank_memory = rank_memory
         had_memory = True
         try:
             if room.num_slots:
-                berth.lay_out(room.num_slots, num_bytes=num_bytes, items_bytes=items_bytes, take=take)
+                rank_memory.lay_out(room.num_slots, num_bytes=num_bytes, items_bytes=items_bytes, take=take)
         except OSError:
             had_memory = False
         self.room = room if everyone(had_memory) else NO_ROOM
         if not self.room.num_slots:
-            os.ftruncate(berth.fd, 0)
-        self.own = berth.slots[: room.own] if self.room.num_slots else ()
-        self.foreign = berth.slots[room.own :] if self.room.num_slots else ()
+            os.ftruncate(rank_memory.fd, 0)
+        self.own = rank_memory.slots[: room.own] if self.room.num_slots else ()
+        self.foreign = rank_memory.slots[room.own :] if self.room.num_slots else ()
         self._steps: dict[MemorySlot, int] = {}
         self._mine: set[MemorySlot] = set()
 
-    def clear_but(self, voyage: tuple[int, int] | None, step: int, share: RankShare) -> None:
-        """Empty all slots, but for those that hold the state of `step` on this voyage.
+    def clear_but(self, incarnation: tuple[int, int] | None, step: int, share: RankShare) -> None:
+        """Empty all slots, but for those that hold the state of `step` on this incarnation.
 
         Of those only slots with this rank's `share` count as held: the ranks may have been others, split in other ways.
         """
         self._steps, self._mine = {}, set()
         for slot in (*self.own, *self.foreign):
             kept = slot.read()
-            if kept is None or (kept.label.voyage, kept.label.step) != (voyage, step):
+            if kept is None or (kept.label.incarnation, kept.label.step) != (incarnation, step):
                 slot.open()
             elif slot in self.own:
                 self._steps[slot] = step
@@ -53,7 +53,7 @@ class SlotPool:
         """Do without slots. All ranks do, or none: what is written to disk from now on has no other place to wait."""
         self.room, self.own, self.foreign = NO_ROOM, (), ()
         self._steps, self._mine = {}, set()
-        os.ftruncate(self.berth.fd, 0)
+        os.ftruncate(self.rank_memory.fd, 0)
 
     def next(self, busy: Collection[MemorySlot]) -> MemorySlot:
         """Return the slot to copy to: the one with the oldest state that is not in use."""

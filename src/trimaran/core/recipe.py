@@ -60,7 +60,7 @@ class MixtureSource(BaseModel):
 
 
 class SamplesSection(BaseModel):
-    """How samples of various lengths and with pictures become rows of `seq_len` tokens.
+    """How samples of various lengths and with images become rows of `seq_len` tokens.
 
     `pack` fills a row with several samples, which do not see each other; `bucket` with samples of about one length,
     padded to it; `pad` takes one sample a row. `balance` deals the rows of a step to the ranks by what they cost.
@@ -74,8 +74,8 @@ class SamplesSection(BaseModel):
         Literal["auto", "chatml", "llama3", "vicuna", "plain"], Field(description="how a conversation becomes text")
     ] = "auto"
     images: Annotated[str | None, Field(description="the folder that image paths are relative to")] = None
-    min_pixels: Annotated[Count, Field(description="smaller pictures are made larger; 0: the model's own")] = 0
-    max_pixels: Annotated[Count, Field(description="larger pictures are made smaller; 0: the model's own")] = 0
+    min_pixels: Annotated[Count, Field(description="smaller images are made larger; 0: the model's own")] = 0
+    max_pixels: Annotated[Count, Field(description="larger images are made smaller; 0: the model's own")] = 0
     max_bad: Annotated[Fraction, Field(description="share of the samples that may be bad before the run stops")] = 0.01
     cache_features: Annotated[bool, Field(description="compute what a frozen tower sees once, and keep it")] = False
 

@@ -133,7 +133,7 @@ def kept_on(scene: MemoryInputs, part: RankPart, *, gathered: float) -> SavedAct
     parts = plan.mesh.cp if job.stack.name == "trimaran" and plan.comm.context == "gather" else 1
     look = LayerView(
         scene.saved, scene.width, scene.tp, parts, scene.cpu and scene.saved is not JOINT, gathered,
-        scene.habits.regathers[1] if scene.tp > 1 else 0, plan.micro_batch, plan.mesh.ep, tuple(ways.items()),
+        scene.profile.regathers[1] if scene.tp > 1 else 0, plan.micro_batch, plan.mesh.ep, tuple(ways.items()),
         BACK[scene.saved is JOINT] if job.stack.name == "trimaran" else 0,
     )  # fmt: skip
     return _kept(part, look)

@@ -52,7 +52,7 @@ class Matmul(NamedTuple):
 
 @lru_cache(maxsize=1 << 15)
 def layer_passes(
-    layer: OutlineLayer, cut: BlockSplit, rates: DeviceRates, habits: TimeProfile, *, compiled: bool, fp8: bool
+    layer: OutlineLayer, cut: BlockSplit, rates: DeviceRates, profile: TimeProfile, *, compiled: bool, fp8: bool
 ) -> Passes:
     """Return how long a transformer block takes; tensor parallelism cuts what lies between products as well."""
     forward = to_input = to_weights = again = there = 0.0
@@ -65,19 +65,19 @@ def layer_passes(
         if fp8:
             forward += CAST_BYTES * groups * (rows + columns) * depth / rates.stream
             to_input += 2 * CAST_BYTES * groups * rows * columns / rates.stream
-    moved = _moved_bytes(layer, cut, rates, habits, compiled=compiled) / rates.stream
-    sees, sees_back = _attention(layer, cut, rates, habits)
-    selective = moved + again if habits.recompute == "torch" else sees
+    moved = _moved_bytes(layer, cut, rates, profile, compiled=compiled) / rates.stream
+    sees, sees_back = _attention(layer, cut, rates, profile)
+    selective = moved + again if profile.recompute == "torch" else sees
     forward += moved + sees
-    full = forward - there if habits.recompute == "torch" else forward  # the last product is nobody's input
+    full = forward - there if profile.recompute == "torch" else forward  # the last product is nobody's input
     return Passes(forward, to_input + BACKWARD_MOVES * moved + sees_back, to_weights, full, selective)
 
 
-def head_passes(tower: Tower, cut: BlockSplit, rates: DeviceRates, habits: TimeProfile) -> Passes:
+def head_passes(tower: Tower, cut: BlockSplit, rates: DeviceRates, profile: TimeProfile) -> Passes:
     """Return how long the head and the loss take; they are never computed again."""
     columns, rates = tower.outputs // cut.tp, rates._replace(products=rates.head_products)
     there = product_seconds(cut.positions, columns, tower.hidden, rates)
-    scores = cut.positions * columns * habits.logit_bytes / rates.stream
+    scores = cut.positions * columns * profile.logit_bytes / rates.stream
     to_input = product_seconds(cut.positions, tower.hidden, columns, rates)
     to_weights = product_seconds(tower.hidden, columns, cut.positions, rates)
     return Passes(there + scores / 2, to_input + scores / 2, to_weights, 0.0, 0.0)
@@ -152,22 +152,22 @@ def _attention_products(layer: OutlineLayer, cut: BlockSplit) -> Iterator[Matmul
     yield Matmul(rows, hidden, output, is_kept=True)
 
 
-def _attention(layer: OutlineLayer, cut: BlockSplit, rates: DeviceRates, habits: TimeProfile) -> tuple[float, float]:
+def _attention(layer: OutlineLayer, cut: BlockSplit, rates: DeviceRates, profile: TimeProfile) -> tuple[float, float]:
     if not layer.heads:
         return 0.0, 0.0
     flops = 2.0 * cut.positions * layer.heads / cut.tp * (layer.head_dim + layer.value_dim) * layer.seen(cut.length)
-    return attention_seconds(flops, cut.length, layer.head_dim, kernel=habits.attention, rates=rates)
+    return attention_seconds(flops, cut.length, layer.head_dim, kernel=profile.attention, rates=rates)
 
 
 def _moved_bytes(
-    layer: OutlineLayer, cut: BlockSplit, rates: DeviceRates, habits: TimeProfile, *, compiled: bool
+    layer: OutlineLayer, cut: BlockSplit, rates: DeviceRates, profile: TimeProfile, *, compiled: bool
 ) -> float:
     """Return what a forward's elementwise operators move. Rotary positions came with gates: GPT's blocks have neither.
 
     Norms and rotary positions are computed in fp32 in any precision, so fp32 makes only the gate dearer. A norm of
     queries and keys is about a third of what the stream has for two norms and two residuals.
     """
-    traffic = habits.compiled if compiled else habits.eager
+    traffic = profile.compiled if compiled else profile.eager
     gate = (traffic.gate if layer.gated else GELU_BYTES) * (2 if rates.width == 4 else 1)
     turned = (traffic.rotary * layer.gated + traffic.stream / 3 * layer.qk_norm) * (layer.heads + layer.kv_heads)
     moved = traffic.stream * layer.hidden + turned * layer.head_dim + gate * layer.active_ffn

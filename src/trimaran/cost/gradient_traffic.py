@@ -36,7 +36,7 @@ class TrafficPath(NamedTuple):
     near_bandwidth: float
 
 
-def traffic_path_of(levels: tuple[Link, ...], plan: Plan, rates: DeviceRates, habits: TimeProfile) -> TrafficPath:
+def traffic_path_of(levels: tuple[Link, ...], plan: Plan, rates: DeviceRates, profile: TimeProfile) -> TrafficPath:
     """Return how a plan's data ranks meet. Gloo's threads need the cores that compute, so they hide nothing."""
     mesh, comm, is_sharded = plan.mesh, plan.comm, plan.sharding != "none"
     if is_sharded:
@@ -48,8 +48,8 @@ def traffic_path_of(levels: tuple[Link, ...], plan: Plan, rates: DeviceRates, ha
         _rings(levels, mesh.tp, *dense),
         _rings(levels, mesh.tp * mesh.ep, *spread),
         rates.width,
-        habits.passing.gradient * _summed_share(plan) / comm.local_steps,
-        0.0 if rates.generation == "cpu" else habits.hides[is_sharded],
+        profile.passing.gradient * _summed_share(plan) / comm.local_steps,
+        0.0 if rates.generation == "cpu" else profile.hides[is_sharded],
         RING_SHARE * levels[0].bandwidth,
     )
 

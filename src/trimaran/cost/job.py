@@ -1,4 +1,4 @@
-"""What is trained, and by whose habits: the question that every term of the cost answers."""
+"""What is trained, and by whose profile: the question that every term of the cost answers."""
 
 from dataclasses import dataclass
 

@@ -10,7 +10,7 @@ SUM_BYTES = 4
 
 
 def loss_of(job: Job, plan: Plan) -> str:
-    """Return how the loss is computed. Other systems have their own habits, and what is cut keeps its logits.
+    """Return how the loss is computed. Other systems have their own profile, and what is cut keeps its logits.
 
     So does a network that does more for them than the product of its head, whatever the plan says.
     """

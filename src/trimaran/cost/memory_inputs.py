@@ -19,7 +19,7 @@ class MemoryInputs(NamedTuple):
 
     job: Job
     plan: Plan
-    habits: MemoryProfile
+    profile: MemoryProfile
     saved: Saved
     cpu: bool
     offload: str
@@ -33,18 +33,18 @@ class MemoryInputs(NamedTuple):
     @property
     def halves(self) -> bool:
         """Whether matrices are kept as two halves of 16 bits."""
-        return self.habits is HALVES
+        return self.profile is HALVES
 
 
 def memory_inputs_of(job: Job, cluster: Cluster, plan: Plan) -> MemoryInputs:
     """Return the plan's scene. On a CPU nothing is offloaded to anywhere."""
     mesh, precision, cpu = plan.mesh, plan.precision, cluster.device.kind == "cpu"
-    habits = _habits(job, plan)
-    kept = job.stack.memory if habits is HALVES and not plan.joins_projections else habits
+    profile = _profile(job, plan)
+    kept = job.stack.memory if profile is HALVES and not plan.joins_projections else profile
     return MemoryInputs(
         job=job,
         plan=plan,
-        habits=habits,
+        profile=profile,
         saved=_saved(kept, precision, compiled=plan.compile, sharded=plan.sharding != "none"),
         cpu=cpu,
         offload="none" if cpu else plan.offload,
@@ -53,12 +53,12 @@ def memory_inputs_of(job: Job, cluster: Cluster, plan: Plan) -> MemoryInputs:
         pp=mesh.pp,
         shards=mesh.shards,
         data=mesh.data,
-        casts=2 if habits.weight == 4 and precision in ("bf16", "fp16") else 0,
+        casts=2 if profile.weight == 4 and precision in ("bf16", "fp16") else 0,
     )
 
 
-def _habits(job: Job, plan: Plan) -> MemoryProfile:
-    """Return the stack's habits; ours are others with DeepSpeed underneath, and on a device of its own."""
+def _profile(job: Job, plan: Plan) -> MemoryProfile:
+    """Return the stack's profile; ours are others with DeepSpeed underneath, and on a device of its own."""
     if job.stack.name != "trimaran":
         return job.stack.memory
     if plan.engine == "deepspeed":
@@ -66,8 +66,8 @@ def _habits(job: Job, plan: Plan) -> MemoryProfile:
     return HALVES if splits_weights(job, plan) else job.stack.memory
 
 
-def _saved(habits: MemoryProfile, precision: str, *, compiled: bool, sharded: bool) -> Saved:
+def _saved(profile: MemoryProfile, precision: str, *, compiled: bool, sharded: bool) -> Saved:
     """Return what layers save in this plan: of the names that fit it, the one that says most."""
     how = ("compiled" if compiled else "eager") + KIND.get(precision, "")
     how = how.removeprefix("eager ")
-    return habits.saved[f"sharded {how}" if sharded and f"sharded {how}" in habits.saved else how]
+    return profile.saved[f"sharded {how}" if sharded and f"sharded {how}" in profile.saved else how]

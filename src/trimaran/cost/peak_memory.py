@@ -69,7 +69,7 @@ class RankLoad(NamedTuple):
 def memory_of(job: Job, cluster: Cluster, plan: Plan) -> Memory:
     """Return what the plan holds at the fullest moment of a step."""
     scene = memory_inputs_of(job, cluster, plan)
-    gathered = scene.habits.regathers[0] if scene.tp > 1 and scene.pp == 1 else 0
+    gathered = scene.profile.regathers[0] if scene.tp > 1 and scene.pp == 1 else 0
     found = _memory(scene, cluster, gathered)
     if gathered and found.device > cluster.device.memory_bytes:
         return _memory(scene, cluster, 0)  # to gather again is what people switch on when memory runs out
@@ -77,10 +77,10 @@ def memory_of(job: Job, cluster: Cluster, plan: Plan) -> Memory:
 
 
 def _memory(scene: MemoryInputs, cluster: Cluster, gathered: float) -> Memory:
-    parts, works = distinct_parts(scene.job.outline, scene.plan, scene.job.seq_len, scene.habits.split)
+    parts, works = distinct_parts(scene.job.outline, scene.plan, scene.job.seq_len, scene.profile.split)
     loads = [_load(scene, part, gathered) for part in parts]
     fullest = max(loads, key=attrgetter("worst"))
-    rank, log = scene.habits.reports
+    rank, log = scene.profile.reports
     terms = _terms(scene, fullest if rank == "fullest" else loads[0 if rank == "first" else -1], log)
     around = 0
     if not scene.cpu:
@@ -136,7 +136,7 @@ def _load(scene: MemoryInputs, part: RankPart, gathered: float) -> RankLoad:
         held += HEAP_SHARE * passing + PROCESS_BYTES
         return RankLoad(states, moment, held, held, held, host)
     held += WORKSPACE_BYTES
-    alone, sharded, worst = scene.habits.holes
+    alone, sharded, worst = scene.profile.holes
     usual = alone if scene.shards == 1 else sharded
     passing += moment.casts + moment.gathered
     taken = held + SEGMENT_BYTES
@@ -153,7 +153,7 @@ def head_of(scene: MemoryInputs, part: RankPart) -> PeakMoment:
     if (tower := part.head_tower) is None:
         return PeakMoment()
     positions, plan = scene.job.positions(tower, scene.plan) / scene.tp, scene.plan
-    whole = scene.habits.weight == 4 or (scene.halves and (tower.tied or tower.frozen))
+    whole = scene.profile.weight == 4 or (scene.halves and (tower.tied or tower.frozen))
     casts = scene.width == 2 and whole and scene.job.sharding_of(tower, plan) == "none"
     kept = PeakMoment(
         activations=positions * scene.saved.stream * tower.hidden,
@@ -161,7 +161,7 @@ def head_of(scene: MemoryInputs, part: RankPart) -> PeakMoment:
     )
     if (loss := loss_of(scene.job, plan)) != "logits":
         return kept._replace(**_fused(scene, tower, chunked=loss == "chunked"))
-    at_loss, waits = scene.habits.logits
+    at_loss, waits = scene.profile.logits
     if scene.pp > 1 and plan.pipeline.schedule == "gpipe":
         at_loss += (plan.grad_accum - 1) * waits
     return kept._replace(logits=positions * at_loss * tower.outputs)

@@ -23,23 +23,23 @@ def repeated_flops(job: Job, plan: Plan) -> Flops:
 
 
 @lru_cache(maxsize=4096)  # a search asks again for each plan that recomputes alike
-def _of_tower(tower: Tower, how: str | int, seq_len: int, habits: TimeProfile) -> float:
+def _of_tower(tower: Tower, how: str | int, seq_len: int, profile: TimeProfile) -> float:
     """Return what one sample costs again. A number k means every k-th block, from the first."""
     positions, length = tower.places(seq_len)
     blocks = [block for block, count in tower.runs for _ in range(count)]
     stride = int(how) if isinstance(how, int) else 1
-    return sum(_of_block(block, positions, length, habits, selective=how == "selective") for block in blocks[::stride])
+    return sum(_of_block(block, positions, length, profile, selective=how == "selective") for block in blocks[::stride])
 
 
 def _of_block(
-    block: OutlineLayer | Opaque, positions: int, length: int, habits: TimeProfile, *, selective: bool
+    block: OutlineLayer | Opaque, positions: int, length: int, profile: TimeProfile, *, selective: bool
 ) -> float:
     whole = float(block.flops(positions, length))
     if isinstance(block, Opaque):
         return whole
     made = list(products(block, BlockSplit(positions, length, tp=1, ep=1)))
     sizes = [2.0 * each.rows * each.columns * each.depth * each.groups for each in made]
-    if habits.recompute == "whole":
+    if profile.recompute == "whole":
         return max(0.0, whole - sum(sizes)) if selective else whole  # attention, or all
     if selective:
         return sum(size for size, each in zip(sizes, made, strict=True) if not each.is_kept)

@@ -1,4 +1,4 @@
-"""Whose habits a prediction assumes: the software that will run the plan."""
+"""Whose profile a prediction assumes: the software that will run the plan."""
 
 from dataclasses import dataclass
 

@@ -50,21 +50,21 @@ def owned(mesh: Mesh, holding: Holding, sharding: str) -> float:
 def _states(scene: MemoryInputs, part: RankPart, holding: Holding) -> States:
     if scene.halves:
         return _halves(scene, holding)
-    habits, sharding = scene.habits, scene.job.sharding_of(holding.tower, scene.plan)
+    profile, sharding = scene.profile, scene.job.sharding_of(holding.tower, scene.plan)
     accumulates = scene.plan.grad_accum > 1
     count, mine = holding.dense + holding.experts, owned(scene.plan.mesh, holding, sharding)
     low, off = scene.width == 2, scene.offload
-    weight, gradient = (habits.weight, habits.gradient) if low else (4, 4)
-    weights = weight * (count if habits.whole and sharding != "parameters" else mine)
+    weight, gradient = (profile.weight, profile.gradient) if low else (4, 4)
+    weights = weight * (count if profile.whole and sharding != "parameters" else mine)
     trained = 0 if holding.tower.frozen else 1
     masters = trained * (MASTER * mine if weight == 2 else 0)
     optimizer = trained * scene.job.state_bytes * mine
     summed = trained * gradient * (count if _sums_whole(scene, sharding) else mine)
-    copies, fixed = habits.buckets
+    copies, fixed = profile.buckets
     buckets = copies * count if sharding == "none" and scene.data > 1 else 0
     if trained and sharding != "none":  # all towers of a rank share those that have a size
         buckets = fixed * count / part.trained
-    loose = trained * (habits.loose * count * low + buckets)
+    loose = trained * (profile.loose * count * low + buckets)
     gathered, working = _gathered(scene, part, holding, sharding)
     host = 0.0
     if off in ("optimizer", "parameters"):
@@ -73,11 +73,11 @@ def _states(scene: MemoryInputs, part: RankPart, holding: Holding) -> States:
         kept = summed if scene.pp > 1 else 0
         host, weights, summed = host + PINNED * (weights + summed - kept), 0, kept
     # Replicas reduce in buckets that stay between steps; elsewhere the first backward makes the gradients.
-    early = summed if accumulates or habits.whole or (scene.data > 1 and sharding == "none") else 0
-    of_all, of_mine = habits.update
+    early = summed if accumulates or profile.whole or (scene.data > 1 and sharding == "none") else 0
+    of_all, of_mine = profile.update
     passing = trained * (of_all * count * (mine < count) + of_mine * mine)
     adds = accumulates or holding.tower.tied  # a tied head's gradient is there before the embedding's
-    twice = trained * adds * 4 * holding.root if sharding == "none" and not habits.whole else 0
+    twice = trained * adds * 4 * holding.root if sharding == "none" and not profile.whole else 0
     states = States(weights, masters, optimizer, summed + loose, early + loose, twice, gathered, working)
     return states._replace(passing=max(0, passing - loose), host=host)
 
@@ -111,7 +111,7 @@ def _sums_whole(scene: MemoryInputs, sharding: str) -> bool:
     Sharded ones are reduced with every micro-batch. Those that travel with the last alone stay whole: the replicas',
     those of ZeRO-1, and, where FSDP shards, all of a pipeline's.
     """
-    if sharding == "none" or scene.habits.whole:
+    if sharding == "none" or scene.profile.whole:
         return sharding in ("none", "optimizer")
     return scene.plan.grad_accum > 1 and (sharding == "optimizer" or scene.pp > 1)
 
@@ -123,7 +123,7 @@ def _gathered(scene: MemoryInputs, part: RankPart, holding: Holding, sharding: s
     slice of each layer. Backward adds the layer at work, those fetched ahead, and a layer's and the
     root's gradients in 16 bit and, to be reduced, in fp32. Offloaded weights come up in fp32 before they are cast.
     """
-    if sharding == "none" or (scene.habits.whole and sharding != "parameters"):
+    if sharding == "none" or (scene.profile.whole and sharding != "parameters"):
         return 0, 0
     count, root = holding.dense + holding.experts, holding.root
     layer = (count - root) / max(1, holding.layers)
@@ -131,7 +131,7 @@ def _gathered(scene: MemoryInputs, part: RankPart, holding: Holding, sharding: s
     if not frees_weights(scene.plan, sharding):
         return scene.width * count, scene.width * count + trained * layer
     comm = scene.plan.comm
-    gathered = scene.width * (min(root, part.head or root) if scene.habits.fsdp == "ends" else root)
+    gathered = scene.width * (min(root, part.head or root) if scene.profile.fsdp == "ends" else root)
     if isinstance(comm.reshard, int):
         gathered += scene.width * holding.layers * layer / comm.reshard
     if scene.offload == "parameters":

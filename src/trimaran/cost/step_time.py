@@ -33,15 +33,15 @@ def seconds_of(job: Job, cluster: Cluster, plan: Plan) -> StepTime:
     Of a pipeline these are the seconds of the busiest rank, for which all others wait. What it waits itself while the
     pipeline fills and drains is `bubble`; what moves to the host and back, and nothing hides, is `offload`.
     """
-    device, levels, habits, count = cluster.device, _levels(cluster), job.stack.time, plan.grad_accum
+    device, levels, profile, count = cluster.device, _levels(cluster), job.stack.time, plan.grad_accum
     rates = rates_of(device, plan.precision)
     slowest, heaviest, everyone = stage_times_of(ask_of(job, rates, levels, plan))
     forward, backward = count * slowest.forward, count * slowest.backward
     if plan.sharding == "none":  # sharded sums are small
-        added = SUMMED_BYTES if splits_weights(job, plan) else habits.passing.added
+        added = SUMMED_BYTES if splits_weights(job, plan) else profile.passing.added
         backward += (count - 1) * added * slowest.part.trained / rates.stream
     exposed = {key: count * seconds for key, seconds in slowest.waits.items()} | exposed_traffic(
-        traffic_path_of(levels, plan, rates, habits), plan, heaviest
+        traffic_path_of(levels, plan, rates, profile), plan, heaviest
     )
     if jitters := math.log2(cluster.world_size if device.kind == "cpu" else cluster.num_nodes):
         exposed["waiting for the slowest rank"] = SLOWEST_SHARE[device.kind] * jitters * (forward + backward)

@@ -9,7 +9,7 @@ SAMPLES = frozenset({"chat", "webdataset", "parquet", "image-folder", "shapes"})
 
 
 def kind_of(recipe: Recipe) -> Kind:
-    """Return how the recipe's data is laid out. Text for a model that sees is a sample without a picture."""
+    """Return how the recipe's data is laid out. Text for a model that sees is a sample without an image."""
     section, family = recipe.data, recipe.model.family
     scenes = section.source == "scenes"
     if scenes != (family == "perception"):

@@ -22,10 +22,10 @@ COLOURS = {
 SHAPES = ("circle", "square", "triangle", "cross", "ring")
 COUNTS = ("none", "one", "two", "three", "four")
 SIDES = (32, 40, 48, 56, 64)
-HOW_MANY = (0.45, 0.3, 0.15, 0.1)  # of the pictures have one shape, two, three, four
+HOW_MANY = (0.45, 0.3, 0.15, 0.1)  # of the images have one shape, two, three, four
 CELL = 16  # the least room of one shape, in pixels a side
 KINDS = (0.35, 0.25, 0.3, 0.1)  # of the questions: a colour, how many, whether there is a colour, a shape
-TEXT_ONLY, CAPTIONS = 0.1, 0.06  # shares of the samples without a picture, and of those that only describe one
+TEXT_ONLY, CAPTIONS = 0.1, 0.06  # shares of the samples without an image, and of those that only describe one
 FACTS = (
     ("which shape has three corners?", "triangle"),
     ("which shape has four corners?", "square"),
@@ -50,7 +50,7 @@ class Thing:
 class Drawn:
     """One sample: a PNG, or nothing; a question, or nothing when the answer describes the picture."""
 
-    picture: bytes
+    image: bytes
     question: str
     answer: str
 
@@ -62,10 +62,10 @@ def draw(number: int) -> Drawn:
         return Drawn(b"", *FACTS[random.integers(len(FACTS))])
     width, height = random.choice(SIDES, 2).tolist()
     things = _choose(random, (width // CELL) * (height // CELL))
-    picture = _png(_render(random, things, width, height))
+    image = _png(_render(random, things, width, height))
     if random.random() < CAPTIONS:
-        return Drawn(picture, "", " and ".join(f"a {thing.colour} {thing.shape}" for thing in things))
-    return Drawn(picture, *_ask(random, things))
+        return Drawn(image, "", " and ".join(f"a {thing.colour} {thing.shape}" for thing in things))
+    return Drawn(image, *_ask(random, things))
 
 
 def _choose(random: np.random.Generator, room: int) -> list[Thing]:
@@ -98,7 +98,7 @@ def _ask(random: np.random.Generator, things: list[Thing]) -> tuple[str, str]:
 def _render(random: np.random.Generator, things: list[Thing], width: int, height: int) -> np.ndarray:
     """Return u8 [height, width, 3]: the things, each in a cell of its own, on a grey ground with a little noise."""
     ground = random.integers(90, 150) + random.integers(-8, 9, (height, width, 1))
-    picture = np.broadcast_to(ground, (height, width, 3)).astype(np.int16)
+    image = np.broadcast_to(ground, (height, width, 3)).astype(np.int16)
     across, down = _cells(len(things), width, height)
     cells = np.sort(random.choice(across * down, len(things), replace=False))
     for thing, cell in zip(things, cells.tolist(), strict=True):
@@ -107,8 +107,8 @@ def _render(random: np.random.Generator, things: list[Thing], width: int, height
         x = (cell % across + 0.5) * room_x + random.uniform(-1, 1) * (room_x / 2 - radius)
         y = (cell // across + 0.5) * room_y + random.uniform(-1, 1) * (room_y / 2 - radius)
         inside = _inside(thing.shape, np.arange(width)[None] + 0.5 - x, np.arange(height)[:, None] + 0.5 - y, radius)
-        picture[inside] = np.array(COLOURS[thing.colour]) + random.integers(-10, 11, 3)
-    return picture.clip(0, 255).astype(np.uint8)
+        image[inside] = np.array(COLOURS[thing.colour]) + random.integers(-10, 11, 3)
+    return image.clip(0, 255).astype(np.uint8)
 
 
 def _cells(count: int, width: int, height: int) -> tuple[int, int]:
@@ -131,7 +131,7 @@ def _inside(shape: str, x: np.ndarray, y: np.ndarray, radius: float) -> np.ndarr
     return (np.minimum(abs(x), abs(y)) < 0.28 * radius) & (np.maximum(abs(x), abs(y)) < radius)
 
 
-def _png(picture: np.ndarray) -> bytes:
+def _png(image: np.ndarray) -> bytes:
     file = io.BytesIO()
-    Image.fromarray(picture).save(file, "PNG", compress_level=1)
+    Image.fromarray(image).save(file, "PNG", compress_level=1)
     return file.getvalue()

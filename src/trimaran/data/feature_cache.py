@@ -1,7 +1,7 @@
-"""What a frozen tower makes of the pictures, kept on disk: computed once, read ever after.
+"""What a frozen tower makes of the images, kept on disk: computed once, read ever after.
 
-The features of picture 0 come first, then those of picture 1, and so on, cut into part files at whole pictures. How
-many tokens each picture has is known beforehand, so a part needs no table. A part is complete or it is not there: work
+The features of image 0 come first, then those of image 1, and so on, cut into part files at whole images. How
+many tokens each image has is known beforehand, so a part needs no table. A part is complete or it is not there: work
 that was interrupted goes on with those that are missing, and many processes may write at the same time.
 """
 
@@ -24,14 +24,14 @@ BF16 = np.dtype(np.uint16)  # numpy has no bf16: its bits
 
 
 class FeatureStore:
-    """Features of pictures in `folder`: of picture n `tokens[n]` rows of `width` numbers. See `PictureSheet`."""
+    """Features of images in `folder`: of image n `tokens[n]` rows of `width` numbers. See `ImageSheet`."""
 
     def __init__(
         self, folder: Path, tokens: np.ndarray, *, width: int, dtype: np.dtype, part_bytes: int = PART_BYTES
     ) -> None:
         self.folder, self.width, self.dtype = folder, width, np.dtype(dtype)
         self._first = np.concatenate([[0], np.cumsum(tokens, dtype=np.int64)])
-        # A picture belongs to the part that its first byte falls into.
+        # An image belongs to the part that its first byte falls into.
         parts = self._first[:-1] * (width * self.dtype.itemsize) // part_bytes
         self._starts = np.flatnonzero(np.diff(parts, prepend=-1))
         self._maps: dict[int, np.ndarray] = {}
@@ -40,13 +40,13 @@ class FeatureStore:
     def num_parts(self) -> int:
         return len(self._starts)
 
-    def pictures(self, part: int) -> range:
-        """Return the numbers of the pictures in a part."""
+    def images(self, part: int) -> range:
+        """Return the numbers of the images in a part."""
         stop = self._starts[part + 1] if part + 1 < self.num_parts else len(self._first) - 1
         return range(int(self._starts[part]), int(stop))
 
     def num_bytes(self, part: int) -> int:
-        numbers = self.pictures(part)
+        numbers = self.images(part)
         return int(self._first[numbers.stop] - self._first[numbers.start]) * self.width * self.dtype.itemsize
 
     def missing(self) -> list[int]:
@@ -54,7 +54,7 @@ class FeatureStore:
         return [part for part in range(self.num_parts) if not self._is_there(part)]
 
     def write(self, part: int, features: np.ndarray, bad: Mapping[int, str]) -> None:
-        """Put a part in its place: the features of its pictures, and why those that are `bad` have none."""
+        """Put a part in its place: the features of its images, and why those that are `bad` have none."""
         assert features.nbytes == self.num_bytes(part)
         assert features.dtype == self.dtype
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -63,8 +63,8 @@ class FeatureStore:
         words = {"sha256": hashlib.sha256(data).hexdigest(), "bad": {str(number): why for number, why in bad.items()}}
         put_file(self._file(part).with_suffix(".json"), json.dumps(words).encode())  # last: with it the part is there
 
-    def picture(self, number: int, /) -> np.ndarray:
-        """Return the features of a picture, [tokens, width], read-only; raises when it could not be read."""
+    def image(self, number: int, /) -> np.ndarray:
+        """Return the features of an image, [tokens, width], read-only; raises when it could not be read."""
         if (why := self._bad.get(number)) is not None:
             raise BadSampleError(why)
         part = int(np.searchsorted(self._starts, number, side="right")) - 1
@@ -104,11 +104,11 @@ class FeatureStore:
 def refuse_trained(recipe: Recipe) -> None:
     """Raise when features are to be kept of a tower that changes, or that does not exist."""
     if recipe.model.family != "vlm":
-        raise UserError("T062", f"only the family vlm keeps features of pictures, and the model is of family "
+        raise UserError("T062", f"only the family vlm keeps features of images, and the model is of family "
                         f"{recipe.model.family}", where="data.samples.cache_features",
                         fix="set data.samples.cache_features to false")  # fmt: skip
     if TOWER not in recipe.model.freeze:
-        raise UserError("T062", "the vision tower is trained, so what it makes of a picture changes with every step",
+        raise UserError("T062", "the vision tower is trained, so what it makes of an image changes with every step",
                         where="data.samples.cache_features",
                         fix="freeze it: --set 'model.freeze=[vision]', or set cache_features to false")  # fmt: skip
 

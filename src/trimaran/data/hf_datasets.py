@@ -10,7 +10,7 @@ from trimaran.core import UserError
 from trimaran.data.text_sources import row_text
 
 BATCH_ROWS = 1000
-BATCH_PICTURES = 128
+BATCH_IMAGES = 128
 BUILDERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 
 
@@ -31,11 +31,11 @@ def read_rows(path: Path, files: list[Path], field: str) -> Iterator[tuple[str, 
 
 
 def read_saved(path: Path) -> Iterator[tuple[int, dict[str, Any], float]]:
-    """Yield number, row and share read of a dataset that `save_to_disk` wrote. Pictures come as their bytes or path."""
+    """Yield number, row and share read of a dataset that `save_to_disk` wrote. Images come as their bytes or path."""
     dataset = _open_saved(path)
     number = 0
     try:
-        tables: Iterator[Any] = dataset.with_format("arrow").iter(batch_size=BATCH_PICTURES)  # of pyarrow
+        tables: Iterator[Any] = dataset.with_format("arrow").iter(batch_size=BATCH_IMAGES)  # of pyarrow
         for table in tables:
             for row in table.to_pylist():
                 number += 1

@@ -1,4 +1,4 @@
-"""The pictures of one rank's step, one behind the other: as patches, or as what a frozen tower made of them."""
+"""The images of one rank's step, one behind the other: as patches, or as what a frozen tower made of them."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -11,7 +11,7 @@ from trimaran.data.vision.patches import fill_patches, grey_patches
 
 
 class Features(Protocol):
-    """What a frozen tower made of pictures, kept: of picture n, [tokens, width] of `dtype`."""
+    """What a frozen tower made of images, kept: of image n, [tokens, width] of `dtype`."""
 
     @property
     def width(self) -> int: ...
@@ -19,13 +19,13 @@ class Features(Protocol):
     @property
     def dtype(self) -> np.dtype: ...
 
-    def picture(self, number: int, /) -> np.ndarray: ...
+    def image(self, number: int, /) -> np.ndarray: ...
 
 
-class PictureSheet:
-    """Room for the pictures of a step. Those of a sample are put there together, or not at all.
+class ImageSheet:
+    """Room for the images of a step. Those of a sample are put there together, or not at all.
 
-    `size` is how many patches there will be, or, with `features`, how many tokens of pictures.
+    `size` is how many patches there will be, or, with `features`, how many tokens of images.
     """
 
     def __init__(self, table: SampleTable, rules: ImageRules, size: int, features: Features | None) -> None:
@@ -42,20 +42,20 @@ class PictureSheet:
         self._cuts.append((self._filled, self._num_grids))
 
     def put(self, numbers: Sequence[int], grids: Sequence[np.ndarray]) -> None:
-        """Read pictures and put them behind the others. When one of them fails there is none."""
+        """Read images and put them behind the others. When one of them fails there is none."""
         at = self._filled
         for number, grid in zip(numbers, grids, strict=True):
             stop = at + self._count(grid)
             if self._features is None:
-                width, height = self._table.picture_sizes[number].tolist()
-                fill_patches(self._table.picture_bytes(number), (width, height), self._rules, self._units[at:stop])
+                width, height = self._table.image_sizes[number].tolist()
+                fill_patches(self._table.image_bytes(number), (width, height), self._rules, self._units[at:stop])
             else:
-                self._units[at:stop] = self._features.picture(number)
+                self._units[at:stop] = self._features.image(number)
             at = stop
         self._keep(at, grids)
 
     def leave_empty(self, grids: Sequence[np.ndarray]) -> None:
-        """Put pictures on which there is nothing to see behind the others."""
+        """Put images on which there is nothing to see behind the others."""
         stop = self._filled + sum(map(self._count, grids))
         if self._features is None:
             grey_patches(self._units[self._filled : stop])

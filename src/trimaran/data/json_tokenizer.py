@@ -36,12 +36,12 @@ class JsonTokenizer:
         return [np.array(each.ids, dtype=np.int32) for each in encodings]
 
     def encode_plain(self, texts: Sequence[str]) -> list[np.ndarray]:
-        with self._reading_letters():
+        with self._reading_coordinator():
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(each.ids, dtype=np.int32) for each in encodings]
 
     def encode_spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        with self._reading_letters():
+        with self._reading_coordinator():
             encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [
             (np.array(each.ids, dtype=np.int32), np.array(each.offsets, dtype=np.int64).reshape(-1, 2))
@@ -49,7 +49,7 @@ class JsonTokenizer:
         ]
 
     @contextmanager
-    def _reading_letters(self) -> Iterator[None]:
+    def _reading_coordinator(self) -> Iterator[None]:
         """Let special tokens in a text be read as the letters that they are written with."""
         self._tokenizer.encode_special_tokens = True
         try:

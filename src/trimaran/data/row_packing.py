@@ -1,6 +1,6 @@
 """Rows of one length from samples of many: which samples lie in which row, decided once for a data set.
 
-A row is never longer than `seq_len` tokens. What is longer is cut at its end, unless that would cut a picture or leave
+A row is never longer than `seq_len` tokens. What is longer is cut at its end, unless that would cut an image or leave
 no target: then it is left out, and counted.
 """
 
@@ -27,7 +27,7 @@ WINDOW = 1 << 14  # samples that are packed together: enough to fill rows, few e
 # What makes samples dear in most models. It only mixes them, and is the same for all, so that no row depends on one.
 TYPICAL = RowCost(token_pair=4e-5, patch=0.2, patch_pair=4e-5)
 SHADES = (0.015, 0.03, 0.06, 0.1, 0.15, 0.25, 0.4)  # how far off the mean a row is, as a share of what the mean costs
-LEFT_OUT = ("a picture would be cut", "no target would be left", "it is empty")
+LEFT_OUT = ("an image would be cut", "no target would be left", "it is empty")
 
 Batching = Literal["pack", "bucket", "pad"]
 
@@ -61,7 +61,7 @@ class PackingRules:
     seq_len: int
     batching: Batching = "pack"
     seed: int = 0
-    pictures: ImageRules | None = None
+    images: ImageRules | None = None
 
 
 def pack_samples(table: SampleTable, ids: np.ndarray, measures: Measures, rules: PackingRules) -> RowPacking:
@@ -107,13 +107,13 @@ def _spoiled(table: SampleTable, number: int, measures: Measures, rules: Packing
     """Return why a sample that is too long cannot be cut, or None when it can."""
     sample = table.sample(number)
     weights = np.ones(len(sample.tokens), dtype=np.int64)
-    if rules.pictures is not None and len(sample.pictures):
-        seen = sample.tokens == rules.pictures.image_token
-        sizes = measures.picture_tokens[sample.pictures.start : sample.pictures.stop]
+    if rules.images is not None and len(sample.images):
+        seen = sample.tokens == rules.images.image_token
+        sizes = measures.image_tokens[sample.images.start : sample.images.stop]
         if int(seen.sum()) == len(sizes):  # what does not match is found, and told, where the sample is loaded
             weights[seen] = sizes
             if np.cumsum(weights)[seen][-1] > rules.seq_len:
-                return "a picture would be cut"
+                return "an image would be cut"
     predicted_at = np.cumsum(weights)[1:] - 2  # the token before it
     if not sample.targets[1:][predicted_at < rules.seq_len].any():
         return "no target would be left"

@@ -1,4 +1,4 @@
-"""What samples cost: how long they are with their pictures written out, and what a rank pays for them."""
+"""What samples cost: how long they are with their images written out, and what a rank pays for them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,11 +7,11 @@ from typing import Protocol
 import numpy as np
 
 from trimaran.core import ImageRules, RowCost
-from trimaran.data.vision.image_grid import measure_pictures
+from trimaran.data.vision.image_grid import measure_images
 
 
 class IndexedSample(Protocol):
-    """One sample: its tokens, a picture being one of them, which of them are targets, and its pictures' numbers."""
+    """One sample: its tokens, an image being one of them, which of them are targets, and its images' numbers."""
 
     @property
     def tokens(self) -> np.ndarray: ...
@@ -20,7 +20,7 @@ class IndexedSample(Protocol):
     def targets(self) -> np.ndarray: ...
 
     @property
-    def pictures(self) -> range: ...
+    def images(self) -> range: ...
 
     @property
     def source(self) -> int: ...
@@ -29,8 +29,8 @@ class IndexedSample(Protocol):
 class SampleTable(Protocol):
     """An index of samples, as far as rows and batches need it; `samples.index.SampleIndex` is one.
 
-    `text_lengths` [samples] count a picture as one token; `first_picture` [samples + 1] says where the pictures of a
-    sample begin among `picture_sizes` [pictures, 2] (width, height).
+    `text_lengths` [samples] count an image as one token; `first_picture` [samples + 1] says where the images of a
+    sample begin among `image_sizes` [images, 2] (width, height).
     """
 
     @property
@@ -40,10 +40,10 @@ class SampleTable(Protocol):
     def text_lengths(self) -> np.ndarray: ...
 
     @property
-    def picture_sizes(self) -> np.ndarray: ...
+    def image_sizes(self) -> np.ndarray: ...
 
     @property
-    def first_picture(self) -> np.ndarray: ...
+    def first_image(self) -> np.ndarray: ...
 
     @property
     def sources(self) -> np.ndarray: ...
@@ -56,14 +56,14 @@ class SampleTable(Protocol):
 
     def sample(self, index: int, /) -> IndexedSample: ...
 
-    def picture_bytes(self, number: int, /) -> bytes: ...
+    def image_bytes(self, number: int, /) -> bytes: ...
 
     def origin(self, index: int, /) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Measures:
-    """Of each sample: its tokens with the pictures written out, not cut, and its patches. Of each picture: its tokens.
+    """Of each sample: its tokens with the images written out, not cut, and its patches. Of each image: its tokens.
 
     `patch_pairs` are the pairs of patches that see each other.
     """
@@ -71,8 +71,8 @@ class Measures:
     lengths: np.ndarray
     patches: np.ndarray
     patch_pairs: np.ndarray
-    picture_tokens: np.ndarray
-    picture_patches: np.ndarray
+    image_tokens: np.ndarray
+    image_patches: np.ndarray
 
     def excess(self, cost: RowCost, seq_len: int) -> np.ndarray:
         """Return what each sample costs beside its tokens, f64 [samples], when what is longer than `seq_len` is cut.
@@ -84,13 +84,13 @@ class Measures:
 
 
 def measure(table: SampleTable, rules: ImageRules | None) -> Measures:
-    """Return the measures of all samples. Without `rules` there must be no pictures."""
+    """Return the measures of all samples. Without `rules` there must be no images."""
     lengths = np.asarray(table.text_lengths, dtype=np.int64)
-    if rules is None or not len(table.picture_sizes):
+    if rules is None or not len(table.image_sizes):
         none, nothing = np.zeros(0, dtype=np.int64), np.zeros(table.num_samples, dtype=np.int64)
         return Measures(lengths, nothing, nothing, none, none)
-    sizes = measure_pictures(table.picture_sizes, rules)
-    first = np.asarray(table.first_picture)
+    sizes = measure_images(table.image_sizes, rules)
+    first = np.asarray(table.first_image)
     return Measures(
         lengths + _sums(sizes.tokens - 1, first),
         _sums(sizes.patches, first),

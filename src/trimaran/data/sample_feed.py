@@ -1,4 +1,4 @@
-"""Batches of samples of many lengths, with pictures or without: rows that hold several, dealt out by cost."""
+"""Batches of samples of many lengths, with images or without: rows that hold several, dealt out by cost."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ import numpy as np
 
 from trimaran.core import DataSection, ImageRules, RowCost, UserError
 from trimaran.data.feed import BadSample, DataShare, LoadedArrays
-from trimaran.data.image_arrays import Features, PictureSheet
+from trimaran.data.image_arrays import Features, ImageSheet
 from trimaran.data.packed_sample import PackedSample, Scribe
 from trimaran.data.quarantine import PAUSE_SECONDS, TRIES, BadSampleError
 from trimaran.data.row_arrays import Sheet, spans_of
@@ -37,7 +37,7 @@ class Prepared(SampleTable, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleTerms:
-    """What the model asks of its samples: how it takes pictures, if any, what they cost, and the seed of the run.
+    """What the model asks of its samples: how it takes images, if any, what they cost, and the seed of the run.
 
     With `features` it is given those in the place of patches. `vocabulary` is how many token ids it knows; None checks
     nothing.
@@ -84,12 +84,12 @@ def sample_feeds(
     quarantined: frozenset[int] = frozenset(),
 ) -> tuple["SampleFeed", "SampleFeed | None"]:
     """Return what is trained on, and what is held out if there is any. Samples are held out whole, before they mix."""
-    if terms.rules is None and len(index.picture_sizes):
-        raise UserError("T051", f"the data has {len(index.picture_sizes):,} pictures, and this model does not see",
-                        where="model.family", fix="use a model of family vlm, or data without pictures")  # fmt: skip
+    if terms.rules is None and len(index.image_sizes):
+        raise UserError("T051", f"the data has {len(index.image_sizes):,} images, and this model does not see",
+                        where="model.family", fix="use a model of family vlm, or data without images")  # fmt: skip
     measures = measure(index, terms.rules)
     rules = PackingRules(
-        seq_len=section.seq_len, batching=section.samples.batching, seed=terms.seed, pictures=terms.rules
+        seq_len=section.seq_len, batching=section.samples.batching, seed=terms.seed, images=terms.rules
     )
 
     def rows_of(ids: np.ndarray) -> SampleRows:
@@ -159,49 +159,49 @@ class SampleFeed:
         sheet = Sheet(
             self.share, self._chart.seq_len, sources=len(self._table.source_names) > 1, rules=self._terms.rules
         )
-        pictures = self._picture_sheet(rows)
+        images = self._image_sheet(rows)
         bad: list[BadSample] = []
         for number, row in enumerate(rows):
-            if pictures is not None and number % self.share.micro_batch == 0:
-                pictures.begin_micro_batch()
+            if images is not None and number % self.share.micro_batch == 0:
+                images.begin_micro_batch()
             pieces = []
             for sample_id in row.tolist():
                 at(sample_id)
-                pieces.append(self._fetch(sample_id, pictures, bad))
+                pieces.append(self._fetch(sample_id, images, bad))
             spans = spans_of(self._lengths(row), self._chart.seq_len, self._chart.batching)
             sheet.write(number, spans, pieces, self._table.sources[row].tolist())
         return LoadedArrays(
-            arrays=sheet.arrays() | ({} if pictures is None else pictures.arrays()),
+            arrays=sheet.arrays() | ({} if images is None else images.arrays()),
             num_valid=int(np.count_nonzero(sheet.labels != IGNORED)),
-            cuts={} if pictures is None else pictures.cuts(),
+            cuts={} if images is None else images.cuts(),
             facts=self._facts(deal, rows) | {"bad": len(bad)},
             bad=tuple(bad),
         )
 
-    def _fetch(self, sample_id: int, pictures: PictureSheet | None, bad: list[BadSample]) -> PackedSample:
-        """Return the piece of a sample, with its pictures on their sheet, or what keeps its place."""
-        numbers = range(*self._table.first_picture[sample_id : sample_id + 2].tolist())
-        sizes = np.asarray(self._table.picture_sizes[numbers.start : numbers.stop])
+    def _fetch(self, sample_id: int, images: ImageSheet | None, bad: list[BadSample]) -> PackedSample:
+        """Return the piece of a sample, with its images on their sheet, or what keeps its place."""
+        numbers = range(*self._table.first_image[sample_id : sample_id + 2].tolist())
+        sizes = np.asarray(self._table.image_sizes[numbers.start : numbers.stop])
         if sample_id not in self._quarantined:
             try:
-                return self._read(sample_id, numbers, sizes, pictures)
+                return self._read(sample_id, numbers, sizes, images)
             except Exception as error:
                 reason = f"{self._table.origin(sample_id)}: {error}"
                 bad.append(BadSample(sample_id, reason[:REASON_CHARACTERS]))
         piece = self._scribe.blank(int(self._measures.lengths[sample_id]), sizes)
-        if pictures is not None:
-            pictures.leave_empty(piece.grids)
+        if images is not None:
+            images.leave_empty(piece.grids)
         return piece
 
-    def _read(self, sample_id: int, numbers: range, sizes: np.ndarray, pictures: PictureSheet | None) -> PackedSample:
+    def _read(self, sample_id: int, numbers: range, sizes: np.ndarray, images: ImageSheet | None) -> PackedSample:
         """Return the piece of a sample, tried a few times: a disk across the network may do better in a moment."""
         for left in reversed(range(TRIES)):
             try:
                 piece = self._scribe.spell(self._table.sample(sample_id), sizes)
                 if len(piece) != min(self._measures.lengths[sample_id], self._chart.seq_len):
                     raise BadSampleError(f"it has {len(piece)} tokens, which is not what its index says")
-                if pictures is not None:
-                    pictures.put(numbers, piece.grids)
+                if images is not None:
+                    images.put(numbers, piece.grids)
                 return piece
             except Exception:
                 if not left:
@@ -209,13 +209,13 @@ class SampleFeed:
                 time.sleep(PAUSE_SECONDS)
         raise AssertionError("it was tried at least once")
 
-    def _picture_sheet(self, rows: Sequence[np.ndarray]) -> PictureSheet | None:
-        """Return a sheet with room for the pictures of these rows, or None when the model takes none."""
+    def _image_sheet(self, rows: Sequence[np.ndarray]) -> ImageSheet | None:
+        """Return a sheet with room for the images of these rows, or None when the model takes none."""
         if self._terms.rules is None:
             return None
         patches = int(sum(self._measures.patches[row].sum() for row in rows))
         size = patches if self._terms.features is None else patches // self._terms.rules.merge**2
-        return PictureSheet(self._table, self._terms.rules, size, self._terms.features)
+        return ImageSheet(self._table, self._terms.rules, size, self._terms.features)
 
     def _facts(self, deal: RowAssignment, rows: Sequence[np.ndarray]) -> dict[str, float]:
         """Return what the metrics tell of this rank's rows: samples, useful and useless tokens, patches, and the cost.

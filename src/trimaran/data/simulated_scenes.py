@@ -76,9 +76,9 @@ def make_scene(seed: int, number: int, rules: SceneRules) -> SimulatedScene:
     distances, hits, _ = cast(_lidar(), boxes)
     counts = np.bincount(hits[hits >= 0], minlength=len(boxes))
     points = _points(draw, distances, hits, rules)
-    pictures = _pictures(draw, boxes, roads, rules)
+    images = _images(draw, boxes, roads, rules)
     boxes = boxes[counts >= FEWEST_POINTS]
-    return SimulatedScene(pictures, points, boxes, _segmentation(boxes, roads, rules))
+    return SimulatedScene(images, points, boxes, _segmentation(boxes, roads, rules))
 
 
 def cast(rig: Rig, boxes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -130,7 +130,7 @@ def _cameras(rules: SceneRules) -> Rig:
     right = (np.arange(rules.width) + 0.5 - rules.width / 2) / rules.focal
     up = (rules.horizon - np.arange(rules.height) - 0.5) / rules.focal
     azimuths = (np.array(rules.headings)[:, None] - np.arctan(right)).ravel()
-    ahead = np.tile(np.sqrt(1 + right**2), rules.cameras)  # to the plane of the picture, at each column
+    ahead = np.tile(np.sqrt(1 + right**2), rules.cameras)  # to the plane of the image, at each column
     flat = np.stack([np.cos(azimuths), np.sin(azimuths)], axis=-1) * ahead[:, None]
     rays = np.empty((len(azimuths), rules.height, 3), dtype=np.float32)
     rays[..., :2], rays[..., 2] = flat[:, None], up
@@ -185,7 +185,7 @@ def _points(draw: np.random.Generator, distances: np.ndarray, hits: np.ndarray, 
     return points[(np.abs(points[:, :2]) < rules.reach).all(axis=1)]
 
 
-def _pictures(draw: np.random.Generator, boxes: np.ndarray, roads: list[Road], rules: SceneRules) -> np.ndarray:
+def _images(draw: np.random.Generator, boxes: np.ndarray, roads: list[Road], rules: SceneRules) -> np.ndarray:
     rig = _cameras(rules)
     distances, hits, shades = cast(rig, boxes)
     kinds = boxes[:, -1].astype(np.int64)

@@ -41,11 +41,11 @@ def main(signals: Signals) -> int:
     flags = parser.parse_args()
     try:
         refuse_unusable(os.environ)
-        run, formation = open_run(flags.run), node_options_of(flags)
+        run, node_options = open_run(flags.run), node_options_of(flags)
         check = not flags.no_check
-        if formation is None:
+        if node_options is None:
             return run_here(run, signals, check=check)
-        return run_with_others(run, formation, signals, check=check)
+        return run_with_others(run, node_options, signals, check=check)
     except UserError as error:
         print(error, file=sys.stderr)  # noqa: T201
         return EXIT_USER

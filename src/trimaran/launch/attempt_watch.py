@@ -50,17 +50,17 @@ class AttemptWatch:
                         self.silent[news.rank] = news
                     case Lost(back=False):
                         self.lost.append(news)
-        pulses = {rank: pulse for node in self.nodes for rank, pulse in node.pulses().items()}
-        self.highest = max(self.highest, min((pulse.step for pulse in pulses.values()), default=0))
+        heartbeats = {rank: heartbeat for node in self.nodes for rank, heartbeat in node.heartbeats().items()}
+        self.highest = max(self.highest, min((heartbeat.step for heartbeat in heartbeats.values()), default=0))
         self._read_events()
-        if self.lost or self._stands_still(pulses) or self.improper(doubt=DOUBT_SECONDS):
+        if self.lost or self._stands_still(heartbeats) or self.improper(doubt=DOUBT_SECONDS):
             return "trouble"
         if len(self.ended) < self.orders.world_size:
             return None
         codes = {each.code for each in self.ended.values()}
         return "done" if codes == {EXIT_DONE} else "stopped"
 
-    def _stands_still(self, pulses: Mapping[int, Heartbeat]) -> bool:
+    def _stands_still(self, heartbeats: Mapping[int, Heartbeat]) -> bool:
         """Whether silence is trouble: not while ranks only wait for one that does what may take long.
 
         One that is stopped does nothing, and those who wait for it may well be in such a section themselves.
@@ -68,13 +68,15 @@ class AttemptWatch:
         self.silent = {
             rank: each
             for rank, each in self.silent.items()
-            if pulses[rank].entered < each.pulse.entered + MOVED_SECONDS
+            if heartbeats[rank].entered < each.heartbeat.entered + MOVED_SECONDS
         }
         if not self.silent or any(each.stopped for each in self.silent.values()):
             return bool(self.silent)
-        reached = min(each.pulse.step for each in self.silent.values())
-        waited_for = (pulse for rank, pulse in pulses.items() if rank in self.alive and rank not in self.silent)
-        return not any(pulse.section in PATIENT and pulse.step <= reached for pulse in waited_for)
+        reached = min(each.heartbeat.step for each in self.silent.values())
+        waited_for = (
+            heartbeat for rank, heartbeat in heartbeats.items() if rank in self.alive and rank not in self.silent
+        )
+        return not any(heartbeat.section in PATIENT and heartbeat.step <= reached for heartbeat in waited_for)
 
     def improper(self, *, doubt: float = 0.0) -> list[Ended]:
         """Return the ends of ranks that did not end as they should: any but 0 and 75, or these without a word.

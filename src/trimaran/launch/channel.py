@@ -37,7 +37,7 @@ class Connection:
     reader: Reader = field(default_factory=Reader)
     seal: Seal | None = None
     unsent: bytearray = field(default_factory=bytearray)
-    desk: "Mailbox | None" = None
+    mailbox: "Mailbox | None" = None
 
     def reply(self, record: Record) -> None:
         self.unsent += frame(record, self.seal)
@@ -69,7 +69,7 @@ class Channel:
         self._token, self._run = token, fingerprint(token)
         self._attempts: dict[int, Keys] = {}
         self._over = -1  # this attempt and all before it are history
-        self._guests: dict[int, Connection] = {}
+        self._connections: dict[int, Connection] = {}
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._listener = _listen(host, port)
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -86,7 +86,7 @@ class Channel:
 
     @property
     def num_strangers(self) -> int:
-        return sum(guest.seal is None for guest in list(self._guests.values()))
+        return sum(connection.seal is None for connection in list(self._connections.values()))
 
     def forget(self, attempt: int) -> None:
         """Drop the values of `attempt` and of all before it. Whoever waits for one, or asks later, hears it is over."""
@@ -126,15 +126,17 @@ class Channel:
                     elif key.fileobj is self._listener:
                         self._accept()
                     elif not self._run_calls():
-                        for guest in list(self._guests.values()):
-                            self._close(guest)
+                        for connection in list(self._connections.values()):
+                            self._close(connection)
                         return
                 self._look_at_the_clock()
 
     def _patience(self) -> float:
         """Return for how many seconds nothing has to be done unless somebody speaks."""
         times = [each.next_late() for each in self._attempts.values()]
-        times += [guest.since + STRANGER_SECONDS for guest in self._guests.values() if guest.seal is None]
+        times += [
+            connection.since + STRANGER_SECONDS for connection in self._connections.values() if connection.seal is None
+        ]
         next_time = min((each for each in times if each is not None), default=None)
         return 1.0 if next_time is None else min(1.0, max(0.0, next_time - time.monotonic()))
 
@@ -143,9 +145,9 @@ class Channel:
         for keys in self._attempts.values():
             keys.late(now)
         self._flush()
-        for guest in [each for each in self._guests.values() if each.seal is None]:
-            if guest.since + STRANGER_SECONDS <= now:
-                self._refuse(guest, "slow")
+        for connection in [each for each in self._connections.values() if each.seal is None]:
+            if connection.since + STRANGER_SECONDS <= now:
+                self._refuse(connection, "slow")
 
     def _run_calls(self) -> bool:
         """Do what other threads asked for; return False when they want this one to end."""
@@ -160,127 +162,127 @@ class Channel:
     def _accept(self) -> None:
         for _ in range(STRANGERS):  # then the others have their turn
             try:
-                connection, _ = self._listener.accept()
+                sock, _ = self._listener.accept()
             except BlockingIOError:
                 return
             except OSError as error:
                 if error.errno not in (errno.EMFILE, errno.ENFILE) or not self._make_room():
                     return  # a guest that left before it was let in, or no file to give it
                 continue
-            connection.setblocking(False)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if self.num_strangers >= STRANGERS:
                 self._make_room()
-            guest = Connection(connection, new_nonce(), time.monotonic())
-            self._guests[connection.fileno()] = guest
-            self._selector.register(connection, selectors.EVENT_READ, guest)
-            guest.reply({"trimaran": 1, "run": self._run, "nonce": guest.nonce})
-            self._send(guest)
+            connection = Connection(sock, new_nonce(), time.monotonic())
+            self._connections[sock.fileno()] = connection
+            self._selector.register(sock, selectors.EVENT_READ, connection)
+            connection.reply({"trimaran": 1, "run": self._run, "nonce": connection.nonce})
+            self._send(connection)
 
     def _make_room(self) -> bool:
-        strangers = [each for each in self._guests.values() if each.seal is None]
+        strangers = [each for each in self._connections.values() if each.seal is None]
         if strangers:
             self._refuse(min(strangers, key=lambda each: each.since), "crowd")
         return bool(strangers)
 
-    def _attend(self, guest: Connection, events: int) -> None:
-        if guest.socket.fileno() < 0:
+    def _attend(self, connection: Connection, events: int) -> None:
+        if connection.socket.fileno() < 0:
             return  # closed while it stood in line
         if events & selectors.EVENT_WRITE:
-            self._send(guest)
-        if events & selectors.EVENT_READ and guest.socket.fileno() >= 0:
-            self._hear(guest)
+            self._send(connection)
+        if events & selectors.EVENT_READ and connection.socket.fileno() >= 0:
+            self._hear(connection)
 
-    def _hear(self, guest: Connection) -> None:
+    def _hear(self, connection: Connection) -> None:
         try:
-            data = guest.socket.recv(2**16)
+            data = connection.socket.recv(2**16)
         except BlockingIOError:
             return
         except OSError:
             data = b""
         if not data:
-            self._refuse(guest, "left") if guest.seal is None else self._close(guest)
+            self._refuse(connection, "left") if connection.seal is None else self._close(connection)
             return
-        guest.reader.feed(data)
+        connection.reader.feed(data)
         try:
-            while (record := guest.reader.next()) is not None:
-                self._admit(guest, record) if guest.seal is None else self._answer(guest, record)
+            while (record := connection.reader.next()) is not None:
+                self._admit(connection, record) if connection.seal is None else self._answer(connection, record)
         except WireError:
-            self._refuse(guest, "garbage")
+            self._refuse(connection, "garbage")
         except PermissionError:
-            self._refuse(guest, "token")
+            self._refuse(connection, "token")
         self._flush()
 
-    def _admit(self, guest: Connection, record: Record) -> None:
+    def _admit(self, connection: Connection, record: Record) -> None:
         theirs = str(record.get("nonce", ""))
-        if not matches(record.get("proof"), proof(self._token, "client", guest.nonce, theirs)):
+        if not matches(record.get("proof"), proof(self._token, "client", connection.nonce, theirs)):
             raise PermissionError
-        guest.reply({"proof": proof(self._token, "server", guest.nonce, theirs)})
-        guest.seal = Seal(self._token, "server", guest.nonce, theirs)
-        guest.reader.trust(Seal(self._token, "client", guest.nonce, theirs))
+        connection.reply({"proof": proof(self._token, "server", connection.nonce, theirs)})
+        connection.seal = Seal(self._token, "server", connection.nonce, theirs)
+        connection.reader.trust(Seal(self._token, "client", connection.nonce, theirs))
 
-    def _answer(self, guest: Connection, request: Record) -> None:
+    def _answer(self, connection: Connection, request: Record) -> None:
         if request.get("op") == "exchange":
-            guest.reply(self._exchange(guest, request))
+            connection.reply(self._exchange(connection, request))
             return
         attempt = request.get("attempt")
         if not isinstance(attempt, int):
             raise WireError("a question of no attempt")
         if attempt <= self._over:
-            guest.reply({"error": "over"})
+            connection.reply({"error": "over"})
             return
-        self._attempts.setdefault(attempt, Keys()).answer(request, guest.reply, now=time.monotonic())
+        self._attempts.setdefault(attempt, Keys()).answer(request, connection.reply, now=time.monotonic())
 
-    def _exchange(self, guest: Connection, request: Record) -> Record:
+    def _exchange(self, connection: Connection, request: Record) -> Record:
         """Take what a node says and return what there is for it. A node with a new session has a new desk."""
         name, session, messages = request.get("node"), request.get("session"), request.get("messages")
         if not isinstance(name, str) or not isinstance(session, str) or not isinstance(messages, list):
             raise WireError("an exchange without a node, a session or messages")
-        desk = self.desks.get(name)
-        if name == self._own_node or (desk is not None and desk.session != session and desk.in_use):
+        mailbox = self.desks.get(name)
+        if name == self._own_node or (mailbox is not None and mailbox.session != session and mailbox.in_use):
             return {"error": "another node of this name takes part"}
-        if desk is None or desk.session != session:
-            desk = self.desks[name] = Mailbox(session, time.monotonic())
-        guest.desk, desk.heard = desk, time.monotonic()
-        desk.inbox.extend(messages)
+        if mailbox is None or mailbox.session != session:
+            mailbox = self.desks[name] = Mailbox(session, time.monotonic())
+        connection.mailbox, mailbox.heard = mailbox, time.monotonic()
+        mailbox.inbox.extend(messages)
         down: list[Any] = []
-        while desk.outbox:
-            down.append(desk.outbox.popleft())
+        while mailbox.outbox:
+            down.append(mailbox.outbox.popleft())
         return {"messages": down}
 
     def _flush(self) -> None:
-        for guest in [each for each in self._guests.values() if each.unsent]:
-            self._send(guest)
+        for connection in [each for each in self._connections.values() if each.unsent]:
+            self._send(connection)
 
-    def _send(self, guest: Connection) -> None:
+    def _send(self, connection: Connection) -> None:
         try:
-            sent = guest.socket.send(guest.unsent) if guest.unsent else 0
-            del guest.unsent[:sent]
+            sent = connection.socket.send(connection.unsent) if connection.unsent else 0
+            del connection.unsent[:sent]
         except BlockingIOError:
             pass
         except OSError:
-            self._close(guest)
+            self._close(connection)
             return
-        if len(guest.unsent) > WAITING_BYTES:
-            self._refuse(guest, "deaf")
+        if len(connection.unsent) > WAITING_BYTES:
+            self._refuse(connection, "deaf")
             return
-        mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if guest.unsent else 0)
-        self._selector.modify(guest.socket, mask, guest)
+        mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
+        self._selector.modify(connection.socket, mask, connection)
 
-    def _refuse(self, guest: Connection, reason: str) -> None:
+    def _refuse(self, connection: Connection, reason: str) -> None:
         self.refused[reason] += 1
-        self._close(guest)
+        self._close(connection)
 
-    def _close(self, guest: Connection) -> None:
-        if self._guests.pop(guest.socket.fileno(), None) is None:
+    def _close(self, connection: Connection) -> None:
+        if self._connections.pop(connection.socket.fileno(), None) is None:
             return
         with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(guest.socket)
-        guest.socket.close()
+            self._selector.unregister(connection.socket)
+        connection.socket.close()
         for keys in self._attempts.values():
-            keys.leave(guest.reply)
-        if guest.desk is not None:
-            guest.desk.broken = True
+            keys.leave(connection.reply)
+        if connection.mailbox is not None:
+            connection.mailbox.broken = True
 
 
 def _listen(host: str, port: int) -> socket.socket:

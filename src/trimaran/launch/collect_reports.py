@@ -13,7 +13,7 @@ from typing import Any
 
 from trimaran.run import HeartbeatBoard, RunDirectory
 
-DEAF_SECONDS = 1.5  # a witness that has not run for so long will not hear a question
+DEAF_SECONDS = 1.5  # a heartbeat thread that has not run for so long will not hear a question
 STOPPED, ENDED = frozenset("Tt"), frozenset(("Z", "X", ""))  # the kernel's letters; an empty one is of no process
 DUMP_SECONDS = 0.3  # for a stack dump from below Python
 
@@ -36,9 +36,9 @@ def collect_reports(
     seconds: float,
     gently: bool,
 ) -> None:
-    """Have the testimony of `ranks` filed in `folder`, see `train/process/heartbeat_thread.py`; waits at most `seconds` for them.
+    """Have the rank report of `ranks` filed in `folder`, see `train/process/heartbeat_thread.py`; waits at most `seconds` for them.
 
-    `process-N.json` is what the kernel says of the processes of a node, whose first rank is N. A rank whose witness is
+    `process-N.json` is what the kernel says of the processes of a node, whose first rank is N. A rank whose heartbeat thread is
     silent is made to write its stacks by a signal, whose handler needs neither the rank's loop nor its interpreter
     lock; but one that was stopped has to go on for that, so it is not asked when it is to be done `gently`.
     """

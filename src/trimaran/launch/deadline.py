@@ -15,7 +15,7 @@ NAPS = 3
 
 
 class Deadlines:
-    """Looks at the pulses of a node's ranks, and says which of them are late.
+    """Looks at the heartbeats of a node's ranks, and says which of them are late.
 
     A step may take five times the median of the last 20, but at least `hang_seconds`. Everything else may take
     `start_seconds` the first time, and later ten times the longest that was seen, but at least 30 s. A wait for data
@@ -59,7 +59,7 @@ class Deadlines:
         return now - (max(entered, self._naps[-1]) if is_excused else entered)
 
     def late(
-        self, pulses: Mapping[int, Heartbeat], now: float, queued: Mapping[int, float] | None = None
+        self, heartbeats: Mapping[int, Heartbeat], now: float, queued: Mapping[int, float] | None = None
     ) -> dict[int, float]:
         """Return the seconds of silence of each rank that is past its deadline, and learn from the others.
 
@@ -69,14 +69,14 @@ class Deadlines:
         # Of a rank that has just ended nothing is counted any more: its 0 takes nothing back.
         self._crowded += max([0.0, *(each - self._queued.get(rank, each) for rank, each in queued.items())])
         self._queued.update(queued)
-        for rank, pulse in pulses.items():
+        for rank, heartbeat in heartbeats.items():
             before = self._before.get(rank)
-            self._learn(before, pulse)
-            if before is None or pulse.entered > before.entered:
+            self._learn(before, heartbeat)
+            if before is None or heartbeat.entered > before.entered:
                 self._crowded_at[rank] = self._crowded
-            self._before[rank] = pulse
-            seconds = self._counted(pulse.entered, now) - (self._crowded - self._crowded_at[rank])
-            if seconds > self.of(pulse.section):
+            self._before[rank] = heartbeat
+            seconds = self._counted(heartbeat.entered, now) - (self._crowded - self._crowded_at[rank])
+            if seconds > self.of(heartbeat.section):
                 silent[rank] = seconds
         return silent
 

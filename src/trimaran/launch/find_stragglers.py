@@ -41,20 +41,20 @@ class OperationArrival:
     members: tuple[int, ...]
 
 
-def find_stragglers(testimonies: Mapping[int, RankReport], *, since: float = 0.0) -> list[Straggler]:
+def find_stragglers(reports: Mapping[int, RankReport], *, since: float = 0.0) -> list[Straggler]:
     """Return the ranks that hold the others up, judged by what they did since a moment, in seconds since the epoch.
 
     A few hundred operations of each rank are known; what was before is not seen.
     """
     hosts: dict[str, list[RankReport]] = defaultdict(list)
-    for each in testimonies.values():
+    for each in reports.values():
         if each.answered:
             hosts[each.moment.host].append(each)
     return [found for group in hosts.values() if len(group) > 1 for found in _find(group, since)]
 
 
 def is_starved(found: Straggler, before: Mapping[int, RankReport], after: Mapping[int, RankReport]) -> bool:
-    """Whether a rank was slow between two testimonies only because it got less of busy cores than its like did.
+    """Whether a rank was slow between two rank reports only because it got less of busy cores than its like did.
 
     Then the machine is short of cores, and the next time another rank is unlucky.
     """
@@ -107,17 +107,17 @@ def _waits(arrivals: Mapping[int, Sequence[OperationArrival]], begin: float, end
     return {rank: 1 - own / (end - begin) for rank, own in own_seconds(arrivals, begin, end).items()}
 
 
-def _arrivals(testimony: RankReport) -> list[OperationArrival]:
+def _arrivals(report: RankReport) -> list[OperationArrival]:
     """Return what a rank came to, in order. Message n from one rank to another is an operation of the two."""
-    rank = testimony.rank
+    rank = report.rank
     found = [
         OperationArrival(
-            each.time, (each.group, each.number), (each.group, each.op, each.sizes), testimony.groups[each.group]
+            each.time, (each.group, each.number), (each.group, each.op, each.sizes), report.groups[each.group]
         )
-        for each in testimony.operations
-        if each.group in testimony.groups
+        for each in report.operations
+        if each.group in report.groups
     ]
-    for each in testimony.messages:
+    for each in report.messages:
         ends = (rank, each["peer"]) if each["op"] == "send" else (each["peer"], rank)
         found.append(OperationArrival(each["time"], (*ends, each["number"]), (*ends, each["op"]), ends))
     return sorted(found, key=lambda each: each.time)

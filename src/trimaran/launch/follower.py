@@ -12,7 +12,7 @@ from trimaran.core import EXIT_AGAIN, UserError
 from trimaran.launch.channel import SILENT_SECONDS
 from trimaran.launch.local_node import LocalNode
 from trimaran.launch.node import Orders
-from trimaran.launch.remote_node import record_of_news, record_of_pulse
+from trimaran.launch.remote_node import record_of_heartbeat, record_of_news
 from trimaran.launch.show_ranks import show_ranks
 from trimaran.launch.signals import Signals
 from trimaran.run import RunDirectory
@@ -57,8 +57,8 @@ class CoordinatorClient:
         try:
             with Line(self._address, self._token, seconds=SILENT_SECONDS) as line:
                 while not self._over.wait(EXCHANGE_SECONDS if self.met else 0.0):
-                    letters = [self._out.popleft() for _ in range(len(self._out))]
-                    said = {"op": "exchange", "node": self._name, "session": self._session, "messages": letters}
+                    coordinator = [self._out.popleft() for _ in range(len(self._out))]
+                    said = {"op": "exchange", "node": self._name, "session": self._session, "messages": coordinator}
                     answer = line.ask(said, seconds=SILENT_SECONDS)
                     self.taken = "error" in answer
                     if self.taken:
@@ -97,19 +97,19 @@ class Follower:
         self, run: RunDirectory, node: LocalNode, holder: Holder, token: str, *, unfit: UserError | None = None
     ) -> None:
         self.run, self.node, self.holder = run, node, holder
-        self._letters = CoordinatorClient(holder.address, token, node.name)
+        self._coordinator = CoordinatorClient(holder.address, token, node.name)
         trouble = {"unfit": unfit.as_dict()} if unfit else {}
-        self._letters.post(num_ranks=node.num_ranks, time=time.time(), **trouble)
+        self._coordinator.post(num_ranks=node.num_ranks, time=time.time(), **trouble)
         self._refusal: UserError | None = None
         self._under_way, self._asked = False, False
-        self._pulses_due = 0.0
+        self._heartbeats_due = 0.0
         self._end: int | None = None
 
     def meet(self, signals: Signals) -> bool:
         """Wait until the coordinator answers; False when it does not, or we are asked to end."""
-        while not self._letters.met and not self._letters.lost and not signals.asked:
+        while not self._coordinator.met and not self._coordinator.lost and not signals.asked:
             time.sleep(LOOK_SECONDS)
-        return self._letters.met
+        return self._coordinator.met
 
     def serve(self, watch: LeaseWatch, signals: Signals) -> FollowerEnd:
         """Obey until the run is over, the coordinator is lost or another one has taken over."""
@@ -120,37 +120,37 @@ class Follower:
                 self.node.kill()  # at once: whoever lost the coordinator must not go on
             return parting
         finally:
-            self._letters.close()
+            self._coordinator.close()
 
     def _look(self, watch: LeaseWatch, signals: Signals) -> FollowerEnd | None:
-        for order in self._letters.received():
+        for order in self._coordinator.received():
             self._obey(order)
         self._report()
         if self._end is not None:
             return FollowerEnd(code=self._end, refusal=self._refusal, met=True)
         if signals.urgent or (signals.asked and not self._under_way):
             self.node.kill()
-            return FollowerEnd(code=signals.exit_code if self._under_way else EXIT_AGAIN, met=self._letters.met)
+            return FollowerEnd(code=signals.exit_code if self._under_way else EXIT_AGAIN, met=self._coordinator.met)
         if signals.asked and not self._asked:
             self._asked = True
             self.node.ask_to_stop()
         if signals.curious:
             signals.curious = False
             self._show()
-        if self._letters.lost:
-            return self._part(self._letters.lost)
+        if self._coordinator.lost:
+            return self._part(self._coordinator.lost)
         newest = watch.look()
         if newest != self.holder and (isinstance(newest, int) or newest.term > self.holder.term):
             return self._part("the coordinator's lease is over")
         return None
 
     def _part(self, why: str) -> FollowerEnd:
-        return FollowerEnd(why=why, met=self._letters.met, under_way=self._under_way, taken=self._letters.taken)
+        return FollowerEnd(why=why, met=self._coordinator.met, under_way=self._under_way, taken=self._coordinator.taken)
 
     def _show(self) -> None:
         """Show what the ranks of this node do. Those of the others are the coordinator's to show."""
         if self._under_way:
-            show_ranks(self.run, [self.node], sorted(self.node.pulses()), of=self.node.name)
+            show_ranks(self.run, [self.node], sorted(self.node.heartbeats()), of=self.node.name)
         else:
             log.info("asked what the ranks do: none is at work here")
 
@@ -160,15 +160,17 @@ class Follower:
             return
         now = time.monotonic()
         news = [record_of_news(each, now) for each in self.node.news()]
-        if news or now >= self._pulses_due:
-            self._pulses_due = now + EXCHANGE_SECONDS
-            pulses = {str(rank): record_of_pulse(pulse, now) for rank, pulse in self.node.pulses().items()}
-            self._letters.post(news=news, pulses=pulses, clock=now)
+        if news or now >= self._heartbeats_due:
+            self._heartbeats_due = now + EXCHANGE_SECONDS
+            heartbeats = {
+                str(rank): record_of_heartbeat(heartbeat, now) for rank, heartbeat in self.node.heartbeats().items()
+            }
+            self._coordinator.post(news=news, heartbeats=heartbeats, clock=now)
 
     def _obey(self, order: Record) -> None:
         match order["do"]:
             case "start":
-                self._under_way, self._pulses_due = True, 0.0
+                self._under_way, self._heartbeats_due = True, 0.0
                 self.node.start(Orders(**order["orders"]))
             case "collect_reports":
                 how = {key: order[key] for key in ("seconds", "gently") if key in order}
@@ -181,4 +183,4 @@ class Follower:
             case "end":
                 self._end = order["code"]
                 self._refusal = UserError(**order["refusal"]) if "refusal" in order else None
-        self._letters.post(obeyed=order["number"])
+        self._coordinator.post(obeyed=order["number"])

@@ -1,4 +1,4 @@
-"""The supervisor's end of the line to a nursery, the process that forks the ranks of a node."""
+"""The supervisor's end of the line to a fork server, the process that forks the ranks of a node."""
 
 import contextlib
 import json
@@ -15,12 +15,12 @@ from trimaran.run import RunDirectory
 from trimaran.run.compile_cache import compile_cache
 
 # What must be there before torch is imported: its flight recorder, and a way to count GPUs that does not start CUDA.
-NURSERY = {"TORCH_FR_BUFFER_SIZE": "2000", "PYTORCH_NVML_BASED_CUDA_CHECK": "1", "PYTHONUNBUFFERED": "1"}
+FORK_SERVER = {"TORCH_FR_BUFFER_SIZE": "2000", "PYTORCH_NVML_BASED_CUDA_CHECK": "1", "PYTHONUNBUFFERED": "1"}
 
 
 @dataclass(slots=True)
 class ForkServerClient:
-    """A nursery that was started, and what is told over the line. It dies with the thread that made it."""
+    """A fork server that was started, and what is told over the line. It dies with the thread that made it."""
 
     process: subprocess.Popen[bytes]
     _socket: socket.socket
@@ -29,7 +29,7 @@ class ForkServerClient:
 
     @classmethod
     def start(cls, run: RunDirectory, environment: Mapping[str, str], fds: Sequence[int]) -> "ForkServerClient":
-        """Start a nursery that hands `fds` down to its ranks. Returns at once; torch is imported meanwhile."""
+        """Start a fork server that hands `fds` down to its ranks. Returns at once; torch is imported meanwhile."""
         ours, theirs = socket.socketpair()
         command = [
             sys.executable,
@@ -45,7 +45,7 @@ class ForkServerClient:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=compile_cache(environment) | dict(environment) | NURSERY,
+                env=compile_cache(environment) | dict(environment) | FORK_SERVER,
                 pass_fds=[theirs.fileno(), *fds],
                 start_new_session=True,
             )
@@ -59,7 +59,7 @@ class ForkServerClient:
     def fork(self, ranks: Sequence[tuple[int, Mapping[str, str]]]) -> None:
         """Have ranks forked, each with its environment."""
         order = {"start": [{"rank": rank, "environment": dict(environment)} for rank, environment in ranks]}
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a dead nursery is noticed by `alive`
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a dead fork server is noticed by `alive`
             self._socket.setblocking(True)
             self._socket.sendall(json.dumps(order).encode() + b"\n")
         self._socket.setblocking(False)
@@ -85,7 +85,7 @@ class ForkServerClient:
         return told
 
     def end(self) -> None:
-        """End the nursery, and with it what it has forked."""
+        """End the fork server, and with it what it has forked."""
         self.process.kill()
         self.process.wait()
         self._socket.close()

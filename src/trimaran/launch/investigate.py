@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.02
 GATHER_SECONDS = 0.3  # after the first sign of trouble: what follows at once belongs to it
-DEATH_SECONDS, HANG_SECONDS = 0.5, 2.0  # for the testimony of the living
+DEATH_SECONDS, HANG_SECONDS = 0.5, 2.0  # for the rank report of the living
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ def investigate(run: RunDirectory, watch: AttemptWatch, incidents: IncidentLog, 
 
 def _since(watch: AttemptWatch) -> float:
     deaths = [each.time for each in watch.improper()]
-    silences = [each.pulse.entered for each in watch.silent.values()]
+    silences = [each.heartbeat.entered for each in watch.silent.values()]
     losses = [each.since for each in watch.lost if each.since]
     return min([*deaths, *silences, *losses], default=time.monotonic())
 
@@ -78,7 +78,7 @@ def _first_words(run: RunDirectory, watch: AttemptWatch) -> Attribution:
         return _lost(watch)
     late = max(watch.silent.values(), key=lambda each: each.seconds)
     who = ", ".join(map(str, sorted(watch.silent)))
-    what = f"no progress on rank {who} for {late.seconds:.1f} s in section {late.pulse.section}"
+    what = f"no progress on rank {who} for {late.seconds:.1f} s in section {late.heartbeat.section}"
     return Attribution(cause="hang", suspects=(), victims=(), what=what, evidence={"deadline": late.deadline})
 
 
@@ -91,8 +91,8 @@ def _last_words(run: RunDirectory, watch: AttemptWatch, folder: Path) -> Attribu
 
 
 def _judge(run: RunDirectory, watch: AttemptWatch, *, folder: Path) -> Attribution:
-    testimonies = read_rank_reports(run, folder, range(watch.orders.world_size))
-    return attribute_fault(testimonies, watch.improper(), watch.events, oom_killed=watch.oom_killed)
+    reports = read_rank_reports(run, folder, range(watch.orders.world_size))
+    return attribute_fault(reports, watch.improper(), watch.events, oom_killed=watch.oom_killed)
 
 
 def _lost(watch: AttemptWatch) -> Attribution:

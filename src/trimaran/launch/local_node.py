@@ -1,4 +1,4 @@
-"""The ranks of this machine: forked by a nursery, seen by their pulses, killed as a group."""
+"""The ranks of this machine: forked by a fork server, seen by their heartbeats, killed as a group."""
 
 import contextlib
 import logging
@@ -43,10 +43,10 @@ class LocalRank:
 
 
 class LocalNode:
-    """A machine's worth of ranks. Make it in a thread that lives as long as the run: the nursery dies with that thread.
+    """A machine's worth of ranks. Make it in a thread that lives as long as the run: the fork server dies with that thread.
 
-    Board and berths (the memory that outlives a rank, see `checkpoint/memory_copies.py`) are made for `num_ranks` and stay
-    for the life of this object, over all attempts and nurseries.
+    Board and rank memories (the memory that outlives a rank, see `checkpoint/memory_copies.py`) are made for `num_ranks` and stay
+    for the life of this object, over all attempts and fork servers.
     """
 
     def __init__(
@@ -61,33 +61,33 @@ class LocalNode:
         self.name, self.num_ranks = name or platform.node(), num_ranks
         self._run, self._environment, self._faults = run, environment, faults
         self._board = HeartbeatBoard.make(num_ranks)
-        self._berths = [os.memfd_create(f"trimaran-berth-{place}") for place in range(num_ranks)]
+        self._rank_memories = [os.memfd_create(f"trimaran-berth-{place}") for place in range(num_ranks)]
         self._deadlines = Deadlines(faults)
         self._ranks: dict[int, LocalRank] = {}
         self._silent: set[tuple[int, bool]] = set()  # ranks that were told of, and whether they were stopped
         self._looked = time.monotonic()
-        self._nursery = self._new_nursery()
+        self._fork_server = self._new_fork_server()
         self._sidecar = SidecarProcess(run, environment)
 
-    def _new_nursery(self) -> ForkServerClient:
-        return ForkServerClient.start(self._run, self._environment, [self._board.fd, *self._berths])
+    def _new_fork_server(self) -> ForkServerClient:
+        return ForkServerClient.start(self._run, self._environment, [self._board.fd, *self._rank_memories])
 
     @property
     def warm(self) -> bool:
         """Whether ranks would start at once. For the time before there are any."""
         [*self._hear()]
-        return self._nursery.warm or not self._nursery.alive
+        return self._fork_server.warm or not self._fork_server.alive
 
     def start(self, orders: Orders) -> None:
-        if not self._nursery.alive:
-            self._nursery = self._new_nursery()
+        if not self._fork_server.alive:
+            self._fork_server = self._new_fork_server()
         self._board.clear()
         self._deadlines.start()
         self._silent.clear()
         self._looked = time.monotonic()
         places = range(orders.num_ranks)
         self._ranks = {each.rank: each for each in (LocalRank(orders.first_rank + place, place) for place in places)}
-        self._nursery.fork([(each.rank, self._environment_of(each, orders)) for each in self._ranks.values()])
+        self._fork_server.fork([(each.rank, self._environment_of(each, orders)) for each in self._ranks.values()])
         self._sidecar.start(orders.node)
 
     def _environment_of(self, rank: LocalRank, orders: Orders) -> dict[str, str]:
@@ -100,7 +100,7 @@ class LocalNode:
             "TRIMARAN_STORE": orders.store,
             "TRIMARAN_TOKEN": orders.token,
             "TRIMARAN_PULSE": str(self._board.fd),
-            "TRIMARAN_BERTHS": ",".join(map(str, self._berths)),
+            "TRIMARAN_BERTHS": ",".join(map(str, self._rank_memories)),
             **orders.environment,
         }
 
@@ -110,21 +110,23 @@ class LocalNode:
         now, before, self._looked = time.monotonic(), self._looked, time.monotonic()
         if now - before > NAP_SECONDS:
             self._deadlines.excuse(now)
-        pulses = self.pulses()
+        heartbeats = self.heartbeats()
         queued = {rank: queued_seconds(self._ranks[rank].pid) for rank in self._alive()}
-        late = self._deadlines.late({rank: pulses[rank] for rank in self._alive()}, now, queued)
-        stopped = self._stopped(pulses, now)
+        late = self._deadlines.late({rank: heartbeats[rank] for rank in self._alive()}, now, queued)
+        stopped = self._stopped(heartbeats, now)
         silent = {(rank, rank in stopped): seconds for rank, seconds in (late | stopped).items()}
         for rank, is_stopped in silent.keys() - self._silent:
-            deadline = self._faults.hang_seconds if is_stopped else self._deadlines.of(pulses[rank].section)
+            deadline = self._faults.hang_seconds if is_stopped else self._deadlines.of(heartbeats[rank].section)
             seconds = silent[rank, is_stopped]
-            found.append(Silent(rank=rank, pulse=pulses[rank], seconds=seconds, deadline=deadline, stopped=is_stopped))
+            found.append(
+                Silent(rank=rank, heartbeat=heartbeats[rank], seconds=seconds, deadline=deadline, stopped=is_stopped)
+            )
         self._silent = set(silent)
         return found
 
-    def _stopped(self, pulses: Mapping[int, Heartbeat], now: float) -> dict[int, float]:
+    def _stopped(self, heartbeats: Mapping[int, Heartbeat], now: float) -> dict[int, float]:
         """Return the seconds for which ranks have been stopped by a signal: that is a hang whatever they were doing."""
-        quiet = {rank: now - pulses[rank].alive for rank in self._alive()}
+        quiet = {rank: now - heartbeats[rank].alive for rank in self._alive()}
         limit = self._faults.hang_seconds
         return {
             rank: seconds
@@ -133,9 +135,9 @@ class LocalNode:
         }
 
     def _hear(self, *, wait: float = 0.0) -> Iterator[News]:
-        """Yield the ends of ranks that the nursery tells of; its own end is the end of all of them."""
-        running = self._nursery.alive  # asked first: what it told before its end is still heard
-        for told in self._nursery.hear(wait=wait):
+        """Yield the ends of ranks that the fork server tells of; its own end is the end of all of them."""
+        running = self._fork_server.alive  # asked first: what it told before its end is still heard
+        for told in self._fork_server.hear(wait=wait):
             rank = self._ranks.get(told.get("rank", -1))
             if told["told"] == "started" and rank is not None:
                 rank.pid = told["pid"]
@@ -143,7 +145,7 @@ class LocalNode:
                 rank.code = told["code"]
                 yield Ended(rank=rank.rank, code=told["code"], time=told["time"])
         if not running and self._alive():
-            code = self._nursery.process.returncode
+            code = self._fork_server.process.returncode
             gone = tuple(self._alive())
             for rank in self._alive().values():
                 rank.code = -signal.SIGKILL
@@ -152,7 +154,7 @@ class LocalNode:
     def _alive(self) -> dict[int, LocalRank]:
         return {number: rank for number, rank in self._ranks.items() if rank.code is None}
 
-    def pulses(self) -> dict[int, Heartbeat]:
+    def heartbeats(self) -> dict[int, Heartbeat]:
         return {number: self._board.read(rank.place) for number, rank in self._ranks.items()}
 
     def collect_reports(self, folder: Path, *, seconds: float, gently: bool = False) -> None:
@@ -187,8 +189,8 @@ class LocalNode:
         """End everything here; the memory of the ranks is given back."""
         self.kill()
         self._sidecar.end()
-        self._nursery.end()
-        for fd in self._berths:
+        self._fork_server.end()
+        for fd in self._rank_memories:
             os.close(fd)
 
 

@@ -41,7 +41,7 @@ class Silent:
     """A rank has shown no progress for longer than its section's deadline, or was `stopped` by a signal."""
 
     rank: int
-    pulse: Heartbeat
+    heartbeat: Heartbeat
     seconds: float
     deadline: float
     stopped: bool = False
@@ -85,7 +85,7 @@ class Node(Protocol):
         """Return what happened since the last look."""
         ...
 
-    def pulses(self) -> dict[int, Heartbeat]:
+    def heartbeats(self) -> dict[int, Heartbeat]:
         """Return what each rank showed last."""
         ...
 

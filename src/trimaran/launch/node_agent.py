@@ -19,14 +19,14 @@ class NodeAgent:
     Make it in the thread that stays to the end, see `LocalNode`. `check`: look whether the run could work here.
     """
 
-    def __init__(self, run: RunDirectory, formation: NodeOptions, *, check: bool = True) -> None:
-        self.run, self.formation = run, formation
+    def __init__(self, run: RunDirectory, node_options: NodeOptions, *, check: bool = True) -> None:
+        self.run, self.node_options = run, node_options
         self.token, self.recipe = token_of(run), run.read_recipe()
-        plan, interface = run.read_plan(), formation.interface
+        plan, interface = run.read_plan(), node_options.interface
         kind = cluster_of(self.recipe, plan.mesh.world_size).device.kind
         self._on_cpu = kind == "cpu"
-        here = formation.ranks or -(-plan.mesh.world_size // formation.nodes)
-        nodes, where = -(-plan.mesh.world_size // here), f"node {formation.name}"
+        here = node_options.ranks or -(-plan.mesh.world_size // node_options.nodes)
+        nodes, where = -(-plan.mesh.world_size // here), f"node {node_options.name}"
         self.look = PreflightProcess(run, kind=kind, nodes=nodes, where=where) if check else None
         ours = {
             "GLOO_SOCKET_IFNAME": interface,
@@ -34,13 +34,13 @@ class NodeAgent:
             "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // here)),
         }
         self.per_node = frozenset(ours)
-        self.channel = Channel(formation.address, self.token, own_node=formation.name)
+        self.channel = Channel(node_options.address, self.token, own_node=node_options.name)
         self.node = LocalNode(
             run,
             num_ranks=here,
             environment=os.environ | self.environment(plan) | {name: os.environ.get(name, ours[name]) for name in ours},
             faults=self.recipe.faults,
-            name=formation.name,
+            name=node_options.name,
         )
 
     def environment(self, plan: Plan) -> dict[str, str]:

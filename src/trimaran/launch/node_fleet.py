@@ -32,11 +32,11 @@ class RemoteNodeGroup:
     """
 
     def __init__(
-        self, crew: NodeAgent, lease: Lease, signals: Signals, *, formed: bool, unfit: UserError | None = None
+        self, agent: NodeAgent, lease: Lease, signals: Signals, *, formed: bool, unfit: UserError | None = None
     ) -> None:
-        self.store, self.token = crew.channel.address, crew.token
-        self._unfit: dict[str, UserError] = {crew.node.name: unfit} if unfit else {}
-        self._crew, self._lease, self._signals, self._formed = crew, lease, signals, formed
+        self.store, self.token = agent.channel.address, agent.token
+        self._unfit: dict[str, UserError] = {agent.node.name: unfit} if unfit else {}
+        self._agent, self._lease, self._signals, self._formed = agent, lease, signals, formed
         self._remote: dict[str, RemoteNode] = {}
         self._turned_away: set[str] = set()
 
@@ -46,7 +46,7 @@ class RemoteNodeGroup:
         All of them are waited for at first; later, as few as allowed are enough, after a moment to regroup. Raises when
         the run has not begun and could not work on one of them: by then all that are wanted are there to hear it.
         """
-        ask, began = self._crew.formation, time.monotonic()
+        ask, began = self._agent.node_options, time.monotonic()
         patience = REGROUP_SECONDS if self._formed else ask.wait_seconds
         while not self._signals.asked:
             if not self.holds():
@@ -76,12 +76,12 @@ class RemoteNodeGroup:
 
     def environment(self, plan: Plan) -> Mapping[str, str]:
         shared = {
-            name: value for name, value in self._crew.environment(plan).items() if name not in self._crew.per_node
+            name: value for name, value in self._agent.environment(plan).items() if name not in self._agent.per_node
         }
         return shared | {"TRIMARAN_TERM": str(self._lease.term)}
 
     def over(self, attempt: int) -> None:
-        self._crew.channel.forget(attempt)
+        self._agent.channel.forget(attempt)
 
     def holds(self) -> bool:
         return self._lease.holds()
@@ -98,18 +98,18 @@ class RemoteNodeGroup:
 
     def _present(self) -> list[Node]:
         """Return this node and those that speak to it, in the order of their names; no more than are wanted."""
-        for name, desk in list(self._crew.channel.desks.items()):
+        for name, mailbox in list(self._agent.channel.desks.items()):
             known = self._remote.get(name)
-            if (known is None or known.desk is not desk) and desk.inbox:
-                hello = desk.inbox.popleft()
-                self._remote[name] = RemoteNode(self._crew.run, name, desk, num_ranks=int(hello["num_ranks"]))
+            if (known is None or known.mailbox is not mailbox) and mailbox.inbox:
+                hello = mailbox.inbox.popleft()
+                self._remote[name] = RemoteNode(self._agent.run, name, mailbox, num_ranks=int(hello["num_ranks"]))
                 self._mention_skew(name, hello)
                 self._note_unfit(name, hello)
         for name in [each for each, node in self._remote.items() if node.lost]:
             self._unfit.pop(name, None)
-        there: list[Node] = [self._crew.node, *(node for node in self._remote.values() if not node.lost)]
+        there: list[Node] = [self._agent.node, *(node for node in self._remote.values() if not node.lost)]
         fit = [node for node in there if node.name not in self._unfit and node.name not in self._turned_away]
-        return sorted(fit, key=lambda node: node.name)[: self._crew.formation.nodes]
+        return sorted(fit, key=lambda node: node.name)[: self._agent.node_options.nodes]
 
     def _note_unfit(self, name: str, hello: Record) -> None:
         """Keep in mind that the run could not work on a node; one that comes while it goes on is turned away."""
@@ -133,7 +133,7 @@ class RemoteNodeGroup:
                 f"the clock of {name} is {abs(skew):.0f} s {'ahead' if skew > 0 else 'behind'}; nothing depends on it"
             )
             log.warning(what)
-            IncidentLog(self._crew.run).notice("host", what, action="continued", evidence={"skew_seconds": skew})
+            IncidentLog(self._agent.run).notice("host", what, action="continued", evidence={"skew_seconds": skew})
 
 
 def join_refusals(unfit: Mapping[str, UserError]) -> UserError:

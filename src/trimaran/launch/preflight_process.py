@@ -1,4 +1,4 @@
-"""The supervisor's end of the doctor's quick look at this machine, a process beside the nursery that imports torch.
+"""The supervisor's end of the doctor's quick look at this machine, a process beside the fork server that imports torch.
 
 A look that cannot be taken, or takes too long, stands in nobody's way: it is told in the log.
 """

@@ -1,6 +1,6 @@
 """What ranks said about themselves when something was wrong, and what was seen of them from outside.
 
-`collect_reports.py` has a folder filled with it: for each rank `rank-N.json` and `rank-N.stacks.txt` by its witness
+`collect_reports.py` has a folder filled with it: for each rank `rank-N.json` and `rank-N.stacks.txt` by its heartbeat thread
 (`train/process/heartbeat_thread.py`), and for each node `process-N.json`. Any of it may be missing or half-written.
 """
 
@@ -18,7 +18,7 @@ from trimaran.run import RunDirectory
 
 STOPPED = frozenset("Tt")
 LAST_BYTES = 16384
-ATTEMPT = re.compile(r"^-- start \d+ --$", re.MULTILINE)  # where the nursery starts a rank anew in the same log
+ATTEMPT = re.compile(r"^-- start \d+ --$", re.MULTILINE)  # where the fork server starts a rank anew in the same log
 # Where torch waits, or may wait, for other ranks or for the device.
 COMMUNICATION = re.compile(r"/torch/distributed/|/torch/autograd/|\bdist\.|\.wait\(|\.backward\(|synchronize\(")
 LIBRARY = re.compile(r"/torch/|/python3\.\d+/(?!(site|dist)-packages/)|^<frozen")
@@ -68,7 +68,7 @@ class ReportMoment:
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """What is known of one rank. `answered`: its witness could speak. `state` is the kernel's letter for its process.
+    """What is known of one rank. `answered`: its heartbeat thread could speak. `state` is the kernel's letter for its process.
 
     `groups` are the ranks of each group it is in; `sent` and `received` count the messages it has begun, by peer.
     `words` is the end of its log.
@@ -118,7 +118,7 @@ class RankReport:
 def read_rank_reports(run: RunDirectory, folder: Path, ranks: Iterable[int]) -> dict[int, RankReport]:
     """Return what is known of each of `ranks`, from the answers in `folder` and the ranks' logs."""
     states = _states(folder)
-    return {rank: _testimony(run, folder, rank, states.get(rank, "")) for rank in ranks}
+    return {rank: _report(run, folder, rank, states.get(rank, "")) for rank in ranks}
 
 
 def last_words(path: Path) -> str:
@@ -132,7 +132,7 @@ def last_words(path: Path) -> str:
         return ""
 
 
-def _testimony(run: RunDirectory, folder: Path, rank: int, state: str) -> RankReport:
+def _report(run: RunDirectory, folder: Path, rank: int, state: str) -> RankReport:
     words = ATTEMPT.split(last_words(run.log(rank)))[-1]
     tree = _load(folder / f"rank-{rank}.json")
     if isinstance(tree, dict):

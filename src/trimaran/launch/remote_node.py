@@ -23,13 +23,13 @@ LOOK_SECONDS = 0.01
 class RemoteNode:
     """Gives orders to a node and hears from it. A node that was lost stays so; one that comes back is a new object."""
 
-    def __init__(self, run: RunDirectory, name: str, desk: Mailbox, *, num_ranks: int) -> None:
-        self.name, self.num_ranks, self.desk = name, num_ranks, desk
+    def __init__(self, run: RunDirectory, name: str, mailbox: Mailbox, *, num_ranks: int) -> None:
+        self.name, self.num_ranks, self.mailbox = name, num_ranks, mailbox
         self._run = run
         self._given = self._obeyed = 0  # numbers of orders
         self._ranks = range(0)
         self._news: list[News] = []
-        self._pulses: dict[int, Heartbeat] = {}
+        self._heartbeats: dict[int, Heartbeat] = {}
         self._apart: float | None = None  # our monotonic clock less the node's
         self._lost, self._told = "", False
 
@@ -37,8 +37,8 @@ class RemoteNode:
     def lost(self) -> str:
         """Why the node counts as lost; empty while it does not."""
         if not self._lost:
-            silence = time.monotonic() - self.desk.heard
-            if self.desk.broken:
+            silence = time.monotonic() - self.mailbox.heard
+            if self.mailbox.broken:
                 self._lost = "its supervisor is gone"
             elif silence > SILENT_SECONDS:
                 self._lost = f"no word over its connection for {silence:.1f} s"
@@ -46,7 +46,7 @@ class RemoteNode:
 
     def start(self, orders: Orders) -> None:
         self._ranks = range(orders.first_rank, orders.first_rank + orders.num_ranks)
-        self._pulses, self._news, self._apart = {}, [], None
+        self._heartbeats, self._news, self._apart = {}, [], None
         self._order("start", orders=asdict(orders))
 
     def news(self) -> list[News]:
@@ -54,12 +54,12 @@ class RemoteNode:
         found, self._news = self._news, []
         if self.lost and not self._told:
             self._told = True
-            found.append(Lost(node=self.name, what=self.lost, ranks=tuple(self._ranks), since=self.desk.heard))
+            found.append(Lost(node=self.name, what=self.lost, ranks=tuple(self._ranks), since=self.mailbox.heard))
         return found
 
-    def pulses(self) -> dict[int, Heartbeat]:
+    def heartbeats(self) -> dict[int, Heartbeat]:
         self._read()
-        return dict(self._pulses)
+        return dict(self._heartbeats)
 
     def collect_reports(self, folder: Path, *, seconds: float, gently: bool = False) -> None:
         """Returns when the node has filed its evidence, or is known to be lost; at once where it has no `seconds`."""
@@ -82,7 +82,7 @@ class RemoteNode:
 
     def _order(self, what: str, **more: Any) -> int:
         self._given += 1
-        self.desk.outbox.append({"do": what, "number": self._given, **more})
+        self.mailbox.outbox.append({"do": what, "number": self._given, **more})
         return self._given
 
     def _await(self, number: int, *, seconds: float) -> None:
@@ -92,12 +92,12 @@ class RemoteNode:
             self._read()
 
     def _read(self) -> None:
-        while self.desk.inbox:
-            letter = self.desk.inbox.popleft()
+        while self.mailbox.inbox:
+            letter = self.mailbox.inbox.popleft()
             if "obeyed" in letter:
                 self._obeyed = max(self._obeyed, int(letter["obeyed"]))
             now = self._when(letter)
-            self._pulses |= {int(rank): pulse_of(each, now) for rank, each in letter.get("pulses", {}).items()}
+            self._heartbeats |= {int(rank): heartbeat_of(each, now) for rank, each in letter.get("pulses", {}).items()}
             self._news += [news_of(self.name, each, now) for each in letter.get("news", [])]
 
     def _when(self, letter: Record) -> float:
@@ -108,13 +108,13 @@ class RemoteNode:
         return time.monotonic() if self._apart is None or "clock" not in letter else letter["clock"] + self._apart
 
 
-def record_of_pulse(pulse: Heartbeat, now: float) -> Record:
-    """Return `pulse` with ages for times."""
-    return asdict(pulse) | {"entered": now - pulse.entered, "alive": now - pulse.alive}
+def record_of_heartbeat(heartbeat: Heartbeat, now: float) -> Record:
+    """Return `heartbeat` with ages for times."""
+    return asdict(heartbeat) | {"entered": now - heartbeat.entered, "alive": now - heartbeat.alive}
 
 
-def pulse_of(record: Record, now: float) -> Heartbeat:
-    """Return the pulse that `record_of_pulse` made `record` of, by this machine's clock."""
+def heartbeat_of(record: Record, now: float) -> Heartbeat:
+    """Return the heartbeat that `record_of_pulse` made `record` of, by this machine's clock."""
     return Heartbeat(**record | {"entered": now - record["entered"], "alive": now - record["alive"]})
 
 
@@ -123,8 +123,8 @@ def record_of_news(news: News, now: float) -> Record:
         case Ended():
             return {"kind": "ended", "rank": news.rank, "code": news.code, "age": now - news.time}
         case Silent():
-            pulse = record_of_pulse(news.pulse, now)
-            return {"kind": "silent", "pulse": pulse} | {key: getattr(news, key) for key in SILENT}
+            heartbeat = record_of_heartbeat(news.heartbeat, now)
+            return {"kind": "silent", "pulse": heartbeat} | {key: getattr(news, key) for key in SILENT}
         case Lost():
             return {"kind": "lost", "what": news.what, "ranks": news.ranks}
 
@@ -139,6 +139,8 @@ def news_of(node: str, record: Record, now: float) -> News:
 
 KINDS: dict[str, Callable[[str, Record, float], News]] = {
     "ended": lambda node, told, now: Ended(rank=told["rank"], code=told["code"], time=now - told["age"]),
-    "silent": lambda node, told, now: Silent(pulse=pulse_of(told["pulse"], now), **{key: told[key] for key in SILENT}),
+    "silent": lambda node, told, now: Silent(
+        heartbeat=heartbeat_of(told["pulse"], now), **{key: told[key] for key in SILENT}
+    ),
     "lost": lambda node, told, now: Lost(node=node, what=told["what"], ranks=tuple(told["ranks"])),
 }

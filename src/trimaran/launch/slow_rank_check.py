@@ -34,14 +34,14 @@ class StepDurations:
         self._passed: deque[tuple[int, float]] = deque(maxlen=USUAL * 4)
         self.usual: float | None = None
 
-    def note(self, pulse: Heartbeat) -> None:
+    def note(self, heartbeat: Heartbeat) -> None:
         """Take in what a rank shows. What is no plain step, such as an evaluation, is left out."""
-        if pulse.section == "data":
+        if heartbeat.section == "data":
             return  # between two steps
-        if pulse.section != "step":
+        if heartbeat.section != "step":
             self._passed.clear()
-        elif not self._passed or pulse.step > self._passed[-1][0]:
-            self._passed.append((pulse.step, pulse.entered))
+        elif not self._passed or heartbeat.step > self._passed[-1][0]:
+            self._passed.append((heartbeat.step, heartbeat.entered))
             best = self._mean(USUAL)
             if best is not None:
                 self.usual = min(best, self.usual or best)
@@ -95,15 +95,15 @@ class SlowRankCheck:
         self._first = True
 
     def take(self, watch: Watched) -> None:
-        """Look at the pulses; when they are suspicious, ask all ranks, and file an incident for each that is slow."""
-        pulses = {rank: pulse for node in watch.nodes for rank, pulse in node.pulses().items()}
-        if len(pulses) < 2 or len(pulses) < watch.orders.world_size:
+        """Look at the heartbeats; when they are suspicious, ask all ranks, and file an incident for each that is slow."""
+        heartbeats = {rank: heartbeat for node in watch.nodes for rank, heartbeat in node.heartbeats().items()}
+        if len(heartbeats) < 2 or len(heartbeats) < watch.orders.world_size:
             return
-        pulse = pulses[min(pulses)]
-        self._pace.note(pulse)
+        heartbeat = heartbeats[min(heartbeats)]
+        self._pace.note(heartbeat)
         if self._asked is not None:
-            self._hear(watch, pulse.step)
-        elif self._is_due(pulse.step):
+            self._hear(watch, heartbeat.step)
+        elif self._is_due(heartbeat.step):
             self._ask(watch)
 
     def _is_due(self, step: int) -> bool:

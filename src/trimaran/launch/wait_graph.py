@@ -15,11 +15,11 @@ EVEN = frozenset({"all_reduce", "all_gather", "_allgather_base", "all_gather_int
 Edges = dict[int, dict[int, str]]
 
 
-def waits(testimonies: Mapping[int, RankReport]) -> Edges:
+def waits(reports: Mapping[int, RankReport]) -> Edges:
     """Return, for each rank that waits, the ranks that it waits for and in what."""
     edges: Edges = {}
-    for rank, testimony in testimonies.items():
-        reasons = _of_groups(testimony, testimonies) | _of_messages(testimony, testimonies)
+    for rank, report in reports.items():
+        reasons = _of_groups(report, reports) | _of_messages(report, reports)
         if reasons:
             edges[rank] = reasons
     return edges
@@ -33,14 +33,14 @@ def sinks(edges: Edges) -> list[frozenset[int]]:
     return sorted({circles[rank] for rank in ranks if reach[rank] <= circles[rank]}, key=sorted)
 
 
-def find_mismatch(testimonies: Mapping[int, RankReport]) -> dict[int, Operation] | None:
+def find_mismatch(reports: Mapping[int, RankReport]) -> dict[int, Operation] | None:
     """Return the first operation of a group that its ranks began with different calls, as each of them called it.
 
     Only what hangs counts: what is over on all ranks did no harm.
     """
     calls: dict[tuple[str, int], dict[int, Operation]] = {}
-    for rank, testimony in testimonies.items():
-        for operation in testimony.operations:
+    for rank, report in reports.items():
+        for operation in report.operations:
             calls.setdefault((operation.group, operation.number), {})[rank] = operation
     stuck = [each for _, each in sorted(calls.items(), key=lambda item: min(op.time for op in item[1].values()))]
     for each in stuck:
@@ -53,13 +53,13 @@ def _kind(operation: Operation) -> tuple[object, ...]:
     return (operation.op, operation.sizes, operation.dtypes) if operation.op in EVEN else (operation.op,)
 
 
-def _of_groups(testimony: RankReport, testimonies: Mapping[int, RankReport]) -> dict[int, str]:
+def _of_groups(report: RankReport, reports: Mapping[int, RankReport]) -> dict[int, str]:
     reasons: dict[int, str] = {}
-    for operation in testimony.operations:
+    for operation in report.operations:
         if operation.done:
             continue
-        for member in testimony.groups.get(operation.group, ()):
-            peer = testimonies.get(member)
+        for member in report.groups.get(operation.group, ()):
+            peer = reports.get(member)
             if peer is not None and peer.arrived.get(operation.group, 0) < operation.number:
                 began = peer.arrived.get(operation.group, 0)
                 text = f"operation {operation.number} of group {operation.group}, {operation}; it has begun {began}"
@@ -67,12 +67,12 @@ def _of_groups(testimony: RankReport, testimonies: Mapping[int, RankReport]) -> 
     return reasons
 
 
-def _of_messages(testimony: RankReport, testimonies: Mapping[int, RankReport]) -> dict[int, str]:
+def _of_messages(report: RankReport, reports: Mapping[int, RankReport]) -> dict[int, str]:
     reasons: dict[int, str] = {}
-    for peer, count in testimony.received.items():
-        other = testimonies.get(peer)
-        if other is not None and other.sent.get(testimony.rank, 0) < count:
-            sent = other.sent.get(testimony.rank, 0)
+    for peer, count in report.received.items():
+        other = reports.get(peer)
+        if other is not None and other.sent.get(report.rank, 0) < count:
+            sent = other.sent.get(report.rank, 0)
             reasons[peer] = f"message {count} from it; it has begun to send {sent}"
     return reasons
 

@@ -37,11 +37,15 @@ class LoopCheckpointer:
     """Where a boat's checkpoints are: written by all ranks together, and found again."""
 
     def __init__(self, folder: Path, state: "LoopState", plan: Plan) -> None:
-        self._folder, self._state, self._roster = folder, state, exchange_rank_layout(dist.get_rank(), _local_rank())
+        self._folder, self._state, self._rank_layout = (
+            folder,
+            state,
+            exchange_rank_layout(dist.get_rank(), _local_rank()),
+        )
         about: dict[str, Any] = {"world_size": dist.get_world_size(), "plan": plan.model_dump(mode="json")}
         self._saver = Saver(
             folder,
-            self._roster,
+            self._rank_layout,
             StorePost(_get_default_store()),
             CheckpointSection(),
             lambda order: Manifest(step=order.step, progress=order.progress, time=time.time(), **about),
@@ -51,8 +55,8 @@ class LoopCheckpointer:
     def save(self, step: int) -> Path:
         """Write a checkpoint and return its folder once it is complete and read back. All ranks raise, or none."""
         self._state.gather()
-        pieces, world_size = self._state.pieces(), self._roster.world_size
-        rows = own(pieces, rank=self._roster.rank, world_size=world_size, gather=gather_numbers)
+        pieces, world_size = self._state.pieces(), self._rank_layout.world_size
+        rows = own(pieces, rank=self._rank_layout.rank, world_size=world_size, gather=gather_numbers)
         share = lay_out(pieces, rows)
         memory = torch.empty(share.num_bytes, dtype=torch.uint8)
         copy_in(share, pieces, memory)
@@ -66,12 +70,12 @@ class LoopCheckpointer:
 
     def resume(self) -> int:
         """Load the newest checkpoint that is whole and return its step; 0 when there is none."""
-        if self._roster.rank == 0:
+        if self._rank_layout.rank == 0:
             with suppress(OSError):  # one may load from a disk that nothing can be written to
                 sweep_drafts(self._folder, DurableDisk())
         meet()
-        recall = Restorer(self._state, self._folder, self._roster, Recipe())
-        return recall.load(CopyFinder((), self._roster), newest=LAST).step
+        recall = Restorer(self._state, self._folder, self._rank_layout, Recipe())
+        return recall.load(CopyFinder((), self._rank_layout), newest=LAST).step
 
 
 class LoopState(TrainingState):

@@ -66,7 +66,7 @@ class Fields:
         return tuple(values)
 
     def sides(self, *names: str) -> tuple[int, int]:
-        """Return the height and the width of a picture or a patch, in pixels; one number is both."""
+        """Return the height and the width of an image or a patch, in pixels; one number is both."""
         values = self.numbers(*names)
         if not values or not 1 <= min(values) <= max(values) <= MOST_PIXELS:
             raise bad_field(names[0], f"{list(values)} is not a size in pixels", self.where)

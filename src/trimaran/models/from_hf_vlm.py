@@ -114,7 +114,7 @@ def _qwen_25_eye(below: Fields) -> VisionSpec:
 
 
 def _llava(fields: Fields) -> VlmSpec:
-    """LLaVA 1.5: CLIP as far as the layer that it takes, two products, a decoder; a picture is one tile."""
+    """LLaVA 1.5: CLIP as far as the layer that it takes, two products, a decoder; an image is one tile."""
     below = fields.below("vision_config")
     if (kind := below.word("model_type", default="clip_vision_model")) != "clip_vision_model":
         raise _cannot(f"its vision is {show(kind)}, and not clip_vision_model", fields.where)
@@ -160,7 +160,7 @@ def _clip_eye(fields: Fields, below: Fields) -> VisionSpec:
 
 def _patch(below: Fields) -> int:
     if (channels := below.integer("in_channels", "in_chans", "num_channels", default=3)) != 3:
-        raise _cannot(f"its pictures have {channels} channels", below.where)
+        raise _cannot(f"its images have {channels} channels", below.where)
     return below.sides("patch_size")[0]
 
 

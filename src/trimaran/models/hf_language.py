@@ -76,7 +76,7 @@ _QWEN_2 = Habit(qkv_bias=True, out_bias=False, usual=_QWEN)
 _QWEN_3 = Habit(head_norms=True, usual={**_QWEN, "head_dim": 128, "num_key_value_heads": 32})
 _QWEN_3_MOE = Habit(head_norms=True, usual={"use_sliding_window": False})
 
-HABITS: dict[str, Habit] = {
+PROFILE: dict[str, Habit] = {
     "llama": Habit(usual={**_LLAMA_7B, "vocab_size": 32000}),
     "internlm2": Habit(qkv_bias="bias", out_bias="bias", ffn_bias=False),
     "mistral": Habit(usual={**_MISTRAL_7B, "sliding_window": 4096}),
@@ -124,7 +124,7 @@ def language_tower(fields: Fields, *, tied: bool | None = None, nested: bool = F
     A family that is not in the table is taken for one of Llama's kind, or of GPT-2's where its norms are.
     """
     kind = fields.word("model_type", default="")
-    habit = HABITS.get(kind) or _guess(fields)
+    habit = PROFILE.get(kind) or _guess(fields)
     usual = {name: value for name, value in habit.usual.items() if nested or name not in _SIZES}
     fields, habit = _ODD_FIELDS.get(kind, _as_they_are)(fields.assuming(usual), habit)
     _refuse_strangers(fields, habit, kind)
@@ -162,7 +162,7 @@ def _reworks(fields: Fields, kind: str) -> bool:
 def longest(fields: Fields) -> int:
     """Return the longest sequence that the configuration allows; 0 when it names none."""
     kind = fields.word("model_type", default="")
-    usual = HABITS[kind].usual if kind in HABITS else {}
+    usual = PROFILE[kind].usual if kind in PROFILE else {}
     return fields.assuming(usual).size(*CONTEXT, default=0, least=0)
 
 

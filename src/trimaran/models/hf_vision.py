@@ -16,14 +16,14 @@ DYNAMIC_SIZE = 448  # pixels a side where a model takes any and nobody says: our
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageLimits:
-    """The pictures of one sample: how many, and how many pixels a side; None is the size that the model is made for."""
+    """The images of one sample: how many, and how many pixels a side; None is the size that the model is made for."""
 
     count: int = 1
     size: int | None = None
 
 
 class View(NamedTuple):
-    """What of a sample's pictures the tower sees: so many pieces, of so many patches and other tokens each."""
+    """What of a sample's images the tower sees: so many pieces, of so many patches and other tokens each."""
 
     pieces: int
     patches: int
@@ -108,7 +108,7 @@ USUAL["qwen3_vl_moe"] = USUAL["qwen3_vl"]
 
 
 def sighted(fields: Fields, kind: str | None = None) -> tuple[Fields, Sight]:
-    """Return the fields with what their family assumes, and its habits; an unknown family is taken for a plain ViT."""
+    """Return the fields with what their family assumes, and its profile; an unknown family is taken for a plain ViT."""
     kind = kind or fields.word("model_type", default="vit")
     fields = fields.assuming(USUAL.get(kind, {}))
     if missing := fields.missing(NEEDED):
@@ -127,7 +127,7 @@ def sighted(fields: Fields, kind: str | None = None) -> tuple[Fields, Sight]:
 
 
 def patches_of(fields: Fields, size: int | None, *, multiple: int = 1) -> int:
-    """Return how many patches a picture has, `size` pixels a side or as large as the fields say.
+    """Return how many patches an image has, `size` pixels a side or as large as the fields say.
 
     `multiple` is how many patches a side are merged: sizes are rounded to it, as the processors do.
     """

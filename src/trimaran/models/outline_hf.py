@@ -97,12 +97,12 @@ def _tied(fields: Fields, text: Fields, kind: str) -> bool | None:
 
 
 def _one_piece(vision: Fields, _: Fields, images: ImageLimits, tokens: int) -> View:
-    """Every picture is brought to the size that the tower was made for."""
+    """Every image is brought to the size that the tower was made for."""
     return View(images.count, patches_of(vision, None), tokens)
 
 
 def _grid_of_pieces(vision: Fields, model: Fields, images: ImageLimits, tokens: int) -> View:
-    """LLaVA-NeXT: a small whole, and the picture in the grid that wastes least of it."""
+    """LLaVA-NeXT: a small whole, and the image in the grid that wastes least of it."""
     base = max(vision.sides("image_size"))
     side = images.size or base
     pinpoints = model.config.get("image_grid_pinpoints") or [[base, 2 * base], [2 * base, base], [2 * base, 2 * base]]
@@ -116,7 +116,7 @@ def _grid_of_pieces(vision: Fields, model: Fields, images: ImageLimits, tokens: 
 
 
 def _square_tiles(vision: Fields, model: Fields, images: ImageLimits, tokens: int) -> View:
-    """InternVL: as many tiles as cover half of the picture's pixels or more, and a small whole beside several."""
+    """InternVL: as many tiles as cover half of the image's pixels or more, and a small whole beside several."""
     base = max(model.sides("force_image_size") if model.has("force_image_size") else vision.sides("image_size"))
     most, side = model.size("max_dynamic_patch", default=MOST_TILES), images.size or base
     across = max((k for k in range(1, math.isqrt(most) + 1) if 2 * side * side > k * k * base * base), default=1)
@@ -125,7 +125,7 @@ def _square_tiles(vision: Fields, model: Fields, images: ImageLimits, tokens: in
 
 
 def _any_size(vision: Fields, model: Fields, images: ImageLimits, tokens: int) -> View:
-    """Qwen-VL and Pixtral take a picture as it is."""
+    """Qwen-VL and Pixtral take an image as it is."""
     merge = vision.size("spatial_merge_size", default=model.size("spatial_merge_size", default=2))
     return View(images.count, patches_of(vision, images.size or DYNAMIC_SIZE, multiple=merge), tokens)
 

@@ -1,4 +1,4 @@
-"""How the recipe's pictures come to the recipe's model."""
+"""How the recipe's images come to the recipe's model."""
 
 from dataclasses import replace
 
@@ -12,6 +12,6 @@ def recipe_image_rules(recipe: Recipe) -> ImageRules | None:
     spec, samples = spec_of(recipe.model), recipe.data.samples
     if not isinstance(spec, VlmSpec):
         return None
-    rules = spec.pictures()
+    rules = spec.images()
     most = samples.max_pixels or rules.max_pixels
     return replace(rules, min_pixels=min(samples.min_pixels or rules.min_pixels, most), max_pixels=most)

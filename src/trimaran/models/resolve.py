@@ -47,7 +47,7 @@ def spec_of(section: ModelSection) -> Spec | None:
 
 
 def _foreign_vlm(config: Mapping[str, Any], folder: Path) -> VlmSpec | None:
-    """Return the shape of a Hugging Face model that sees; None where we cannot bring pictures to it.
+    """Return the shape of a Hugging Face model that sees; None where we cannot bring images to it.
 
     It can be planned all the same, and who trains it is told why not.
     """
@@ -58,7 +58,7 @@ def _foreign_vlm(config: Mapping[str, Any], folder: Path) -> VlmSpec | None:
 
 
 def outline_for(section: ModelSection, data: DataSection | None = None) -> Outline:
-    """Return the outline of the network that `section` asks for, with the pictures that `data` has for each sample."""
+    """Return the outline of the network that `section` asks for, with the images that `data` has for each sample."""
     images = _images(data)
     spec = spec_of(section)
     if isinstance(spec, VlmSpec) and section.family == "vlm":
@@ -118,10 +118,10 @@ def _images(data: DataSection | None) -> ImageLimits:
 
 
 def _refuse_crowding(outline: Outline, data: DataSection) -> None:
-    """Raise when the pictures of a sample alone are longer than the sequence that a person asked for."""
+    """Raise when the images of a sample alone are longer than the sequence that a person asked for."""
     tokens = sum(tower.positions for tower in outline.towers if tower.name == "projector")
     if tokens > data.seq_len and "seq_len" in data.model_fields_set:
-        raise UserError("M013", f"the pictures of a sample are {tokens} tokens, and its sequence has {data.seq_len}",
+        raise UserError("M013", f"the images of a sample are {tokens} tokens, and its sequence has {data.seq_len}",
                         where="data.seq_len",
                         fix="raise data.seq_len, or lower data.images_per_sample or data.image_size")  # fmt: skip
 

@@ -36,7 +36,7 @@ def stages_of_rank(schedule: str, pp: int, pp_rank: int, num_stages: int) -> tup
 def split_by_cost(spec: Spec, num_stages: int, *, seq_len: int) -> tuple[int, ...]:
     """Return how many blocks of our network each stage gets so that the dearest one costs least.
 
-    A model that sees is taken to see one picture of its own size in a sequence; the planner knows what the data has.
+    A model that sees is taken to see one image of its own size in a sequence; the planner knows what the data has.
     """
     match spec:
         case ModelSpec():

@@ -45,7 +45,7 @@ def _vision_flaws(vision: VisionSpec, merge: int) -> Iterator[Flaw]:
 
 
 def _variant_flaws(vision: VisionSpec, cell: int) -> Iterator[Flaw]:
-    """Yield what does not go with native or tiled pictures; `cell` is the pixels a side that become a token."""
+    """Yield what does not go with native or tiled images; `cell` is the pixels a side that become a token."""
     if vision.variant == "tiled" and (vision.tile < cell or vision.tile % cell):
         yield "vision.tile", f"{vision.tile} pixels are not a multiple of patch x merge, {cell}"
     if vision.variant == "tiled" and vision.window:

@@ -9,7 +9,7 @@ from trimaran.models.vlm_spec import VisionSpec, VlmSpec
 
 
 def vlm_outline(spec: VlmSpec, images: ImageLimits) -> Outline:
-    """Return the outline of `spec` for sequences with so many pictures each: vision, projector and language."""
+    """Return the outline of `spec` for sequences with so many images each: vision, projector and language."""
     pieces, patches = _view(spec, images)
     segment = patches + spec.vision.ends.class_token
     language = outline_of(spec.language)
@@ -29,7 +29,7 @@ def vlm_outline(spec: VlmSpec, images: ImageLimits) -> Outline:
 
 
 def _view(spec: VlmSpec, images: ImageLimits) -> tuple[int, int]:
-    """Return how many pieces the pictures of a sequence come in, and the patches of each."""
+    """Return how many pieces the images of a sequence come in, and the patches of each."""
     vision, cell = spec.vision, spec.vision.patch * spec.projector.merge
     if vision.variant == "tiled":
         side = images.size or vision.tile

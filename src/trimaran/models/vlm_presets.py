@@ -78,7 +78,7 @@ def _qwen(name: str, eye: VisionSpec, language: ModelSpec) -> VlmSpec:
     )
 
 
-# Both toys read bytes (0 to 256) and know three tokens more; their pictures are some dozen pixels a side.
+# Both toys read bytes (0 to 256) and know three tokens more; their images are some dozen pixels a side.
 _TINY_EYE = VisionSpec(layers=4, hidden=96, heads=4, ffn=384, patch=8, frames=2)
 _TINY = VlmSpec(
     name="tiny",

@@ -48,10 +48,10 @@ class VisionEnds:
 class VisionSpec:
     """A vision transformer.
 
-    `native` takes pictures of any shape, their patches one behind the other, with rotary positions of row and column;
+    `native` takes images of any shape, their patches one behind the other, with rotary positions of row and column;
     `tiled` takes squares of `tile` pixels, with a table of learnt positions. `window` is in pixels a side, and 0 means
-    that every layer sees the whole picture; with windows, the `full_layers` still do. `frames` of a film go into one
-    patch; a picture is taken for a film that stands still.
+    that every layer sees the whole image; with windows, the `full_layers` still do. `frames` of a film go into one
+    patch; an image is taken for a film that stands still.
     """
 
     layers: int
@@ -130,7 +130,7 @@ class VlmSpec:
     """A model that sees. Its blocks, in the order of the forward: vision layers, the projector, decoder layers.
 
     `sections` says how many pairs of a head's features turn by time, row and column (Qwen2-VL); without it positions
-    are numbers. The rest tells the data how pictures come in: see `ImageRules`.
+    are numbers. The rest tells the data how images come in: see `ImageRules`.
     """
 
     name: str
@@ -191,8 +191,8 @@ class VlmSpec:
         """All distinct weights; a tied head counts once."""
         return self.vision.num_parameters + self.projector_parameters + self.language.num_parameters
 
-    def pictures(self) -> ImageRules:
-        """Return what the data must know to bring pictures to this model."""
+    def images(self) -> ImageRules:
+        """Return what the data must know to bring images to this model."""
         vision = self.vision
         return ImageRules(
             patch=vision.patch,

@@ -56,7 +56,7 @@ class Decoder(nn.Module):
         held = range(spec.layers) if layers is None else layers
         self.spec, self.context = spec, Context()
         self.is_first, self.is_last = held.start == 0 if embeds is None else embeds, held.stop == spec.layers
-        self.place: nn.Module | None = None  # puts pictures into the stream, in a model that sees
+        self.place: nn.Module | None = None  # puts images into the stream, in a model that sees
         needs_embedding = self.is_first or (self.is_last and spec.tied)
         self.embed_tokens = nn.Embedding(spec.vocab, spec.hidden) if needs_embedding else None
         self.layers = nn.ModuleList()

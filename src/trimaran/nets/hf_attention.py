@@ -16,7 +16,7 @@ except ImportError:
     AttentionInterface = None
 
 NAME = "trimaran"
-PACKED = "trimaran_flash"  # transformers asks a kernel of this name for all pictures at once, not for each by itself
+PACKED = "trimaran_flash"  # transformers asks a kernel of this name for all images at once, not for each by itself
 STRANGE = ("dropout", "sliding_window", "softcap", "s_aux", "position_bias")  # what our attention cannot do
 CONTEXT = "trimaran_context"  # the attribute of every module that may attend
 SIGHT = "trimaran_sight"  # the argument that says who may look at whom, from the model's call down to its attention
@@ -50,8 +50,8 @@ def give_attention(module: Any) -> None:
     setattr(module, SIGHTED, True)
 
 
-def pack_pictures(vision: Any) -> None:
-    """Let a tower of a model that has our attention tell it where each picture ends: `Segments` as `cu_seqlens`."""
+def pack_images(vision: Any) -> None:
+    """Let a tower of a model that has our attention tell it where each image ends: `Segments` as `cu_seqlens`."""
     assert AttentionInterface is not None, "there is no model without transformers"
     AttentionInterface.register(PACKED, _attend)
     vision.config._attn_implementation = PACKED  # its setter would look for a package that has such a kernel
@@ -86,8 +86,8 @@ def _attend(
     context = context_of(module) or Context()  # another model of the same configuration was given none
     query, key = query.to(value.dtype), key.to(value.dtype)  # their rotation may have made them wider than they were
     sight, scale = options.get(SIGHT), options.get("scaling")
-    if isinstance(pictures := options.get("cu_seq_lens_q"), Segments):
-        out = segment_attention(query, key, value, pictures, causal=False, scale=scale)
+    if isinstance(images := options.get("cu_seq_lens_q"), Segments):
+        out = segment_attention(query, key, value, images, causal=False, scale=scale)
     elif looks_ahead(module, options):
         out = attention(query, key, value, attention_mask, causal=False, scale=scale)
     else:

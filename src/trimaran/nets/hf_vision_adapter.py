@@ -1,4 +1,4 @@
-"""How our pictures come to the vision tower of a Hugging Face model, and its rows into the stream of text."""
+"""How our images come to the vision tower of a Hugging Face model, and its rows into the stream of text."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trimaran.models.vlm_spec import CHANNELS, VlmSpec
-from trimaran.nets.hf_attention import pack_pictures
+from trimaran.nets.hf_attention import pack_images
 from trimaran.nets.image_balancing import Pictures
 from trimaran.nets.patch_layout import lay_out, rows_and_columns
 from trimaran.nets.projector import slots_of
@@ -19,10 +19,10 @@ from trimaran.nets.vision import normed
 
 
 class VisionAdapter(ABC):
-    """Looks at the pictures of a micro-batch while its text is embedded, and puts what it sees into the stream.
+    """Looks at the images of a micro-batch while its text is embedded, and puts what it sees into the stream.
 
     That is inside the model's own forward, where DDP and FSDP expect every use of its parameters. The model's own way
-    would count picture tokens on the device, wait for the number, and wait again in backward.
+    would count image tokens on the device, wait for the number, and wait again in backward.
     """
 
     def __init__(self, module: Any, spec: VlmSpec) -> None:
@@ -49,12 +49,12 @@ class VisionAdapter(ABC):
         return ()
 
     @abstractmethod
-    def see(self, pictures: Pictures) -> Tensor:
-        """Return the language's tokens of all pictures, [M, hidden], in order."""
+    def see(self, images: Pictures) -> Tensor:
+        """Return the language's tokens of all images, [M, hidden], in order."""
 
     @contextmanager
     def looking(self, inputs: Mapping[str, Tensor]) -> Iterator[None]:
-        """Let the next call of the model see the pictures of `inputs`; where there are none, a black one to no effect.
+        """Let the next call of the model see the images of `inputs`; where there are none, a black one to no effect.
 
         Every rank must take part in what the ranks do together, and every parameter gets a gradient.
         """
@@ -100,11 +100,11 @@ def placed(stream: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
 
 
 class QwenVisionAdapter(VisionAdapter):
-    """Of Qwen2-VL and Qwen2.5-VL: pictures of any shape, one behind the other."""
+    """Of Qwen2-VL and Qwen2.5-VL: images of any shape, one behind the other."""
 
     def __init__(self, module: Any, spec: VlmSpec) -> None:
         super().__init__(module, spec)
-        pack_pictures(self._model.visual)
+        pack_images(self._model.visual)
         stem = self._model.visual.patch_embed.proj
         stem.forward = MethodType(_product, stem)
 
@@ -116,14 +116,14 @@ class QwenVisionAdapter(VisionAdapter):
     def projector(self) -> nn.Module:
         return self._model.visual.merger
 
-    def see(self, pictures: Pictures) -> Tensor:
+    def see(self, images: Pictures) -> Tensor:
         """See `VisionAdapter`. The tower is told what it would find out on its own by waiting for the device."""
         vision, merge, (patches, grids) = (
             self.spec.vision,
             self.spec.projector.merge,
-            (pictures.patches, pictures.grids),
+            (images.patches, images.grids),
         )
-        layout = lay_out(vision, merge, patches, grids, host=pictures.host)
+        layout = lay_out(vision, merge, patches, grids, host=images.host)
         told: dict[str, Any] = {
             "position_ids": rows_and_columns(grids, len(patches), merge),
             "cu_seqlens": layout.whole,
@@ -132,7 +132,7 @@ class QwenVisionAdapter(VisionAdapter):
         if layout.windows is not None and layout.order is not None:
             told["window_index"] = layout.order[:: merge * merge] // (merge * merge)
             told |= {"cu_window_seqlens": layout.windows, "max_window_seqlen": 0}
-        # A picture is a film that stands still.
+        # An image is a film that stands still.
         pixels = normed(patches, vision.ends).unflatten(1, (CHANNELS, 1, -1)).expand(-1, -1, vision.frames, -1)
         return self._model.visual(pixels.flatten(1), grid_thw=F.pad(grids, (1, 0), value=1), **told).pooler_output
 
@@ -162,9 +162,9 @@ class LlavaVisionAdapter(VisionAdapter):
         tower = self._model.vision_tower
         return (*tower.encoder.layers[self.spec.vision.layers :], tower.post_layernorm)
 
-    def see(self, pictures: Pictures) -> Tensor:
+    def see(self, images: Pictures) -> Tensor:
         vision, tower, side = self.spec.vision, self._model.vision_tower, self.spec.vision.tile_side
-        squares = normed(pictures.patches, vision.ends)
+        squares = normed(images.patches, vision.ends)
         squares = squares.view(-1, side, side, CHANNELS, vision.patch, vision.patch).permute(0, 3, 1, 4, 2, 5)
         x = tower.pre_layrnorm(tower.embeddings(squares.reshape(-1, CHANNELS, vision.tile, vision.tile)))
         for layer in tower.encoder.layers[: vision.layers]:

@@ -15,13 +15,13 @@ from trimaran.nets.hf_vision_adapter import VISION_ADAPTERS, VisionAdapter
 
 try:
     from transformers import vision_utils
-except ImportError:  # before transformers 5 a tower cannot be told where its pictures end
+except ImportError:  # before transformers 5 a tower cannot be told where its images end
     vision_utils = None
 
 
 @dataclass(frozen=True, slots=True)
 class HfVlmNetwork(HfNetwork):
-    """A Hugging Face model that sees. Its `eye` brings the pictures to it."""
+    """A Hugging Face model that sees. Its `eye` brings the images to it."""
 
     spec: VlmSpec
     eye: VisionAdapter
@@ -84,5 +84,5 @@ def _in_order(blocks: tuple[nn.Module, ...], module: nn.Module, eye: VisionAdapt
 
 
 def _cannot(network: HfNetwork, why: str) -> UserError:
-    return UserError("M035", f"{network.architecture} {why}, and pictures cannot be brought to it", where="model.path",
+    return UserError("M035", f"{network.architecture} {why}, and images cannot be brought to it", where="model.path",
                      fix="use family vlm, or train its language model alone")  # fmt: skip

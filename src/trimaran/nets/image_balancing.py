@@ -1,4 +1,4 @@
-"""Which pictures of a micro-batch a rank looks at."""
+"""Which images of a micro-batch a rank looks at."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Pictures:
-    """Patches of pictures, one picture behind the other, and their grids [N, 2]; `host` has the grids on the host."""
+    """Patches of images, one image behind the other, and their grids [N, 2]; `host` has the grids on the host."""
 
     patches: Tensor
     grids: Tensor
@@ -15,14 +15,14 @@ class Pictures:
 
 
 class ImageBalancer:
-    """All of them. Where ranks of a tensor-parallel group hold a whole tower each, they share the pictures out."""
+    """All of them. Where ranks of a tensor-parallel group hold a whole tower each, they share the images out."""
 
     past_projector = False  # whether what the ranks see is put together behind the projector, or before it
 
-    def mine(self, pictures: Pictures, empty: Pictures) -> Pictures:
-        """Return this rank's pictures, or `empty` where there is none for it."""
-        return pictures
+    def mine(self, images: Pictures, empty: Pictures) -> Pictures:
+        """Return this rank's images, or `empty` where there is none for it."""
+        return images
 
-    def whole(self, mine: Tensor, pictures: Pictures, *, per_token: int) -> Tensor:
-        """Return the rows of all `pictures` in order, of which `mine` are this rank's; one for `per_token` patches."""
+    def whole(self, mine: Tensor, images: Pictures, *, per_token: int) -> Tensor:
+        """Return the rows of all `images` in order, of which `mine` are this rank's; one for `per_token` patches."""
         return mine

@@ -1,4 +1,4 @@
-"""Where the patches of a micro-batch's pictures lie: positions, who sees whom, and the way back to their order."""
+"""Where the patches of a micro-batch's images lie: positions, who sees whom, and the way back to their order."""
 
 from dataclasses import dataclass, replace
 
@@ -16,12 +16,12 @@ THETA = 10_000.0  # of the rotary positions of row and column, in every model th
 class PatchLayout:
     """The stream of a vision tower: `length` positions, of which the first of each tile may be a class token.
 
-    `whole` keeps attention inside pictures, `windows` inside their windows. With windows, patches stand in the order of
+    `whole` keeps attention inside images, `windows` inside their windows. With windows, patches stand in the order of
     `order`, those of a window together, and `back` undoes that.
     """
 
     length: int
-    pictures: int  # of a tiled tower; the number of native ones is of no use
+    images: int  # of a tiled tower; the number of native ones is of no use
     tile_patches: int
     class_tokens: int
     whole: Segments
@@ -38,14 +38,14 @@ class PatchLayout:
         """Return what the projector takes in: the patches that become a token side by side, [tokens, width]."""
         x = stream[0]
         if self.class_tokens:
-            x = x.unflatten(0, (self.pictures, -1))[:, self.class_tokens :].flatten(0, 1)
+            x = x.unflatten(0, (self.images, -1))[:, self.class_tokens :].flatten(0, 1)
         if self.back is not None:
             x = x[self.back]
         return x.unflatten(0, (-1, merge * merge)).flatten(1)
 
 
 def lay_out(spec: VisionSpec, merge: int, patches: Tensor, grids: Tensor, *, host: Tensor | None = None) -> PatchLayout:
-    """Return the layout of `patches` [P, pixels], pictures one behind the other, of `grids` [N, 2] rows and columns.
+    """Return the layout of `patches` [P, pixels], images one behind the other, of `grids` [N, 2] rows and columns.
 
     Nothing here waits for the device: what must be known beforehand is told by shapes, and by `host`, the grids on the
     host. Without it a kernel has to allow for longer segments than there are.
@@ -66,7 +66,7 @@ def lay_out(spec: VisionSpec, merge: int, patches: Tensor, grids: Tensor, *, hos
     row, column = (each if order is None else each[order] for each in (places.row, places.column))
     return PatchLayout(
         length=len(patches),
-        pictures=len(grids),
+        images=len(grids),
         tile_patches=0,
         class_tokens=0,
         whole=Segments.of_lengths(lengths, len(patches), patches.device),
@@ -78,13 +78,13 @@ def lay_out(spec: VisionSpec, merge: int, patches: Tensor, grids: Tensor, *, hos
 
 
 def rows_and_columns(grids: Tensor, total: int, merge: int) -> Tensor:
-    """Return [P, 2]: where each of the `total` patches stands in its picture."""
+    """Return [P, 2]: where each of the `total` patches stands in its image."""
     places = _Places.of(grids, total, merge)
     return torch.stack([places.row, places.column], 1)
 
 
 def empty_group(spec: VisionSpec, merge: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the patches and the grid of one black group: what the tower sees where there is no picture."""
+    """Return the patches and the grid of one black group: what the tower sees where there is no image."""
     pixels = CHANNELS * spec.patch * spec.patch
     patches = torch.zeros(merge * merge, pixels, dtype=torch.uint8, device=device)
     return patches, torch.full((1, 2), merge, dtype=torch.int32, device=device)
@@ -93,15 +93,15 @@ def empty_group(spec: VisionSpec, merge: int, device: torch.device) -> tuple[Ten
 def _tiles(spec: VisionSpec, patches: Tensor) -> PatchLayout:
     each = min(spec.tile_side**2, len(patches))  # an empty group is smaller than a tile
     tiles, tokens = len(patches) // each, int(spec.ends.class_token)
-    assert tiles * each == len(patches), "the data cuts pictures into whole tiles"
+    assert tiles * each == len(patches), "the data cuts images into whole tiles"
     length = tiles * (each + tokens)
     whole = Segments.of_lengths([each + tokens] * tiles, length, patches.device)
-    return PatchLayout(length=length, pictures=tiles, tile_patches=each, class_tokens=tokens, whole=whole)
+    return PatchLayout(length=length, images=tiles, tile_patches=each, class_tokens=tokens, whole=whole)
 
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """Of each patch, all [P]: its row and column, how many columns its picture has, and where that begins."""
+    """Of each patch, all [P]: its row and column, how many columns its image has, and where that begins."""
 
     row: Tensor
     column: Tensor
@@ -112,8 +112,8 @@ class _Places:
     def of(cls, grids: Tensor, total: int, merge: int) -> "_Places":
         grids, device = grids.long(), grids.device
         counts = grids.prod(1)
-        picture = torch.arange(len(grids), device=device).repeat_interleave(counts, output_size=total)
-        start, columns = (counts.cumsum(0) - counts)[picture], grids[picture, 1]
+        image = torch.arange(len(grids), device=device).repeat_interleave(counts, output_size=total)
+        start, columns = (counts.cumsum(0) - counts)[image], grids[image, 1]
         inside, across = torch.arange(total, device=device) - start, columns // merge
         group, corner = inside // (merge * merge), inside % (merge * merge)
         row = group // across * merge + corner // merge
@@ -121,9 +121,9 @@ class _Places:
         return cls(row, column, columns, start)
 
     def windows(self, side: int) -> Tensor:
-        """Return the number of each patch's window, [P]: they go row by row through a picture, `side` patches a side.
+        """Return the number of each patch's window, [P]: they go row by row through an image, `side` patches a side.
 
-        A picture has no more windows than patches, so its numbers begin where its patches do.
+        An image has no more windows than patches, so its numbers begin where its patches do.
         """
         across = (self.columns + side - 1) // side
         return self.start + self.row // side * across + self.column // side

@@ -9,7 +9,7 @@ from trimaran.nets.vision import VisionLayerNorm, norm_of
 
 
 class Projector(nn.Module):
-    """Features of patches in, the language's picture tokens out."""
+    """Features of patches in, the language's image tokens out."""
 
     def __init__(self, spec: VlmSpec) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Projector(nn.Module):
 
 
 class TokenSlots(nn.Module):
-    """Puts picture tokens into a stream of text. It has no parameters; it is a module so that a plan can change it."""
+    """Puts image tokens into a stream of text. It has no parameters; it is a module so that a plan can change it."""
 
     def forward(self, stream: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
         """Return `stream` [B, T, hidden] with row `slots` [B, T] of `rows` [M, hidden] wherever that is not negative.
@@ -42,7 +42,7 @@ class TokenSlots(nn.Module):
 
 
 def slots_of(tokens: Tensor, image_token: int) -> Tensor:
-    """Return which picture token stands at each position of `tokens` [B, T], counted row by row; -1: it is text."""
+    """Return which image token stands at each position of `tokens` [B, T], counted row by row; -1: it is text."""
     pictured = tokens == image_token
     counted = pictured.flatten().cumsum(0).view_as(tokens) - 1
     return counted.masked_fill(~pictured, -1)

@@ -1,4 +1,4 @@
-"""Attention inside documents and pictures that lie end to end, without a mask of everything against everything."""
+"""Attention inside documents and images that lie end to end, without a mask of everything against everything."""
 
 import sys
 from collections import Counter
@@ -25,7 +25,7 @@ CAUSAL = 0.75  # of the time for all pairs, though it is half of them: kernels l
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """How rows are cut into parts that do not see each other: documents of a text, or pictures of a micro-batch.
+    """How rows are cut into parts that do not see each other: documents of a text, or images of a micro-batch.
 
     `ids` [B, T] are runs of equal numbers, and no number comes back in its row. `bounds` (int32) tell where each part
     begins in the rows laid end to end, and where the last ends; they are there where a kernel can use them. `reach` is
@@ -175,7 +175,7 @@ def _apart(
     for number, length in enumerate(lengths):
         alike.setdefault(length, []).append(number)
     shape = (query.shape[0], query.shape[2])
-    if len(alike) == 1:  # as the tiles of pictures, or whole rows: nothing needs to be moved
+    if len(alike) == 1:  # as the tiles of images, or whole rows: nothing needs to be moved
         some = [
             _end_to_end(each).unflatten(0, (len(lengths), lengths[0])).transpose(1, 2) for each in (query, key, value)
         ]

@@ -1,4 +1,4 @@
-"""A vision transformer for pictures of any shape, packed one behind the other, or for square tiles."""
+"""A vision transformer for images of any shape, packed one behind the other, or for square tiles."""
 
 import torch
 import torch.nn.functional as F
@@ -127,13 +127,13 @@ class Stem(nn.Module):
         if self.class_token is None and self.positions is None:
             x = layout.ordered(x)
         else:
-            x = self._tiled(x.unflatten(0, (layout.pictures, -1)), layout.tile_patches)
+            x = self._tiled(x.unflatten(0, (layout.images, -1)), layout.tile_patches)
         if self.norm is not None:
             x = self.norm(x)
         return x.unsqueeze(0)
 
     def _weight(self) -> Tensor:
-        """Return what a picture is multiplied with: a film that stands still is the same in every frame."""
+        """Return what an image is multiplied with: a film that stands still is the same in every frame."""
         weight = self.patch_embed.weight
         if self.spec.frames == 1:
             return weight
@@ -180,7 +180,7 @@ class VisionTower(nn.Module):
         return tuple(layer for layer in self.layers if isinstance(layer, VisionLayer))
 
     def forward(self, *stream: Tensor, patches: Tensor, layout: PatchLayout) -> Tensor:
-        """Return the stream [1, T, hidden] after the layers that are here. Attention stays inside each picture."""
+        """Return the stream [1, T, hidden] after the layers that are here. Attention stays inside each image."""
         x = stream[0] if self.stem is None else self.stem(patches, layout)
         for number, layer in self.layers.named_children():
             if isinstance(layer, VisionLayer):

@@ -1,4 +1,4 @@
-"""The reference model that sees: a vision tower, a projector, our decoder, and pictures placed in the text."""
+"""The reference model that sees: a vision tower, a projector, our decoder, and images placed in the text."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -45,7 +45,7 @@ class Vlm(nn.Module):
         return (*vision, *projector, *(self.language.blocks if self.language is not None else ()))
 
     def use_context(self, context: Context) -> None:
-        """Hold a part of each sequence from now on. Pictures stay whole."""
+        """Hold a part of each sequence from now on. Images stay whole."""
         self.context = context
         if self.language is not None:
             self.language.use_context(context)
@@ -57,21 +57,21 @@ class Vlm(nn.Module):
         documents: Tensor | None = None,
         lengths: Sequence[int] | None = None,
         positions: Tensor | None = None,
-        **pictures: Tensor | None,
+        **images: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Return logits [B, T, vocab] and the balance loss, as `Decoder` does.
 
-        `pictures` has `patches` u8 [P, channel x row x column] of all pictures and their `grids` [N, 2], and perhaps
+        `images` has `patches` u8 [P, channel x row x column] of all images and their `grids` [N, 2], and perhaps
         `host_grids`, the same on the host; as many positions of `tokens` are the image token as patches merge into. Or
         it has `features` [M, width], what `encode` returned for them before. `positions` [3, B, T] are time, row and
         column. A stage that ends before the projector returns the vision stream, padded.
         """
         placed = None
         if self.vision is not None or self.projector is not None:
-            seen = self._see(stream, tokens, pictures)
+            seen = self._see(stream, tokens, images)
             if self.projector is None:
                 return seen, torch.zeros((), device=tokens.device)
-            placed, stream = (self._projected(seen, tokens, pictures), self._slots(tokens)), ()
+            placed, stream = (self._projected(seen, tokens, images), self._slots(tokens)), ()
         assert self.language is not None, "a stage behind the projector has layers of the language"
         rotation = None if positions is None else self._rotation(positions)
         return self.language(
@@ -79,7 +79,7 @@ class Vlm(nn.Module):
         )
 
     def encode(self, patches: Tensor, grids: Tensor) -> Tensor:
-        """Return what the projector takes in for each picture token, [M, width], in order. The tower must be whole."""
+        """Return what the projector takes in for each image token, [M, width], in order. The tower must be whole."""
         assert self.vision is not None
         assert self.vision.is_whole
         layout = lay_out(self.spec.vision, self.spec.projector.merge, patches, grids)
@@ -92,12 +92,12 @@ class Vlm(nn.Module):
             return patches
         return patches + max(1, patches // vision.tile_side**2)
 
-    def _see(self, stream: tuple[Tensor, ...], tokens: Tensor, pictures: Mapping[str, Tensor | None]) -> Tensor:
+    def _see(self, stream: tuple[Tensor, ...], tokens: Tensor, images: Mapping[str, Tensor | None]) -> Tensor:
         """Return what the projector takes in, or, on a stage without it, the padded vision stream."""
         vision, merge = self.spec.vision, self.spec.projector.merge
-        if (features := pictures.get("features")) is not None:
+        if (features := images.get("features")) is not None:
             return self._remembered(features, tokens)
-        mine = self.deal.mine(self._shown(tokens, pictures), self._black(tokens))
+        mine = self.deal.mine(self._shown(tokens, images), self._black(tokens))
         layout = lay_out(vision, merge, mine.patches, mine.grids, host=mine.host)
         given = tuple(each[:, : layout.length] for each in stream)
         seen = given[0] if self.vision is None else self._watch(*given, patches=mine.patches, layout=layout)
@@ -105,23 +105,23 @@ class Vlm(nn.Module):
             return F.pad(seen, (0, 0, 0, self.bound(tokens) - layout.length))
         return layout.groups(seen, merge)
 
-    def _projected(self, seen: Tensor, tokens: Tensor, pictures: Mapping[str, Tensor | None]) -> Tensor:
-        """Return the language's tokens of all pictures, [M, hidden], in order."""
+    def _projected(self, seen: Tensor, tokens: Tensor, images: Mapping[str, Tensor | None]) -> Tensor:
+        """Return the language's tokens of all images, [M, hidden], in order."""
         assert self.projector is not None
-        if pictures.get("features") is not None:
+        if images.get("features") is not None:
             return self.projector(seen)
-        shown, merged = self._shown(tokens, pictures), self.spec.projector.merge**2
+        shown, merged = self._shown(tokens, images), self.spec.projector.merge**2
         if self.deal.past_projector:
             return self.deal.whole(self.projector(seen), shown, per_token=merged)
         return self.projector(self.deal.whole(seen, shown, per_token=merged))
 
-    def _shown(self, tokens: Tensor, pictures: Mapping[str, Tensor | None]) -> Pictures:
-        """Return the pictures of a micro-batch; where there are none, one black group."""
-        patches, grids = pictures.get("patches"), pictures.get("grids")
+    def _shown(self, tokens: Tensor, images: Mapping[str, Tensor | None]) -> Pictures:
+        """Return the images of a micro-batch; where there are none, one black group."""
+        patches, grids = images.get("patches"), images.get("grids")
         if patches is None or not len(patches):
             return self._black(tokens)
         assert grids is not None, "patches come with their grids"
-        host = pictures.get("host_grids")
+        host = images.get("host_grids")
         return Pictures(patches, grids, None if host is None else torch.as_tensor(host))
 
     def _black(self, tokens: Tensor) -> Pictures:

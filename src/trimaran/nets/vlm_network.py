@@ -15,7 +15,7 @@ from trimaran.nets.varlen_attention import run_lengths
 from trimaran.nets.vlm_model import Vlm
 from trimaran.nets.vlm_weights import load_vlm_weights, vlm_tensors
 
-PICTURES = ("positions", "patches", "grids", "features")
+IMAGES = ("positions", "patches", "grids", "features")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class VlmNetwork(Network):
             documents=inputs.get("documents"),
             lengths=None if host is None else run_lengths(host),
             host_grids=None if grids is None else grids.numpy(),  # DDP and FSDP would move a tensor to the device
-            **{name: inputs.get(name) for name in PICTURES},
+            **{name: inputs.get(name) for name in IMAGES},
         )
 
     @property

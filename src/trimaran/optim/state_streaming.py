@@ -11,7 +11,7 @@ from torch import Tensor
 from trimaran.optim.moments import States
 
 Slot = tuple[str, torch.dtype]
-BERTHS = 3  # one load arrives, one is worked on, one leaves
+RANK_MEMORIES = 3  # one load arrives, one is worked on, one leaves
 
 
 @dataclass(slots=True)
@@ -41,40 +41,40 @@ class StateStream:
         the host does not, see `wait`.
         """
         here = self._torch.current_stream(self._device)
-        berths = cycle([StagingBuffer(self._room(loads)) for _ in range(BERTHS)])
+        rank_memories = cycle([StagingBuffer(self._room(loads)) for _ in range(RANK_MEMORIES)])
         self._inward.wait_stream(here)  # what was in this memory before has been used
         waiting: tuple[States, StagingBuffer] | None = None
         for load in [*loads, None]:
-            arriving = None if load is None else (load, self._bring(load, next(berths)))
+            arriving = None if load is None else (load, self._bring(load, next(rank_memories)))
             if waiting is not None:
-                host, berth = waiting
-                here.wait_event(berth.arrived)
-                yield berth.states
+                host, rank_memory = waiting
+                here.wait_event(rank_memory.arrived)
+                yield rank_memory.states
                 self._outward.wait_stream(here)
-                self._take_back(host, berth)
+                self._take_back(host, rank_memory)
             waiting = arriving
-        here.wait_stream(self._outward)  # so does whoever gets the memory of the berths next
+        here.wait_stream(self._outward)  # so does whoever gets the memory of the rank memories next
 
     def wait(self) -> None:
         """Return when the host has all that the last crossing took back."""
         self._torch.synchronize(self._device)
 
-    def _bring(self, load: States, berth: StagingBuffer) -> StagingBuffer:
+    def _bring(self, load: States, rank_memory: StagingBuffer) -> StagingBuffer:
         with self._torch.stream(self._inward):
-            if berth.left is not None:
-                self._inward.wait_event(berth.left)
-            rooms = {key: berth.memory[key, host.dtype][: host.numel()] for key, host in load.items()}
-            berth.states = {key: rooms[key].view(host.shape) for key, host in load.items()}
+            if rank_memory.left is not None:
+                self._inward.wait_event(rank_memory.left)
+            rooms = {key: rank_memory.memory[key, host.dtype][: host.numel()] for key, host in load.items()}
+            rank_memory.states = {key: rooms[key].view(host.shape) for key, host in load.items()}
             for key, host in load.items():
-                berth.states[key].copy_(host, non_blocking=True)
-            berth.arrived = self._inward.record_event()
-        return berth
+                rank_memory.states[key].copy_(host, non_blocking=True)
+            rank_memory.arrived = self._inward.record_event()
+        return rank_memory
 
-    def _take_back(self, load: States, berth: StagingBuffer) -> None:
+    def _take_back(self, load: States, rank_memory: StagingBuffer) -> None:
         with self._torch.stream(self._outward):
             for key, host in load.items():
-                host.copy_(berth.states[key], non_blocking=True)
-            berth.left = self._outward.record_event()
+                host.copy_(rank_memory.states[key], non_blocking=True)
+            rank_memory.left = self._outward.record_event()
 
     def _room(self, loads: Sequence[States]) -> dict[Slot, Tensor]:
         """Return memory for the largest of the loads, state by state."""

@@ -60,7 +60,7 @@ def check_tensor(plan: Plan, spec: Spec, *, whole_vocabulary: bool = False) -> N
     if tp > 1 and isinstance(spec, VlmSpec) and spec.vision.block.qk_norm and tower_degree("vision", plan) > 1:
         raise UserError("P054", f"the vision of {spec.name} norms all heads together, and tp {tp} would part them",
                         where="plan.towers.vision.tp", fix="set it to 1: every rank then has the tower whole, and "
-                        "looks at other pictures")  # fmt: skip
+                        "looks at other images")  # fmt: skip
     sizes = tensor_sizes(spec, plan, whole_vocabulary=whole_vocabulary)
     works = degrees(math.gcd(*sizes.values()), world_size=plan.mesh.world_size)
     for name, size in sizes.items():

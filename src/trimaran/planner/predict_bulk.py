@@ -1,4 +1,4 @@
-"""`predict` in bulk: one line of JSON in, one answer out, by any stack's habits. Nothing that a line holds stops us."""
+"""`predict` in bulk: one line of JSON in, one answer out, by any stack's profile. Nothing that a line holds stops us."""
 
 import json
 import math

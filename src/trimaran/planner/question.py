@@ -20,7 +20,7 @@ class Question:
 
     What the recipe's plan pins stays. `spec` is the shape of our own network where the model is one; `outline` is None
     for a foreign model that nothing is known about, and then nothing can be predicted. `trains` asks for plans that our
-    own trainer runs; without it, for any that a training system by the habits of `stack` could, with every axis that
+    own trainer runs; without it, for any that a training system by the profile of `stack` could, with every axis that
     the outline allows: a Hugging Face model in stages, a tower that is sharded unlike the rest. At most `most_shown`
     plans come back, each of another mesh.
     """

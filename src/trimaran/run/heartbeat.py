@@ -22,8 +22,8 @@ STRIDE = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """What a rank showed last. `entered` is when its loop came to this section or step, `alive` when its witness, a
-    thread, last ran. `answered` is the last question that the witness has answered, see `HeartbeatBoard.ask`."""
+    """What a rank showed last. `entered` is when its loop came to this section or step, `alive` when its heartbeat thread, a
+    thread, last ran. `answered` is the last question that the heartbeat thread has answered, see `HeartbeatBoard.ask`."""
 
     section: Section
     step: int
@@ -57,7 +57,7 @@ class HeartbeatBoard:
         struct.pack_into("=QQd", self._memory, start, SECTIONS.index(section), step, time.monotonic())
 
     def live(self, place: int, *, answered: int) -> None:
-        """Show that the rank's witness runs, and which question it has answered."""
+        """Show that the rank's heartbeat thread runs, and which question it has answered."""
         struct.pack_into("=dQ", self._memory, HEAD + STRIDE * place + 24, time.monotonic(), answered)
 
     def read(self, place: int) -> Heartbeat:
@@ -70,6 +70,6 @@ class HeartbeatBoard:
         return WORD.unpack_from(self._memory, 0)[0]
 
     def ask(self) -> int:
-        """Ask all witnesses to file their testimony: stacks, and what their collectives wait for."""
+        """Ask all witnesses to file their rank report: stacks, and what their collectives wait for."""
         WORD.pack_into(self._memory, 0, self.question + 1)
         return self.question

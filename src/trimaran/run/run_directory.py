@@ -103,7 +103,7 @@ class RunDirectory:
         return self.path / "logs" / f"rank-{rank}.stacks"
 
     def question(self, rank: int) -> Path:
-        """Where a rank's witness reads into which folder its testimony goes, see `PulseBoard.ask`."""
+        """Where a rank's heartbeat thread reads into which folder its rank report goes, see `PulseBoard.ask`."""
         return self.path / "incidents" / f"question-{rank}.json"
 
     @property

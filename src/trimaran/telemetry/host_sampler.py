@@ -122,7 +122,9 @@ def _memory() -> dict[str, Any]:
 
 def _busy_seconds() -> dict[str, float]:
     times = psutil.cpu_times()
-    return {"busy": sum(times) - times.idle - times.iowait - times.guest - times.guest_nice}  # guests are in user
+    return {
+        "busy": sum(times) - times.idle - times.iowait - times.guest - times.guest_nice
+    }  # guests are in user
 
 
 def _disk_bytes() -> dict[str, float]:

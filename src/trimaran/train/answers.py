@@ -31,7 +31,7 @@ def own_words(guess: Callable[[Inputs], Tensor], inputs: Inputs, *, image_token:
 
     Every pass puts the last guesses in the place of what would have been right, in all answers at once, and so makes
     one token more of each the model's own. Every rank makes as many passes. A guessed `image_token` is not put in: no
-    picture is there for it.
+    image is there for it.
     """
     tokens, labels, documents = inputs["tokens"].clone(), inputs["labels"], inputs["documents"]
     answered = (labels[:, :-1] != IGNORED) & (documents[:, 1:] == documents[:, :-1])

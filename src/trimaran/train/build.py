@@ -53,7 +53,7 @@ class WorkerParts:
 
     networks: tuple[Network, ...]
     stages: StageMap
-    cargo: TrainingData
+    training_data: TrainingData
     trainer: Trainer
     seconds: dict[str, float]  # that building took, by phase
 
@@ -64,7 +64,7 @@ def build_worker_parts(
     journal: Journal,
     *,
     cache: Path,
-    ties: SupervisorLink = NO_SUPERVISOR,
+    link: SupervisorLink = NO_SUPERVISOR,
     stop: StopRequest | None = None,
 ) -> WorkerParts:
     """Return the trainer of `run` with the network and data it works on. The process group must be up."""
@@ -77,19 +77,23 @@ def build_worker_parts(
         networks[0].disk_config()  # a shape that cannot be written down is a mistake to be told now, not at the end
     laps.lap("network")
     share = DataShare(rank=ranks.data_rank, dp=plan.mesh.dp, micro_batch=plan.micro_batch, grad_accum=plan.grad_accum)
-    cargo = load_training_data(recipe, networks[0], share, cache=cache, remember=_remember(recipe, plan, place, ties))
+    training_data = load_training_data(
+        recipe, networks[0], share, cache=cache, remember=_remember(recipe, plan, place, link)
+    )
     laps.lap("data")
     clock, guard = Clock(place.device), build_guard(recipe, plan, run)
     every = recipe.telemetry.details_every
-    stepper = build_stepper(networks, recipe.train, plan, ranks, clock, guard, cargo.objective, groups_every=every)
+    stepper = build_stepper(
+        networks, recipe.train, plan, ranks, clock, guard, training_data.objective, groups_every=every
+    )
     state = stepper.state(recipe.train)
     stepper.set_training(True)  # transformers leaves a model that it has read in eval mode
-    sentinel = ReplicaCheck(state.pieces, device=place.device) if plan.engine == "torch" else None
-    loader_from = partial(load_from, recipe, place, lambda: cargo.training(guard.quarantine.ids))
+    replica_check = ReplicaCheck(state.pieces, device=place.device) if plan.engine == "torch" else None
+    loader_from = partial(load_from, recipe, place, lambda: training_data.training(guard.quarantine.ids))
     reseed = partial(ranks.reseed, recipe.train.seed)
-    evaluator = Evaluator(recipe=recipe, feed=cargo.holdout, stepper=stepper, objective=cargo.objective,
+    evaluator = Evaluator(recipe=recipe, feed=training_data.holdout, stepper=stepper, objective=training_data.objective,
                           journal=journal, device=place.device, counts_samples=ranks.counts_samples,
-                          stop=stop, ties=ties)  # fmt: skip
+                          stop=stop, link=link)  # fmt: skip
     trainer = Trainer(
         recipe=recipe,
         plan=plan,
@@ -97,25 +101,29 @@ def build_worker_parts(
         loader_from=loader_from,
         stepper=stepper,
         evaluator=evaluator,
-        keeper=Checkpointer(run, place, journal, ties, state, data=cargo.digest),
-        reporter=StepMonitor(
+        checkpointer=Checkpointer(run, place, journal, link, state, data=training_data.digest),
+        monitor=StepMonitor(
             plan=plan,
             meters=build_meters(recipe, plan, networks[0], place.device),
             journal=journal,
             guard=guard,
-            profiler=build_profiler(run, journal, clock, networks, place.device, ties),
-            sentinel=sentinel,
-            compilations=Compilations(ties),
-            search=_searching(networks, stepper, loader_from, reseed, place.device, clock, ties),
+            profiler=build_profiler(run, journal, clock, networks, place.device, link),
+            replica_check=replica_check,
+            compilations=Compilations(link),
+            search=_searching(networks, stepper, loader_from, reseed, place.device, clock, link),
         ),
         clock=clock,
-        ties=ties,
+        link=link,
         reseed=reseed,
         stop=stop,
     )
     laps.lap("optimizer")
     return WorkerParts(
-        networks=networks, stages=map_stages(plan, ranks), cargo=cargo, trainer=trainer, seconds=laps.seconds
+        networks=networks,
+        stages=map_stages(plan, ranks),
+        training_data=training_data,
+        trainer=trainer,
+        seconds=laps.seconds,
     )
 
 
@@ -126,27 +134,27 @@ def _searching(  # noqa: PLR0913 - what a step is made of, and who counts its ti
     reseed: Callable[[int], None],
     device: torch.device,
     clock: Clock,
-    ties: SupervisorLink,
+    link: SupervisorLink,
 ) -> Callable[[Refusal], dict[str, Any]]:
     """Return what looks for the birth of a number that is none; the time belongs to no step."""
     births = NonfiniteSearch(networks, stepper, loader_from, reseed, device)
 
     def search(refusal: Refusal) -> dict[str, Any]:
-        ties.enter("evaluation", refusal.step)
+        link.enter("evaluation", refusal.step)
         found = births.find(refusal)
         clock.aside()
-        ties.enter("data", refusal.step)
+        link.enter("data", refusal.step)
         return found
 
     return search
 
 
-def _remember(recipe: Recipe, plan: Plan, place: RankInfo, ties: SupervisorLink) -> Remember:
+def _remember(recipe: Recipe, plan: Plan, place: RankInfo, link: SupervisorLink) -> Remember:
     """Return what keeps the features of a frozen tower.
 
     It enters section "start" anew with each part: all of them may take hours, and one no longer than a start may.
     """
-    return partial(keep_features, recipe, plan, place, beat=partial(ties.enter, "start"))
+    return partial(keep_features, recipe, plan, place, beat=partial(link.enter, "start"))
 
 
 def build_guard(recipe: Recipe, plan: Plan, run: RunDirectory) -> Guard:

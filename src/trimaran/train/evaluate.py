@@ -28,7 +28,7 @@ class Evaluator:
     device: torch.device
     counts_samples: bool
     stop: StopRequest
-    ties: SupervisorLink
+    link: SupervisorLink
 
     @torch.no_grad()
     def run(self, *, step: int) -> bool:
@@ -44,7 +44,7 @@ class Evaluator:
         self.stepper.set_training(False)
         with Loader(self.feed, steps=batches) as loader:
             for host_batch in loader:
-                self.ties.enter("evaluation", step)
+                self.link.enter("evaluation", step)
                 poll = Poll(bool(self.stop)) if batches > 1 else None
                 batch = host_batch.to(self.device)
                 sums[1:] += self.stepper.evaluate(batch)

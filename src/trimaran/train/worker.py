@@ -45,13 +45,13 @@ log = logging.getLogger(__name__)
 ANSWERS = 6  # to questions that were held out, shown at the end
 
 
-def run_worker(run: RunDirectory, place: RankInfo, *, cache: Path, ties: SupervisorLink = NO_SUPERVISOR) -> int:
+def run_worker(run: RunDirectory, place: RankInfo, *, cache: Path, link: SupervisorLink = NO_SUPERVISOR) -> int:
     """Train this rank's part of `run` and return its exit code. Every end, good or bad, is an event."""
     stop = StopRequest(run.stop_request if place.rank == 0 else None)
     stop.listen()  # before anything else: a run may be asked to end while it is being built
-    with Journal(run, place.rank, attempt=ties.attempt) as journal, HeartbeatThread(run, place.rank, ties):
+    with Journal(run, place.rank, attempt=link.attempt) as journal, HeartbeatThread(run, place.rank, link):
         try:
-            code = _work(run, place, journal, cache, ties, stop)
+            code = _work(run, place, journal, cache, link, stop)
         except UserError as error:
             journal.event("error", **error.as_dict())
             return EXIT_USER
@@ -104,121 +104,121 @@ def _known_of(error: Exception) -> dict[str, Any]:
 
 
 def _work(
-    run: RunDirectory, place: RankInfo, journal: Journal, cache: Path, ties: SupervisorLink, stop: StopRequest
+    run: RunDirectory, place: RankInfo, journal: Journal, cache: Path, link: SupervisorLink, stop: StopRequest
 ) -> int:
     began, laps = time.monotonic(), Laps()
     if not dist.is_initialized():
-        join(place, ties)
+        join(place, link)
     laps.lap("join")
     here = {"host": platform.node(), "pid": os.getpid(), "device": str(place.device)}
     journal.event("start", world_size=place.world_size, version=__version__, **here)
-    crew = build_worker_parts(run, place, journal, cache=cache, ties=ties, stop=stop)
+    parts = build_worker_parts(run, place, journal, cache=cache, link=link, stop=stop)
     laps.lap("build")
-    trainer, keeper = crew.trainer, crew.trainer.keeper
-    start = keeper.resume()
+    trainer, checkpointer = parts.trainer, parts.trainer.checkpointer
+    start = checkpointer.resume()
     journal.resume(start)
     laps.lap("keep")
-    phases = {"join": laps.seconds["join"], **crew.seconds, "keep": laps.seconds["keep"]}
-    journal.event("ready", step=start, seconds=time.monotonic() - began, phases=phases, copies=keeper.room)
+    phases = {"join": laps.seconds["join"], **parts.seconds, "keep": laps.seconds["keep"]}
+    journal.event("ready", step=start, seconds=time.monotonic() - began, phases=phases, copies=checkpointer.room)
     while (ending := trainer.train(start)).reason == "rewind":
-        if (back := keeper.rewind(ending)) is None:
-            return _give_up(journal, keeper, ending, ", and there is no state from before it to go back to")
+        if (back := checkpointer.rewind(ending)) is None:
+            return _give_up(journal, checkpointer, ending, ", and there is no state from before it to go back to")
         start = back
         journal.event("rewind", step=ending.step, to_step=start)
         journal.resume(start)
-    ties.enter("finish", ending.step)
-    unkept = _keep_last(crew, run, journal, place, ending) if ending.is_sound else ""
+    link.enter("finish", ending.step)
+    unkept = _keep_last(parts, run, journal, place, ending) if ending.is_sound else ""
     if ending.reason == "stop":
         journal.event("stop", step=ending.step, reason="asked to stop")
         return EXIT_AGAIN
     if ending.reason == "numeric":
-        return _give_up(journal, keeper, ending, unkept)
+        return _give_up(journal, checkpointer, ending, unkept)
     if ending.reason == "data":
-        raise too_many_bad(trainer.reporter.guard.tally, run, ending.step)
+        raise too_many_bad(trainer.monitor.guard.tally, run, ending.step)
     if trainer.recipe.train.save:
-        _save(crew, run, journal, place, ending.step)
+        _save(parts, run, journal, place, ending.step)
     if trainer.evaluator.run(step=ending.step):
         journal.event("stop", step=ending.step, reason="asked to stop")
         return EXIT_AGAIN
-    _write_sample(crew, journal, place, ending.step)
+    _write_sample(parts, journal, place, ending.step)
     seconds = time.monotonic() - began
-    journal.event("done", step=ending.step, steps=ending.step, seconds=seconds, kept=keeper.totals())
+    journal.event("done", step=ending.step, steps=ending.step, seconds=seconds, kept=checkpointer.totals())
     return EXIT_DONE
 
 
-def _keep_last(crew: WorkerParts, run: RunDirectory, journal: Journal, place: RankInfo, ending: Ending) -> str:
+def _keep_last(parts: WorkerParts, run: RunDirectory, journal: Journal, place: RankInfo, ending: Ending) -> str:
     """Leave the last checkpoint. Returns why there is none where the numbers went wrong: they are what must be told."""
     try:
-        crew.trainer.keeper.finish(ending.step)
+        parts.trainer.checkpointer.finish(ending.step)
     except UserError as error:
         if ending.reason == "numeric":
             return f"; {error.what}"
-        if ending.reason == "done" and crew.trainer.recipe.train.save:
-            _save_nevertheless(crew, run, journal, place, ending.step)
+        if ending.reason == "done" and parts.trainer.recipe.train.save:
+            _save_nevertheless(parts, run, journal, place, ending.step)
         raise
     return ""
 
 
-def _give_up(journal: Journal, keeper: Checkpointer, ending: Ending, why: str = "") -> int:
+def _give_up(journal: Journal, checkpointer: Checkpointer, ending: Ending, why: str = "") -> int:
     assert ending.refusal is not None
     if not ending.is_sound:
-        keeper.disown(ending.refusal.good_step)
+        checkpointer.disown(ending.refusal.good_step)
     known = ending.refusal.as_dict() | {"step": ending.step, "action": "stop"}
     message = f"the numbers went wrong: {ending.refusal.reason}{why}"
     journal.event("error", **known, cause="numeric", type="Refused", message=message)
     return EXIT_STUCK
 
 
-def _save_nevertheless(crew: WorkerParts, run: RunDirectory, journal: Journal, place: RankInfo, step: int) -> None:
+def _save_nevertheless(parts: WorkerParts, run: RunDirectory, journal: Journal, place: RankInfo, step: int) -> None:
     """Save the weights where the last checkpoint could not be written: they take less, and hours went into them."""
     try:
-        _save(crew, run, journal, place, step)
+        _save(parts, run, journal, place, step)
     except UserError as error:
         log.warning("the weights could not be saved either: %s", error)
 
 
-def _save(crew: WorkerParts, run: RunDirectory, journal: Journal, place: RankInfo, step: int) -> None:
-    saving, origin = time.monotonic(), crew.trainer.recipe.model.path
+def _save(parts: WorkerParts, run: RunDirectory, journal: Journal, place: RankInfo, step: int) -> None:
+    saving, origin = time.monotonic(), parts.trainer.recipe.model.path
     save_network(
-        crew.networks,
+        parts.networks,
         run.model,
         rank=place.rank,
-        stages=crew.stages,
+        stages=parts.stages,
         origin=model_folder(origin) if origin else None,
-        beside=partial(save_tokenizer, crew.cargo.tokenizer),
+        beside=partial(save_tokenizer, parts.training_data.tokenizer),
     )
     journal.event("saved", step=step, path=str(run.model), seconds=time.monotonic() - saving)
 
 
-def _write_sample(crew: WorkerParts, journal: Journal, place: RankInfo, step: int) -> None:
+def _write_sample(parts: WorkerParts, journal: Journal, place: RankInfo, step: int) -> None:
     """Let the network write a few lines, or answer a few questions; every rank takes part, rank 0 files them."""
-    ask, stepper = crew.trainer.recipe.train.sample, crew.trainer.stepper
-    tokenizer = crew.cargo.tokenizer
+    ask, stepper = parts.trainer.recipe.train.sample, parts.trainer.stepper
+    tokenizer = parts.training_data.tokenizer
     if not ask.tokens or tokenizer is None:
         return
     stepper.set_training(False)
-    if "answers" in crew.cargo.objective.scores:
-        if crew.cargo.holdout is not None:
-            _answer(crew, crew.cargo.holdout, tokenizer, journal, step)
+    if "answers" in parts.training_data.objective.scores:
+        if parts.training_data.holdout is not None:
+            _answer(parts, parts.training_data.holdout, tokenizer, journal, step)
         return
     text = write(
-        Voice(stepper.scores, crew.networks[0].longest, place.device),
+        Voice(stepper.scores, parts.networks[0].longest, place.device),
         tokenizer,
         ask.prompt,
         tokens=ask.tokens,
         temperature=ask.temperature,
-        seed=crew.trainer.recipe.train.seed,
+        seed=parts.trainer.recipe.train.seed,
     )
     if place.rank == 0:
         journal.event("sample", step=step, prompt=ask.prompt, text=text)
 
 
-def _answer(crew: WorkerParts, holdout: BatchFeed, tokenizer: Tokenizer, journal: Journal, step: int) -> None:
+def _answer(parts: WorkerParts, holdout: BatchFeed, tokenizer: Tokenizer, journal: Journal, step: int) -> None:
     """File the first few questions that were held out with their answers."""
     with Loader(holdout, steps=1) as loader:
-        inputs = next(loader).to(crew.trainer.device).micro(0)
-    rules = recipe_image_rules(crew.trainer.recipe)
-    guesses = own_words(crew.trainer.stepper.guesses, inputs, image_token=rules.image_token if rules else None)
+        inputs = next(loader).to(parts.trainer.device).micro(0)
+    rules = recipe_image_rules(parts.trainer.recipe)
+    guesses = own_words(parts.trainer.stepper.guesses, inputs, image_token=rules.image_token if rules else None)
     if journal.rank == 0:
         for each in islice(dict.fromkeys(answers(inputs, guesses, tokenizer)), ANSWERS):
             told = {"prompt": each.question, "text": each.said, "expected": each.expected, "right": each.right}

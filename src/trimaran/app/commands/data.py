@@ -67,7 +67,7 @@ def show_info(
 
 @data.command("inspect")
 def inspect_data(recipe: RecipeFile = None, settings: Settings = None, as_json: Json = False) -> None:
-    """Prepare the data of a recipe and show what it is made of: sources, lengths, pictures, bad samples, full rows.
+    """Prepare the data of a recipe and show what it is made of: sources, lengths, images, bad samples, full rows.
 
     \b
     trimaran data inspect recipes/vlm-tiny.yaml

@@ -1,4 +1,4 @@
-"""From numbers to places on a picture, and the round numbers at its side."""
+"""From numbers to places on an image, and the round numbers at its side."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from trimaran.core import show_bytes, show_count, show_seconds
 
-SIZE = 1000  # of a picture's own coordinates, both ways; the page stretches it
+SIZE = 1000  # of an image's own coordinates, both ways; the page stretches it
 PARTS = 4  # between lines of the grid
 MANY_TIMES = 50.0  # the highest is the lowest: from here on the scale is logarithmic
 

@@ -10,7 +10,7 @@ from trimaran.app.views.run_state import RunState
 from trimaran.core import PHASES, StepMetrics
 
 Tree = dict[str, Any]
-MAX_PLACES = 240  # of a stacked picture
+MAX_PLACES = 240  # of a stacked image
 SPREADS = ("busy_seconds", "wait_seconds", "data_seconds", "peak_bytes", "tokens")
 SCALARS: dict[str, Callable[[StepMetrics], float]] = {
     "loss": lambda step: step.loss,

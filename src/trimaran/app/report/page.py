@@ -9,10 +9,10 @@ from trimaran.app.report.markup import Html, tag
 from trimaran.app.report.plot import shares_bar
 from trimaran.app.report.plots import (
     PHASE_KINDS,
-    machine_pictures,
-    phases_picture,
-    spread_pictures,
-    step_pictures,
+    machine_images,
+    phases_image,
+    spread_images,
+    step_images,
     thinned_words,
 )
 from trimaran.app.report.sections import (
@@ -53,15 +53,15 @@ def _parts(facts: Tree) -> list[Html]:
     return [
         header(facts),
         findings(facts),
-        _section("What it did", _note(thinned_words(facts)), tag("div", {"class": "plots"}, *step_pictures(facts))),
+        _section("What it did", _note(thinned_words(facts)), tag("div", {"class": "plots"}, *step_images(facts))),
         _section("Expected and measured", comparison(facts)),
-        _section("Where a step's time goes", tag("div", {"class": "plots"}, phases_picture(facts)), now),
-        _section("Ranks", tag("div", {"class": "plots"}, *spread_pictures(facts)), outliers(facts)),
+        _section("Where a step's time goes", tag("div", {"class": "plots"}, phases_image(facts)), now),
+        _section("Ranks", tag("div", {"class": "plots"}, *spread_images(facts)), outliers(facts)),
         _section("Weights", weights(facts)),
         _section("Where the time went", ledger(facts)),
         _section("What went wrong", incidents(facts)),
         _section("Checkpoints", checkpoints(facts)),
-        _section("Machines", tag("div", {"class": "plots"}, *machine_pictures(facts))),
+        _section("Machines", tag("div", {"class": "plots"}, *machine_images(facts))),
         behind(facts),
     ]
 

@@ -1,6 +1,6 @@
-"""Pictures of a run as inline SVG: they stretch to any width, and their words are HTML, readable on a phone.
+"""Images of a run as inline SVG: they stretch to any width, and their words are HTML, readable on a phone.
 
-A picture shows its values under the pointer by a few lines of script (`page.js`); without it the caption has the values
+An image shows its values under the pointer by a few lines of script (`page.js`); without it the caption has the values
 that a person looks for.
 """
 
@@ -41,7 +41,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plot:
-    """What one picture shows; `words` stand beside its title. `levels` are lines all the way, by name.
+    """What one image shows; `words` stand beside its title. `levels` are lines all the way, by name.
 
     The lower axis has steps or, if `since` is given, the time since then.
     """
@@ -58,7 +58,7 @@ class Plot:
 
 
 def draw(plot: Plot) -> Html:
-    """Return the picture with its axes and caption; nothing where there are no points."""
+    """Return the image with its axes and caption; nothing where there are no points."""
     places = [at for curve in plot.curves for at, _ in curve.points]
     if not places:
         return Html("")
@@ -70,12 +70,12 @@ def draw(plot: Plot) -> Html:
     shapes += [_level(name, value, plot.unit, up) for name, value in plot.levels.items()]
     shapes += [_mark(mark, across) for mark in plot.marks if across.low <= mark.at <= across.high]
     pointer = tag("line", {"class": "pointer", "x1": 0, "x2": 0, "y1": 0, "y2": SIZE})
-    picture = tag("svg", {"viewBox": f"0 0 {SIZE} {SIZE}", "preserveAspectRatio": "none", "role": "img",
+    image = tag("svg", {"viewBox": f"0 0 {SIZE} {SIZE}", "preserveAspectRatio": "none", "role": "img",
                           "aria-label": f"{plot.title} {plot.words}"}, *shapes, pointer)  # fmt: skip
     ups = [tag("span", None, words) for words in reversed(tick_words(up, plot.unit))]
     acrosses = [tag("span", None, _where(plot, at)) for at in _ends(across)]
     frame = tag("div", {"class": "frame"}, tag("div", {"class": "ups", "aria-hidden": "true"}, *ups),
-                tag("div", {"class": "picture"}, picture, tag("output", None)),
+                tag("div", {"class": "picture"}, image, tag("output", None)),
                 tag("div", {"class": "acrosses"}, *acrosses))  # fmt: skip
     caption = tag("figcaption", None, tag("b", None, plot.title), " ", *_legend(plot),
                   tag("span", {"class": "quiet"}, plot.words))  # fmt: skip
@@ -93,9 +93,9 @@ def shares_bar(parts: Mapping[str, float], kinds: Mapping[str, str], *, show: st
                           tag("title", None, told)))  # fmt: skip
         words.append(tag("li", None, swatch(kinds[name]), told))
         passed += part
-    picture = tag("svg", {"viewBox": f"0 0 {SIZE} {SIZE}", "preserveAspectRatio": "none", "class": "bar", "role": "img",
+    image = tag("svg", {"viewBox": f"0 0 {SIZE} {SIZE}", "preserveAspectRatio": "none", "class": "bar", "role": "img",
                           "aria-label": ", ".join(parts)}, *shapes)  # fmt: skip
-    return tag("div", None, picture, tag("ul", {"class": "legend"}, *words))
+    return tag("div", None, image, tag("ul", {"class": "legend"}, *words))
 
 
 def swatch(kind: str) -> Html:
@@ -121,7 +121,7 @@ def _shape(curve: Curve, across: Scale, up: Scale) -> Html:
         return tag("polygon", {"class": f"fill {curve.kind}", "points": " ".join([*there, *back])})
     if len(there) == 1 or curve.kind == "dots":
         spots = [place.split(",") for place in there]
-        # A line without a length, round at its ends, stays round when the picture is stretched.
+        # A line without a length, round at its ends, stays round when the image is stretched.
         return Html("".join(tag("line", {"class": f"dot {curve.kind}", "x1": x, "x2": x, "y1": y, "y2": y})
                             for x, y in spots))  # fmt: skip
     return tag("polyline", {"class": f"line {curve.kind}", "points": " ".join(there)})

@@ -1,4 +1,4 @@
-"""Which pictures a report has: from the facts to plots."""
+"""Which images a report has: from the facts to plots."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -36,7 +36,7 @@ MACHINE_TITLES = {
 }
 
 
-def step_pictures(facts: Tree) -> list[Html]:
+def step_images(facts: Tree) -> list[Html]:
     """Return loss, gradient, throughput, memory, step time and learning rate over the steps."""
     curves, marks = facts["curves"], list(_marks(facts))
     expected = facts["prediction"] or {}
@@ -91,7 +91,7 @@ def _extremes(found: Tree, show: Callable[[float], str]) -> str:
             f"most {show(most[1])} at step {most[0]:.0f}")  # fmt: skip
 
 
-def phases_picture(facts: Tree) -> Html:
+def phases_image(facts: Tree) -> Html:
     """Return the phases of a step over time, stacked: together they are the step."""
     phases = facts["phases_over_time"]
     if not phases:
@@ -105,14 +105,14 @@ def phases_picture(facts: Tree) -> Html:
     return draw(Plot(title="Phases of a step", unit="seconds", curves=curves, stacked=True))
 
 
-def spread_pictures(facts: Tree) -> list[Html]:
-    """Return how far the ranks were apart, a picture for each quantity that differed."""
+def spread_images(facts: Tree) -> list[Html]:
+    """Return how far the ranks were apart, an image for each quantity that differed."""
     spreads = facts["ranks_over_time"].get("spreads", {})
     known = [(SPREAD_TITLES[name], rows) for name, rows in spreads.items() if any(row[1] < row[3] for row in rows)]
     return [_band(title, unit, rows, ("least to most", "median")) for (title, unit), rows in known]
 
 
-def machine_pictures(facts: Tree) -> list[Html]:
+def machine_images(facts: Tree) -> list[Html]:
     """Return what was sampled of the machines, over the time since the run was started."""
     begin = facts["timeline"]["begin"]
     found = facts["machines_over_time"]

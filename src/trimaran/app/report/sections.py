@@ -152,13 +152,13 @@ def _when(facts: Tree) -> Html:
                for each in found["saved"][-2000:]]  # fmt: skip
     shapes += [_moment(each["time"], across, "red", f"{each['id']} {each['cause']}: {each['what']}", 0, SIZE)
                for each in facts["incidents"][-500:]]  # fmt: skip
-    picture = tag("svg", {"viewBox": f"0 0 {SIZE} {SIZE}", "preserveAspectRatio": "none", "class": "bar", "role": "img",
+    image = tag("svg", {"viewBox": f"0 0 {SIZE} {SIZE}", "preserveAspectRatio": "none", "class": "bar", "role": "img",
                           "aria-label": "starts, checkpoints and incidents over time"}, *shapes)  # fmt: skip
     ends = tag("div", {"class": "acrosses"}, *(tag("span", None, _clock(at)) for at in across.ticks(2)))
     keys = [("sky", "ranks at work", True), ("purple", "checkpoint", found["saved"])]
     keys.append(("red", "incident", facts["incidents"]))
     legend = [tag("li", None, swatch(kind), name) for kind, name, is_there in keys if is_there]
-    return tag("div", None, tag("h3", None, "Over time"), picture, ends, tag("ul", {"class": "legend"}, *legend))
+    return tag("div", None, tag("h3", None, "Over time"), image, ends, tag("ul", {"class": "legend"}, *legend))
 
 
 def _stretch(attempt: Tree, across: Scale) -> Html:

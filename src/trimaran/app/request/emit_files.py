@@ -15,7 +15,7 @@ from trimaran.cost import STACKS
 from trimaran.planner import PlanAnswer, Question, search
 from trimaran.planner.emit import EMITTERS, Emission, emit
 
-HABITS = {"accelerate": "hf", "hf-trainer": "hf"}  # the other tools are stacks themselves
+PROFILE = {"accelerate": "hf", "hf-trainer": "hf"}  # the other tools are stacks themselves
 # What a field may be instead of a value that a tool lacks; any other is switched off.
 OTHERS = {
     "sharding": ["parameters", "gradients", "optimizer", "none"],
@@ -49,14 +49,14 @@ class Form:
 
 
 def search_for(tool: str, question: Question) -> tuple[PlanAnswer, Form | None]:
-    """Return the answer by the habits of `tool`, and its best plan that the tool can express; None where nothing fits.
+    """Return the answer by the profile of `tool`, and its best plan that the tool can express; None where nothing fits.
 
     Where the tool can express none of them, the field that it refuses is pinned to something else and the rest is
     searched again.
     """
     if tool not in EMITTERS:
         emit(tool, Plan(), question)  # says so
-    asked = replace(question, stack=STACKS[HABITS.get(tool, tool)], trains=False)
+    asked = replace(question, stack=STACKS[PROFILE.get(tool, tool)], trains=False)
     first = search(asked)
     answer, form = _expressed(tool, asked, first)
     return answer, replace(form, loss=_loss(form, first)) if form else None

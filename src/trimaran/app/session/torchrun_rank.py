@@ -74,8 +74,8 @@ def _sail(request: Request, make: Callable[[], RunDirectory], *, as_json: bool, 
             print_plain(console, news)
         return make()
 
-    with in_torchrun(place, make_known, look=look) as (run, ties), _sidecar(run, place):
-        code = run_worker(run, place, cache=cache_folder(os.environ), ties=ties)
+    with in_torchrun(place, make_known, look=look) as (run, link), _sidecar(run, place):
+        code = run_worker(run, place, cache=cache_folder(os.environ), link=link)
     return _conclude(run, place, code, console, as_json=as_json)
 
 

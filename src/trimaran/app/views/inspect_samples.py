@@ -18,22 +18,22 @@ BLOCKS = " ▏▎▍▌▋▊▉█"
 
 
 def describe(index: SampleIndex, section: DataSection, rules: ImageRules | None, seed: int) -> dict[str, Any]:
-    """Return what the samples are: per source, by length, their pictures, the rows of training, and what is bad."""
+    """Return what the samples are: per source, by length, their images, the rows of training, and what is bad."""
     measures = measure(index, rules)
     held = index.holdout_mask(section.holdout, seed)
     ids = index.mixed(seed, ~held)
-    chart_rules = PackingRules(seq_len=section.seq_len, batching=section.samples.batching, seed=seed, pictures=rules)
+    chart_rules = PackingRules(seq_len=section.seq_len, batching=section.samples.batching, seed=seed, images=rules)
     chart = open_row_packing(index, ids, measures, chart_rules, folder=index.path.parent / "charts")
     return {
         "path": str(index.path),
         "digest": index.digest,
         "samples": index.num_samples,
-        "pictures": index.num_pictures,
+        "pictures": index.num_images,
         "tokens": int(measures.lengths.sum()),
         "held_out": int(held.sum()),
         "sources": _sources(index, measures, ids),
         "lengths": _histogram(measures.lengths),
-        "picture_sides": _sides(index.picture_sizes, measures),
+        "picture_sides": _sides(index.image_sizes, measures),
         "rows": _rows(chart, measures),
         "bad": index.bad,
     }
@@ -44,14 +44,14 @@ def _sources(index: SampleIndex, measures: Measures, ids: np.ndarray) -> list[di
     number = len(index.source_names)
     samples = np.bincount(index.sources, minlength=number)
     tokens = np.bincount(index.sources, weights=measures.lengths, minlength=number)
-    pictures = np.bincount(index.sources, weights=index.picture_counts, minlength=number)
+    images = np.bincount(index.sources, weights=index.image_counts, minlength=number)
     passing = np.bincount(index.sources[ids], minlength=number)
     return [
         {
             "name": name,
             "samples": int(samples[each]),
             "tokens": int(tokens[each]),
-            "pictures": int(pictures[each]),
+            "pictures": int(images[each]),
             "pass": int(passing[each]),
             "bad": index.parts[each].meta.num_bad,
             "part": str(index.parts[each].path),
@@ -72,12 +72,12 @@ def _histogram(lengths: np.ndarray) -> list[dict[str, int]]:
 
 
 def _sides(sizes: np.ndarray, measures: Measures) -> dict[str, Any] | None:
-    """Return the smallest, the median and the largest side of the pictures, and what they become."""
+    """Return the smallest, the median and the largest side of the images, and what they become."""
     if not len(sizes):
         return None
     width, height = (np.quantile(sizes[:, side], (0, 0.5, 1)).astype(int).tolist() for side in (0, 1))
-    tokens = np.quantile(measures.picture_tokens, (0, 0.5, 1)).astype(int).tolist()
-    return {"width": width, "height": height, "tokens": tokens, "patches": int(measures.picture_patches.sum())}
+    tokens = np.quantile(measures.image_tokens, (0, 0.5, 1)).astype(int).tolist()
+    return {"width": width, "height": height, "tokens": tokens, "patches": int(measures.image_patches.sum())}
 
 
 def _rows(chart: RowPacking, measures: Measures) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def show(facts: dict[str, Any], console: Console) -> None:
         table.add_row(each["name"], f"{each['samples']:,}", show_count(each["tokens"]), f"{each['pictures']:,}",
                       f"{each['pass']:,}", f"{each['bad']:,}")  # fmt: skip
     console.print(table)
-    console.print("\n[bold]tokens of a sample[/bold]" + (", pictures written out" if facts["pictures"] else ""))
+    console.print("\n[bold]tokens of a sample[/bold]" + (", images written out" if facts["pictures"] else ""))
     most = max(each["samples"] for each in facts["lengths"])
     for each in facts["lengths"]:
         span = f"{each['least']:,} to {each['most']:,}"

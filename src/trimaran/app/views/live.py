@@ -22,7 +22,7 @@ LINE_SECONDS = 5.0
 
 
 def follow(state: RunState, console: Console, *, over: Callable[[], bool], visits: Visits | None = None) -> None:
-    """Show the run until `over` says that it has ended; everything the ranks print goes past above the picture.
+    """Show the run until `over` says that it has ended; everything the ranks print goes past above the image.
 
     With `visits` the doctor looks at the run now and then. `over` is asked before the files are read, so whatever was
     written before the end is shown.
@@ -44,8 +44,8 @@ def _follow_in_panel(state: RunState, console: Console, over: Callable[[], bool]
             show_log(state.refresh(), console)
             show_incidents(state, console, shown)
             show_findings(state, console, visits)
-            picture = draw(state, width=console.width - len("^C"), height=console.height, extra=glances(state, visits))
-            live.update(picture, refresh=True)
+            image = draw(state, width=console.width - len("^C"), height=console.height, extra=glances(state, visits))
+            live.update(image, refresh=True)
             if not ended:
                 drawing = time.monotonic() - began
                 time.sleep(min(max(FRAME_SECONDS, drawing / MAX_SHARE), MAX_FRAME_SECONDS))

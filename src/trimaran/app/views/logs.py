@@ -9,7 +9,7 @@ from trimaran.run import LineFollower
 
 MAX_TAIL_BYTES = 1 << 16
 TRACEBACK = "Traceback (most recent call last):"
-ATTEMPT = re.compile(r"-- start \d+ --")  # where the nursery starts a rank anew
+ATTEMPT = re.compile(r"-- start \d+ --")  # where the fork server starts a rank anew
 
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 

@@ -1,4 +1,4 @@
-"""The picture of a run: a pure function of its state, whatever draws it."""
+"""The image of a run: a pure function of its state, whatever draws it."""
 
 import io
 import math
@@ -52,8 +52,8 @@ def draw(state: RunState, *, width: int, height: int | None = None, extra: Seque
     return _panel(state, width, rows, lines)
 
 
-def _count_rows(picture: RenderableType, width: int) -> int:
-    return len(Console(width=width, file=io.StringIO()).render_lines(picture))
+def _count_rows(image: RenderableType, width: int) -> int:
+    return len(Console(width=width, file=io.StringIO()).render_lines(image))
 
 
 def _first(lines: list[Text], *, room: int) -> list[Text]:

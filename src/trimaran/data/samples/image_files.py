@@ -1,4 +1,4 @@
-"""The files that pictures are in, read at an offset."""
+"""The files that images are in, read at an offset."""
 
 import os
 from collections import OrderedDict
@@ -15,7 +15,7 @@ MAX_OPEN = 64
 class Containers:
     """Files by number: `table` [count, 3] has the end of each path in `paths`, its size and when it was changed.
 
-    A relative path lies in `folder` and has no size. Files that hold many pictures stay open; reading at an offset
+    A relative path lies in `folder` and has no size. Files that hold many images stay open; reading at an offset
     moves no position, so forks may share them.
     """
 
@@ -31,7 +31,7 @@ class Containers:
         return self._folder / self.name(number)
 
     def read(self, number: int, offset: int, length: int) -> bytes:
-        """Return the bytes of one picture; BadSampleError when the file is not what it was."""
+        """Return the bytes of one image; BadSampleError when the file is not what it was."""
         size = int(self._table[number, 1])
         if (offset, length) == (0, size):
             with open(self.path(number), "rb") as stream:

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 from trimaran.data.quarantine import BadSampleError
 from trimaran.data.samples.read_rows import Done
 
-BATCH_ROWS = 128  # of pictures of megabytes
+BATCH_ROWS = 128  # of images of megabytes
 
 
 def read_parquet(file: Path, done: Done) -> Iterator[tuple[int, Any, float]]:

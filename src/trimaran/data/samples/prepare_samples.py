@@ -29,7 +29,7 @@ from trimaran.data.token_shards import rename_into_place
 from trimaran.data.tokenizer import load_tokenizer
 
 BATCH_SAMPLES = 1024
-BATCH_PICTURE_BYTES = 256 << 20
+BATCH_IMAGE_BYTES = 256 << 20
 SHOWN = 5
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 
@@ -87,7 +87,7 @@ def sources_of(section: DataSection) -> tuple[MixtureSource, ...]:
 def _task(section: DataSection, source: MixtureSource, rules: ImageRules | None) -> Task:
     """Return the source with its files; raise what a look at their names finds."""
     if source.source == "shapes" and rules is None:
-        raise _sightless("the samples of shapes are about pictures", _where(section, source))
+        raise _sightless("the samples of shapes are about images", _where(section, source))
     if source.path is not None and source.source == "webdataset" and _compressed(Path(source.path)):
         raise UserError("T035", "a compressed tar file cannot be read at an offset", where=_where(section, source),
                         fix="unpack it: gunzip and the like leave a .tar, which loads faster too")  # fmt: skip
@@ -140,7 +140,7 @@ def _prepare_part(task: Task, speller: ChatTokenizer, path: Path, max_bad: float
 
 def _spell(batch: list[RawSample], speller: ChatTokenizer, ruler: Ruler) -> Iterator:
     """Yield for each sample what is to be written, or why it is bad."""
-    sizes = ruler.measure([found.pictures for found in batch])
+    sizes = ruler.measure([found.images for found in batch])
     good = [
         found for found, size in zip(batch, sizes, strict=True) if not (found.bad or isinstance(size, BadSampleError))
     ]
@@ -152,7 +152,7 @@ def _spell(batch: list[RawSample], speller: ChatTokenizer, ruler: Ruler) -> Iter
             yield size
         else:
             pieces = next(spelled)
-            yield [replace(pieces[0], pictures=size)] if size and isinstance(pieces, list) else pieces
+            yield [replace(pieces[0], images=size)] if size and isinstance(pieces, list) else pieces
 
 
 def _batches(samples: Iterable[RawSample]) -> Iterator[list[RawSample]]:
@@ -161,8 +161,8 @@ def _batches(samples: Iterable[RawSample]) -> Iterator[list[RawSample]]:
     num_bytes = 0
     for found in samples:
         batch.append(found)
-        num_bytes += sum(len(picture) for picture in found.pictures if isinstance(picture, bytes))
-        if len(batch) >= BATCH_SAMPLES or num_bytes > BATCH_PICTURE_BYTES:
+        num_bytes += sum(len(image) for image in found.images if isinstance(image, bytes))
+        if len(batch) >= BATCH_SAMPLES or num_bytes > BATCH_IMAGE_BYTES:
             yield batch
             batch, num_bytes = [], 0
     if batch:
@@ -175,7 +175,7 @@ def _refuse_many_bad(task: Task, num_good: int, num_bad: int, bad: list[dict[str
     more = f"\n         and {num_bad - SHOWN:,} more" if num_bad > SHOWN else ""
     name, total = task.source.name, num_good + num_bad
     if num_bad > max_bad * total and all(entry["reason"] == SIGHTLESS for entry in islice(bad, SHOWN)):
-        raise _sightless(f"{num_bad:,} of {total:,} samples of {name} have pictures", "model.family")
+        raise _sightless(f"{num_bad:,} of {total:,} samples of {name} have images", "model.family")
     if not num_good:
         raise UserError("T032", f"no sample of {name} can be used{':' if num_bad else ''}{shown}{more}",
                         where=f"data.source: {task.source.source}",
@@ -188,12 +188,12 @@ def _refuse_many_bad(task: Task, num_good: int, num_bad: int, bad: list[dict[str
 
 
 def _sightless(what: str, where: str) -> UserError:
-    fix = "use a model of family vlm, or data without pictures"
+    fix = "use a model of family vlm, or data without images"
     return UserError("T051", f"{what}, and this model does not see", where=where, fix=fix)
 
 
 def _fingerprint(task: Task, speller: ChatTokenizer, seq_len: int) -> str:
-    """Return a name that changes when anything does that the tokens of a source depend on, but for its pictures."""
+    """Return a name that changes when anything does that the tokens of a source depend on, but for its images."""
     source = task.source
     stats = [(str(file.resolve()), file.stat()) for file in task.files]
     parts = {
@@ -202,7 +202,7 @@ def _fingerprint(task: Task, speller: ChatTokenizer, seq_len: int) -> str:
         "text_field": source.text_field,
         "tokenizer": speller.tokenizer.describe().get("sha256", "bytes"),
         "template": speller.template,
-        "picture": speller.picture_ids.tolist(),
+        "picture": speller.image_ids.tolist(),
         "seq_len": seq_len,  # documents are cut into pieces of it
         "images": task.images and os.path.abspath(task.images),
         "made": {"python-stdlib": sys.version, "shapes": drawn_shapes.VERSION}.get(source.source),

@@ -1,4 +1,4 @@
-"""A sample as it was found: what is said, by whom, and where its pictures are."""
+"""A sample as it was found: what is said, by whom, and where its images are."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ Picture = ImageLocation | bytes  # bytes are copied into the index
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one speaker says; None in it is the next picture. Of `text` and of an `assistant` every word is learnt."""
+    """What one speaker says; None in it is the next image. Of `text` and of an `assistant` every word is learnt."""
 
     role: Role
     parts: tuple[str | None, ...]
@@ -38,7 +38,7 @@ class RawSample:
     row: int
     done: float = 0.0
     turns: tuple[Turn, ...] = ()
-    pictures: tuple[Picture, ...] = ()
+    images: tuple[Picture, ...] = ()
     bad: str | None = None
 
     @property

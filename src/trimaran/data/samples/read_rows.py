@@ -26,17 +26,17 @@ def weighed(files: Sequence[Path]) -> Iterator[tuple[Path, Done]]:
 
 
 def sample_of(
-    file: Path | str, number: int, row: Any, images: RowImages, text_field: str, done: float = 0.0
+    file: Path | str, number: int, row: Any, finder: RowImages, text_field: str, done: float = 0.0
 ) -> RawSample:
     """Return the sample in row `number` of a file; one that is a BadSampleError already, or turns out bad, says why."""
     name = os.path.abspath(file)
     try:
         if isinstance(row, BadSampleError):
             raise row
-        turns, pictures = read_row(row, images, text_field)
+        turns, images = read_row(row, finder, text_field)
     except BadSampleError as error:
         return RawSample(file=name, row=number, done=done, bad=str(error))
-    return RawSample(file=name, row=number, done=done, turns=turns, pictures=pictures)
+    return RawSample(file=name, row=number, done=done, turns=turns, images=images)
 
 
 def json_rows(file: Path, done: Done) -> Iterator[tuple[int, Any, float]]:

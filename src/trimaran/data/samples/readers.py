@@ -13,7 +13,7 @@ from trimaran.data.samples.read_rows import json_rows, parse_json, sample_of, te
 from trimaran.data.samples.webdataset import read_tar
 from trimaran.data.text_sources import JSON_SUFFIXES
 
-PICTURE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 CAPTION_FILES = ("metadata.jsonl", "captions.jsonl")
 
 
@@ -24,9 +24,9 @@ def read_samples(task: Task) -> Iterator[RawSample]:
 
 def _read_chat(task: Task) -> Iterator[RawSample]:
     for file, done in weighed(task.files):
-        images = RowImages(os.path.abspath(task.images or file.parent))
+        finder = RowImages(os.path.abspath(task.images or file.parent))
         for number, row, share in json_rows(file, done):
-            yield sample_of(file, number, row, images, task.source.text_field, share)
+            yield sample_of(file, number, row, finder, task.source.text_field, share)
 
 
 def _read_texts(task: Task) -> Iterator[RawSample]:
@@ -43,24 +43,24 @@ def _read_texts(task: Task) -> Iterator[RawSample]:
 
 
 def _read_image_folder(task: Task) -> Iterator[RawSample]:
-    """Yield the pictures that a list of captions names, then the others, each with the file of its name beside it."""
+    """Yield the images that a list of captions names, then the others, each with the file of its name beside it."""
     listed: set[str] = set()
     for file in task.files:
         if file.name in CAPTION_FILES:
-            images = RowImages(os.path.abspath(file.parent))
+            finder = RowImages(os.path.abspath(file.parent))
             for number, row, _ in json_rows(file, lambda place: 0.0):
-                found = sample_of(file, number, row, images, task.source.text_field)
-                listed.update(picture.file for picture in found.pictures if isinstance(picture, ImageLocation))
+                found = sample_of(file, number, row, finder, task.source.text_field)
+                listed.update(image.file for image in found.images if isinstance(image, ImageLocation))
                 yield found
-    pictures = [file for file in task.files if file.suffix.lower() in PICTURE_SUFFIXES]
-    for number, file in enumerate(pictures, start=1):
+    images = [file for file in task.files if file.suffix.lower() in IMAGE_SUFFIXES]
+    for number, file in enumerate(images, start=1):
         if (name := os.path.abspath(file)) not in listed:
             row = _caption(file, ImageLocation(name))
-            yield sample_of(file, 0, row, RowImages("/dev/null"), task.source.text_field, number / len(pictures))
+            yield sample_of(file, 0, row, RowImages("/dev/null"), task.source.text_field, number / len(images))
 
 
 def _caption(file: Path, place: ImageLocation) -> Any:
-    """Return a row of the picture and what the file of the same name says about it."""
+    """Return a row of the image and what the file of the same name says about it."""
     try:
         if (beside := file.with_suffix(".txt")).is_file():
             return {"caption": text_of(beside).strip(), "images": [place]}
@@ -77,19 +77,19 @@ def _caption(file: Path, place: ImageLocation) -> Any:
 def _read_parquet(task: Task) -> Iterator[RawSample]:
     parquet = lazy_import.load("samples.parquet", "pyarrow", where="data.source")
     for file, done in weighed(task.files):
-        images = RowImages(os.path.abspath(task.images or file.parent))
+        finder = RowImages(os.path.abspath(task.images or file.parent))
         for number, row, share in parquet.read_parquet(file, done):
-            yield sample_of(file, number, row, images, task.source.text_field, share)
+            yield sample_of(file, number, row, finder, task.source.text_field, share)
 
 
 def _read_datasets(task: Task) -> Iterator[RawSample]:
     """Yield the rows of a folder that `save_to_disk` wrote, or of the parquet and JSON files in it."""
     folder = Path(task.source.path or "")
     if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
-        images = RowImages(os.path.abspath(task.images or folder))
+        finder = RowImages(os.path.abspath(task.images or folder))
         module = lazy_import.load("hf_datasets", "datasets", where="data.source")
         for number, row, share in module.read_saved(folder):
-            yield sample_of(folder, number, row, images, task.source.text_field, share)
+            yield sample_of(folder, number, row, finder, task.source.text_field, share)
         return
     yield from _read_parquet(Task(task.source, [file for file in task.files if file.suffix == ".parquet"], task.images))
     yield from _read_chat(Task(task.source, [file for file in task.files if file.suffix in JSON_SUFFIXES], task.images))
@@ -103,13 +103,13 @@ def _read_webdataset(task: Task) -> Iterator[RawSample]:
 def _read_shapes(task: Task) -> Iterator[RawSample]:
     for number in range(drawn_shapes.NUM_SAMPLES):
         drawn = drawn_shapes.draw(number)
-        picture = (drawn.picture,) if drawn.picture else ()
+        image = (drawn.image,) if drawn.image else ()
         if drawn.question:
-            turns = (Turn("user", (*[None] * len(picture), drawn.question)), Turn("assistant", (drawn.answer,)))
+            turns = (Turn("user", (*[None] * len(image), drawn.question)), Turn("assistant", (drawn.answer,)))
         else:
-            turns = (Turn("text", (*[None] * len(picture), drawn.answer)),)
+            turns = (Turn("text", (*[None] * len(image), drawn.answer)),)
         yield RawSample(
-            file="shapes", row=number + 1, done=number / drawn_shapes.NUM_SAMPLES, turns=turns, pictures=picture
+            file="shapes", row=number + 1, done=number / drawn_shapes.NUM_SAMPLES, turns=turns, images=image
         )
 
 

@@ -44,24 +44,24 @@ class SourceMixture(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class SampleRecord:
-    """One sample. A picture is one token in it; `targets` says which tokens are to be predicted."""
+    """One sample. An image is one token in it; `targets` says which tokens are to be predicted."""
 
     tokens: np.ndarray
     targets: np.ndarray
-    pictures: range
+    images: range
     source: int
 
 
 class SampleIndex:
-    """Random access to the samples and pictures of one or several sources; nothing is read before it is asked for.
+    """Random access to the samples and images of one or several sources; nothing is read before it is asked for.
 
-    Samples, and pictures, are numbered source by source in the order they were found in.
+    Samples, and images, are numbered source by source in the order they were found in.
     """
 
     def __init__(self, path: Path, mixture: SourceMixture, parts: Sequence[SamplePart]) -> None:
         self.path, self.mixture, self.parts = path, mixture, tuple(parts)
         self._first = [0, *accumulate(part.num_samples for part in parts)]
-        self._pictures = [0, *accumulate(len(part.pictures) for part in parts)]
+        self._images = [0, *accumulate(len(part.images) for part in parts)]
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -77,12 +77,12 @@ class SampleIndex:
         return self._first[-1]
 
     @property
-    def num_pictures(self) -> int:
-        return self._pictures[-1]
+    def num_images(self) -> int:
+        return self._images[-1]
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all samples; each picture is one."""
+        """Tokens of all samples; each image is one."""
         return sum(len(part.tokens) for part in self.parts)
 
     @property
@@ -109,23 +109,23 @@ class SampleIndex:
 
     @cached_property
     def text_lengths(self) -> np.ndarray:
-        """Tokens of each sample, a picture being one, as int32 [num_samples]."""
+        """Tokens of each sample, an image being one, as int32 [num_samples]."""
         return _joined([np.diff(part.ends, prepend=0).astype(np.int32) for part in self.parts])
 
     @cached_property
-    def picture_counts(self) -> np.ndarray:
-        """Pictures of each sample as int32 [num_samples]."""
-        return _joined([np.diff(part.picture_ends, prepend=0).astype(np.int32) for part in self.parts])
+    def image_counts(self) -> np.ndarray:
+        """Images of each sample as int32 [num_samples]."""
+        return _joined([np.diff(part.image_ends, prepend=0).astype(np.int32) for part in self.parts])
 
     @cached_property
-    def first_picture(self) -> np.ndarray:
-        """The number of each sample's first picture, and the number of pictures behind the last, as int64."""
-        ends = [part.picture_ends + first for part, first in zip(self.parts, self._pictures, strict=False)]
+    def first_image(self) -> np.ndarray:
+        """The number of each sample's first image, and the number of images behind the last, as int64."""
+        ends = [part.image_ends + first for part, first in zip(self.parts, self._images, strict=False)]
         return np.concatenate([np.zeros(1, dtype=np.int64), *ends])
 
     @cached_property
-    def picture_sizes(self) -> np.ndarray:
-        """Width and height of each picture as int32 [num_pictures, 2], turned as its camera meant it."""
+    def image_sizes(self) -> np.ndarray:
+        """Width and height of each image as int32 [num_pictures, 2], turned as its camera meant it."""
         return _joined([part.sizes for part in self.parts])
 
     @cached_property
@@ -145,14 +145,14 @@ class SampleIndex:
         source = bisect_right(self._first, index) - 1
         part = self.parts[source]
         span = part.span(index - self._first[source])
-        pictures = range(int(self.first_picture[index]), int(self.first_picture[index + 1]))
-        return SampleRecord(part.tokens[span].astype(np.int64), part.targets[span], pictures, source)
+        images = range(int(self.first_image[index]), int(self.first_image[index + 1]))
+        return SampleRecord(part.tokens[span].astype(np.int64), part.targets[span], images, source)
 
-    def picture_bytes(self, number: int) -> bytes:
-        """Return the file of a picture as it was found: JPEG, PNG, WebP and so on."""
-        assert 0 <= number < self.num_pictures
-        source = bisect_right(self._pictures, number) - 1
-        return self.parts[source].picture_bytes(number - self._pictures[source])
+    def image_bytes(self, number: int) -> bytes:
+        """Return the file of an image as it was found: JPEG, PNG, WebP and so on."""
+        assert 0 <= number < self.num_images
+        source = bisect_right(self._images, number) - 1
+        return self.parts[source].image_bytes(number - self._images[source])
 
     def origin(self, index: int) -> str:
         """Return where a person finds a sample: a file, and behind a colon the row in it."""
@@ -187,7 +187,7 @@ class SampleIndex:
                             "or use the model's own tokenizer")  # fmt: skip
 
     def verify(self) -> None:
-        """Raise unless every file is byte for byte what was written. Reads everything but pictures that stayed away."""
+        """Raise unless every file is byte for byte what was written. Reads everything but images that stayed away."""
         for part in self.parts:
             part.verify()
 

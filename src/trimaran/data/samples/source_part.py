@@ -47,11 +47,11 @@ class SourcePartMeta(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Spelled:
-    """A sample as tokens, the ones to be predicted, and its pictures with their widths and heights."""
+    """A sample as tokens, the ones to be predicted, and its images with their widths and heights."""
 
     tokens: np.ndarray
     targets: np.ndarray
-    pictures: tuple[tuple[ImageLocation | bytes, int, int], ...] = ()
+    images: tuple[tuple[ImageLocation | bytes, int, int], ...] = ()
 
 
 class PartWriter:
@@ -88,8 +88,8 @@ class PartWriter:
             self._num_tokens += len(piece.tokens)
             self._columns["ends"].append(self._num_tokens)
             self._columns["origins"].extend((container, found.row))
-            for picture, width, height in piece.pictures:
-                self._columns["pictures"].extend(self._keep(picture))
+            for image, width, height in piece.images:
+                self._columns["pictures"].extend(self._keep(image))
                 self._columns["sizes"].extend((width, height))
             self._columns["picture_ends"].append(len(self._columns["sizes"]) // 2)
         self.num_samples += len(pieces)
@@ -115,18 +115,18 @@ class PartWriter:
     def _stream(self, name: str) -> Any:
         return (self._draft / name).open("wb")
 
-    def _keep(self, picture: ImageLocation | bytes) -> tuple[int, int, int]:
-        """Return where a picture is from now on: container, offset and length."""
-        if isinstance(picture, ImageLocation):
-            return self._container(picture.file), picture.offset, picture.length
-        if self._blob is None or self._blob_bytes + len(picture) > BLOB_BYTES:
+    def _keep(self, image: ImageLocation | bytes) -> tuple[int, int, int]:
+        """Return where an image is from now on: container, offset and length."""
+        if isinstance(image, ImageLocation):
+            return self._container(image.file), image.offset, image.length
+        if self._blob is None or self._blob_bytes + len(image) > BLOB_BYTES:
             if self._blob is not None:
                 self._blob.close()
             self._blob = self._stream(f"pictures-{self._blobs:05d}")
             self._blobs, self._blob_bytes = self._blobs + 1, 0
-        offset, self._blob_bytes = self._blob_bytes, self._blob_bytes + len(picture)
-        self._blob.write(picture)
-        return self._container(f"pictures-{self._blobs - 1:05d}"), offset, len(picture)
+        offset, self._blob_bytes = self._blob_bytes, self._blob_bytes + len(image)
+        self._blob.write(image)
+        return self._container(f"images-{self._blobs - 1:05d}"), offset, len(image)
 
     def _container(self, file: str) -> int:
         """Return the number of a file. A bare name is one of the folder's own."""
@@ -163,11 +163,11 @@ class SamplePart:
         self.path, self.meta = path, meta
         self.tokens = self._map("tokens", DTYPES[meta.dtype].str)
         arrays = {name: self._map(name, kind) for name, kind in KINDS.items()}
-        self.targets, self.ends, self.picture_ends = arrays["targets"], arrays["ends"], arrays["picture_ends"]
-        self.origins, self.pictures, self.sizes = arrays["origins"], arrays["pictures"], arrays["sizes"]
+        self.targets, self.ends, self.image_ends = arrays["targets"], arrays["ends"], arrays["picture_ends"]
+        self.origins, self.images, self.sizes = arrays["origins"], arrays["pictures"], arrays["sizes"]
         self.containers = Containers(path, arrays["containers"], arrays["paths"])
-        ends = (int(self.ends[-1]), int(self.picture_ends[-1])) if len(self.ends) else (0, 0)
-        if not len(self.ends) or ends != (len(self.tokens), len(self.pictures)) or len(self.ends) != len(self.origins):
+        ends = (int(self.ends[-1]), int(self.image_ends[-1])) if len(self.ends) else (0, 0)
+        if not len(self.ends) or ends != (len(self.tokens), len(self.images)) or len(self.ends) != len(self.origins):
             raise _damaged(path / META, "its counts do not add up")
 
     @classmethod
@@ -184,7 +184,7 @@ class SamplePart:
 
     @property
     def digest(self) -> str:
-        """What tells these samples from others. The paths of pictures are not part of it: a moved disk is no change."""
+        """What tells these samples from others. The paths of images are not part of it: a moved disk is no change."""
         sums = {name: total for name, total in self.meta.sha256.items() if name not in ("containers", "paths", BAD)}
         return hashlib.sha256(json.dumps([self.meta.dtype, sums], sort_keys=True).encode()).hexdigest()
 
@@ -205,8 +205,8 @@ class SamplePart:
         container, row = self.origins[index].tolist()
         return origin(self.containers.name(container), row)
 
-    def picture_bytes(self, number: int) -> bytes:
-        container, offset, length = self.pictures[number].tolist()
+    def image_bytes(self, number: int) -> bytes:
+        container, offset, length = self.images[number].tolist()
         return self.containers.read(container, offset, length)
 
     def verify(self) -> None:

@@ -13,9 +13,9 @@ from trimaran.data.samples.raw_sample import RawSample, Turn
 from trimaran.data.samples.source_part import Spelled
 from trimaran.data.tokenizer import ByteTokenizer, Tokenizer
 
-PICTURE_TOKENS = ("<|image_pad|>", "<image>", "<IMG_CONTEXT>", "<|image|>")
+IMAGE_TOKENS = ("<|image_pad|>", "<image>", "<IMG_CONTEXT>", "<|image|>")
 SHORT = 4096
-SIGHTLESS = "it has a picture, and the model takes none"
+SIGHTLESS = "it has an image, and the model takes none"
 ALIKE = (np.zeros(SHORT, dtype=bool), np.ones(SHORT, dtype=bool))
 AROUND = {"<|image_pad|>": ("<|vision_start|>", "<|vision_end|>"), "<IMG_CONTEXT>": ("<img>", "</img>")}
 
@@ -52,7 +52,7 @@ class ChatTokenizer:
         self.tokenizer, self._longest = tokenizer, longest
         self.template = choose_template(template, tokenizer)
         self._template = TEMPLATES[self.template]
-        self._picture = None if rules is None else _picture_ids(tokenizer, rules)
+        self._image = None if rules is None else _image_ids(tokenizer, rules)
         self._image_token = None if rules is None else rules.image_token
         self._pieces: dict[str, list[str | np.ndarray]] = {}
         structure = [self._fixed(text) for text in self._structural_texts()]
@@ -60,17 +60,17 @@ class ChatTokenizer:
             tokenizer.end_id,
             *(int(piece[0]) for pieces in structure for piece in pieces if not isinstance(piece, str)),
         ]
-        self._reserved = np.unique(np.concatenate([ids, self.picture_ids]).astype(np.int64))
-        self._letters_only = isinstance(tokenizer, ByteTokenizer)  # no text becomes one of its special tokens
+        self._reserved = np.unique(np.concatenate([ids, self.image_ids]).astype(np.int64))
+        self._coordinator_only = isinstance(tokenizer, ByteTokenizer)  # no text becomes one of its special tokens
         self.vocab_size = max(tokenizer.vocab_size, int(self._reserved[-1]) + 1)
 
     @property
-    def picture_ids(self) -> np.ndarray:
-        """What a picture is in the text: its token, and what stands around it."""
-        return np.empty(0, dtype=np.int64) if self._picture is None else self._picture
+    def image_ids(self) -> np.ndarray:
+        """What an image is in the text: its token, and what stands around it."""
+        return np.empty(0, dtype=np.int64) if self._image is None else self._image
 
     def spell(self, batch: Sequence[RawSample]) -> list[list[Spelled] | BadSampleError]:
-        """Return the tokens of each sample, or why it has none. Pictures are left for the caller to add."""
+        """Return the tokens of each sample, or why it has none. Images are left for the caller to add."""
         scripts: list[Script | BadSampleError] = []
         for found in batch:
             try:
@@ -86,12 +86,12 @@ class ChatTokenizer:
             parts = list(islice(encoded, len(script.runs)))
             tokens = np.concatenate([ids for ids, _ in parts], dtype=np.int64)
             targets = np.concatenate([learnt for _, learnt in parts])
-            spelled.append(self._checked(tokens, targets, len(found.pictures)))
+            spelled.append(self._checked(tokens, targets, len(found.images)))
         return spelled
 
-    def _checked(self, tokens: np.ndarray, targets: np.ndarray, pictures: int) -> list[Spelled] | BadSampleError:
-        if self._image_token is not None and np.count_nonzero(tokens == self._image_token) != pictures:
-            return BadSampleError("the text holds the token of a picture, and no picture is there for it")
+    def _checked(self, tokens: np.ndarray, targets: np.ndarray, images: int) -> list[Spelled] | BadSampleError:
+        if self._image_token is not None and np.count_nonzero(tokens == self._image_token) != images:
+            return BadSampleError("the text holds the token of an image, and no image is there for it")
         if not targets[1:].any():
             return BadSampleError("there is nothing in it to learn: no token to be predicted")
         if len(tokens) <= self._longest or not targets.all():
@@ -101,7 +101,7 @@ class ChatTokenizer:
 
     def _script(self, found: RawSample) -> Script:
         script, template = Script(), self._template
-        if found.pictures and self._picture is None:
+        if found.images and self._image is None:
             raise BadSampleError(SIGHTLESS)
         if found.turns[0].role == "text":
             self._write(script, found.turns[0])
@@ -120,7 +120,7 @@ class ChatTokenizer:
             self._put(script, frame.before)
         for part in turn.parts:
             if part is None:
-                script.put(self.picture_ids, learnt=False)
+                script.put(self.image_ids, learnt=False)
             else:
                 script.say(_sound(part), learnt)
         if frame is not None:
@@ -161,8 +161,8 @@ class ChatTokenizer:
                 yield ids, _flags(run[0][1], len(ids))
             else:
                 ids, where = next(spans)
-                letters = np.repeat([learnt for _, learnt in run], [len(text) for text, _ in run])
-                before = np.concatenate([[0], np.cumsum(letters)])
+                coordinator = np.repeat([learnt for _, learnt in run], [len(text) for text, _ in run])
+                before = np.concatenate([[0], np.cumsum(coordinator)])
                 yield ids, before[where[:, 1]] > before[where[:, 0]]
 
     def _plain(self, texts: Sequence[str]) -> dict[str, np.ndarray]:
@@ -184,7 +184,7 @@ class ChatTokenizer:
 
     def _smuggled(self, encoded: Sequence[np.ndarray]) -> list[int]:
         """Return which of the texts have become a token that only we may write."""
-        if not encoded or self._letters_only:
+        if not encoded or self._coordinator_only:
             return []
         ends = np.cumsum([len(ids) for ids in encoded])
         places = np.flatnonzero(np.isin(np.concatenate(encoded), self._reserved))
@@ -212,12 +212,12 @@ def _sound(text: str) -> str:
     return text
 
 
-def _picture_ids(tokenizer: Tokenizer, rules: ImageRules) -> np.ndarray:
-    """Return the tokens of one picture: what `rules` say, or around its token what the tokenizer has for it."""
-    name = next((each for each in PICTURE_TOKENS if tokenizer.special(each) is not None), None)
+def _image_ids(tokenizer: Tokenizer, rules: ImageRules) -> np.ndarray:
+    """Return the tokens of one image: what `rules` say, or around its token what the tokenizer has for it."""
+    name = next((each for each in IMAGE_TOKENS if tokenizer.special(each) is not None), None)
     if (word := tokenizer.word(rules.image_token)) is not None or rules.image_token == tokenizer.end_id:
         known = f": {name} is {tokenizer.special(name)}" if name else " that is no word of it"
-        raise UserError("T036", f"token {rules.image_token} stands for a picture, but in this tokenizer it is "
+        raise UserError("T036", f"token {rules.image_token} stands for an image, but in this tokenizer it is "
                         f"{'the end of a document' if word is None else repr(word)}", where="data.tokenizer",
                         fix=f"set model.shape.image_token to an id{known}")  # fmt: skip
     before, after = rules.before, rules.after

@@ -1,4 +1,4 @@
-"""Tar files whose members of one name are one sample, the way WebDataset lays them out. Pictures stay in them."""
+"""Tar files whose members of one name are one sample, the way WebDataset lays them out. Images stay in them."""
 
 import os
 import tarfile
@@ -12,14 +12,14 @@ from trimaran.data.samples.parse_chat import RowImages
 from trimaran.data.samples.raw_sample import ImageLocation, RawSample
 from trimaran.data.samples.read_rows import Done, parse_json, sample_of
 
-PICTURES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")
-MAX_MEMBER_BYTES = 64 << 20  # of text; a picture is not read here
+IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")
+MAX_MEMBER_BYTES = 64 << 20  # of text; an image is not read here
 
 
 def read_tar(file: Path, text_field: str, done: Done) -> Iterator[RawSample]:
     """Yield the samples of a tar file; one that breaks off gives those before, and a bad one."""
     number, place = 0, 0
-    nowhere = RowImages("/dev/null")  # rows in a tar file have their pictures beside them, and name no others
+    nowhere = RowImages("/dev/null")  # rows in a tar file have their images beside them, and name no others
     try:
         with tarfile.open(file, mode="r:") as tar, file.open("rb", buffering=0) as stream:
             members = ((key, kind, member) for member in _files(tar) for key, kind in [_split(member.name)])
@@ -53,7 +53,7 @@ def _split(name: str) -> tuple[str, str]:
 
 
 def _row(file: str, handle: int, parts: list[tuple[str, tarfile.TarInfo]]) -> dict[str, Any]:
-    """Return a row as others have it: what the JSON or the text member says, and the pictures."""
+    """Return a row as others have it: what the JSON or the text member says, and the images."""
     row: dict[str, Any] = {}
     for kind, member in parts:
         if kind == "json":
@@ -65,7 +65,7 @@ def _row(file: str, handle: int, parts: list[tuple[str, tarfile.TarInfo]]) -> di
             row = {field: value for field, value in said.items() if field not in ("image", "images", "file_name")} | row
         elif kind in ("txt", "caption", "cls"):
             row.setdefault("caption", _text(_read(handle, member)).strip())
-    row["images"] = [ImageLocation(file, member.offset_data, member.size) for kind, member in parts if kind in PICTURES]
+    row["images"] = [ImageLocation(file, member.offset_data, member.size) for kind, member in parts if kind in IMAGES]
     return row
 
 

@@ -1,19 +1,19 @@
-"""From the bytes of a picture to the patches that a vision tower takes. Without torch."""
+"""From the bytes of an image to the patches that a vision tower takes. Without torch."""
 
-from trimaran.data.vision.decode import BadPictureError, pixels_of, upright_size
+from trimaran.data.vision.decode import BadImageError, pixels_of, upright_size
 from trimaran.data.vision.grid_positions import grid_positions
-from trimaran.data.vision.image_grid import PictureSizes, grids_of, measure_pictures
+from trimaran.data.vision.image_grid import ImageSizes, grids_of, measure_images
 from trimaran.data.vision.patches import cut_patches, fill_patches, grey_patches
 
 __all__ = [
-    "BadPictureError",
-    "PictureSizes",
+    "BadImageError",
+    "ImageSizes",
     "cut_patches",
     "fill_patches",
     "grey_patches",
     "grid_positions",
     "grids_of",
-    "measure_pictures",
+    "measure_images",
     "pixels_of",
     "upright_size",
 ]

@@ -1,4 +1,4 @@
-"""From the bytes of a picture to pixels of the wanted size. `docs/decisions/0015-decoding-pictures.md` says why so."""
+"""From the bytes of an image to pixels of the wanted size. `docs/decisions/0015-decoding-images.md` says why so."""
 
 import io
 from collections.abc import Sequence
@@ -23,24 +23,24 @@ TURNS = {
 SIDEWAYS = 5  # from this orientation on, width and height change places
 
 
-class BadPictureError(Exception):
-    """The bytes are no picture that can be used; the message says why."""
+class BadImageError(Exception):
+    """The bytes are no image that can be used; the message says why."""
 
 
 def upright_size(data: bytes) -> tuple[int, int]:
-    """Return width and height as the picture is meant to be seen. Its head is enough, unless it is a WebP or AVIF."""
+    """Return width and height as the image is meant to be seen. Its head is enough, unless it is a WebP or AVIF."""
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             width, height = _checked(image).size
             return (height, width) if _orientation(image) >= SIDEWAYS else (width, height)
-    except BadPictureError:
+    except BadImageError:
         raise
     except Exception as error:  # what a broken file may raise is not written down anywhere
-        raise BadPictureError(_reason(error)) from error
+        raise BadImageError(_reason(error)) from error
 
 
 def pixels_of(data: bytes, sizes: Sequence[tuple[int, int]]) -> list[np.ndarray]:
-    """Return the picture, upright, as u8 [height, width, 3] in each of `sizes` (width, height). Decodes once."""
+    """Return the image, upright, as u8 [height, width, 3] in each of `sizes` (width, height). Decodes once."""
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             orientation = _orientation(_checked(image))
@@ -49,22 +49,22 @@ def pixels_of(data: bytes, sizes: Sequence[tuple[int, int]]) -> list[np.ndarray]
             image.draft(None, (round(largest[0] * FINER), round(largest[1] * FINER)))
             colours = _rgb(image)
             return [np.asarray(_turned(_resized(colours, size), orientation)) for size in lying]
-    except BadPictureError:
+    except BadImageError:
         raise
     except Exception as error:  # what a broken file may raise is not written down anywhere
-        raise BadPictureError(_reason(error)) from error
+        raise BadImageError(_reason(error)) from error
 
 
 def _checked(image: Image.Image) -> Image.Image:
     if image.width * image.height > MAX_PIXELS:
-        raise BadPictureError(f"it has {image.width} x {image.height} pixels, more than {MAX_PIXELS:,}")
+        raise BadImageError(f"it has {image.width} x {image.height} pixels, more than {MAX_PIXELS:,}")
     return image
 
 
 def _orientation(image: Image.Image) -> int:
     """Return EXIF's orientation, 1 where there is none or none that makes sense."""
     if image.format == "PNG" and "exif" not in image.info:
-        return 1  # Pillow would decode the whole picture to look for the field behind its pixels
+        return 1  # Pillow would decode the whole image to look for the field behind its pixels
     if image.format == "TIFF":
         return 1  # Pillow turns it by itself when it is decoded, and says its size as if it had
     found = image.getexif().get(ORIENTATION, 1)
@@ -72,7 +72,7 @@ def _orientation(image: Image.Image) -> int:
 
 
 def _rgb(image: Image.Image) -> Image.Image:
-    """Return the picture in three colours of 8 bits. What is transparent becomes white."""
+    """Return the image in three colours of 8 bits. What is transparent becomes white."""
     if image.mode == "RGB" and "transparency" not in image.info:
         return image
     if image.mode.startswith("I") or image.mode == "F":
@@ -85,10 +85,10 @@ def _rgb(image: Image.Image) -> Image.Image:
 
 
 def _from_deep(image: Image.Image) -> Image.Image:
-    """Return a grey picture of more than 8 bits with its upper 8. Numbers that no 16 bits hold have no colour."""
+    """Return a grey image of more than 8 bits with its upper 8. Numbers that no 16 bits hold have no colour."""
     values = np.asarray(image)
     if image.mode == "F" or values.min() < 0 or values.max() > 0xFFFF:
-        raise BadPictureError(f"its pixels are of kind {image.mode}, which has no colours")
+        raise BadImageError(f"its pixels are of kind {image.mode}, which has no colours")
     return Image.fromarray((values >> 8).astype(np.uint8)).convert("RGB")
 
 
@@ -101,4 +101,4 @@ def _turned(image: Image.Image, orientation: int) -> Image.Image:
 
 
 def _reason(error: Exception) -> str:
-    return f"the picture cannot be read: {type(error).__name__}: {error}"[:200]
+    return f"the image cannot be read: {type(error).__name__}: {error}"[:200]

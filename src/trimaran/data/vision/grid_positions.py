@@ -5,16 +5,16 @@ from collections.abc import Iterable
 import numpy as np
 
 
-def grid_positions(length: int, pictures: Iterable[tuple[int, int, int]]) -> np.ndarray:
+def grid_positions(length: int, images: Iterable[tuple[int, int, int]]) -> np.ndarray:
     """Return time, row and column i64 [3, length] of one document.
 
-    `pictures` are in order: the place of the first token of each, and its rows and columns of tokens. Text counts on by
-    one. A picture stands still in time, its rows and columns count from there, and the text after it goes on behind the
+    `images` are in order: the place of the first token of each, and its rows and columns of tokens. Text counts on by
+    one. An image stands still in time, its rows and columns count from there, and the text after it goes on behind the
     larger of the two.
     """
     found = np.empty((3, length), dtype=np.int64)
     place, at = 0, 0
-    for first, rows, columns in pictures:
+    for first, rows, columns in images:
         found[:, at:first] = np.arange(place, place + first - at)
         place += first - at
         at = first + rows * columns

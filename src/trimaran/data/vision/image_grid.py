@@ -1,4 +1,4 @@
-"""How large a picture becomes: from its pixels to a grid of patches, for many pictures at once."""
+"""How large an image becomes: from its pixels to a grid of patches, for many images at once."""
 
 from dataclasses import dataclass
 
@@ -8,30 +8,30 @@ from trimaran.core import ImageRules
 
 
 @dataclass(frozen=True, slots=True)
-class PictureSizes:
-    """Of each picture: its tokens in the text, its patches, and the pairs of patches that see each other."""
+class ImageSizes:
+    """Of each image: its tokens in the text, its patches, and the pairs of patches that see each other."""
 
     tokens: np.ndarray
     patches: np.ndarray
     patch_pairs: np.ndarray
 
 
-def measure_pictures(sizes: np.ndarray, rules: ImageRules) -> PictureSizes:
-    """Return what pictures of `sizes` [number of pictures, 2] (width, height) amount to."""
+def measure_images(sizes: np.ndarray, rules: ImageRules) -> ImageSizes:
+    """Return what images of `sizes` [number of images, 2] (width, height) amount to."""
     rows, columns = _canvases(sizes, rules).T
     if rules.variant == "native":
         patches = rows * columns
-        return PictureSizes(patches // rules.merge**2, patches, patches**2)
+        return ImageSizes(patches // rules.merge**2, patches, patches**2)
     tiles = rows * columns
     tiles += tiles > 1
     each = tile_side(rules) ** 2
-    return PictureSizes(tiles * each // rules.merge**2, tiles * each, tiles * each**2)
+    return ImageSizes(tiles * each // rules.merge**2, tiles * each, tiles * each**2)
 
 
 def grids_of(size: tuple[int, int], rules: ImageRules) -> np.ndarray:
-    """Return the grids [number of parts, 2] (rows, columns of patches) of one picture of `size` (width, height).
+    """Return the grids [number of parts, 2] (rows, columns of patches) of one image of `size` (width, height).
 
-    A native picture is one part. A tiled one is its tiles, and when there are several, a small whole before them.
+    A native image is one part. A tiled one is its tiles, and when there are several, a small whole before them.
     """
     rows, columns = canvas_of(size, rules)
     if rules.variant == "native":
@@ -41,7 +41,7 @@ def grids_of(size: tuple[int, int], rules: ImageRules) -> np.ndarray:
 
 
 def canvas_of(size: tuple[int, int], rules: ImageRules) -> tuple[int, int]:
-    """Return rows and columns of one picture of `size` (width, height): of patches, or of tiles."""
+    """Return rows and columns of one image of `size` (width, height): of patches, or of tiles."""
     rows, columns = _canvases(np.array([size]), rules)[0].tolist()
     return rows, columns
 
@@ -76,9 +76,9 @@ def _native(sizes: np.ndarray, rules: ImageRules) -> np.ndarray:
 
 
 def _tiled(sizes: np.ndarray, rules: ImageRules) -> np.ndarray:
-    """Return rows and columns of tiles: the arrangement whose shape is nearest to the picture's.
+    """Return rows and columns of tiles: the arrangement whose shape is nearest to the image's.
 
-    Of arrangements with the same shape, more tiles are taken while the picture has at least half as many pixels.
+    Of arrangements with the same shape, more tiles are taken while the image has at least half as many pixels.
     """
     most = rules.max_tiles
     fitting = [(columns, rows) for columns in range(1, most + 1) for rows in range(1, most // columns + 1)]

@@ -1,4 +1,4 @@
-"""From pixels to patches: squares of the picture, those that become one token side by side."""
+"""From pixels to patches: squares of the image, those that become one token side by side."""
 
 import numpy as np
 
@@ -10,7 +10,7 @@ GREY = 128
 
 
 def fill_patches(data: bytes, size: tuple[int, int], rules: ImageRules, out: np.ndarray) -> None:
-    """Write the patches of a picture of `size` (width, height) to `out` u8 [patches, 3 * patch * patch]."""
+    """Write the patches of an image of `size` (width, height) to `out` u8 [patches, 3 * patch * patch]."""
     rows, columns = canvas_of(size, rules)
     if rules.variant == "native":
         (pixels,) = pixels_of(data, [(columns * rules.patch, rows * rules.patch)])
@@ -26,7 +26,7 @@ def fill_patches(data: bytes, size: tuple[int, int], rules: ImageRules, out: np.
 
 
 def grey_patches(out: np.ndarray) -> None:
-    """Write a picture on which there is nothing to see."""
+    """Write an image on which there is nothing to see."""
     out[:] = GREY
 
 
@@ -37,7 +37,7 @@ def cut_patches(pixels: np.ndarray, rules: ImageRules, out: np.ndarray) -> None:
     """
     patch, merge = rules.patch, rules.merge
     group_rows, group_columns = pixels.shape[0] // (patch * merge), pixels.shape[1] // (patch * merge)
-    assert out.shape == (group_rows * group_columns * merge**2, 3 * patch * patch), "the picture is of another size"
+    assert out.shape == (group_rows * group_columns * merge**2, 3 * patch * patch), "the image is of another size"
     blocks = pixels.reshape(group_rows, merge, patch, group_columns, merge, patch, 3)
     target = out.reshape(group_rows, group_columns, merge, merge, 3, patch, patch)
     target[:] = blocks.transpose(0, 3, 1, 4, 6, 2, 5)

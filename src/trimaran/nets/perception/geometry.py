@@ -1,4 +1,4 @@
-"""Where each cell of the ground is seen in the pictures."""
+"""Where each cell of the ground is seen in the images."""
 
 import math
 

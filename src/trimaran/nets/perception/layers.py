@@ -12,7 +12,7 @@ PIXEL_MEAN, PIXEL_STD = 0.5, 0.25
 
 
 class GroupNorm(nn.GroupNorm):
-    """Norm over groups of channels of one picture; the result has the input's dtype."""
+    """Norm over groups of channels of one image; the result has the input's dtype."""
 
     def forward(self, input: Tensor) -> Tensor:
         x = input
@@ -32,7 +32,7 @@ def norm_of(channels: int) -> GroupNorm:
 
 
 class Residual(nn.Module):
-    """Two convolutions beside the stream; a `stride` of 2 halves the picture."""
+    """Two convolutions beside the stream; a `stride` of 2 halves the image."""
 
     def __init__(self, taken: int, given: int, *, stride: int = 1) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Residual(nn.Module):
         self.skip = None if same else nn.Conv2d(taken, given, 1, stride=stride, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the pictures [N, channels, rows, columns] after this block."""
+        """Return the images [N, channels, rows, columns] after this block."""
         inner = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
         return F.relu(inner + (x if self.skip is None else self.skip(x)))
 
@@ -64,7 +64,7 @@ class CameraStem(nn.Module):
 
 
 class CameraNeck(nn.Module):
-    """From pictures to tokens: one for each place of each camera, which it tells apart by a learnt embedding."""
+    """From images to tokens: one for each place of each camera, which it tells apart by a learnt embedding."""
 
     def __init__(self, spec: PerceptionSpec) -> None:
         super().__init__()

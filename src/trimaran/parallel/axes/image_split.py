@@ -1,4 +1,4 @@
-"""Pictures shared out among ranks that hold a whole tower each: nobody looks at what another one looks at."""
+"""Images shared out among ranks that hold a whole tower each: nobody looks at what another one looks at."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,9 +16,9 @@ from trimaran.parallel.tower_plan import whole_towers
 
 
 def apply_deal(network: Network, plan: Plan, ranks: RankMesh) -> None:
-    """Let ranks that have the same pictures, and each the whole of a matrix, look at different ones.
+    """Let ranks that have the same images, and each the whole of a matrix, look at different ones.
 
-    The parts of a sequence have the same pictures, and so have the ranks of a tensor-parallel group: these share them
+    The parts of a sequence have the same images, and so have the ranks of a tensor-parallel group: these share them
     out where the tower stays whole.
     """
     if not _looks(network):
@@ -28,7 +28,7 @@ def apply_deal(network: Network, plan: Plan, ranks: RankMesh) -> None:
     if not axes:
         return
     mesh = ranks.axes[axes]
-    network.module.deal = PictureDeal(  # pyrefly: ignore[bad-argument-type]
+    network.module.deal = ImageDeal(  # pyrefly: ignore[bad-argument-type]
         mesh.get_group() if mesh.ndim == 1 else mesh._flatten("pictures").get_group(),
         past_projector=not dealt or "projector" in dealt,
         parts=ranks.group("cp") if cp else None,
@@ -36,7 +36,7 @@ def apply_deal(network: Network, plan: Plan, ranks: RankMesh) -> None:
 
 
 def dealt_towers(network: Network, plan: Plan) -> list[str]:
-    """Return the whole towers in which every rank of a tensor-parallel group looks at other pictures.
+    """Return the whole towers in which every rank of a tensor-parallel group looks at other images.
 
     Of their gradients each of these ranks knows an addend.
     """
@@ -45,12 +45,12 @@ def dealt_towers(network: Network, plan: Plan) -> list[str]:
 
 
 def _looks(network: Network) -> bool:
-    """Return whether the network takes pictures."""
+    """Return whether the network takes images."""
     return isinstance(getattr(network.module, "deal", None), ImageBalancer)
 
 
-class PictureDeal(ImageBalancer):
-    """The ranks of `group` have the same micro-batch. Who gets which picture is a function of their sizes alone.
+class ImageDeal(ImageBalancer):
+    """The ranks of `group` have the same micro-batch. Who gets which image is a function of their sizes alone.
 
     Of the gradient of all rows every rank knows the whole, but for those that have different `parts` of a sequence:
     they know an addend each.
@@ -62,20 +62,20 @@ class PictureDeal(ImageBalancer):
         self._group, self._parts, self._rank, self._size = group, parts, group.rank(), group.size()
         self.past_projector = past_projector
 
-    def mine(self, pictures: Pictures, empty: Pictures) -> Pictures:
-        counts = _patches(pictures)
+    def mine(self, images: Pictures, empty: Pictures) -> Pictures:
+        counts = _patches(images)
         ours = [number for number, owner in enumerate(owners_of(counts, self._size)) if owner == self._rank]
         if not ours:
             return empty
         ends = torch.tensor(counts).cumsum(0).tolist()
-        patches = torch.cat([pictures.patches[ends[each] - counts[each] : ends[each]] for each in ours])
-        grids = torch.stack([pictures.grids[each] for each in ours])
-        host = None if pictures.host is None else torch.stack([pictures.host[each] for each in ours])
+        patches = torch.cat([images.patches[ends[each] - counts[each] : ends[each]] for each in ours])
+        grids = torch.stack([images.grids[each] for each in ours])
+        host = None if images.host is None else torch.stack([images.host[each] for each in ours])
         return Pictures(patches, grids, host)
 
-    def whole(self, mine: Tensor, pictures: Pictures, *, per_token: int) -> Tensor:
-        rows = [count // per_token for count in _patches(pictures)]
-        owners = owners_of(_patches(pictures), self._size)
+    def whole(self, mine: Tensor, images: Pictures, *, per_token: int) -> Tensor:
+        rows = [count // per_token for count in _patches(images)]
+        owners = owners_of(_patches(images), self._size)
         by_rank = [[number for number, owner in enumerate(owners) if owner == rank] for rank in range(self._size)]
         totals = tuple(sum(rows[each] for each in numbers) for numbers in by_rank)
         places = torch.arange(sum(rows)).split(rows)
@@ -85,7 +85,7 @@ class PictureDeal(ImageBalancer):
 
 
 def owners_of(counts: Sequence[int], num_ranks: int) -> list[int]:
-    """Return which rank gets each picture of so many patches: the largest first, to whoever has least."""
+    """Return which rank gets each image of so many patches: the largest first, to whoever has least."""
     loads, owners = [0] * num_ranks, [0] * len(counts)
     for number in sorted(range(len(counts)), key=lambda each: -counts[each]):
         owners[number] = rank = loads.index(min(loads))
@@ -94,7 +94,7 @@ def owners_of(counts: Sequence[int], num_ranks: int) -> list[int]:
 
 
 def sum_addends(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Give every rank of `group` the sum of their gradients, in place: each has those of its own pictures."""
+    """Give every rank of `group` the sum of their gradients, in place: each has those of its own images."""
     gradients = [local_part(each.grad) for each in parameters if each.grad is not None]
     gradients = [each for each in gradients if each.numel()]  # a rank may have nothing of a small parameter's shards
     if not gradients:
@@ -105,9 +105,9 @@ def sum_addends(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) ->
     torch._foreach_copy_(gradients, [part.view_as(each) for part, each in zip(parts, gradients, strict=True)])
 
 
-def _patches(pictures: Pictures) -> list[int]:
-    """Return the patches of each picture. A GPU without the grids on its host has to be waited for."""
-    grids = pictures.grids if pictures.host is None else pictures.host
+def _patches(images: Pictures) -> list[int]:
+    """Return the patches of each image. A GPU without the grids on its host has to be waited for."""
+    grids = images.grids if images.host is None else images.host
     return [rows * columns for rows, columns in grids.tolist()]
 
 

@@ -38,7 +38,7 @@ def apply_tp(network: Network, plan: Plan, ranks: RankMesh) -> None:
         for pattern, style in network.tensor_plan(ranks.degrees.tp).items()
         if tower_of(pattern, network.towers) not in whole
     }
-    ties, frozen = _ties(module), [name for name, each in module.named_parameters() if not each.requires_grad]
+    link, frozen = _link(module), [name for name, each in module.named_parameters() if not each.requires_grad]
     for name, each in list(module.named_modules()):
         for pattern, style in patterns.items():
             if matches_module(name, pattern):
@@ -46,14 +46,14 @@ def apply_tp(network: Network, plan: Plan, ranks: RankMesh) -> None:
                 if plan.compile and style.startswith("embedding"):
                     # A compiled block would take the collective's unfinished tensor apart and lose its backward.
                     each.register_forward_hook(lambda _, __, out: out.clone())
-    for name, first in ties.items():
+    for name, first in link.items():
         owner, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(owner), leaf, module.get_parameter(first))
     for name in frozen:  # some of torch's styles make parameters anew, and those are trained
         module.get_parameter(name).requires_grad_(False)
 
 
-def _ties(module: nn.Module) -> dict[str, str]:
+def _link(module: nn.Module) -> dict[str, str]:
     """Return, for each further name of a shared parameter, its first name."""
     first: dict[int, str] = {}
     names = module.named_parameters(remove_duplicate=False)

@@ -89,12 +89,12 @@ class TopK:
         total[places] = 0
         self.kept[number] = total
         letter = torch.cat([values, places.to(torch.int32).view(torch.float32)])
-        letters = letter.new_empty(size * letter.numel())
-        sent = gather_single(letters, letter, group=self.group, async_op=True)
+        coordinator = letter.new_empty(size * letter.numel())
+        sent = gather_single(coordinator, letter, group=self.group, async_op=True)
 
         def add_up(_: Future[Any]) -> Tensor:
             gradient.zero_()
-            for their_values, their_places in letters.view(size, 2, -1):
+            for their_values, their_places in coordinator.view(size, 2, -1):
                 gradient.index_add_(0, their_places.view(torch.int32).long(), their_values)
             return gradient.div_(size)
 

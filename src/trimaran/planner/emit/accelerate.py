@@ -161,7 +161,7 @@ def checkpoints_itself(plan: Plan) -> bool:
 
 
 def notes(plan: Plan) -> list[str]:
-    """Return what the configuration leaves to the script, and where accelerate has habits of its own."""
+    """Return what the configuration leaves to the script, and where accelerate has profile of its own."""
     said = ["train.py is your script; it gives --per_device_train_batch_size to its loader, and has the optimizer, "
             "the learning rate, the clipping and the data"]  # fmt: skip
     if checkpoints_itself(plan):
@@ -178,7 +178,7 @@ def notes(plan: Plan) -> list[str]:
 
 
 def fsdp_notes(plan: Plan) -> list[str]:
-    """Return the habits that accelerate has wherever it shards."""
+    """Return the profile that accelerate has wherever it shards."""
     if plan.sharding == "none":
         return []
     said = ["blocks are those that the model names in _no_split_modules"]

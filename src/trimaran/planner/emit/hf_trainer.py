@@ -108,7 +108,7 @@ def emit_hf_trainer(plan: Plan, question: Question) -> Emission:
 
 
 def notes(plan: Plan) -> list[str]:
-    """Return what is left to the user, and where the Trainer has habits of its own."""
+    """Return what is left to the user, and where the Trainer has profile of its own."""
     said = ["MODEL is a local folder or a name on the Hub, DATA a text file"]
     if plan.engine == "torch":
         said += fsdp_notes(plan)

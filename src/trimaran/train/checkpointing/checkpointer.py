@@ -44,14 +44,14 @@ class Checkpointer:
         run: RunDirectory,
         place: RankInfo,
         journal: Journal,
-        ties: SupervisorLink,
+        link: SupervisorLink,
         state: State,
         *,
         data: str = "",
     ) -> None:
         """`data` tells what is trained on from other data; a state goes with no other."""
         self._data = {"data": data} if data else {}
-        self._run, self._place, self._journal, self._ties, self._state = run, place, journal, ties, state
+        self._run, self._place, self._journal, self._link, self._state = run, place, journal, link, state
         self._recipe, self._stride = run.read_recipe(), run.read_plan().comm.local_steps
         self._laps = 0
         self._wish = False
@@ -65,19 +65,23 @@ class Checkpointer:
     def resume(self) -> int:
         """Load the newest verified state there is, the same on all ranks, and return its step; 0 when there is none."""
         began = time.monotonic()
-        self._roster = exchange_rank_layout(self._place.rank, self._place.local_rank)
-        self._berths = [RankMemory(fd) for fd in self._ties.berths or (os.memfd_create("trimaran-berth"),)]
-        # A berth of one's own is seen by nobody else, as if this rank were a node.
-        alone = RankLayout(rank=self._place.rank, local_rank=0, nodes=tuple(range(self._roster.world_size)))
-        self._seers = self._roster if self._ties.berths else alone
+        self._rank_layout = exchange_rank_layout(self._place.rank, self._place.local_rank)
+        self._rank_memories = [
+            RankMemory(fd) for fd in self._link.rank_memories or (os.memfd_create("trimaran-berth"),)
+        ]
+        # A rank memory of one's own is seen by nobody else, as if this rank were a node.
+        alone = RankLayout(rank=self._place.rank, local_rank=0, nodes=tuple(range(self._rank_layout.world_size)))
+        self._seers = self._rank_layout if self._link.rank_memories else alone
         self._recall = Restorer(self._state, self._run.checkpoints, self._seers, self._recipe, **self._data)
         recalled = self._load(newest=self._recipe.train.steps)
         self._tell(recalled, began)
         if recalled.tier is None:
-            refuse_new_start(self._run, self._roster, newest=self._recipe.train.steps)
-        berth = self._berths[self._ties.place if self._ties.berths else 0]
-        self._moorings = build_backend(self._run, self._place, self._ties, self._roster, self._state.pieces(), berth)
-        self._moored = not self._moorings.copier.prepares  # whether all ranks know if there is memory for copies
+            refuse_new_start(self._run, self._rank_layout, newest=self._recipe.train.steps)
+        rank_memory = self._rank_memories[self._link.place if self._link.rank_memories else 0]
+        self._backend = build_backend(
+            self._run, self._place, self._link, self._rank_layout, self._state.pieces(), rank_memory
+        )
+        self._moored = not self._backend.copier.prepares  # whether all ranks know if there is memory for copies
         self._begin(recalled)
         return recalled.step
 
@@ -86,26 +90,28 @@ class Checkpointer:
 
         Checkpoints of later steps get another name: they hold what is gone back from.
         """
-        self._moorings.saver.wait()
-        self._moorings.copier.settle()
-        if self._moorings.partner is not None:
-            self._moorings.partner.settle()
+        self._backend.saver.wait()
+        self._backend.copier.settle()
+        if self._backend.partner is not None:
+            self._backend.partner.settle()
         self._file()
         meet()  # what a rank has not sealed yet, others cannot see
-        self._berths = [RankMemory(each.fd) for each in self._berths]  # the other ranks have cut theirs anew
+        self._rank_memories = [
+            RankMemory(each.fd) for each in self._rank_memories
+        ]  # the other ranks have cut theirs anew
         recalled = self._load(newest=ending.step)
         if recalled.tier is None:
             return None
         self.disown(recalled.step)
-        self._moorings.saver.begin(told_by_first(newest(self._run.checkpoints)))
+        self._backend.saver.begin(told_by_first(newest(self._run.checkpoints)))
         self._laps += 1
         self._begin(recalled)
         return recalled.step
 
     def disown(self, step: int) -> None:
         """Rename the checkpoints of more than `step` steps, so that nobody loads what turned out to be wrong."""
-        self._moorings.saver.wait()
-        if self._roster.rank == 0:
+        self._backend.saver.wait()
+        if self._rank_layout.rank == 0:
             for each in (each for each in steps(self._run.checkpoints) if each > step):
                 refuse(step_path(self._run.checkpoints, each), f"the last state beyond doubt is that of step {step}")
 
@@ -117,16 +123,16 @@ class Checkpointer:
     @property
     def room(self) -> dict[str, Any]:
         """What memory the copies take, for the event that says that all is ready."""
-        hold = self._moorings.hold
+        hold = self._backend.hold
         return {
             "slots": hold.room.num_slots,
             "memory": hold.room.memory,
-            "slot_bytes": self._moorings.copier.share.num_bytes,
+            "slot_bytes": self._backend.copier.share.num_bytes,
         }
 
     def before_update(self) -> None:
         """Come before the update: a copy that is being made must have been made first."""
-        self._moorings.copier.before_update()
+        self._backend.copier.before_update()
 
     def after_step(self, step: int, agreed: Agreed) -> None:
         """Keep what is to be kept of the state after `step` steps. `agreed` is what the step before brought."""
@@ -138,17 +144,17 @@ class Checkpointer:
             self._save(step)
         elif self._copy_pace.is_due(step) and self._has_slots():
             self._copy(step)
-        if self._roster.rank == 0:
-            self._wish = self._moorings.pace.wants(step, busy=self._moorings.saver.busy)
+        if self._rank_layout.rank == 0:
+            self._wish = self._backend.pace.wants(step, busy=self._backend.saver.busy)
         self._left = time.perf_counter()
 
     def finish(self, step: int) -> None:
         """Leave a complete checkpoint of `step`, the last one, and return when it is on disk."""
         if step not in (self._ordered, self._durable):
             self._save(step)
-        self._moorings.saver.wait()
-        if self._moorings.partner is not None:
-            self._moorings.partner.settle()
+        self._backend.saver.wait()
+        if self._backend.partner is not None:
+            self._backend.partner.settle()
         self._file()
         if self._durable != step:
             raise UserError("K043", f"the last checkpoint could not be written: {self._failure}",
@@ -165,14 +171,14 @@ class Checkpointer:
 
     def _load(self, *, newest: int) -> RestoredState:
         """Load the newest verified state of at most `newest` steps."""
-        reported = last_step(self._run) if self._roster.rank == 0 else 0
-        recalled = self._recall.load(CopyFinder(self._berths, self._seers), newest=newest, reported=reported)
+        reported = last_step(self._run) if self._rank_layout.rank == 0 else 0
+        recalled = self._recall.load(CopyFinder(self._rank_memories, self._seers), newest=newest, reported=reported)
         self._ordered = self._durable = recalled.step if recalled.tier == "disk" else -1
         return recalled
 
     def _tell(self, recalled: RestoredState, began: float) -> None:
-        refused = recalled.refused + self._refuse_headless() if self._roster.rank == 0 else []
-        if self._roster.rank == 0 and (recalled.tier or refused):
+        refused = recalled.refused + self._refuse_headless() if self._rank_layout.rank == 0 else []
+        if self._rank_layout.rank == 0 and (recalled.tier or refused):
             about = {"tier": recalled.tier, "from_step": recalled.step, "refused": refused}
             self._journal.event("resume", step=recalled.step, seconds=time.monotonic() - began, **about)
 
@@ -187,13 +193,13 @@ class Checkpointer:
 
     def _begin(self, recalled: RestoredState) -> None:
         """Start to keep what comes after the state that was loaded."""
-        hold = self._moorings.hold
-        if self._moorings.partner is not None:
-            self._moorings.partner.begin(recalled.step)
-        hold.clear_but(recalled.voyage, recalled.step, self._moorings.copier.share)
-        for place in range(self._seers.local_rank, len(self._berths), self._seers.local_size):
-            if self._berths[place].fd != hold.berth.fd:
-                os.ftruncate(self._berths[place].fd, 0)  # of a rank that there was when there were more
+        hold = self._backend.hold
+        if self._backend.partner is not None:
+            self._backend.partner.begin(recalled.step)
+        hold.clear_but(recalled.incarnation, recalled.step, self._backend.copier.share)
+        for place in range(self._seers.local_rank, len(self._rank_memories), self._seers.local_size):
+            if self._rank_memories[place].fd != hold.rank_memory.fd:
+                os.ftruncate(self._rank_memories[place].fd, 0)  # of a rank that there was when there were more
         self._copy_pace = CopyPace(self._recipe.checkpoint.memory if hold.room.memory else 0, gather_numbers)
         self._copy_pace.begin(recalled.step)
         # A rank that is killed now is to find it there. All make a copy or none does: copies are counted alike.
@@ -201,8 +207,8 @@ class Checkpointer:
             self._has_slots(wait=True)
             if hold.room.memory:
                 self._copy(recalled.step)
-        self._moorings.pace.begin()
-        self._wish = self._roster.rank == 0 and self._moorings.pace.wants(recalled.step, busy=False)
+        self._backend.pace.begin()
+        self._wish = self._rank_layout.rank == 0 and self._backend.pace.wants(recalled.step, busy=False)
         self._left = time.perf_counter()
 
     def _can_wait(self, recalled: RestoredState) -> bool:
@@ -214,102 +220,104 @@ class Checkpointer:
 
     def _has_slots(self, *, wait: bool = False) -> bool:
         """Return whether there is memory to copy to by now. All ranks ask at the same steps, and hear the same."""
-        if not self._moored and (wait or everyone(self._moorings.copier.is_ready)):
+        if not self._moored and (wait or everyone(self._backend.copier.is_ready)):
             self._moored, began = True, time.perf_counter()
-            if not everyone(self._moorings.copier.wait_ready()):
+            if not everyone(self._backend.copier.wait_ready()):
                 self._give_up_slots()
             self._totals["stall_seconds"] += time.perf_counter() - began
-        return self._moored and self._moorings.hold.room.num_slots > 0
+        return self._moored and self._backend.hold.room.num_slots > 0
 
     def _give_up_slots(self) -> None:
         """Do without copies in memory: some node has less of it than it said."""
         log.warning("there is no memory for copies of the state: it is kept on disk only, and training waits for that")
-        moorings = self._moorings
-        moorings.copier.let_go()
-        moorings.hold.give_up()
-        self._moorings = replace(moorings, copier=Copier(moorings.copier.share), partner=None)
+        backend = self._backend
+        backend.copier.let_go()
+        backend.hold.give_up()
+        self._backend = replace(backend, copier=Copier(backend.copier.share), partner=None)
         self._copy_pace = CopyPace(0, gather_numbers)
 
     def _copy(self, step: int) -> MemorySlot:
         """Copy the state to a slot in memory and return it."""
-        moorings = self._moorings
-        slot = moorings.hold.next(self._in_use())
+        backend = self._backend
+        slot = backend.hold.next(self._in_use())
         self._state.gather()
         label = Label(
             step=step,
-            voyage=(self._ties.attempt, self._laps),
-            rank=self._roster.rank,
-            world_size=self._roster.world_size,
+            incarnation=(self._link.attempt, self._laps),
+            rank=self._rank_layout.rank,
+            world_size=self._rank_layout.world_size,
             progress=self._progress(),
         )
-        moorings.copier.copy(slot, label, self._state.pieces())
-        moorings.hold.fill(slot, step)
+        backend.copier.copy(slot, label, self._state.pieces())
+        backend.hold.fill(slot, step)
         self._totals["copies"] += 1
-        self._totals["stall_seconds"] += moorings.copier.stall_seconds
-        self._copy_pace.copied(step, moorings.copier.stall_seconds)
-        if moorings.partner is not None:
-            moorings.partner.offer(step, slot, step_seconds=self._step_seconds)
+        self._totals["stall_seconds"] += backend.copier.stall_seconds
+        self._copy_pace.copied(step, backend.copier.stall_seconds)
+        if backend.partner is not None:
+            backend.partner.offer(step, slot, step_seconds=self._step_seconds)
         return slot
 
     def _in_use(self) -> list[MemorySlot]:
         """Return the slots that somebody reads: the disk, or a partner on another node."""
-        moorings = self._moorings
-        written = [self._writing] if self._writing is not None and moorings.saver.busy else []
-        return written + (moorings.partner.in_use if moorings.partner is not None else [])
+        backend = self._backend
+        written = [self._writing] if self._writing is not None and backend.saver.busy else []
+        return written + (backend.partner.in_use if backend.partner is not None else [])
 
     def _save(self, step: int) -> None:
         """Begin to write the state of `step` to disk, and finish where nothing can be done meanwhile."""
-        saver = self._moorings.saver
-        self._ties.enter("save", step)
+        saver = self._backend.saver
+        self._link.enter("save", step)
         self._wait()  # one after the other; the other ranks may be a moment behind rank 0
         self._file()
         self._has_slots(wait=True)
-        order = self._order(step) if self._moorings.hold.room.own else self._spare_order(step)
+        order = self._order(step) if self._backend.hold.room.own else self._spare_order(step)
         self._ordered = step
         saver.start(order)
-        self._moorings.pace.started()
+        self._backend.pace.started()
         if not self._is_asynchronous:
             self._wait()
 
     @property
     def _is_asynchronous(self) -> bool:
         """Whether training goes on while a checkpoint is written."""
-        return self._recipe.checkpoint.asynchronous and self._moorings.hold.room.own > 0
+        return self._recipe.checkpoint.asynchronous and self._backend.hold.room.own > 0
 
     def _wait(self) -> None:
         """Return when nothing is being written; training stands still meanwhile."""
         began = time.perf_counter()
-        self._moorings.saver.wait()
+        self._backend.saver.wait()
         self._totals["stall_seconds"] += time.perf_counter() - began
 
     def _order(self, step: int) -> Order:
-        moorings = self._moorings
-        slot = moorings.hold.holding(step) or self._copy(step)
+        backend = self._backend
+        slot = backend.hold.holding(step) or self._copy(step)
         self._writing = slot
-        memory = slot.data[: moorings.copier.share.num_bytes]
-        about = {"progress": self._progress(), "stall_seconds": moorings.copier.stall_seconds}
-        return Order(step=step, share=moorings.copier.share, memory=memory, ready=moorings.copier.settle, **about)
+        memory = slot.data[: backend.copier.share.num_bytes]
+        about = {"progress": self._progress(), "stall_seconds": backend.copier.stall_seconds}
+        return Order(step=step, share=backend.copier.share, memory=memory, ready=backend.copier.settle, **about)
 
     def _spare_order(self, step: int) -> Order:
         """Return an order whose memory is a file: there is none other."""
-        copier = self._moorings.copier
+        copier = self._backend.copier
         began = time.perf_counter()
         try:
             self._run.checkpoints.mkdir(exist_ok=True)
             with tempfile.TemporaryFile(dir=self._run.checkpoints) as file:
-                berth = RankMemory(file.fileno())
-                berth.lay_out(1, num_bytes=copier.share.num_bytes, items_bytes=len(copier.items))
+                rank_memory = RankMemory(file.fileno())
+                rank_memory.lay_out(1, num_bytes=copier.share.num_bytes, items_bytes=len(copier.items))
             self._state.gather()
-            label = Label(step=step, voyage=(0, 0), rank=self._roster.rank, world_size=self._roster.world_size)
-            copier.copy(berth.slots[0], label, self._state.pieces())
+            label = Label(
+                step=step, incarnation=(0, 0), rank=self._rank_layout.rank, world_size=self._rank_layout.world_size
+            )
+            copier.copy(rank_memory.slots[0], label, self._state.pieces())
         except OSError as error:
             return Order(step=step, share=copier.share, memory=torch.empty(0), failure=str(error))
-        memory, stall = berth.slots[0].data[: copier.share.num_bytes], time.perf_counter() - began
+        memory, stall = rank_memory.slots[0].data[: copier.share.num_bytes], time.perf_counter() - began
         return Order(step=step, share=copier.share, memory=memory, progress=self._progress(), stall_seconds=stall)
 
     def _file(self) -> None:
         """Take note of what was written since the last look, and file it on rank 0."""
-        for outcome in self._moorings.saver.outcomes():
+        for outcome in self._backend.saver.outcomes():
             if not self._is_asynchronous:
                 outcome = replace(outcome, stall_seconds=outcome.stall_seconds + outcome.seconds)
             self._failure = outcome.failed
@@ -317,10 +325,10 @@ class Checkpointer:
             if not outcome.failed:
                 self._durable = outcome.step
                 cost = SaveCost(stall=Seconds(outcome.stall_seconds), write=Seconds(outcome.seconds))
-                self._moorings.pace.ended(cost)
-            if self._roster.rank == 0:
+                self._backend.pace.ended(cost)
+            if self._rank_layout.rank == 0:
                 self._journal.event(
-                    "checkpoint", step=outcome.step, **_facts(outcome), skipped=self._moorings.pace.num_skipped
+                    "checkpoint", step=outcome.step, **_facts(outcome), skipped=self._backend.pace.num_skipped
                 )
 
 

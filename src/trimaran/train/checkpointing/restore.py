@@ -32,22 +32,22 @@ Loading = tuple[Source, Sequence[TensorShard]]
 class RestoredState:
     """What was loaded; nothing when `tier` is None. `refused` says what could not be used, and why.
 
-    `voyage` is what slots in memory that hold the same state are labelled with.
+    `incarnation` is what slots in memory that hold the same state are labelled with.
     """
 
     step: int = 0
     tier: Tier | None = None
-    voyage: tuple[int, int] | None = None
+    incarnation: tuple[int, int] | None = None
     refused: list[dict[str, Any]] = field(default_factory=list)
 
 
-def refuse_new_start(run: RunDirectory, roster: RankLayout, *, newest: int) -> None:
+def refuse_new_start(run: RunDirectory, rank_layout: RankLayout, *, newest: int) -> None:
     """Raise when `run` has had checkpoints: with none of them to go on from, it would begin anew without a word.
 
     Every rank calls it when nothing of at most `newest` steps was found; rank 0 looks for all. A run that died before
     its first checkpoint is none of these.
     """
-    why = told_by_first(_why_none(run, newest) if roster.rank == 0 else "")
+    why = told_by_first(_why_none(run, newest) if rank_layout.rank == 0 else "")
     if why:
         raise UserError("K047", f"there is no checkpoint that this run can go on from: {why}",
                         where=str(run.checkpoints), fix="look at them with `trimaran checkpoints RUN` and bring one "
@@ -69,9 +69,15 @@ def _why_none(run: RunDirectory, newest: int) -> str:
 class Restorer:
     """Where the states of a run are looked for. Every rank has one, and all call the same at the same time."""
 
-    def __init__(self, state: State, folder: Path, roster: RankLayout, recipe: Recipe, *, data: str = "") -> None:
+    def __init__(self, state: State, folder: Path, rank_layout: RankLayout, recipe: Recipe, *, data: str = "") -> None:
         """`data` tells the data of this run from others, see `TokenShards.digest`; without it nothing is compared."""
-        self._state, self._folder, self._roster, self._recipe, self._data = state, folder, roster, recipe, data
+        self._state, self._folder, self._rank_layout, self._recipe, self._data = (
+            state,
+            folder,
+            rank_layout,
+            recipe,
+            data,
+        )
 
     def load(self, survey: CopyFinder, *, newest: int, reported: int = 0) -> RestoredState:
         """Load the newest verified state of at most `newest` steps.
@@ -80,23 +86,23 @@ class Restorer:
         is the last step with metrics, as rank 0 knows it. They come a step late: the copy of a step whose metrics a
         kill has cost is loaded only if there is none in memory from before, so that the step is done and told again.
         """
-        there, reported = told_by_first([steps(self._folder), reported] if self._roster.rank == 0 else [])
+        there, reported = told_by_first([steps(self._folder), reported] if self._rank_layout.rank == 0 else [])
         in_memory = [step for step in survey.steps() if step[1] <= newest]
         in_memory.sort(key=lambda step: step[1] > reported)  # and otherwise as they were
         on_disk = sorted((step for step in there if step <= newest), reverse=True)
         refused: list[dict[str, Any]] = []
         while in_memory or on_disk:
             tier: Tier = "memory" if in_memory and in_memory[0][1] >= max(on_disk, default=0) else "disk"
-            voyage = None
+            incarnation = None
             if tier == "memory":
-                voyage, step, _ = in_memory[0]
+                incarnation, step, _ = in_memory[0]
                 found = self._from_memory(survey, in_memory.pop(0))
             else:
                 step = on_disk.pop(0)
                 found = self._from_disk(step_path(self._folder, step))
             if not isinstance(found, str):
                 self._take(*found)
-                return RestoredState(step=step, tier=tier, voyage=voyage, refused=refused)
+                return RestoredState(step=step, tier=tier, incarnation=incarnation, refused=refused)
             refused.append({"tier": tier, "step": step, "why": found})
             log.warning("the state of step %d (%s) is left out: %s", step, tier, found)
         return RestoredState(refused=refused)
@@ -106,7 +112,7 @@ class Restorer:
         sound = survey.verify(step)
         if sound is None:
             return "a copy in memory is not what was sealed"
-        reunion = CopyFetcher(survey, sound, self._roster)
+        reunion = CopyFetcher(survey, sound, self._rank_layout)
         pieces = self._state.pieces_from(reunion.index)
         return reunion.fetch(pieces), pieces
 
@@ -114,14 +120,14 @@ class Restorer:
         """See `_from_memory`. Each rank verifies some of the files; what one finds wrong is wrong for all."""
         manifest, wrong = _manifest_of(path)
         if manifest is not None:
-            mine = sorted(manifest.files)[self._roster.rank :: self._roster.world_size]
+            mine = sorted(manifest.files)[self._rank_layout.rank :: self._rank_layout.world_size]
             wrong = [str(damage) for damage in verify(path, files=mine)]
         found = sorted({each for row in gather_trees(wrong) for each in row})
         if not found and manifest is not None:
             _refuse_another_course(manifest, self._recipe, path)
             source = DiskSource(path)
             return source, self._state.pieces_from(source.index)
-        if self._roster.rank == 0:
+        if self._rank_layout.rank == 0:
             with suppress(OSError):  # a disk that cannot be written to: it is left out all the same
                 refuse(path, "; ".join(found), DurableDisk())
         meet()  # nobody looks at the next one before this one is out of the way

@@ -30,8 +30,8 @@ class Compilations:
     supervisor sees when something is compiled in the middle of training: that takes its time, and is no hang.
     """
 
-    def __init__(self, ties: SupervisorLink = NO_SUPERVISOR) -> None:
-        self._ties, self._listens = ties, False
+    def __init__(self, link: SupervisorLink = NO_SUPERVISOR) -> None:
+        self._link, self._listens = link, False
         self._interrupted: int | None = None
         self.count, self.late, self.seconds = 0, 0, 0.0
         self._at_first, self._seconds_before = _count(), _seconds()
@@ -64,14 +64,14 @@ class Compilations:
             callbacks.on_compile_end(self._end)
 
     def _begin(self, _: object) -> None:
-        pulse = self._ties.pulse
-        if pulse is not None and pulse.section == "step":
-            self._interrupted = pulse.step
-            self._ties.enter("compile", pulse.step)
+        heartbeat = self._link.heartbeat
+        if heartbeat is not None and heartbeat.section == "step":
+            self._interrupted = heartbeat.step
+            self._link.enter("compile", heartbeat.step)
 
     def _end(self, _: object) -> None:
         if self._interrupted is not None:
-            self._ties.enter("step", self._interrupted)
+            self._link.enter("step", self._interrupted)
             self._interrupted = None
 
     def _take(self) -> int:

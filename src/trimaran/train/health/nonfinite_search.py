@@ -184,9 +184,9 @@ def _first_of_all(mine: NonfiniteOrigin | None) -> dict[str, Any]:
     short = asdict(mine) | {"module": mine.module[:NAMED_CHARACTERS]} if mine else None
     letter, text = torch.zeros(LETTER_BYTES, dtype=torch.uint8), json.dumps(short).encode()
     letter[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    letters = [torch.empty_like(letter) for _ in range(dist.get_world_size())]
-    dist.all_gather(letters, letter)
-    told = [json.loads(each.numpy().tobytes().rstrip(b"\0")) for each in letters]
+    coordinator = [torch.empty_like(letter) for _ in range(dist.get_world_size())]
+    dist.all_gather(coordinator, letter)
+    told = [json.loads(each.numpy().tobytes().rstrip(b"\0")) for each in coordinator]
     births = {rank: each for rank, each in enumerate(told) if each}
     if not births:
         return {}

@@ -49,7 +49,7 @@ def load_training_data(
 ) -> TrainingData:
     """Return the recipe's data, prepared if it is not yet, for a network that knows its tokens.
 
-    `remember` keeps what a frozen tower makes of the pictures, for a recipe that asks for it.
+    `remember` keeps what a frozen tower makes of the images, for a recipe that asks for it.
     """
     if not recipe.data.samples.cache_features:
         return LOADS[kind_of(recipe)](recipe, network, share, cache)

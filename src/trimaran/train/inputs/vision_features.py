@@ -1,4 +1,4 @@
-"""Fills the cache of what a frozen vision tower makes of the pictures, before training."""
+"""Fills the cache of what a frozen vision tower makes of the images, before training."""
 
 import hashlib
 import logging
@@ -18,7 +18,7 @@ from trimaran.core import ImageRules, Plan, Recipe, UserError
 from trimaran.core.units import show_bytes
 from trimaran.data.feature_cache import BF16, FeatureStore, put_file, refuse_trained
 from trimaran.data.samples.sample_index import SampleIndex
-from trimaran.data.vision.image_grid import grids_of, measure_pictures
+from trimaran.data.vision.image_grid import grids_of, measure_images
 from trimaran.data.vision.patches import fill_patches
 from trimaran.models import model_folder, spec_of, weight_files
 from trimaran.models.vlm_spec import VlmSpec
@@ -51,7 +51,7 @@ class Encoder:
     @cached_property
     def network(self) -> Network:
         spec = spec_of(self.recipe.model)
-        assert isinstance(spec, VlmSpec), "nothing else has pictures"
+        assert isinstance(spec, VlmSpec), "nothing else has images"
         with torch.device("meta"):
             network = network_of(spec, range(spec.vision.layers))
         # As the run computes: the same modules in the same arithmetic, and the weights that every plan starts from.
@@ -68,7 +68,7 @@ class Encoder:
 
     @torch.no_grad()
     def encode(self, patches: Tensor, grids: Tensor) -> Tensor:
-        """Return what the projector takes in for these pictures, [tokens, width], on the host, as the tower left it."""
+        """Return what the projector takes in for these images, [tokens, width], on the host, as the tower left it."""
         module = self.network.module
         assert isinstance(module, Vlm)
         with autocast(self.plan, self.place.device):
@@ -89,7 +89,7 @@ class Encoder:
         return found.hexdigest()
 
 
-def keep_features(  # noqa: PLR0913 - a run, and its pictures
+def keep_features(  # noqa: PLR0913 - a run, and its images
     recipe: Recipe,
     plan: Plan,
     place: RankInfo,
@@ -99,7 +99,7 @@ def keep_features(  # noqa: PLR0913 - a run, and its pictures
     *,
     beat: Callable[[], None] = lambda: None,
 ) -> FeatureStore:
-    """Return the features of all pictures of the index, computed where they are not known yet.
+    """Return the features of all images of the index, computed where they are not known yet.
 
     Every rank calls it. The ranks share the work, part by part; where they do not share a disk, those of each machine
     do what the others have put on theirs. `beat` is called now and then, to show that this may take long and goes on.
@@ -116,10 +116,10 @@ def keep_features(  # noqa: PLR0913 - a run, and its pictures
             beat()
             if mine:
                 part = mine.pop(0)
-                store.write(part, *_part(encoder, index, store.pictures(part)))
+                store.write(part, *_part(encoder, index, store.images(part)))
             rounds += 1
             if todo and place.rank == 0 and rounds % told == 0:
-                log.info("the vision tower has seen %.0f%% of the pictures", min(100, 100 * rounds * turns / len(todo)))
+                log.info("the vision tower has seen %.0f%% of the images", min(100, 100 * rounds * turns / len(todo)))
     assert not store.missing(), "every part was somebody's"
     return store
 
@@ -135,7 +135,7 @@ def _store(encoder: Encoder, index: SampleIndex, cache: Path) -> FeatureStore:
         words[:-1] = hashlib.sha256(repr(facts).encode()).hexdigest()[:KEY_CHARACTERS].encode()
         words[-1] = [*KEPT].index(_dtype(encoder, cache / "features" / words[:-1].decode()))
     dist.broadcast(torch.frombuffer(words, dtype=torch.uint8), src=0)
-    dtype, tokens = [*KEPT.values()][words[-1]], measure_pictures(index.picture_sizes, encoder.rules).tokens
+    dtype, tokens = [*KEPT.values()][words[-1]], measure_images(index.image_sizes, encoder.rules).tokens
     return FeatureStore(cache / "features" / words[:-1].decode(), tokens, width=spec.feature_width, dtype=dtype)
 
 
@@ -149,12 +149,12 @@ def _dtype(encoder: Encoder, folder: Path) -> torch.dtype:
     return names[note.read_text(encoding="utf-8")]
 
 
-def _part(encoder: Encoder, index: SampleIndex, pictures: range) -> tuple[np.ndarray, dict[int, str]]:
-    """Return the features of a part's pictures, and why some have none."""
+def _part(encoder: Encoder, index: SampleIndex, images: range) -> tuple[np.ndarray, dict[int, str]]:
+    """Return the features of a part's images, and why some have none."""
     bad: dict[int, str] = {}
     found = []
     with ThreadPoolExecutor(DECODERS) as pool:
-        for numbers in _handfuls(pictures, index, encoder.rules):
+        for numbers in _handfuls(images, index, encoder.rules):
             looked = list(pool.map(lambda number: _patches(number, index, encoder.rules), numbers))
             for number, (_, _, why) in zip(numbers, looked, strict=True):
                 bad |= {number: why} if why else {}
@@ -166,20 +166,20 @@ def _part(encoder: Encoder, index: SampleIndex, pictures: range) -> tuple[np.nda
 
 
 def _patches(number: int, index: SampleIndex, rules: ImageRules) -> tuple[np.ndarray, np.ndarray, str]:
-    """Return a picture's patches, its grids, and why it cannot be seen, if so."""
-    width, height = index.picture_sizes[number].tolist()
+    """Return an image's patches, its grids, and why it cannot be seen, if so."""
+    width, height = index.image_sizes[number].tolist()
     grids = grids_of((width, height), rules)
     patches = np.zeros((int(grids.prod(1).sum()), 3 * rules.patch**2), dtype=np.uint8)
     try:
-        fill_patches(index.picture_bytes(number), (width, height), rules, patches)
+        fill_patches(index.image_bytes(number), (width, height), rules, patches)
     except Exception as error:
         return patches, grids, f"{type(error).__name__}: {error}"[:300]
     return patches, grids, ""
 
 
 def _handfuls(numbers: Sequence[int], index: SampleIndex, rules: ImageRules) -> Iterator[list[int]]:
-    """Yield the pictures, as many at a time as go through the tower together."""
-    sizes = measure_pictures(index.picture_sizes[numbers[0] : numbers[-1] + 1], rules).patches
+    """Yield the images, as many at a time as go through the tower together."""
+    sizes = measure_images(index.image_sizes[numbers[0] : numbers[-1] + 1], rules).patches
     handful: list[int] = []
     total = 0
     for number, patches in zip(numbers, sizes.tolist(), strict=True):
@@ -197,7 +197,7 @@ def _refuse_full(store: FeatureStore, todo: Sequence[int], cache: Path) -> None:
     free = shutil.disk_usage(cache).free
     # All ranks must agree, or those with room would wait for those without.
     if Poll(need > free).wait():
-        raise UserError("T063", f"the features of all pictures need {show_bytes(need)}, and the cache folder has "
+        raise UserError("T063", f"the features of all images need {show_bytes(need)}, and the cache folder has "
                         f"{show_bytes(free)} left", where="data.samples.cache_features",
                         fix="set it to false, make data.samples.max_pixels smaller, or use a larger disk: "
                         "TRIMARAN_CACHE")  # fmt: skip

@@ -101,6 +101,6 @@ def _of_all_stages(mine: Sequence[tuple[int, str]], stages: StageMap) -> list[tu
     size = torch.tensor(len(text))
     dist.all_reduce(size, op=dist.ReduceOp.MAX, group=stages.group)
     letter = torch.frombuffer(bytearray(text.ljust(int(size))), dtype=torch.uint8)
-    letters = [torch.empty_like(letter) for _ in range(num_ranks)]
-    dist.all_gather(letters, letter, group=stages.group)
-    return [(number, place) for each in letters for number, place in json.loads(each.numpy().tobytes())]
+    coordinator = [torch.empty_like(letter) for _ in range(num_ranks)]
+    dist.all_gather(coordinator, letter, group=stages.group)
+    return [(number, place) for each in coordinator for number, place in json.loads(each.numpy().tobytes())]

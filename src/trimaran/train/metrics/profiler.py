@@ -1,4 +1,4 @@
-"""Traces of steps and pictures of memory, for whoever asks. While nobody does, a look at one file name a step.
+"""Traces of steps and images of memory, for whoever asks. While nobody does, a look at one file name a step.
 
 Who asks is the recipe (`telemetry.profile`) or a file in the run directory (`trimaran profile RUN`). Rank 0 looks for
 the file; the wish travels with the step's counts like all others, so that every rank begins with the same step.
@@ -59,9 +59,9 @@ class Profiler:
         journal: Journal,
         clock: Clock,
         photographer: Photographer,
-        ties: SupervisorLink = NO_SUPERVISOR,
+        link: SupervisorLink = NO_SUPERVISOR,
     ) -> None:
-        self._run, self._journal, self._clock, self._photographer, self._ties = run, journal, clock, photographer, ties
+        self._run, self._journal, self._clock, self._photographer, self._link = run, journal, clock, photographer, link
         self._named = recipe_request(telemetry.profile, telemetry.profile_ranks)
         self._file = os.fspath(request_file(run))
         self._served = ""
@@ -121,7 +121,7 @@ class Profiler:
         self._writers.clear()
 
     def _photograph(self, error: Exception) -> None:
-        """Leave a picture of the memory that ran out; of a GPU's there is one already, see `photograph_oom`."""
+        """Leave an image of the memory that ran out; of a GPU's there is one already, see `photograph_oom`."""
         path = snapshot_file(self._run, step=self._step, rank=self._journal.rank)
         try:
             if not path.exists():
@@ -149,7 +149,7 @@ class Profiler:
     def _begin(self, request: ProfileRequest, done: int) -> None:
         recording = Recording(request=request, first=done + 1, last=done + request.steps)
         self._recording = recording
-        self._ties.enter("evaluation", done)  # a section that may take long: a profiler starts, or writes, for seconds
+        self._link.enter("evaluation", done)  # a section that may take long: a profiler starts, or writes, for seconds
         if not request.is_for(self._journal.rank):
             return
         try:
@@ -174,7 +174,7 @@ class Profiler:
     def _end(self, done: int) -> None:
         recording, self._recording = self._recording, None
         assert recording is not None
-        self._ties.enter("evaluation", done)
+        self._link.enter("evaluation", done)
         self._clock.watcher = None
         try:
             if recording.trace is not None:
@@ -242,12 +242,12 @@ def build_profiler(
     clock: Clock,
     networks: Sequence[Network],
     device: torch.device,
-    ties: SupervisorLink,
+    link: SupervisorLink,
 ) -> Profiler:
     """Return the profiler of a rank that trains `networks`."""
     telemetry = run.read_recipe().telemetry
     photographer = Photographer([each.module for each in networks], device, history=telemetry.memory_snapshots)
-    profiler = Profiler(run, telemetry, journal, clock, photographer, ties)
+    profiler = Profiler(run, telemetry, journal, clock, photographer, link)
     photograph_oom(photographer, run, rank=journal.rank, step=lambda: profiler.step)
     return profiler
 

@@ -46,7 +46,7 @@ class StepMonitor:
     journal: Journal
     guard: Guard
     profiler: Profiler
-    sentinel: ReplicaCheck | None = None  # DeepSpeed keeps its weights where nobody else can look at them
+    replica_check: ReplicaCheck | None = None  # DeepSpeed keeps its weights where nobody else can look at them
     compilations: Compilations = field(default_factory=Compilations)
     search: Callable[[Refusal], dict[str, Any]] = lambda refusal: {}  # where a step that is not finite went wrong
 
@@ -102,7 +102,7 @@ class StepMonitor:
 
     def compare(self, step: int, agreed: Agreed) -> Agreed:
         """Return what all ranks agreed on, with the news that replicas differ after `step`, if they do."""
-        difference = self.sentinel.check(step) if self.sentinel else None
+        difference = self.replica_check.check(step) if self.replica_check else None
         if difference is None:
             return agreed
         refusal = self.guard.part(difference)

@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import _world
 
 _recorder: Any = torch._C._distributed_c10d  # its stubs leave the recorder out
 
-NUM_OPERATIONS = 600  # of the recorder's entries, how many go into a testimony
+NUM_OPERATIONS = 600  # of the recorder's entries, how many go into a rank report
 NUM_MESSAGES = 400
 
 

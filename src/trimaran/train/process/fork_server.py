@@ -2,9 +2,9 @@
 
 It obeys lines of JSON on the socket FD, and answers with some: `{"start": [{"rank": 0, "environment": {...}}, ...]}`
 is answered by `{"told": "started", "rank": 0, "pid": 4711}` and, whenever that is, by `{"told": "ended", "rank": 0,
-"pid": 4711, "code": -9, "time": ...}` (monotonic clock). A rank's environment comes on top of the nursery's own.
+"pid": 4711, "code": -9, "time": ...}` (monotonic clock). A rank's environment comes on top of the fork server's own.
 
-The nursery has one thread and never touches CUDA: neither would survive a fork. Ranks that it has not forked yet are
+The fork server has one thread and never touches CUDA: neither would survive a fork. Ranks that it has not forked yet are
 what others keep as warm spares. They die with it, and it dies with PARENT, the supervisor.
 """
 
@@ -125,7 +125,7 @@ class ForkServer:
 
 
 def _live(run: Path, parent: int, environment: Mapping[str, str]) -> NoReturn:
-    """Be a rank, from the fork to the exit. It never returns to the nursery's code."""
+    """Be a rank, from the fork to the exit. It never returns to the fork server's code."""
     try:
         code = _rank(run, parent, environment)
     except BaseException:
@@ -142,7 +142,9 @@ def _rank(run: Path, parent: int, environment: Mapping[str, str]) -> int:
     os.environ.update(environment)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # SIGTERM stays unheard until the worker listens to it
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # and so does the supervisor's question, until there is a witness
+    signal.signal(
+        signal.SIGUSR2, signal.SIG_IGN
+    )  # and so does the supervisor's question, until there is a heartbeat thread
     ctypes.CDLL(None).prctl(PR_SET_NAME, f"trimaran-{environment['RANK']}".encode())
     log = os.open(run / "logs" / f"rank-{environment['RANK']}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
@@ -157,8 +159,8 @@ def _rank(run: Path, parent: int, environment: Mapping[str, str]) -> int:
         torch.set_num_threads(int(threads))
     if plugin := os.environ.get(PLUGIN):
         import_module(plugin)
-    place, ties = read_rank_info(os.environ), supervisor_link_of(os.environ)
-    return run_worker(open_run(run), place, cache=cache_folder(os.environ), ties=ties)
+    place, link = read_rank_info(os.environ), supervisor_link_of(os.environ)
+    return run_worker(open_run(run), place, cache=cache_folder(os.environ), link=link)
 
 
 def _note(number: int, frame: FrameType | None) -> None:

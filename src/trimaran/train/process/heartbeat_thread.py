@@ -1,7 +1,7 @@
 """A thread beside the training loop that shows that the rank lives, and tells what it waits for when it is asked.
 
-The supervisor asks through the pulse board; `incidents/question-N.json` says in which folder the answer goes. When the
-witness cannot run, since other code holds the interpreter, SIGUSR2 still has the main thread's stack
+The supervisor asks through the heartbeat board; `incidents/question-N.json` says in which folder the answer goes. When the
+heartbeat thread cannot run, since other code holds the interpreter, SIGUSR2 still has the main thread's stack
 written to `logs/rank-N.stacks`.
 """
 
@@ -34,16 +34,16 @@ NUM_FRAMES = 8
 
 
 class HeartbeatThread:
-    """A rank's witness, from `with` to its end. A rank without a supervisor has one that does nothing."""
+    """A rank's heartbeat thread, from `with` to its end. A rank without a supervisor has one that does nothing."""
 
-    def __init__(self, run: RunDirectory, rank: int, ties: SupervisorLink) -> None:
-        self._run, self._rank, self._ties = run, rank, ties
+    def __init__(self, run: RunDirectory, rank: int, link: SupervisorLink) -> None:
+        self._run, self._rank, self._link = run, rank, link
         self._main, self._over = threading.main_thread().ident, threading.Event()
         self._messages = Messages()
         self._thread = threading.Thread(target=self._watch, name="trimaran-witness", daemon=True)
 
     def __enter__(self) -> Self:
-        if self._ties.board is not None:
+        if self._link.board is not None:
             # Kept open for as long as the process lives: the handler writes to the descriptor, whatever happens.
             self._stacks = self._run.stacks(self._rank).open("w", encoding="utf-8")
             # The main thread's own stack only: reading those of threads that run crashed 1 rank in some hundred tries.
@@ -55,7 +55,7 @@ class HeartbeatThread:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._ties.board is not None:
+        if self._link.board is not None:
             self._over.set()
             self._thread.join()
             self._unwrap()
@@ -63,7 +63,7 @@ class HeartbeatThread:
             self._stacks.close()
 
     def _watch(self) -> None:
-        board, place = self._ties.board, self._ties.place
+        board, place = self._link.board, self._link.place
         assert board is not None
         answered = board.read(place).answered
         while not self._over.wait(BEAT_SECONDS):
@@ -71,8 +71,10 @@ class HeartbeatThread:
             if question != answered:
                 try:
                     self._testify()
-                except Exception:  # a witness that cannot write must not take the rank with it, and has still answered
-                    log.exception("the testimony could not be filed")
+                except (
+                    Exception
+                ):  # a heartbeat thread that cannot write must not take the rank with it, and has still answered
+                    log.exception("the rank report could not be filed")
                 answered = question
             board.live(place, answered=answered)
 
@@ -84,8 +86,8 @@ class HeartbeatThread:
         write_whole(folder / f"rank-{self._rank}.json", json.dumps(self._account(frames), separators=(",", ":")))
 
     def _account(self, frames: dict[int, FrameType]) -> dict[str, Any]:
-        assert self._ties.board is not None
-        pulse = self._ties.board.read(self._ties.place)
+        assert self._link.board is not None
+        heartbeat = self._link.board.read(self._link.place)
         return {
             "rank": self._rank,
             "pid": os.getpid(),
@@ -93,9 +95,9 @@ class HeartbeatThread:
             "time": time.time(),
             "starved": starved_seconds(),
             "memory": memory_now(),
-            "section": pulse.section,
-            "step": pulse.step,
-            "entered_seconds_ago": time.monotonic() - pulse.entered,
+            "section": heartbeat.section,
+            "step": heartbeat.step,
+            "entered_seconds_ago": time.monotonic() - heartbeat.entered,
             "frames": frames_of(frames.get(self._main or 0)),
             "groups": group_members(),
             "operations": operations(),

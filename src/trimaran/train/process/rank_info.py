@@ -41,7 +41,7 @@ def read_rank_info(environment: Mapping[str, str], *, on_cpu: bool = False) -> R
     )
 
 
-def join(place: RankInfo, ties: SupervisorLink = NO_SUPERVISOR) -> None:
+def join(place: RankInfo, link: SupervisorLink = NO_SUPERVISOR) -> None:
     """Join the other ranks: in the supervisor's store or, without one, where the launcher's MASTER_ADDR and MASTER_PORT
     say. One rank meets nobody."""
     backend = "gloo"
@@ -50,8 +50,8 @@ def join(place: RankInfo, ties: SupervisorLink = NO_SUPERVISOR) -> None:
         backend = "cpu:gloo,cuda:nccl"
     if place.world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
-    elif ties.store:
-        store = address_store(ties)
+    elif link.store:
+        store = address_store(link)
         dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=TIMEOUT)
     else:
         dist.init_process_group(backend, rank=place.rank, world_size=place.world_size, timeout=TIMEOUT)

@@ -12,7 +12,7 @@ class SupervisorLink:
 
     `store` is `host:port` of the supervisor's store and `token` opens it; empty: torch's own, at MASTER_ADDR.
     `term` is of the supervisor's lease: whoever has a lower one than the newest must not write checkpoints.
-    `berths` are the file descriptors of the node's memory, one for each of its ranks, see `checkpoint/memory_copies.py`.
+    `rank memories` are the file descriptors of the node's memory, one for each of its ranks, see `checkpoint/memory_copies.py`.
     """
 
     attempt: int = 0
@@ -21,7 +21,7 @@ class SupervisorLink:
     token: str = ""
     board: HeartbeatBoard | None = None
     place: int = 0
-    berths: tuple[int, ...] = ()
+    rank_memories: tuple[int, ...] = ()
 
     def enter(self, section: Section, step: int = 0) -> None:
         """Show the supervisor how far the loop has come."""
@@ -29,7 +29,7 @@ class SupervisorLink:
             self.board.enter(self.place, section, step)
 
     @property
-    def pulse(self) -> Heartbeat | None:
+    def heartbeat(self) -> Heartbeat | None:
         """What the supervisor sees of this rank now; None where there is none."""
         return None if self.board is None else self.board.read(self.place)
 
@@ -39,13 +39,13 @@ NO_SUPERVISOR = SupervisorLink()
 
 def supervisor_link_of(environment: Mapping[str, str]) -> SupervisorLink:
     """Return the ties that a supervisor wrote into `environment`, see `launch/node.py`."""
-    pulse, berths = environment.get("TRIMARAN_PULSE"), environment.get("TRIMARAN_BERTHS", "")
+    heartbeat, rank_memories = environment.get("TRIMARAN_PULSE"), environment.get("TRIMARAN_BERTHS", "")
     return SupervisorLink(
         attempt=int(environment.get("TRIMARAN_ATTEMPT", 0)),
         term=int(environment.get("TRIMARAN_TERM", 0)),
         store=environment.get("TRIMARAN_STORE", ""),
         token=environment.get("TRIMARAN_TOKEN", ""),
-        board=HeartbeatBoard(int(pulse)) if pulse else None,
+        board=HeartbeatBoard(int(heartbeat)) if heartbeat else None,
         place=int(environment.get("LOCAL_RANK", 0)),
-        berths=tuple(int(fd) for fd in berths.split(",") if fd),
+        rank_memories=tuple(int(fd) for fd in rank_memories.split(",") if fd),
     )

@@ -115,9 +115,9 @@ class TokenStore(dist.Store):
             self._idle.append(line)
 
 
-def address_store(ties: SupervisorLink) -> TokenStore:
+def address_store(link: SupervisorLink) -> TokenStore:
     """Return the store of the supervisor that started this rank."""
-    return TokenStore(ties.store, ties.token, attempt=ties.attempt)
+    return TokenStore(link.store, link.token, attempt=link.attempt)
 
 
 def call(address: str, token: str, *, seconds: float = CONNECT_SECONDS) -> Line:

@@ -40,7 +40,7 @@ def data_bound(evidence: Evidence) -> Iterator[Finding]:
         fix=""
         if patch
         else "no core is left for more loader processes: prepare the data once (tokenised shards, "
-        "smaller pictures), put it on a faster disk, or give the node more cores",
+        "smaller images), put it on a faster disk, or give the node more cores",
         expected_effect=f"steps {gain:.0%} shorter" if patch else "",
         gain=gain if patch else None,
         confidence=0.95 if busy is None or busy > BUSY else 0.8,

@@ -1,4 +1,4 @@
-"""F013: ranks have unequal shares of tokens or pictures."""
+"""F013: ranks have unequal shares of tokens or images."""
 
 from collections.abc import Iterator
 from statistics import median
@@ -57,4 +57,4 @@ def _ratio(evidence: Evidence) -> float | None:
 
 def _what(evidence: Evidence, measured: StepBreakdown) -> str:
     patches = any(number(each, "rows", "patches") for each in evidence.steps[-measured.steps :])
-    return "patches of pictures" if patches else "tokens"
+    return "patches of images" if patches else "tokens"

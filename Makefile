@@ -1,36 +1,47 @@
 # Two commands set up everything: `make demo` and `make test`.
 PYTHON ?= python3
 BIN := .venv/bin
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+PARALLEL := --numprocesses=2 --dist=worksteal
 
-.PHONY: demo test chaos soak check format matrix bench accuracy schema clean help
+.PHONY: demo test test-fast slow chaos soak check format matrix bench accuracy wheel clean help
 
 help:
-	@echo "make demo    environment, then plan and train the default recipe on this machine"
-	@echo "make test    environment, then the whole test suite"
-	@echo "make chaos   every fault of docs/guides/fault-tolerance.md for real, and what is too slow for make test (30 minutes)"
-	@echo "make soak    a fault a minute for 30 minutes; MINUTES=5 for less"
-	@echo "make check   format, lint, types and the layer map, in seconds"
-	@echo "make matrix  every axis and product of axes against one process; writes docs/parity.md (10 minutes)"
-	@echo "make bench   the benchmarks that run on a CPU"
-	@echo "make accuracy  the planner's errors beside other estimators'; WRITE=1 writes docs/accuracy.md"
+	@echo "make demo       environment, then plan and train the default recipe on this machine"
+	@echo "make test       environment, then the test suite, on two cores (under 12 minutes)"
+	@echo "make test-fast  the inner loop: unit tests and the house rules (under 3 minutes)"
+	@echo "make slow       cases that prove little beyond make test"
+	@echo "make chaos      every fault of docs/guides/fault-tolerance.md, caused for real (30 minutes)"
+	@echo "make soak       a fault a minute for 30 minutes; MINUTES=5 for less"
+	@echo "make check      format, lint, types, layer map, names and docs, in seconds; runs before make test in CI"
+	@echo "make matrix     every axis and product of axes against one process; writes docs/parity.md (10 minutes)"
+	@echo "make bench      the benchmarks that run on a CPU"
+	@echo "make accuracy   the planner's errors beside other estimators'; WRITE=1 writes docs/accuracy.md"
+	@echo "make wheel      build the wheel, install it into an empty environment and train there"
 
 demo: .venv/demo
 	$(BIN)/trimaran train recipes/stdlib-tiny.yaml
 
 test: .venv/dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	$(PYTEST) $(PARALLEL)
+
+test-fast: .venv/dev
+	$(PYTEST) $(PARALLEL) tests/unit
+
+slow: .venv/dev
+	$(PYTEST) -m slow
 
 chaos: .venv/dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m chaos
+	$(PYTEST) -m chaos
 
 soak: .venv/dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos.soak --minutes $(or $(MINUTES),30)
 
 check: .venv/dev
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
-	$(BIN)/pyrefly check
-	$(BIN)/python -m pytest --noconftest --durations=0 --durations-min=1 tests/test_layers.py tests/test_budgets.py tests/test_docs.py
+	$(BIN)/ruff format --check --quiet .
+	$(BIN)/ruff check --quiet .
+	$(BIN)/pyrefly check --summary=none
+	$(PYTEST) --noconftest tests/test_layers.py tests/test_budgets.py tests/test_names.py tests/test_docs.py
 
 format: .venv/dev
 	$(BIN)/ruff format .
@@ -45,6 +56,9 @@ bench: .venv/dev
 accuracy: .venv/dev
 	$(BIN)/python -W ignore -m benchmarks.accuracy $(if $(WRITE),--write)
 
+wheel: .venv/dev
+	$(BIN)/python -m tests.wheel
+
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Trimaran needs Python 3.11 or newer: make demo PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv
@@ -58,4 +72,4 @@ accuracy: .venv/dev
 	@touch $@ .venv/demo
 
 clean:
-	rm -rf .venv runs
+	rm -rf .venv runs build dist

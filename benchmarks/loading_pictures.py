@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from trimaran.core import DataSection, ImageRules, RowCost
 from trimaran.data.feed import DataShare
 from trimaran.data.loader import Loader
-from trimaran.data.sample_feed import SampleTerms, sample_feeds
+from trimaran.data.sample_feed import SampleFeedOptions, sample_feeds
 from trimaran.data.samples.prepare_samples import prepare_samples
 from trimaran.data.samples.sample_index import SampleIndex
 
@@ -67,7 +67,7 @@ def ours(folder: Path, workers: int) -> Iterable[int]:
     section = DataSection(source="image-folder", path=str(folder / "pictures"), seq_len=2048, holdout=0)
     index = SampleIndex.open(prepare_samples(section, rules=RULES, cache=folder / "cache"))
     share = DataShare(rank=0, dp=1, micro_batch=4, grad_accum=1)
-    feed, _ = sample_feeds(section, index, SampleTerms(rules=RULES, cost=RowCost()), share=share)
+    feed, _ = sample_feeds(section, index, SampleFeedOptions(rules=RULES, cost=RowCost()), share=share)
     with Loader(feed, steps=1 << 40, workers=workers) as loader:
         for batch in loader:
             yield len(batch.arrays["grids"])

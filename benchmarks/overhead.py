@@ -37,9 +37,9 @@ from trimaran.parallel.gradient_norm import gradient_norm
 from trimaran.planner import choose
 from trimaran.run import Journal, RunDirectory, create_run
 from trimaran.train.build import build_stepper, build_worker_parts
-from trimaran.train.metrics.step_clock import Clock
-from trimaran.train.networks import build_networks
-from trimaran.train.process.rank_info import RankInfo, join, read_rank_info
+from trimaran.train.metrics.step_clock import StepClock
+from trimaran.train.build import build_networks
+from trimaran.train.process.rank_info import RankInfo, join_process_group, read_rank_info
 from trimaran.train.process.supervisor_link import SupervisorLink
 from trimaran.train.steppers.stepper import PlainStepper
 from trimaran.train.steppers.update import multiply_gradients
@@ -54,14 +54,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 class BareLoop:
     """A training script's loop around the same parts, one step at a call."""
 
-    def __init__(self, recipe: Recipe, plan: Plan, place: RankInfo) -> None:
-        self.train, self.plan, self.device = recipe.train, plan, place.device
-        ranks = build_mesh(plan.mesh, device_type=place.device.type)
-        networks = build_networks(recipe, plan, place, ranks)
-        parts = build_stepper(networks, recipe.train, plan, ranks, Clock(place.device))
+    def __init__(self, recipe: Recipe, plan: Plan, rank_info: RankInfo) -> None:
+        self.train, self.plan, self.device = recipe.train, plan, rank_info.device
+        ranks = build_mesh(plan.mesh, device_type=rank_info.device.type)
+        networks = build_networks(recipe, plan, rank_info, ranks)
+        parts = build_stepper(networks, recipe.train, plan, ranks, StepClock(rank_info.device))
         assert isinstance(parts, PlainStepper)
         parts.set_training(True)
-        self.judge, self.optimizer = parts._judge, parts._updater._optimizer
+        self.judge, self.optimizer = parts._loss_function, parts._updater._optimizer
         self.parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
 
     def step(self, host_batch: StepBatch) -> None:
@@ -119,14 +119,14 @@ def plan_of(recipe: Recipe) -> Plan:
 
 
 def measure(recipe: Recipe, folder: Path, turn: int) -> tuple[TakingTurns, RunDirectory]:
-    run, place = create_run(folder, recipe, plan_of(recipe)), read_rank_info({})
-    join(place)
+    run, rank_info = create_run(folder, recipe, plan_of(recipe)), read_rank_info({})
+    join_process_group(rank_info)
     with Journal(run, 0) as journal:
         link = SupervisorLink(
-            rank_memories=(os.memfd_create("berth"),)
+            rank_memories=(os.memfd_create("rank-memory"),)
         )  # what a supervisor owns, so that copies are made
-        agent = build_worker_parts(run, place, journal, cache=cache_folder(os.environ), link=link)
-        peer = BareLoop(recipe, agent.trainer.plan, place)
+        agent = build_worker_parts(run, rank_info, journal, cache=cache_folder(os.environ), link=link)
+        peer = BareLoop(recipe, run.read_plan(), rank_info)
         with agent.trainer.loader_from(0) as loader:
             turns = TakingTurns(loader, peer, turn)
             agent.trainer.loader_from = lambda start: nullcontext(turns)

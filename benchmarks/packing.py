@@ -25,15 +25,15 @@ from torch import Tensor
 
 from trimaran.core import DataSection, ImageRules, ModelSection, RowCost
 from trimaran.data.feed import DataShare
-from trimaran.data.image_arrays import ImageSheet
-from trimaran.data.packed_sample import Scribe
-from trimaran.data.row_balance import deal_rows, in_order, slowest
+from trimaran.data.image_arrays import ImageArrays
+from trimaran.data.packed_sample import SamplePacker
+from trimaran.data.row_balance import balance_rows, sequential_rows, slowest_rank_cost
 from trimaran.data.row_packing import Batching, PackingRules, RowPacking, pack_samples
-from trimaran.data.sample_costs import measure
-from trimaran.data.sample_feed import SampleFeed, SampleRows, SampleTerms
+from trimaran.data.sample_costs import measure_samples
+from trimaran.data.sample_feed import SampleFeed, SampleFeedOptions, SampleRows
 from trimaran.data.sample_order import positions
 from trimaran.data.sequences import IGNORED
-from trimaran.models import outline_if_told
+from trimaran.models import outline_if_known
 from trimaran.models.model_presets import PRESETS
 from trimaran.models.row_cost import row_cost
 from trimaran.models.vlm_presets import VLM_PRESETS
@@ -49,24 +49,24 @@ MODELS = ("qwen2-vl-2b", "qwen2-vl-7b", "internvl-26b")
 Inputs = Mapping[str, Tensor]
 
 
-def chart_of(mix: Mix, rules: ImageRules, batching: Batching, seq_len: int) -> RowPacking:
+def packing_of(mix: Mix, rules: ImageRules, batching: Batching, seq_len: int) -> RowPacking:
     asked = PackingRules(seq_len=seq_len, batching=batching, images=rules)
-    return pack_samples(mix, np.arange(mix.num_samples), measure(mix, rules), asked)
+    return pack_samples(mix, np.arange(mix.num_samples), measure_samples(mix, rules), asked)
 
 
 def waste_table(num_samples: int) -> list[dict[str, Any]]:
     """Return for each way the share of padding, and how long its rows took to be found."""
     mix = Mix(num_samples)
-    lengths = np.minimum(measure(mix, RULES).lengths, SEQ_LEN)
+    lengths = np.minimum(measure_samples(mix, RULES).lengths, SEQ_LEN)
     mixed = lengths[positions(0, np.arange(num_samples), num_samples)]
     groups = mixed[: num_samples // PADDED_SAMPLES * PADDED_SAMPLES].reshape(-1, PADDED_SAMPLES)
     padded = 1 - groups.sum() / (groups.max(1).sum() * PADDED_SAMPLES)
     found = [{"way": f"padded to the longest of {PADDED_SAMPLES}", "padding": padded, "seconds": 0.0}]
     for batching in ("bucket", "pack"):
         began = time.perf_counter()
-        chart = chart_of(mix, RULES, batching, SEQ_LEN)
+        packing = packing_of(mix, RULES, batching, SEQ_LEN)
         seconds = time.perf_counter() - began
-        waste = 1 - lengths[chart.samples].sum() / (len(chart) * SEQ_LEN)
+        waste = 1 - lengths[packing.samples].sum() / (len(packing) * SEQ_LEN)
         found.append({"way": batching, "padding": waste, "seconds": seconds})
     return found
 
@@ -74,14 +74,14 @@ def waste_table(num_samples: int) -> list[dict[str, Any]]:
 def balance_table() -> list[dict[str, Any]]:
     """Return for each model and number of ranks how much longer the slowest takes than the mean: 512 rows a step."""
     mix = Mix(100_000)
-    measures, chart = measure(mix, RULES), chart_of(mix, RULES, "pack", SEQ_LEN)
+    sample_sizes, packing = measure_samples(mix, RULES), packing_of(mix, RULES, "pack", SEQ_LEN)
     found = []
     for model in MODELS:
-        outline = outline_if_told(ModelSection(family="vlm", preset=model), DataSection(seq_len=SEQ_LEN))
+        outline = outline_if_known(ModelSection(family="vlm", preset=model), DataSection(seq_len=SEQ_LEN))
         assert outline is not None
         cost = row_cost(outline)
-        excess = measures.excess(cost, SEQ_LEN)
-        rows = SEQ_LEN + np.add.reduceat(excess[chart.samples], chart.offsets[:-1])
+        extra_cost = sample_sizes.extra_cost(cost, SEQ_LEN)
+        rows = SEQ_LEN + np.add.reduceat(extra_cost[packing.samples], packing.offsets[:-1])
         for dp in (8, 64):
             share = DataShare(rank=0, dp=dp, micro_batch=1, grad_accum=512 // dp)
             found.append({"model": model, "ranks": dp, **_balance(rows, share)})
@@ -94,11 +94,11 @@ def _balance(rows: np.ndarray, share: DataShare) -> dict[str, float]:
     for step in range(16):
         batch = rows[positions(0, np.arange(512) + 512 * step, len(rows))]
         began = time.perf_counter()
-        places = deal_rows(batch, share)
+        places = balance_rows(batch, share)
         seconds.append(time.perf_counter() - began)
         mean = batch.sum() / share.dp
-        ratios["in_order"].append(slowest(batch, in_order(share)) / mean)
-        ratios["dealt"].append(slowest(batch, places) / mean)
+        ratios["in_order"].append(slowest_rank_cost(batch, sequential_rows(share)) / mean)
+        ratios["dealt"].append(slowest_rank_cost(batch, places) / mean)
         ratios["dealt_in_sum"].append(batch[places].sum((0, 2)).max() / mean)
     means = {name: statistics.mean(each) for name, each in ratios.items()}
     return means | {"worst_dealt": max(ratios["dealt"]), "milliseconds": 1000 * statistics.median(seconds)}
@@ -117,36 +117,36 @@ class Side:
 
 
 def packed_side(mix: Mix, rules: ImageRules, batching: Batching, share: DataShare, seq_len: int, steps: int) -> Side:
-    chart = chart_of(mix, rules, batching, seq_len)
-    rows = SampleRows(mix, chart, measure(mix, rules))
-    feed = SampleFeed(rows, SampleTerms(rules=rules, cost=RowCost(patch=0.2)), share=share)
+    packing = packing_of(mix, rules, batching, seq_len)
+    rows = SampleRows(mix, packing, measure_samples(mix, rules))
+    feed = SampleFeed(rows, SampleFeedOptions(rules=rules, cost=RowCost(patch=0.2)), share=share)
     batches = []
     for step in range(steps):
         load = feed.load(step, lambda _: None)
-        batch = {name: each if name in load.cuts else each[0] for name, each in load.arrays.items()}
-        batches.append((_tensors(batch), int(load.facts["tokens"])))
+        batch = {name: each if name in load.offsets else each[0] for name, each in load.arrays.items()}
+        batches.append((_tensors(batch), int(load.metrics["tokens"])))
     return Side(batching, batches)
 
 
 def padded_side(mix: Mix, rules: ImageRules, seq_len: int, steps: int) -> Side:
     """Return random batches, each padded to its longest sample."""
-    scribe, measures = Scribe(rules, seq_len), measure(mix, rules)
-    fitting = np.flatnonzero(measures.lengths <= seq_len)
+    packer, sample_sizes = SamplePacker(rules, seq_len), measure_samples(mix, rules)
+    fitting = np.flatnonzero(sample_sizes.lengths <= seq_len)
     order = fitting[positions(1, np.arange(steps * PADDED_SAMPLES), len(fitting))]
     batches = []
     for ids in order.reshape(steps, PADDED_SAMPLES).tolist():
-        sheet = ImageSheet(mix, rules, int(measures.patches[ids].sum()), None)
-        pieces = []
+        images = ImageArrays(mix, rules, int(sample_sizes.patches[ids].sum()), None)
+        samples = []
         for each in ids:
             numbers = range(*mix.first_image[each : each + 2].tolist())
-            pieces.append(scribe.spell(mix.sample(each), mix.image_sizes[numbers.start : numbers.stop]))
-            sheet.put(numbers, pieces[-1].grids)
-        longest = max(map(len, pieces))
+            samples.append(packer.pack(mix.sample(each), mix.image_sizes[numbers.start : numbers.stop]))
+            images.append(numbers, samples[-1].grids)
+        longest = max(map(len, samples))
         tokens, labels = np.zeros((len(ids), longest), dtype=np.int64), np.full((len(ids), longest), IGNORED)
-        for row, piece in enumerate(pieces):
-            tokens[row, : len(piece)], labels[row, : len(piece)] = piece.tokens, piece.labels
-        arrays = {"tokens": tokens, "labels": labels, **sheet.arrays()}
-        batches.append((_tensors(arrays), sum(map(len, pieces))))
+        for row, sample in enumerate(samples):
+            tokens[row, : len(sample)], labels[row, : len(sample)] = sample.tokens, sample.labels
+        arrays = {"tokens": tokens, "labels": labels, **images.arrays()}
+        batches.append((_tensors(arrays), sum(map(len, samples))))
     return Side(f"padded to the longest of {PADDED_SAMPLES}", batches)
 
 

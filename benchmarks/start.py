@@ -53,17 +53,17 @@ import torch
 from benchmarks.overhead import BareLoop, plan_of
 from trimaran.core import parse_recipe
 from trimaran.data.step_batch import text_batch
-from trimaran.train.process.rank_info import join, place_of
+from trimaran.train.process.rank_info import join_process_group, read_rank_info
 imported = time.time()
 recipe = parse_recipe(Path(sys.argv[1]).read_text(), name="start")
-place = place_of({})
-join(place)
+rank_info = read_rank_info({})
+join_process_group(rank_info)
 plan = plan_of(recipe).model_copy(update={"compile": True})
-loop = BareLoop(recipe, plan, place)
+loop = BareLoop(recipe, plan, rank_info)
 built = time.time()
 tokens = torch.randint(256, (1, recipe.train.global_batch, recipe.data.seq_len))
 loop.step(text_batch(0, tokens, tokens))
-torch.cuda.synchronize() if place.device.type == "cuda" else None
+torch.cuda.synchronize() if rank_info.device.type == "cuda" else None
 print(f"{imported - began} {built - imported} {time.time() - built} {time.time()}")
 """
 

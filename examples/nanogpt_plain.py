@@ -1,4 +1,4 @@
-"""A GPT in the manner of nanoGPT, trained by a plain PyTorch loop on one device. Its twin uses Trimaran."""
+"""A GPT like nanoGPT, trained by a plain PyTorch loop on one device. `nanogpt_trimaran.py` is its Trimaran version."""
 
 import pathlib
 import sys
@@ -48,11 +48,11 @@ data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
 
 
 def get_batch(step):
-    """The same global batch for a step on every rank: the draw depends on the step alone."""
+    """Return the global batch of a step, the same on every rank: it depends only on the step."""
     starts = torch.randint(len(data) - BLOCK - 1, (BATCH,), generator=torch.Generator().manual_seed(step))
     rows = torch.stack([data[start : start + BLOCK + 1] for start in starts])
     targets = rows[:, 1:].clone()
-    targets[:, : BLOCK // 4][torch.arange(BATCH) % 3 == 0] = -100  # some rows have a prompt that is not trained on
+    targets[:, : BLOCK // 4][torch.arange(BATCH) % 3 == 0] = -100  # some rows start with a prompt without loss
     return rows[:, :-1], targets
 
 

@@ -1,6 +1,6 @@
 """The same GPT on any number of devices: `torchrun --nproc-per-node 2 examples/nanogpt_trimaran.py`.
 
-Compare it with its plain twin: `diff examples/nanogpt_plain.py examples/nanogpt_trimaran.py`.
+To see what changed: `diff examples/nanogpt_plain.py examples/nanogpt_trimaran.py`.
 """
 
 import pathlib
@@ -53,11 +53,11 @@ data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
 
 
 def get_batch(step):
-    """The same global batch for a step on every rank: the draw depends on the step alone."""
+    """Return the global batch of a step, the same on every rank: it depends only on the step."""
     starts = torch.randint(len(data) - BLOCK - 1, (BATCH,), generator=torch.Generator().manual_seed(step))
     rows = torch.stack([data[start : start + BLOCK + 1] for start in starts])
     targets = rows[:, 1:].clone()
-    targets[:, : BLOCK // 4][torch.arange(BATCH) % 3 == 0] = -100  # some rows have a prompt that is not trained on
+    targets[:, : BLOCK // 4][torch.arange(BATCH) % 3 == 0] = -100  # some rows start with a prompt without loss
     return rows[:, :-1], targets
 
 

@@ -1,4 +1,4 @@
-"""Small states on simulated ranks, and disks that break: what the tests of checkpoints are made of."""
+"""Small states on simulated ranks, and disks that fail, for the tests of checkpoints."""
 
 import os
 import shutil
@@ -13,19 +13,19 @@ from torch import Tensor
 
 from trimaran.checkpoint.disk_source import DiskSource
 from trimaran.checkpoint.durable import DurableDisk
-from trimaran.checkpoint.load_state import fill
+from trimaran.checkpoint.load_state import fill_shards
 from trimaran.checkpoint.manifest import Manifest
-from trimaran.checkpoint.ownership import own
-from trimaran.checkpoint.rank_share import RankShare, copy_in, lay_out
+from trimaran.checkpoint.ownership import assign_rows
+from trimaran.checkpoint.rank_share import RankShare, build_share, copy_to_memory
 from trimaran.checkpoint.step_dirs import draft_path, step_path
 from trimaran.checkpoint.tensor_shards import TensorShard
 from trimaran.checkpoint.write_checkpoint import commit, write_share
 
-ABOUT = Manifest(step=0, time=1.5, term=3, world_size=2, plan={"mesh": {"dp_shard": 2}}, recipe="name: x\n")
+MANIFEST = Manifest(step=0, time=1.5, term=3, world_size=2, plan={"mesh": {"dp_shard": 2}}, recipe="name: x\n")
 
 
-class Quick(DurableDisk):
-    """A disk that keeps nothing over a power cut, for tests that do not cut it."""
+class UnsyncedDisk(DurableDisk):
+    """A disk without syncs, for tests without a power cut."""
 
     def sync(self, fd: int) -> None:
         pass
@@ -35,74 +35,74 @@ class Quick(DurableDisk):
 
 
 def on_ranks(world_size: int, function: Callable[..., Any]) -> list[Any]:
-    """Return what `function(rank, gather)` answers on each of `world_size` ranks, which are threads."""
-    lines: list[Any] = [None] * world_size
-    answers: list[Any] = [None] * world_size
+    """Return the results of `function(rank, gather)` on each of `world_size` ranks, which are threads."""
+    rows: list[Any] = [None] * world_size
+    results: list[Any] = [None] * world_size
     barrier = Barrier(world_size, timeout=60)
 
     def work(rank: int) -> None:
-        def gather(line: np.ndarray) -> np.ndarray:
-            lines[rank] = line
+        def gather(row: np.ndarray) -> np.ndarray:
+            rows[rank] = row
             barrier.wait()
-            matrix = np.stack(lines)
+            matrix = np.stack(rows)
             barrier.wait()
             return matrix
 
         try:
-            answers[rank] = function(rank, gather)
+            results[rank] = function(rank, gather)
         except BaseException as error:
-            answers[rank] = error
+            results[rank] = error
 
     threads = [Thread(target=work, args=(rank,)) for rank in range(world_size)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return answers
+    return results
 
 
-class Board:
-    """A `Post` within one process."""
+class LocalStore:
+    """A `KeyValueStore` within one process."""
 
     def __init__(self) -> None:
-        self.said: dict[str, str] = {}
+        self.texts: dict[str, str] = {}
         self._changed = Condition()
 
-    def tell(self, key: str, text: str) -> None:
+    def set(self, key: str, text: str) -> None:
         with self._changed:
-            self.said[key] = text
+            self.texts[key] = text
             self._changed.notify_all()
 
-    def hear(self, keys: Sequence[str], seconds: float) -> list[str]:
+    def wait_get(self, keys: Sequence[str], timeout_seconds: float) -> list[str]:
         with self._changed:
-            if not self._changed.wait_for(lambda: all(key in self.said for key in keys), min(seconds, 30)):
-                raise TimeoutError(", ".join(key for key in keys if key not in self.said))
-            return [self.said[key] for key in keys]
+            if not self._changed.wait_for(lambda: all(key in self.texts for key in keys), min(timeout_seconds, 30)):
+                raise TimeoutError(", ".join(key for key in keys if key not in self.texts))
+            return [self.texts[key] for key in keys]
 
 
 def rows_of(tensors: dict[str, Tensor], rank: int, world_size: int, *, frozen: str = "frozen") -> list[TensorShard]:
-    """Return what a rank holds when dimension 0 is split as evenly as it goes; scalars are everywhere."""
-    pieces = []
+    """Return the shards of a rank if dimension 0 is split as evenly as possible; scalars are replicated."""
+    shards = []
     for key, tensor in tensors.items():
         first, end = 0, 0
         if tensor.ndim:
             first, end = (tensor.shape[0] * each // world_size for each in (rank, rank + 1))
         held = tensor[first:end].clone() if tensor.ndim else tensor.clone()
         start = (first, *(0 for _ in tensor.shape[1:])) if tensor.ndim else ()
-        pieces.append(TensorShard(key=key, tensor=held, shape=tuple(tensor.shape), start=start, frozen=frozen in key))
-    return pieces
+        shards.append(TensorShard(key=key, tensor=held, shape=tuple(tensor.shape), start=start, frozen=frozen in key))
+    return shards
 
 
-def staged(pieces: Sequence[TensorShard], rank: int, world_size: int, gather: Any) -> tuple[RankShare, memoryview]:
-    """Return the share of a rank and the memory that it has been copied to."""
-    share = lay_out(pieces, own(pieces, rank=rank, world_size=world_size, gather=gather))
+def copy_share(shards: Sequence[TensorShard], rank: int, world_size: int, gather: Any) -> tuple[RankShare, memoryview]:
+    """Return the share of a rank and the memory that it is copied to."""
+    share = build_share(shards, assign_rows(shards, rank=rank, world_size=world_size, gather=gather))
     memory = torch.zeros(share.num_bytes, dtype=torch.uint8)
-    copy_in(share, pieces, memory)
+    copy_to_memory(share, shards, memory)
     return share, memoryview(memory.numpy())
 
 
 def tensors_of(step: int) -> dict[str, Tensor]:
-    """Return a whole state, another one for every step but for what is frozen in it."""
+    """Return an unsharded state, different for every step except for its frozen tensors."""
     generator = torch.Generator().manual_seed(step)
     frozen = torch.Generator().manual_seed(1)
     return {
@@ -116,30 +116,30 @@ def tensors_of(step: int) -> dict[str, Tensor]:
     }
 
 
-def keep(
+def save_checkpoint(
     folder: Path, step: int, *, world_size: int = 2, previous: Path | None = None, disk: DurableDisk | None = None
 ) -> list[Any]:
-    """Write the checkpoint of `step` as `world_size` ranks would, one after the other, and return the receipts."""
-    shares = on_ranks(world_size, lambda rank, gather: staged(
+    """Write the checkpoint of `step` as `world_size` ranks would, one after the other, and return their reports."""
+    shares = on_ranks(world_size, lambda rank, gather: copy_share(
         rows_of(tensors_of(step), rank, world_size), rank, world_size, gather))  # fmt: skip
-    draft, disk = draft_path(folder, step, "abc123"), disk or Quick()
-    about = Manifest(step=step, world_size=world_size, progress={"step": step, "loss_scale": 1024.0})
-    receipts = [
+    draft, disk = draft_path(folder, step, "abc123"), disk or UnsyncedDisk()
+    manifest = Manifest(step=step, world_size=world_size, progress={"step": step, "loss_scale": 1024.0})
+    reports = [
         write_share(draft, rank, share, memory, previous=previous, disk=disk)
         for rank, (share, memory) in enumerate(shares)
     ]
-    commit(draft, step_path(folder, step), receipts, about, disk)
-    return receipts
+    commit(draft, step_path(folder, step), reports, manifest, disk)
+    return reports
 
 
 def loads(path: Path, step: int) -> bool:
-    """Return whether the checkpoint gives the state of `step`, bit by bit, to three ranks."""
+    """Return whether three ranks load the state of `step` from the checkpoint, bit for bit."""
     source = DiskSource(path)
     for rank in range(3):
         wanted = rows_of(tensors_of(step), rank, 3)
         held = [TensorShard(key=each.key, tensor=torch.zeros_like(each.tensor), shape=each.shape, start=each.start)
                 for each in wanted]  # fmt: skip
-        fill(held, source)
+        fill_shards(held, source)
         if not all(torch.equal(a.tensor, b.tensor) for a, b in zip(held, wanted, strict=True)):
             return False
     return source.step == step and source.progress["step"] == step
@@ -152,14 +152,14 @@ class Crash(BaseException):
 CALLS = ("make_folder", "create", "write", "sync", "sync_folder", "link", "rename", "remove", "remove_folder")
 
 
-class Fragile(Quick):
-    """A disk at whose n-th call, from 0, the process dies; half of what it was writing is there."""
+class CrashingDisk(UnsyncedDisk):
+    """A disk that crashes the process at its n-th call, from 0; a write is done by half."""
 
-    def __init__(self, fuse: int = -1) -> None:
-        self.fuse, self.done = fuse, []
+    def __init__(self, crash_at: int = -1) -> None:
+        self.crash_at, self.done = crash_at, []
 
-    def burn(self, name: str, *args: Any) -> None:
-        if len(self.done) == self.fuse:
+    def count_call(self, name: str, *args: Any) -> None:
+        if len(self.done) == self.crash_at:
             if name == "write":
                 fd, data = args
                 os.write(fd, data[: len(data) // 2])
@@ -167,23 +167,23 @@ class Fragile(Quick):
         self.done.append(name)
 
 
-def _through(name: str) -> Callable[..., Any]:
-    def call(self: Fragile, *args: Any) -> Any:
-        self.burn(name, *args)
-        return getattr(Quick, name)(self, *args)
+def _counted(name: str) -> Callable[..., Any]:
+    def call(self: CrashingDisk, *args: Any) -> Any:
+        self.count_call(name, *args)
+        return getattr(UnsyncedDisk, name)(self, *args)
 
     return call
 
 
 for _name in CALLS:
-    setattr(Fragile, _name, _through(_name))
+    setattr(CrashingDisk, _name, _counted(_name))
 
 
-class Unplugged(Fragile):
-    """A disk that loses, when the power goes at the n-th call, everything that it had not been told to sync."""
+class PowerCutDisk(CrashingDisk):
+    """A disk that loses everything that is not synced when the power fails at its n-th call."""
 
-    def __init__(self, fuse: int = -1) -> None:
-        super().__init__(fuse)
+    def __init__(self, crash_at: int = -1) -> None:
+        super().__init__(crash_at)
         self.names: list[tuple[str, Path, Path]] = []
         self.files: dict[int, Path] = {}
         self.unsynced: set[Path] = set()
@@ -212,7 +212,7 @@ class Unplugged(Fragile):
         self.names.append(("rename", old, new))
 
     def _under(self, folder: Path) -> list[Path]:
-        """Return what is not on the disk yet and lies in `folder`, whose own name is another matter."""
+        """Return what is in `folder` and not synced yet; the name of `folder` itself does not count."""
         return [each for each in (*self.unsynced, *(name[2] for name in self.names)) if folder in each.parents]
 
     def sync(self, fd: int) -> None:
@@ -224,7 +224,7 @@ class Unplugged(Fragile):
         self.names = [each for each in self.names if each[2].parent != path]
 
     def lose(self) -> None:
-        """Make of the folder what a machine finds when it comes back."""
+        """Change the files to what the machine finds after the power cut."""
         for path in self.unsynced:
             if path.exists():
                 path.write_bytes(b"")

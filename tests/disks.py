@@ -9,18 +9,18 @@ import pytest
 
 
 @contextmanager
-def mounted(place: Path, options: str) -> Iterator[Path]:
-    """Mount a file system in memory at `place`, with mount's options, such as size=1m; skips where nobody may."""
-    place.mkdir(parents=True)
-    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", place]
+def mounted(path: Path, options: str) -> Iterator[Path]:
+    """Mount a tmpfs at `path` with these options, such as size=1m. Skips the test without the privilege to mount."""
+    path.mkdir(parents=True)
+    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", path]
     done = subprocess.run(command, capture_output=True, check=False)
     if done.returncode:
-        pytest.skip(f"no file system may be mounted here: {done.stderr.decode().strip()}")
+        pytest.skip(f"file systems cannot be mounted here: {done.stderr.decode().strip()}")
     try:
-        yield place
+        yield path
     finally:
-        subprocess.run(["umount", "-l", place], check=True)
+        subprocess.run(["umount", "-l", path], check=True)
 
 
-def remount(place: Path, options: str) -> None:
-    subprocess.run(["mount", "-o", f"remount,{options}", place], check=True)
+def remount(path: Path, options: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{options}", path], check=True)

@@ -1,4 +1,4 @@
-"""The environment that tests give to processes of their own."""
+"""The environment of processes that tests start."""
 
 import os
 from pathlib import Path
@@ -7,11 +7,11 @@ ROOT = Path(__file__).parents[1]
 
 
 def environment(**own: str) -> dict[str, str]:
-    """Return this process's environment with `own` on top, for a process that may start in another folder.
+    """Return this process's environment updated with `own`, for a process that may start in another folder.
 
-    Tests and the package are found there as they are here: the repository comes first in PYTHONPATH, then what was in
-    it, and none of it is relative.
+    The repository comes first in PYTHONPATH, then the existing entries, all absolute. So the process finds the tests
+    and the package in any folder.
     """
-    known = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
-    paths = [str(ROOT), *(str(Path(each).absolute()) for each in known)]
+    entries = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
+    paths = [str(ROOT), *(str(Path(each).absolute()) for each in entries)]
     return os.environ | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))} | own

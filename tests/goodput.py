@@ -1,4 +1,4 @@
-"""What the views and sinks of a run say of its goodput, for tests that want them to agree."""
+"""Collects the goodput that views and sinks show for a run, to assert that they agree."""
 
 import io
 import json
@@ -11,23 +11,23 @@ from rich.console import Console
 from trimaran.app.main import main
 from trimaran.app.report.page import page_of
 from trimaran.app.report.report_facts import facts_of
-from trimaran.app.views.run_findings import Visits
+from trimaran.app.views.run_findings import FindingsPoller
 from trimaran.app.views.run_state import RunState
-from trimaran.app.views.status_lines import glances
+from trimaran.app.views.status_lines import status_lines
 from trimaran.app.views.summary import summarise
 from trimaran.core.recipe import PrometheusSection
 from trimaran.run import RunDirectory
 
 
 def check_goodput(run: RunDirectory, goodput: float) -> None:
-    """Assert that everybody shows `goodput` for `run`, which has ended: machines exactly, people in words."""
+    """Assert that every view and sink shows `goodput` for the finished `run`: JSON exactly, text rounded."""
     with redirect_stdout(io.StringIO()) as answer:
         assert main(["watch", str(run.path), "--json"]) == 0
-    told = json.loads(answer.getvalue())
+    status = json.loads(answer.getvalue())
     facts = facts_of(run)
     numbers = {
-        "watch --json": told["goodput"],
-        "the ledger of it": told["ledger"]["goodput"],
+        "watch --json": status["goodput"],
+        "the ledger of it": status["ledger"]["goodput"],
         "report --json": facts["goodput"],
         "Prometheus": _shown_by_a_new_sink(run),
     }
@@ -36,17 +36,17 @@ def check_goodput(run: RunDirectory, goodput: float) -> None:
     state.refresh()
     console = Console(file=io.StringIO(), width=200)
     summarise(state, console)
-    words = {
+    texts = {
         "summary": console.file.getvalue(),  # type: ignore[attr-defined]
-        "watch": "\n".join(each.plain for each in glances(state, Visits(run, at_once=False))),
+        "watch": "\n".join(each.plain for each in status_lines(state, FindingsPoller(run, at_once=False))),
         "report": re.sub("<[^>]*>", " ", page_of(facts)),
     }
-    for view, text in words.items():
+    for view, text in texts.items():
         assert re.search(rf"(?i)goodput +{100 * goodput:.1f}%", text), (view, text[-2000:])
 
 
 def on_page(page: str) -> float:
-    """Return the goodput on the page that a Prometheus server reads."""
+    """Return the goodput on a Prometheus metrics page."""
     found = re.search(r"^trimaran_goodput_ratio\{[^}]*\} (\S+)$", page, re.MULTILINE)
     assert found, page[-2000:]
     return float(found[1])

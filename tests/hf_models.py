@@ -18,7 +18,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-NARROW = {
+NARROW: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -26,11 +26,11 @@ NARROW = {
     "intermediate_size": 48,
     "max_position_embeddings": 64,
 }
-SMALL = NARROW | {"num_key_value_heads": 2}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+SMALL: dict[str, Any] = NARROW | {"num_key_value_heads": 2}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+LLAMA3: dict[str, Any] = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 LAYERS = ["sliding_attention", "full_attention"]
-UNDROPPED = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+UNDROPPED: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 CONFIGS: dict[str, Any] = {
     "llama": LlamaConfig(**SMALL, rope_scaling={"rope_type": "llama3", **LLAMA3}),
     "llama-tied": LlamaConfig(**SMALL, tie_word_embeddings=True, attention_bias=True, mlp_bias=True),

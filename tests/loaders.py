@@ -1,4 +1,4 @@
-"""Loaders of a few short sequences, and sequences that are slow, broken, deadly or stuck."""
+"""Loaders of a few short sequences, and sequences that are slow, raise, crash the process or hang."""
 
 import math
 import os
@@ -16,17 +16,17 @@ from trimaran.data import ByteTokenizer, Sequences, ShardWriter, TokenSample, To
 from trimaran.data.feed import DataShare
 from trimaran.data.loader import Loader as AnyLoader
 from trimaran.data.loader_tuner import LoaderLimits
-from trimaran.data.quarantine import Screen
+from trimaran.data.quarantine import SampleReader
 from trimaran.data.token_feed import TokenFeed
 
-ROOMY = LoaderLimits(cores=4, free_bytes=1 << 30)
+LARGE_LIMITS = LoaderLimits(cores=4, free_bytes=1 << 30)
 ALONE = DataShare(rank=0, dp=1, micro_batch=2, grad_accum=1)
 
 
 def Loader(  # noqa: N802 - a loader of sequences
-    sequences: Sequences, *, seed: int, share: DataShare, screen: Screen | None = None, **options: Any
+    sequences: Sequences, *, seed: int, share: DataShare, reader: SampleReader | None = None, **options: Any
 ) -> AnyLoader:
-    return AnyLoader(TokenFeed(sequences, seed=seed, share=share, screen=screen), **options)
+    return AnyLoader(TokenFeed(sequences, seed=seed, share=share, reader=reader), **options)
 
 
 def small_shards(path: Path) -> TokenShards:
@@ -39,15 +39,15 @@ def small_shards(path: Path) -> TokenShards:
 
 
 class Slow(Sequences):
-    """Takes 20 ms a sample."""
+    """Takes 20 ms per sample."""
 
     def __getitem__(self, index: int) -> TokenSample:
         time.sleep(0.02)
         return super().__getitem__(index)
 
 
-class Broken(Sequences):
-    """Raises at sample 5: always, or as many times as `failures` says."""
+class Raising(Sequences):
+    """Raises at sample 5: always, or `failures` times."""
 
     failures = (math.inf,)
 
@@ -59,7 +59,7 @@ class Broken(Sequences):
         return super().__getitem__(index)
 
 
-class Deadly(Sequences):
+class Crashing(Sequences):
     """Kills the process that loads sample 5."""
 
     def __getitem__(self, index: int) -> TokenSample:
@@ -68,8 +68,8 @@ class Deadly(Sequences):
         return super().__getitem__(index)
 
 
-class Poisoned(Sequences):
-    """Has other tokens in sample 5 than it should."""
+class Damaged(Sequences):
+    """Damages the tokens of sample 5."""
 
     damage: Callable[[np.ndarray], np.ndarray]
 
@@ -78,8 +78,8 @@ class Poisoned(Sequences):
         return replace(sample, tokens=self.damage(sample.tokens)) if index == 5 else sample
 
 
-class Stuck(Sequences):
-    """Never comes back from sample 5."""
+class Hanging(Sequences):
+    """Hangs at sample 5."""
 
     def __getitem__(self, index: int) -> TokenSample:
         if index == 5:

@@ -1,7 +1,7 @@
-"""Every axis and every product of axes against one process: generated, run with the real worker, printed as a table.
+"""The parity matrix: every axis and every combination of axes against one process, run with the real worker.
 
-`python -m tests.matrix` runs all cases, `--write FILE` keeps the table; `tests/dist/test_matrix.py` runs those that fit
-into a test suite.
+`python -m tests.matrix` runs all cases and prints a table; `--write FILE` saves it. `tests/dist/test_matrix.py` runs
+the cases that are fast enough for the test suite.
 """
 
 import json
@@ -16,7 +16,7 @@ from itertools import combinations, count, cycle, product
 from pathlib import Path
 from typing import Any
 
-from tests.parity import Trajectory, differences, sail
+from tests.parity import Trajectory, differences, train_trajectory
 from trimaran.core import AXES, Mesh, Plan, Recipe
 
 DEGREE = 2
@@ -34,35 +34,36 @@ MODELS = ("dense-tied", "dense-untied", "mixture-tied", "mixture-untied")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One plan and the model that it trains."""
+    """A plan and the model to train under it."""
 
     plan: Plan
     model: str
 
     def __str__(self) -> str:
         mesh, plan = self.plan.mesh, self.plan
-        words = [str(mesh).replace(" x ", "-").replace(" ", "")]
-        words += [plan.sharding] if mesh.dp_shard > 1 else []
-        words += [plan.pipeline.schedule] if mesh.pp > 1 else []
-        words += [plan.comm.context] if mesh.cp > 1 else []
-        words += [f"accumulate-{plan.grad_accum}"] if plan.grad_accum > 1 else []
-        words += [f"recompute-{plan.recompute}"] if plan.recompute != "none" else []
-        return "-".join([*words, self.model])
+        parts = [str(mesh).replace(" x ", "-").replace(" ", "")]
+        parts += [plan.sharding] if mesh.dp_shard > 1 else []
+        parts += [plan.pipeline.schedule] if mesh.pp > 1 else []
+        parts += [plan.comm.context] if mesh.cp > 1 else []
+        parts += [f"accumulate-{plan.grad_accum}"] if plan.grad_accum > 1 else []
+        parts += [f"recompute-{plan.recompute}"] if plan.recompute != "none" else []
+        return "-".join([*parts, self.model])
 
 
 def cases() -> list[Case]:
-    """Return every axis alone with each of its settings, then every product of axes at degree 2 on up to 8 ranks.
+    """Return every axis alone with each of its settings, then every combination at degree 2 on up to 8 ranks.
 
-    In the products the settings take turns, so that each of them meets many products.
+    The combinations cycle through the settings, so that each setting occurs in many of them.
     """
-    alone = [axes for axes in axis_sets() if world_size(axes) == DEGREE]
-    together = [axes for axes in axis_sets() if DEGREE < world_size(axes) <= LARGEST_WORLD]
-    turns = {name: cycle(values) for name, values in SETTINGS.items()}
-    models = (MODELS[(turn + turn // len(MODELS)) % len(MODELS)] for turn in count())  # out of step with the others
-    found = [case for axes in alone for case in _every_setting(axes, models)]
-    for axes in together:
-        taken = {name: next(turns[name]) for name in settings_of(axes)}
-        found.append(_case(axes, next(models), recompute=next(turns["recompute"]), **taken))
+    single = [axes for axes in axis_sets() if world_size(axes) == DEGREE]
+    combined = [axes for axes in axis_sets() if DEGREE < world_size(axes) <= LARGEST_WORLD]
+    cycles = {name: cycle(values) for name, values in SETTINGS.items()}
+    # Shifted after each cycle, so that models and settings do not repeat together.
+    models = (MODELS[(index + index // len(MODELS)) % len(MODELS)] for index in count())
+    found = [case for axes in single for case in _every_setting(axes, models)]
+    for axes in combined:
+        settings = {name: next(cycles[name]) for name in settings_of(axes)}
+        found.append(_case(axes, next(models), recompute=next(cycles["recompute"]), **settings))
     return found
 
 
@@ -76,7 +77,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
 
 
 def axis_sets() -> list[tuple[str, ...]]:
-    """Return the sets of axes that make a legal product; experts need ranks that see different tokens."""
+    """Return the legal combinations of axes. ep needs ranks with different tokens."""
     sets = [axes for size in range(1, len(AXES) + 1) for axes in combinations(AXES, size)]
     return [axes for axes in sets if "ep" not in axes or {"dp_replicate", "dp_shard", "cp"} & set(axes)]
 
@@ -86,7 +87,7 @@ def world_size(axes: tuple[str, ...]) -> int:
 
 
 def settings_of(axes: tuple[str, ...]) -> list[str]:
-    """Return the settings that mean something for a product of these axes."""
+    """Return the settings that apply to a combination of these axes."""
     wanted = {"sharding": "dp_shard" in axes, "schedule": "pp" in axes, "context": "cp" in axes}
     return [name for name, counts in wanted.items() if counts] + ([] if "pp" in axes else ["grad_accum"])
 
@@ -100,13 +101,13 @@ def _every_setting(axes: tuple[str, ...], models: Iterator[str]) -> Iterator[Cas
 def _case(axes: tuple[str, ...], model: str, **settings: Any) -> Case:
     mesh = Mesh.model_validate(dict.fromkeys(axes, DEGREE))
     schedule = settings.get("schedule", "1f1b")
-    grad_accum = 4 if mesh.pp > 1 else settings.get("grad_accum", 1)  # a pipeline of four stages wants four
+    grad_accum = 4 if mesh.pp > 1 else settings.get("grad_accum", 1)  # a pipeline of four stages needs four
     plan = Plan.model_validate(
         {
             "mesh": mesh,
             "sharding": settings.get("sharding", "none"),
             "pipeline": {"schedule": schedule},
-            # A backward that is cut in two would compute everything twice again: the planner refuses it.
+            # The planner refuses recompute with a split backward, which would recompute everything twice.
             "recompute": "none" if schedule == "zero-bubble" else settings.get("recompute", "none"),
             "comm": {"context": settings.get("context", "gather")},
             "grad_accum": grad_accum,
@@ -145,25 +146,27 @@ def write_documents(path: Path) -> None:
 
 
 @lru_cache
-def reference(model: str, harbour: Path) -> Trajectory:
-    """Return what one process does."""
-    return sail(recipe_for(model, harbour / "uneven.jsonl"), Plan(micro_batch=GLOBAL_BATCH), harbour / "runs")
+def reference(model: str, workspace: Path) -> Trajectory:
+    """Return the trajectory of one process."""
+    return train_trajectory(
+        recipe_for(model, workspace / "uneven.jsonl"), Plan(micro_batch=GLOBAL_BATCH), workspace / "runs"
+    )
 
 
-def run(case: Case, harbour: Path) -> Trajectory:
-    return sail(recipe_for(case.model, harbour / "uneven.jsonl"), case.plan, harbour / "runs")
+def run(case: Case, workspace: Path) -> Trajectory:
+    return train_trajectory(recipe_for(case.model, workspace / "uneven.jsonl"), case.plan, workspace / "runs")
 
 
 def main(arguments: list[str]) -> None:
     rows = ["| plan | model | ranks | loss | gradient norm | weights |", "|---|---|---|---|---|---|"]
     print(*rows, sep="\n", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        harbour = Path(folder)
-        (harbour / "runs").mkdir()
-        write_documents(harbour / "uneven.jsonl")
+        workspace = Path(folder)
+        (workspace / "runs").mkdir()
+        write_documents(workspace / "uneven.jsonl")
         for case in cases():
             began = time.monotonic()
-            loss, norm, weights = differences(run(case, harbour), reference(case.model, harbour))
+            loss, norm, weights = differences(run(case, workspace), reference(case.model, workspace))
             name = str(case).removesuffix(f"-{case.model}")
             rows.append(
                 f"| {name} | {case.model} | {case.plan.mesh.world_size} | {loss:.1e} | {norm:.1e} | {weights:.1e} |"

@@ -1,4 +1,4 @@
-"""One recipe under many plans: runs the real worker in forked ranks and compares with one process."""
+"""Trains one recipe under many plans with the real worker, in forked ranks, and compares trajectories."""
 
 import json
 import os
@@ -23,7 +23,7 @@ CRASH = f"exit code {-signal.SIGSEGV}"
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """What a run left behind: its losses, gradient norms and final weights."""
+    """The losses, gradient norms and final weights of a run."""
 
     losses: list[float]
     norms: list[float]
@@ -31,7 +31,7 @@ class Trajectory:
 
 
 def plan_for(recipe: Recipe, *, grad_accum: int, **fields: Any) -> Plan:
-    """Return a plan with these mesh degrees, accumulation and other fields that keeps the recipe's global batch."""
+    """Return a plan with these mesh degrees, accumulation and other fields, and the recipe's global batch."""
     mesh = Mesh(**{axis: fields.pop(axis) for axis in AXES if axis in fields})
     micro_batch, rest = divmod(recipe.train.global_batch, mesh.dp * grad_accum)
     assert rest == 0, "a parity plan must divide the global batch"
@@ -39,59 +39,59 @@ def plan_for(recipe: Recipe, *, grad_accum: int, **fields: Any) -> Plan:
     return Plan.model_validate(tree | {"micro_batch": micro_batch, "grad_accum": grad_accum})
 
 
-def sail_to(recipe: Recipe, plan: Plan, folder: Path) -> RunDirectory:
-    """Train `recipe` under `plan` in forked ranks and return the run directory, which is new in `folder`.
+def train_run(recipe: Recipe, plan: Plan, folder: Path) -> RunDirectory:
+    """Train `recipe` under `plan` in forked ranks and return the run directory, a new one in `folder`.
 
-    A rank with tp was seen to crash inside torch 2.13 once in several hundred runs, where DTensor wraps what gloo's
-    thread works on (docs/log.md). Such a run is made again, once, and said so.
+    A rank with tp crashes inside torch 2.13 about once in several hundred runs: DTensor wraps a tensor that gloo's
+    thread is using (docs/log.md). Such a run is repeated once, with a warning.
     """
     try:
-        return _sail_once(recipe, plan, folder)
+        return _train_once(recipe, plan, folder)
     except AssertionError as error:
         if plan.mesh.tp == 1 or CRASH not in str(error):
             raise
-        warnings.warn(f"a rank crashed inside torch; once more: {plan}", stacklevel=2)
-        return _sail_once(recipe, plan, folder)
+        warnings.warn(f"a rank crashed inside torch; repeating the run: {plan}", stacklevel=2)
+        return _train_once(recipe, plan, folder)
 
 
-def _sail_once(recipe: Recipe, plan: Plan, folder: Path) -> RunDirectory:
+def _train_once(recipe: Recipe, plan: Plan, folder: Path) -> RunDirectory:
     run = create_run(folder / str(len(list(folder.iterdir()))), recipe, plan)
     codes = run_ranks(plan.mesh.world_size, _worker, run.path, folder.parent / "cache")
     assert codes == [0] * plan.mesh.world_size, run.events(0).read_text()
     return run
 
 
-def sail(recipe: Recipe, plan: Plan, folder: Path) -> Trajectory:
+def train_trajectory(recipe: Recipe, plan: Plan, folder: Path) -> Trajectory:
     """Train `recipe` under `plan` in forked ranks and return its trajectory."""
-    return trajectory_of(sail_to(recipe, plan, folder))
+    return trajectory_of(train_run(recipe, plan, folder))
 
 
 def trajectory_of(run: RunDirectory) -> Trajectory:
-    """Return the trajectory of a run that went to its end."""
+    """Return the trajectory of a finished run."""
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, run.read_recipe().train.steps + 1))
     weights = load_file(run.model / "model.safetensors")
     return Trajectory([line["loss"] for line in lines], [line["grad_norm"] for line in lines], weights)
 
 
-def assert_same_course(course: Trajectory, reference: Trajectory, tolerance: float = TOLERANCE) -> None:
-    """Fail unless loss and gradient norm agree at every step, and every final weight tensor in relative norm."""
-    for step, (ours, theirs) in enumerate(zip(course.losses, reference.losses, strict=True), 1):
+def assert_same_trajectory(trajectory: Trajectory, reference: Trajectory, tolerance: float = TOLERANCE) -> None:
+    """Fail unless loss and gradient norm agree at every step, and every final weight tensor, in relative norm."""
+    for step, (ours, theirs) in enumerate(zip(trajectory.losses, reference.losses, strict=True), 1):
         assert abs(ours - theirs) <= tolerance * abs(theirs), f"loss of step {step}: {ours} against {theirs}"
-    for step, (ours, theirs) in enumerate(zip(course.norms, reference.norms, strict=True), 1):
+    for step, (ours, theirs) in enumerate(zip(trajectory.norms, reference.norms, strict=True), 1):
         assert abs(ours - theirs) <= tolerance * abs(theirs), f"gradient norm of step {step}: {ours} against {theirs}"
-    assert course.weights.keys() == reference.weights.keys()
+    assert trajectory.weights.keys() == reference.weights.keys()
     for name, theirs in reference.weights.items():
-        difference = (course.weights[name] - theirs).norm() / theirs.norm().clamp(min=1e-12)
+        difference = (trajectory.weights[name] - theirs).norm() / theirs.norm().clamp(min=1e-12)
         assert difference <= tolerance, f"{name} is off by {difference:.2e}"
 
 
-def differences(course: Trajectory, reference: Trajectory) -> tuple[float, float, float]:
+def differences(trajectory: Trajectory, reference: Trajectory) -> tuple[float, float, float]:
     """Return the largest relative difference of loss, of gradient norm, and of a final weight tensor in norm."""
-    assert course.weights.keys() == reference.weights.keys()
-    pairs = zip(course.losses, reference.losses, strict=True), zip(course.norms, reference.norms, strict=True)
+    assert trajectory.weights.keys() == reference.weights.keys()
+    pairs = zip(trajectory.losses, reference.losses, strict=True), zip(trajectory.norms, reference.norms, strict=True)
     loss, norm = (max(abs(ours - theirs) / abs(theirs) for ours, theirs in each) for each in pairs)
-    weights = [(course.weights[name] - each).norm() / each.norm() for name, each in reference.weights.items()]
+    weights = [(trajectory.weights[name] - each).norm() / each.norm() for name, each in reference.weights.items()]
     return loss, norm, float(max(weights))
 
 

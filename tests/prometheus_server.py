@@ -1,4 +1,4 @@
-"""A real Prometheus server for tests, and what people ask of it: the dashboard and the alerts."""
+"""A real Prometheus server for tests, and the queries of the dashboard and the alerts."""
 
 import json
 import socket
@@ -25,13 +25,13 @@ def free_port() -> int:
 
 
 def panels() -> list[tuple[str, str]]:
-    """Return (title, query) of the dashboard."""
+    """Return (title, query) of each panel of the dashboard."""
     tree = json.loads(DASHBOARD.read_text())
     return [(panel["title"], each["expr"]) for panel in tree["panels"] for each in panel.get("targets", ())]
 
 
 def filled_in(query: str, *, runs: str) -> str:
-    """Return a query of the dashboard with what Grafana puts in for its variables."""
+    """Return a query of the dashboard with Grafana's variables filled in."""
     return query.replace("$__rate_interval", "1m").replace("$run", runs)
 
 
@@ -41,27 +41,27 @@ def alerts() -> dict[str, dict[str, Any]]:
 
 
 class Server:
-    """A Prometheus server that reads some pages, and can be asked."""
+    """A Prometheus server that scrapes some pages, and answers queries."""
 
     def __init__(self, port: int) -> None:
         self._address = f"http://127.0.0.1:{port}"
 
-    def ask(self, query: str) -> list[dict[str, Any]]:
+    def query(self, query: str) -> list[dict[str, Any]]:
         url = f"{self._address}/api/v1/query?{urllib.parse.urlencode({'query': query})}"
         with urllib.request.urlopen(url, timeout=5) as answer:
-            told = json.load(answer)
-        assert told["status"] == "success", told
-        return told["data"]["result"]
+            result = json.load(answer)
+        assert result["status"] == "success", result
+        return result["data"]["result"]
 
     def wait_for(self, query: str, *, answers: int, seconds: float = 30.0) -> None:
-        """Return when `query` has so many answers."""
+        """Wait until `query` has this many results."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             try:
-                if len(self.ask(query)) >= answers:
+                if len(self.query(query)) >= answers:
                     return
             except OSError:
-                pass  # it only starts
+                pass  # the server is starting
             time.sleep(0.05)
         raise AssertionError(f"no answer to {query}")
 

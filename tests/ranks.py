@@ -1,4 +1,4 @@
-"""Ranks in worker processes forked out of one that has torch imported: 0.1 s instead of 10 s a run."""
+"""Runs a function on forked ranks. The parent has torch imported, so a run starts in 0.1 s instead of 10 s."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-# What the ranks need is imported here, once, before any of them is forked.
+# Imported here once, before any rank is forked.
 import torch
 import torch._dynamo
 import torch.distributed.checkpoint
@@ -20,9 +20,9 @@ import torch.multiprocessing as multiprocessing
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
-    """Return what `function(*args)` answers in each of `world_size` forked ranks with a launcher's environment.
+    """Return the results of `function(*args)` on `world_size` forked ranks, each with a launcher's environment.
 
-    A rank that raises, dies or outlasts `timeout` fails the test, and takes the others with it.
+    If a rank raises, dies or takes longer than `timeout` seconds, the test fails and all ranks are killed.
     """
     context = multiprocessing.get_context("fork")
     port = _free_port()
@@ -53,7 +53,7 @@ def _collect(pipes: list[Connection], processes: list[Any], timeout: float) -> l
                 answers[rank], error = pipe.recv()
             except EOFError:
                 processes[rank].join(1.0)
-                error = f"died without a word, exit code {processes[rank].exitcode}"
+                error = f"died without a result, exit code {processes[rank].exitcode}"
             assert error is None, f"rank {rank}: {error}"
     return [answers[rank] for rank in range(len(pipes))]
 
@@ -77,14 +77,13 @@ def _rank(
         pipe.send((None, traceback.format_exc()))
     finally:
         parent = os.getppid()
-        while os.getppid() == parent:  # until it ends us: others may still need the store, which rank 0 holds
+        while os.getppid() == parent:  # until the parent kills it: other ranks may still need rank 0's store
             time.sleep(0.02)
-        os._exit(0)  # pytest's own exit handlers belong to the parent
+        os._exit(0)  # without pytest's exit handlers
 
 
 def _free_port() -> int:
-    """Return a port that nobody listens at. It is none of those that the system gives to whoever connects somewhere:
-    on a busy machine such a one may be gone before rank 0 listens there."""
+    """Return a free port outside the ephemeral range: a busy machine might assign one of those before rank 0 binds."""
     while True:
         port = random.SystemRandom().randrange(16_000, 32_000)
         with socket.socket() as probe, contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""A run in legs: each under a plan of its own, each goes on from what the one before has kept."""
+"""Trains a run in segments, each under its own plan and from the state that the one before has saved."""
 
 import os
 from collections.abc import Sequence
@@ -11,23 +11,22 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import run_ranks
-from trimaran.checkpoint.load_state import fill, refuse_leftovers
-from trimaran.checkpoint.ownership import own
-from trimaran.checkpoint.rank_share import TORCH_DTYPES, copy_in, copy_out, lay_out, view_of, whole_of
-from trimaran.checkpoint.tensor_regions import Entry, Index, TensorRegion, Whole
-from trimaran.checkpoint.tensor_shards import State, TensorShard
+from trimaran.checkpoint.load_state import fill_shards, refuse_unused_tensors
+from trimaran.checkpoint.ownership import assign_rows
+from trimaran.checkpoint.rank_share import TORCH_DTYPES, build_share, copy_to_memory, copy_values, item_view, meta_of
+from trimaran.checkpoint.tensor_regions import IndexEntry, TensorIndex, TensorMeta, TensorRegion
+from trimaran.checkpoint.tensor_shards import CheckpointState, TensorShard
 from trimaran.core import Plan, Recipe
 from trimaran.data.feed import DataShare
 from trimaran.data.step_batch import StepBatch, text_batch
 from trimaran.optim.schedule import learning_rate
 from trimaran.parallel import RankMesh, build_mesh
-from trimaran.train.build import build_stepper
-from trimaran.train.metrics.step_clock import Clock
-from trimaran.train.networks import build_networks
-from trimaran.train.process.rank_info import join, read_rank_info
+from trimaran.train.build import build_networks, build_stepper
+from trimaran.train.metrics.step_clock import StepClock
+from trimaran.train.process.rank_info import join_process_group, read_rank_info
 
 SHAPE = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 64}
-LEG = 2  # steps under each plan
+SEGMENT_STEPS = 2
 
 
 def recipe_for(preset: str = "tiny", *, shape: dict[str, Any] | None = None, **train: Any) -> Recipe:
@@ -37,148 +36,154 @@ def recipe_for(preset: str = "tiny", *, shape: dict[str, Any] | None = None, **t
 
 
 @dataclass(frozen=True)
-class Held:
-    """A rectangle of a tensor as bytes, which any process can take."""
+class HeldShard:
+    """A shard of a tensor as bytes, to send between processes."""
 
     key: str
-    whole: Whole
+    meta: TensorMeta
     start: tuple[int, ...]
     size: tuple[int, ...]
     values: bytes
 
     @property
     def tensor(self) -> torch.Tensor:
-        return torch.frombuffer(bytearray(self.values), dtype=TORCH_DTYPES[self.whole.dtype]).view(self.size)
+        return torch.frombuffer(bytearray(self.values), dtype=TORCH_DTYPES[self.meta.dtype]).view(self.size)
 
 
-class Kept:
-    """The shares of all ranks as a source, without a disk."""
+class SavedState:
+    """The shares of all ranks as a `CheckpointSource` in memory."""
 
-    def __init__(self, step: int, shares: Sequence[Sequence[Held]], progress: dict[str, Any]) -> None:
+    def __init__(self, step: int, shares: Sequence[Sequence[HeldShard]], progress: dict[str, Any]) -> None:
         self.step, self.progress = step, progress
-        self.index: Index = {}
-        self._values: dict[tuple[str, tuple[int, ...]], Held] = {}
+        self.index: TensorIndex = {}
+        self._values: dict[tuple[str, tuple[int, ...]], HeldShard] = {}
         for rank, held in enumerate(shares):
             for each in held:
                 before = self.index.get(each.key)
-                parts = before.parts if before else ()
-                part = TensorRegion(each.start, each.size, f"rank-{rank}", 0)
-                self.index[each.key] = Entry(each.whole, (*parts, part))
+                regions = before.regions if before else ()
+                region = TensorRegion(each.start, each.size, f"rank-{rank}", 0)
+                self.index[each.key] = IndexEntry(each.meta, (*regions, region))
                 self._values[each.key, each.start] = each
 
-    def read(self, key: str, part: TensorRegion) -> torch.Tensor:
-        return self._values[key, part.start].tensor
+    def read(self, key: str, region: TensorRegion) -> torch.Tensor:
+        return self._values[key, region.start].tensor
 
-    def whole(self, key: str) -> torch.Tensor:
-        """Return a tensor put together, and fail where parts leave a gap or overlap."""
+    def full_tensor(self, key: str) -> torch.Tensor:
+        """Return a full tensor; fail if its regions leave a gap or overlap."""
         entry = self.index[key]
-        assert sum(part.num_values for part in entry.parts) == prod(entry.whole.shape), f"{key} is not covered"
-        value = torch.zeros(entry.whole.shape, dtype=TORCH_DTYPES[entry.whole.dtype])
-        for part in entry.parts:
-            value[window(part.start, part.size)] = self.read(key, part)
+        assert sum(each.num_values for each in entry.regions) == prod(entry.meta.shape), f"{key} is not covered"
+        value = torch.zeros(entry.meta.shape, dtype=TORCH_DTYPES[entry.meta.dtype])
+        for region in entry.regions:
+            value[window(region.start, region.size)] = self.read(key, region)
         return value
 
 
 @dataclass(frozen=True)
-class Leg:
-    """What a leg brought: its losses, what every rank held once it had loaded, what was kept midway and at the end."""
+class TrainedSegment:
+    """The result of a segment: losses, the shards of every rank after loading, the state midway and at the end."""
 
     losses: list[float]
-    loaded: list[list[Held]]
-    midway: Kept
-    kept: Kept
+    loaded: list[list[HeldShard]]
+    midway: SavedState
+    saved: SavedState
 
-    def assert_loaded(self, kept: Kept) -> None:
-        """Fail unless every rank held, bit by bit, its rectangle of what was kept, and together they held all."""
+    def assert_loaded(self, saved: SavedState) -> None:
+        """Fail unless the ranks loaded every tensor of `saved`, each its own shard, bit for bit."""
         for held in (each for rank in self.loaded for each in rank):
-            theirs = kept.whole(held.key)[window(held.start, held.size)]
+            theirs = saved.full_tensor(held.key)[window(held.start, held.size)]
             assert torch.equal(bits(held.tensor), bits(theirs)), f"{held.key} from {held.start}"
-        assert {held.key for rank in self.loaded for held in rank} == kept.index.keys()
+        assert {held.key for rank in self.loaded for held in rank} == saved.index.keys()
 
-    def assert_same_end(self, other: "Leg") -> None:
-        """Fail unless both legs kept the same, bit by bit."""
+    def assert_same_end(self, other: "TrainedSegment") -> None:
+        """Fail unless both segments saved the same state, bit for bit."""
         assert self.losses == other.losses
-        assert self.kept.index.keys() == other.kept.index.keys()
-        for key in self.kept.index:
-            assert torch.equal(bits(self.kept.whole(key)), bits(other.kept.whole(key))), key
-        assert self.kept.progress == other.kept.progress
+        assert self.saved.index.keys() == other.saved.index.keys()
+        for key in self.saved.index:
+            assert torch.equal(bits(self.saved.full_tensor(key)), bits(other.saved.full_tensor(key))), key
+        assert self.saved.progress == other.saved.progress
 
 
-def sail_leg(recipe: Recipe, plan: Plan, *, steps: int, after: Kept | None = None) -> Leg:
-    """Train `steps` steps in forked ranks, from the start or from what was kept."""
+def train_segment(recipe: Recipe, plan: Plan, *, steps: int, after: SavedState | None = None) -> TrainedSegment:
+    """Train `steps` steps in forked ranks, from the start or from a saved state."""
     start = after.step if after else 0
-    answers = run_ranks(plan.mesh.world_size, _leg, recipe, plan, after, range(start, start + steps))
-    return _collected(answers, start, steps)
+    results = run_ranks(plan.mesh.world_size, _train, recipe, plan, after, range(start, start + steps))
+    return _segment(results, start, steps)
 
 
-def sail_leg_here(recipe: Recipe, plan: Plan, *, steps: int, after: Kept | None = None) -> Leg:
-    """Train in this process, on its first device: what is forked from one that has touched a GPU cannot use it."""
+def train_segment_here(recipe: Recipe, plan: Plan, *, steps: int, after: SavedState | None = None) -> TrainedSegment:
+    """Train in this process, on its first device: a process cannot use the GPU if its parent already does."""
     start = after.step if after else 0
-    return _collected([_leg(recipe, plan, after, range(start, start + steps))], start, steps)
+    return _segment([_train(recipe, plan, after, range(start, start + steps))], start, steps)
 
 
-def _collected(answers: Sequence[Any], start: int, steps: int) -> Leg:
-    losses, loaded, *kept = zip(*answers, strict=True)
+def _segment(results: Sequence[Any], start: int, steps: int) -> TrainedSegment:
+    losses, loaded, *states = zip(*results, strict=True)
     assert all(each == losses[0] for each in losses), "ranks differ in the loss"
-    midway, end = (_together(at, each) for at, each in zip((start + steps // 2, start + steps), kept, strict=True))
-    return Leg(losses[0], list(loaded), midway, end)
+    midway, end = (_saved_state(at, each) for at, each in zip((start + steps // 2, start + steps), states, strict=True))
+    return TrainedSegment(losses[0], list(loaded), midway, end)
 
 
-def _together(step: int, answers: Sequence[tuple[list[Held], dict[str, Any]]]) -> Kept:
-    shares, progress = zip(*answers, strict=True)
+def _saved_state(step: int, results: Sequence[tuple[list[HeldShard], dict[str, Any]]]) -> SavedState:
+    shares, progress = zip(*results, strict=True)
     assert all(each == progress[0] for each in progress), "ranks differ in their progress"
-    return Kept(step, shares, progress[0])
+    return SavedState(step, shares, progress[0])
 
 
-def _leg(recipe: Recipe, plan: Plan, after: Kept | None, steps: range) -> tuple[list[float], list[Held], Any, Any]:
-    place = read_rank_info(os.environ)
+def _train(
+    recipe: Recipe, plan: Plan, after: SavedState | None, steps: range
+) -> tuple[list[float], list[HeldShard], Any, Any]:
+    rank_info = read_rank_info(os.environ)
     if not dist.is_initialized():
-        join(place)
-    ranks = build_mesh(plan.mesh, device_type=place.device.type)
-    networks = build_networks(recipe, plan, place, ranks)
-    stepper = build_stepper(networks, recipe.train, plan, ranks, Clock(place.device))
+        join_process_group(rank_info)
+    ranks = build_mesh(plan.mesh, device_type=rank_info.device.type)
+    networks = build_networks(recipe, plan, rank_info, ranks)
+    stepper = build_stepper(networks, recipe.train, plan, ranks, StepClock(rank_info.device))
     stepper.set_training(True)
     state = stepper.state(recipe.train)
     if after is not None:
         load(state, after)
     state.gather()
-    loaded = [held(piece) for piece in state.pieces()]
+    loaded = [held(shard) for shard in state.shards()]
     losses, midway = [], None
     for step in steps:
         if step == steps.start + len(steps) // 2:
             midway = (share_of(state), state.progress())
         ranks.reseed(recipe.train.seed, step)
-        numbers = stepper.step(batch_of(step, recipe, plan, ranks).to(place.device))
+        numbers = stepper.step(batch_of(step, recipe, plan, ranks).to(rank_info.device))
         stepper.update(learning_rate(step, recipe.train))
         losses.append(numbers[0].item())
     return losses, loaded, midway, (share_of(state), state.progress())
 
 
-def load(state: State, source: Kept) -> None:
-    pieces = state.pieces_from(source.index)
-    fill(pieces, source)
-    refuse_leftovers(pieces, source, gather=gather)
+def load(state: CheckpointState, source: SavedState) -> None:
+    shards = state.shards_from(source.index)
+    fill_shards(shards, source)
+    refuse_unused_tensors(shards, source, gather=gather)
     state.restore(source.progress)
 
 
-def share_of(state: State) -> list[Held]:
-    """Return what this rank alone would write, by way of the flat memory that it is written from."""
+def share_of(state: CheckpointState) -> list[HeldShard]:
+    """Return the items that this rank would write, copied through the flat memory of its share."""
     state.gather()
-    pieces = state.pieces()
-    share = lay_out(pieces, own(pieces, rank=dist.get_rank(), world_size=dist.get_world_size(), gather=gather))
+    shards = state.shards()
+    share = build_share(
+        shards, assign_rows(shards, rank=dist.get_rank(), world_size=dist.get_world_size(), gather=gather)
+    )
     memory = torch.zeros(share.num_bytes, dtype=torch.uint8)
-    copy_in(share, pieces, memory)
-    return [Held(each.key, each.whole, each.start, each.size, to_bytes(view_of(memory, each))) for each in share.items]
+    copy_to_memory(share, shards, memory)
+    return [
+        HeldShard(each.key, each.meta, each.start, each.size, to_bytes(item_view(memory, each))) for each in share.items
+    ]
 
 
-def held(piece: TensorShard) -> Held:
-    values = torch.empty(piece.tensor.shape, dtype=piece.tensor.dtype)
-    copy_out(piece.tensor, values)
-    return Held(piece.key, whole_of(piece), piece.start, tuple(piece.tensor.shape), to_bytes(values))
+def held(shard: TensorShard) -> HeldShard:
+    values = torch.empty(shard.tensor.shape, dtype=shard.tensor.dtype)
+    copy_values(shard.tensor, values)
+    return HeldShard(shard.key, meta_of(shard), shard.start, tuple(shard.tensor.shape), to_bytes(values))
 
 
 def batch_of(step: int, recipe: Recipe, plan: Plan, ranks: RankMesh) -> StepBatch:
-    """Return this rank's part of a global batch that depends on the step alone. Rows have very uneven valid tokens."""
+    """Return this rank's rows of a global batch that depends on the step only. Rows have very uneven valid tokens."""
     share = DataShare(rank=ranks.data_rank, dp=plan.mesh.dp, micro_batch=plan.micro_batch, grad_accum=plan.grad_accum)
     rows, length = recipe.train.global_batch, recipe.data.seq_len
     draw = torch.Generator().manual_seed(step)
@@ -192,9 +197,9 @@ def batch_of(step: int, recipe: Recipe, plan: Plan, ranks: RankMesh) -> StepBatc
 
 def gather(row: np.ndarray) -> np.ndarray:
     mine = torch.from_numpy(row)
-    everybody = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everybody, mine)
-    return torch.stack(everybody).numpy()
+    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, mine)
+    return torch.stack(rows).numpy()
 
 
 def window(start: tuple[int, ...], size: tuple[int, ...]) -> tuple[slice, ...]:
@@ -202,7 +207,7 @@ def window(start: tuple[int, ...], size: tuple[int, ...]) -> tuple[slice, ...]:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bits, so that a number that is none equals itself and -0 is not 0."""
+    """Return the bits, so that NaN equals itself and -0 does not equal 0."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 

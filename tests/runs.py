@@ -1,4 +1,4 @@
-"""Run directories as workers leave them behind, for tests of what reads them."""
+"""Run directories with the files that workers write, for tests of readers."""
 
 import os
 import platform

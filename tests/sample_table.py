@@ -1,4 +1,4 @@
-"""An index of samples in memory, of the shape that rows and batches need."""
+"""An in-memory sample index for tests."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from trimaran.data.samples.sample_index import SampleRecord
 
 
 def png(colour: tuple[int, int, int], size: tuple[int, int]) -> bytes:
-    """An image of one colour."""
+    """Return an image of one colour."""
     file = io.BytesIO()
     Image.new("RGB", size, colour).save(file, "PNG")
     return file.getvalue()
@@ -21,9 +21,9 @@ def png(colour: tuple[int, int, int], size: tuple[int, int]) -> bytes:
 
 @dataclass
 class Table:
-    """`texts` are token ids, IMAGE_TOKEN for an image; the first third of a text is a question, without targets.
+    """`texts` are token ids, IMAGE_TOKEN for an image. The first third of each text has no targets.
 
-    `images` are the sizes of all of them, in order; image n is of the colour (n, n, n) unless `files` has it.
+    `images` are the image sizes in order. Image n has the colour (n, n, n) unless it is in `files`.
     """
 
     texts: Sequence[Sequence[int]]

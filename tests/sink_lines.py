@@ -1,4 +1,4 @@
-"""Runs as sinks see them: the lines that ranks, a supervisor and a sidecar write, with every key that they may have."""
+"""The lines that ranks, a supervisor and a sidecar write, with all their optional keys, for tests of sinks."""
 
 import time
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ def spread_of(low: float, median: float, high: float) -> dict[str, float]:
 
 
 def step_line(step: int, when: float, *, slowest: float = 1.0) -> Line:
-    """Return a line of `metrics.jsonl` with all that it may tell; `slowest` is how much longer rank 3 works."""
+    """Return a line of `metrics.jsonl` with all keys; `slowest` is how many times longer rank 3 works."""
     line = step_metrics(step, loss=5.0 / step).as_dict() | {"time": when, "hfu": 0.25, "loss_scale": 1024.0}
     line["memory"] = {"allocated": GIB, "reserved": 2 * GIB, "fragmentation": 0.1, "retries": 0, "ooms": 0}
     line["memory"]["total"] = 4 * GIB
@@ -52,15 +52,15 @@ def sample_line(when: float, *, node: int = 0, ranks: int = 4, gpus: int = 2, **
     line: Line = {"time": when, "node": node, "host": "vm", "cpu": 0.5, "cores": 8, "load": 4.0, "ram_used": 8 * GIB}
     line |= {"ram": 64 * GIB, "swap_used": 0, "disk_free": 500 * GIB, "disk_read": 1e6, "disk_written": 2e6}
     line |= {"net_received": 3e6, "net_sent": 4e6}
-    told = {"cpu": 1.0, "ram": GIB, "threads": 9, "loader_cpu": 0.5}
-    line["ranks"] = {str(node * ranks + each): told for each in range(ranks)}
+    rank = {"cpu": 1.0, "ram": GIB, "threads": 9, "loader_cpu": 0.5}
+    line["ranks"] = {str(node * ranks + each): rank for each in range(ranks)}
     return line | {"gpus": [gpu_line(each, node=node) for each in range(gpus)]} | known
 
 
-def recorded(path: Path, *, is_well: bool, now: float | None = None) -> tuple[RunDirectory, list[tuple[str, Line]]]:
-    """Return a run of an hour or more and the lines of its life; with all its troubles when it is not well."""
+def recorded(path: Path, *, is_healthy: bool, now: float | None = None) -> tuple[RunDirectory, list[tuple[str, Line]]]:
+    """Return a run of an hour or more and its lines; with many incidents unless `is_healthy`."""
     now = time.time() if now is None else now
-    run, lines = new_run(path, world_size=4, steps=100), list(_life(now, is_well=is_well))
+    run, lines = new_run(path, world_size=4, steps=100), list(_lines(now, is_healthy=is_healthy))
     append_line(run.attempts, {"attempt": 0, "time": lines[0][1]["time"], "world_size": 4, "host": "vm", "pid": 1})
     for kind, line in lines:
         if kind == "step":
@@ -70,28 +70,28 @@ def recorded(path: Path, *, is_well: bool, now: float | None = None) -> tuple[Ru
     return run, lines
 
 
-def _life(now: float, *, is_well: bool) -> Iterator[tuple[str, Line]]:
-    seconds = 40.0 if is_well else 20.0
-    end = now if is_well else now - 1000
-    began = end - 98 * seconds - (20 if is_well else 2000)
+def _lines(now: float, *, is_healthy: bool) -> Iterator[tuple[str, Line]]:
+    seconds = 40.0 if is_healthy else 20.0
+    end = now if is_healthy else now - 1000
+    began = end - 98 * seconds - (20 if is_healthy else 2000)
     yield "event", event_line("start", began, world_size=4, version="0.1.0", device="cpu", host="vm", pid=1)
     yield "event", event_line("ready", began + 10, seconds=10.0)
     for step in range(1, 99):
-        line = step_line(step, end - (98 - step) * seconds, slowest=1.05 if is_well else 2.0)
+        line = step_line(step, end - (98 - step) * seconds, slowest=1.05 if is_healthy else 2.0)
         phases = {"data": 0.0, "forward": 0.3, "backward": 0.6, "comm": 0.05, "optimizer": 0.05, "checkpoint": 0.0}
         line |= {"step_seconds": seconds, "phases": {name: share * seconds for name, share in phases.items()}}
         yield "step", line
     for kind, number in (("checkpoint", 10), ("checkpoint", 5)):
-        told = {"seconds": 2.0, "stall_seconds": 0.1, "bytes": GIB, "path": "checkpoints/step-00000010"}
-        yield "event", event_line(kind, end - number * 10, **told)
+        data = {"seconds": 2.0, "stall_seconds": 0.1, "bytes": GIB, "path": "checkpoints/step-00000010"}
+        yield "event", event_line(kind, end - number * 10, **data)
     yield "event", event_line("recompile", now - 3000, what="block", why="shape")
-    throttle = ["power_cap"] if is_well else ["thermal"]  # a GPU at full load is at its power limit
+    throttle = ["power_cap"] if is_healthy else ["thermal"]  # a GPU at full load is at its power limit
     gpus = [gpu_line(each, throttle=throttle) for each in range(2)]
-    yield "sample", sample_line(now, gpus=2, disk_free=(500 if is_well else 2) * GIB) | {"gpus": gpus}
+    yield "sample", sample_line(now, gpus=2, disk_free=(500 if is_healthy else 2) * GIB) | {"gpus": gpus}
 
 
-def troubles(now: float) -> Iterator[tuple[str, Line]]:
-    """Yield what happens to a run that is not well while it is watched."""
+def incidents(now: float) -> Iterator[tuple[str, Line]]:
+    """Yield the events and incidents of an unhealthy run while it is scraped."""
     skip = {"reason": "the loss is nan", "loss": None, "grad_norm": None, "ranks": [1], "sample_ids": []}
     yield "event", event_line("skip", now, step=99, **skip)
     yield "event", event_line("bad_sample", now, step=99, sample=7, reason="not an image")

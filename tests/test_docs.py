@@ -12,7 +12,7 @@ import yaml
 
 from tests.matrix import cases
 from tests.parity import TOLERANCE
-from trimaran.app.main import VERBS, main
+from trimaran.app.main import COMMANDS, main
 from trimaran.app.views.run_state import DETAILS
 from trimaran.core import PHASES, Plan, Recipe, StepMetrics, UserError, parse_recipe
 from trimaran.train.metrics.rank_stats import MEASURES
@@ -89,7 +89,7 @@ def test_verbs_exist() -> None:
         typed = [MISTAKE.sub("", body) for info, body in blocks(page) if info in ("", "sh", "bash", "console", "text")]
         typed += re.findall(r"`([^`]+)`", FENCE.sub("", page.read_text()))
         verbs = {verb for text in typed for verb in re.findall(r"\btrimaran ([a-z]\w*)", text)}
-        assert verbs <= VERBS.keys(), page
+        assert verbs <= COMMANDS.keys(), page
 
 
 @pytest.mark.parametrize(("command", "file", "answer"), list(examples()))

@@ -1,7 +1,10 @@
-"""The map of the house: which room may import which, and which live without torch."""
+"""The layer map: which package may import which, which may start which as a command, and which work without torch."""
 
 import ast
+import re
 from collections.abc import Iterator
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -16,28 +19,36 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cost": {"core", "hardware", "models"},
     "planner": {"core", "hardware", "models", "cost"},
     "run": {"core"},
-    "telemetry": {"core", "run"},
+    "telemetry": {"core", "hardware", "run"},
     "nets": {"core", "models"},
     "parallel": {"core", "models", "run", "nets"},
     "data": {"core", "run"},
-    "checkpoint": {"core", "models", "run", "nets", "parallel"},
+    "checkpoint": {"core", "hardware", "models", "run", "nets", "parallel"},
     "optim": {"core", "models", "nets", "parallel", "checkpoint"},
     "infer": {"core", "models", "run", "nets", "parallel", "data"},
-    "train": {"core", "models", "cost", *RUN, *WORKER} - {"train"},
+    "train": {"core", "hardware", "models", "cost", *RUN, *WORKER} - {"train"},
     "loop": {"core", "run", *WORKER},
     "probe": {"core"},
     "launch": {*PLANNING, *RUN},
     "doctor": {*PLANNING, *RUN},
     "app": {*PLANNING, *RUN, *WORKER, "loop", "launch", "doctor"},
 }
+# Which package may start which as a command, `python -m trimaran.x.y`. Commands separate what imports must not join:
+# the supervisor and its ranks, the doctor and a probe that may crash.
+MAY_START: dict[str, set[str]] = {
+    "launch": {"launch", "train", "doctor", "telemetry"},
+    "doctor": {"probe"},
+    "app": {"probe", "app"},  # app: the torchrun command that it prints for the user
+}
 TORCH_FREE = {*PLANNING, *RUN, "launch", "doctor"}
 TORCH_ALLOWED = {"models/from_module.py"}  # walks a live nn.Module
 SRC = Path(__file__).parents[1] / "src" / "trimaran"
 FILES = sorted(SRC.glob("*/**/*.py"))
+MODULE = re.compile(r"\btrimaran(?:\.[a-z_]\w*)*")
 
 
 def imported(path: Path) -> Iterator[str]:
-    """Every module that `path` imports, at any depth of the file, as a dotted name."""
+    """Yield every module that `path` imports, at any depth of the file, as a dotted name."""
     package = ("trimaran", *path.relative_to(SRC).parts[:-1])
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -48,23 +59,98 @@ def imported(path: Path) -> Iterator[str]:
             yield from (f"{stem}.{alias.name}" for alias in node.names)
 
 
+def started(tree: ast.Module) -> set[str]:
+    """Return every module that a source file names as a command.
+
+    These are the strings that follow `-m` in a list of arguments or in a text, and all others that name a module which
+    can be run. Docstrings, and the names that argument parsers give to their own program, do not count.
+    """
+    texts = {
+        id(node): node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and type(node.value) is str
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr):
+            texts.pop(id(node.value), None)
+        if isinstance(node, ast.keyword) and node.arg == "prog":
+            texts.pop(id(node.value), None)
+    modules = {name for text in texts.values() for name in MODULE.findall(text) if is_runnable(name)}
+    modules |= {name for text in texts.values() for name in re.findall(r"-m (trimaran[\w.]*)", text)}
+    for node in ast.walk(tree):
+        arguments = (
+            node.elts if isinstance(node, ast.List | ast.Tuple) else node.args if isinstance(node, ast.Call) else []
+        )
+        for flag, module in pairwise(arguments):
+            if isinstance(flag, ast.Constant) and flag.value == "-m":
+                modules |= {name for each in ast.walk(module) for name in MODULE.findall(texts.get(id(each), ""))}
+    return modules
+
+
+def is_runnable(name: str) -> bool:
+    """Return whether `name` is a module that `python -m` runs: one with a main guard, below the package itself."""
+    path = SRC.joinpath(*name.split(".")[1:])
+    path = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
+    return "." in name and path.is_file() and 'if __name__ == "__main__":' in path.read_text()
+
+
+@cache
+def commands_of(path: Path) -> set[str]:
+    return started(ast.parse(path.read_text()))
+
+
+def package_of(module: str) -> str:
+    """Return the package of a module; the command `trimaran` itself is that of `app`."""
+    return module.split(".")[1] if "." in module else "app"
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SRC)))
 def test_imports_point_down(path: Path) -> None:
-    room = path.relative_to(SRC).parts[0]
+    package = path.relative_to(SRC).parts[0]
     names = list(imported(path))
-    rooms = {name.split(".")[1] for name in names if name.startswith("trimaran.")} & MAY_IMPORT.keys() - {room}
-    assert rooms <= MAY_IMPORT[room], f"{room} may not import {sorted(rooms - MAY_IMPORT[room])}"
-    if room in TORCH_FREE and str(path.relative_to(SRC)) not in TORCH_ALLOWED:
-        assert not any(name.split(".")[0] == "torch" for name in names), f"{room} is a room without torch"
+    packages = {name.split(".")[1] for name in names if name.startswith("trimaran.")} & MAY_IMPORT.keys() - {package}
+    assert packages <= MAY_IMPORT[package], f"{package} may not import {sorted(packages - MAY_IMPORT[package])}"
+    if package in TORCH_FREE and str(path.relative_to(SRC)) not in TORCH_ALLOWED:
+        assert not any(name.split(".")[0] == "torch" for name in names), f"{package} must not import torch"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SRC)))
+def test_commands_are_on_the_map(path: Path) -> None:
+    package = path.relative_to(SRC).parts[0]
+    modules = commands_of(path)
+    packages = {package_of(module) for module in modules}
+    assert packages <= MAY_START.get(package, set()), f"{package} may not start {sorted(modules)}"
+
+
+def test_every_entry_of_the_map_of_commands_is_used() -> None:
+    used: dict[str, set[str]] = {}
+    for path in FILES:
+        if modules := commands_of(path):
+            used.setdefault(path.relative_to(SRC).parts[0], set()).update(map(package_of, modules))
+    assert used == MAY_START
+
+
+@pytest.mark.parametrize(
+    ("source", "modules"),
+    [
+        ('run([sys.executable, "-m", "trimaran.train", path])', {"trimaran.train"}),
+        ('run(sys.executable, "-m", f"trimaran.app.{name}")', {"trimaran.app"}),
+        ('COMMAND = "python -m trimaran.app.main RUN"', {"trimaran.app.main"}),
+        ('MODULE = "trimaran.probe.calibrate"\nrun(["python", "-m", MODULE])', {"trimaran.probe.calibrate"}),
+        ('run(["torchrun", "-m", "trimaran", "train"])', {"trimaran"}),
+        ('"""`python -m trimaran.launch RUN`."""\nParser(prog="python -m trimaran.launch")', set()),
+        ('import_module("trimaran.telemetry.sinks.ecs"); span = {"trimaran.run": 1}', set()),
+    ],
+)
+def test_commands_are_found_however_they_are_written(source: str, modules: set[str]) -> None:
+    assert started(ast.parse(source)) == modules
 
 
 def test_the_map_has_no_loops() -> None:
     order: list[str] = []
     while left := MAY_IMPORT.keys() - order:
-        ready = [room for room in sorted(left) if MAY_IMPORT[room] <= set(order)]
+        ready = [package for package in sorted(left) if MAY_IMPORT[package] <= set(order)]
         assert ready, f"loop in {left}"
         order += ready
 
 
-def test_every_room_is_on_the_map() -> None:
+def test_every_package_is_on_the_map() -> None:
     assert {path.relative_to(SRC).parts[0] for path in FILES} <= MAY_IMPORT.keys()

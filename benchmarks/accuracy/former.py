@@ -4,12 +4,12 @@ from dataclasses import replace
 
 from trimaran.cost import STACKS, Stack
 from trimaran.cost.memory_profiles import Saved
-from trimaran.cost.time_profiles import COMPILED, EAGER
+from trimaran.cost.time_profiles import COMPILED_FP32_RESIDUAL, EAGER_FP32_RESIDUAL
 
 # The stream was fp32 on one device: both norms kept it, each projection had its own cast of its input (one for all when
 # compiled), weights were fp32 with a cast for each product, and torch's own AdamW came after a pass that clipped.
-_EAGER = Saved(stream=8, inputs=10, input=4)
-_COMPILED = replace(_EAGER, inputs=2, gated=3)
+_EAGER = Saved(norm_bytes=8, projection_bytes=10, input_bytes=4)
+_COMPILED = replace(_EAGER, projection_bytes=2, gated_tensors=3)
 FORMER = Stack(
     name="trimaran before plan.loss",
     memory=replace(
@@ -17,11 +17,11 @@ FORMER = Stack(
         saved={
             "eager": _EAGER,
             "compiled": _COMPILED,
-            "fp32": replace(_EAGER, inputs=8, repeats=True),
+            "fp32": replace(_EAGER, projection_bytes=8, repeats_kv=True),
             "fp8": _EAGER.in_fp8(),
-            "compiled fp8": replace(_COMPILED, inputs=0, gated=2),
-            "sharded compiled": replace(_COMPILED, stream=4, input=2),
+            "compiled fp8": replace(_COMPILED, projection_bytes=0, gated_tensors=2),
+            "sharded compiled": replace(_COMPILED, norm_bytes=4, input_bytes=2),
         },
     ),
-    time=replace(STACKS["trimaran"].time, eager=EAGER, compiled=COMPILED, update="torch"),
+    time=replace(STACKS["trimaran"].time, eager=EAGER_FP32_RESIDUAL, compiled=COMPILED_FP32_RESIDUAL, update="torch"),
 )

@@ -21,7 +21,7 @@ from trimaran.cost import STACKS, Stack, predict
 from trimaran.planner.predict_request import cluster_of, job_of, plan_of, tidy
 
 SAMPLE, ROUNDS, WIDTH = 160, 3, 2.5
-SHARES = ("hides", "holes")  # of a whole: never more than 1
+FRACTIONS = ("dp_overlap", "fragmentation")  # of a whole: never more than 1
 Part = Literal["memory", "time"]
 
 
@@ -38,9 +38,9 @@ class Fit:
 
 FITS = (
     Fit(source="nanotron", stack="nanotron", part="memory",
-        constants=(("holes", 0), ("holes", 1), ("regathers", 0))),
+        constants=(("fragmentation", 0), ("fragmentation", 1), ("gathered_input_bytes", 0))),
     Fit(source="nanotron", stack="nanotron", part="time", keep=clean,
-        constants=(("host", 0), ("host", 2), ("hides", 0))),
+        constants=(("host", 0), ("host", 2), ("dp_overlap", 0))),
     Fit(source="llm-foundry", stack="llm-foundry", part="time", constants=(("eager", 0), ("host", 0))),
 )  # fmt: skip
 
@@ -98,7 +98,7 @@ def refit(runs: Sequence[Run], fit: Fit) -> Stack:
     for turn in range(ROUNDS):
         for constant in fit.constants:
             here, step = value_of(stack, fit.part, constant), WIDTH ** (0.5**turn)
-            most = 1.0 if constant[0] in SHARES else math.inf
+            most = 1.0 if constant[0] in FRACTIONS else math.inf
             tries = [min(most, here * step ** (power / 3)) for power in range(-3, 4)]
             stack = min((with_value(stack, fit.part, constant, each) for each in tries), key=loss)
     return stack

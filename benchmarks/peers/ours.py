@@ -123,16 +123,16 @@ def trainer() -> Callable[[Path, Recipe, Plan], None]:
     from trimaran.run import Journal  # noqa: PLC0415
     from trimaran.train.build import build_worker_parts  # noqa: PLC0415
     from trimaran.train.checkpointing import checkpoint_backend  # noqa: PLC0415
-    from trimaran.train.process.rank_info import join, read_rank_info  # noqa: PLC0415
+    from trimaran.train.process.rank_info import join_process_group, read_rank_info  # noqa: PLC0415
 
     checkpoint_backend._refuse_small_disk = lambda *_: None
 
     def train(path: Path, recipe: Recipe, plan: Plan) -> None:
         run = create_run(path, recipe, plan)
-        place = read_rank_info({})
-        join(place)
+        rank_info = read_rank_info({})
+        join_process_group(rank_info)
         with Journal(run, 0) as journal:
-            trainer = build_worker_parts(run, place, journal, cache=cache_folder(os.environ)).trainer
+            trainer = build_worker_parts(run, rank_info, journal, cache=cache_folder(os.environ)).trainer
             ending = trainer.train(trainer.checkpointer.resume())
             assert ending.reason == "done", f"it ended with {ending.reason}"
 

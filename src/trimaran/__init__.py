@@ -1,7 +1,7 @@
 """Trimaran: self-driving distributed training for PyTorch.
 
-`trimaran.prepare(model, optimizer)` is the door for one's own loop, `trimaran.plan(model, inputs)` says how to split
-any module; everything else is behind `trimaran --help`.
+`trimaran.prepare(model, optimizer)` makes your own loop distributed, `trimaran.plan(model, inputs)` plans how to split
+any module. Everything else is a command: `trimaran --help`.
 """
 
 from importlib import import_module
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["Loop", "plan", "prepare"]
 
-_WHERE = {"Loop": "trimaran.loop.loop", "prepare": "trimaran.loop.loop", "plan": "trimaran.app.request.live_module"}
+_MODULES = {"Loop": "trimaran.loop.loop", "prepare": "trimaran.loop.loop", "plan": "trimaran.app.request.live_module"}
 
 
 def __getattr__(name: str) -> Any:
-    """Load the API on first use, so that the command line does not pay for torch."""
-    if name in _WHERE:
-        return getattr(import_module(_WHERE[name]), name)
+    """Import the API on first use, so that the command line starts without torch."""
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'trimaran' has no attribute {name!r}")

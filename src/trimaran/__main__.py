@@ -1,4 +1,4 @@
-"""`python -m trimaran` is the command line."""
+"""`python -m trimaran` runs the command line."""
 
 import sys
 

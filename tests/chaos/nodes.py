@@ -1,4 +1,4 @@
-"""Machines to lose: network namespaces with a host name, a pid space and a wire of their own, and a run across them."""
+"""Two machines as network namespaces with their own host name, pids and network, and a run on both."""
 
 import json
 import os
@@ -22,11 +22,11 @@ from trimaran.models import spec_of
 from trimaran.planner import choose
 from trimaran.run import RunDirectory, create_run, read_incidents
 
-PAUSE = 0.05  # seconds a step, so that there is time to break something
+PAUSE = 0.05  # seconds added to each step
 
 
 def make_run(path: Path, *settings: str, nodes: int = 2) -> RunDirectory:
-    """Make a run of one rank per node."""
+    """Create a run of one rank per node."""
     overrides = [*TINY, f"cluster={nodes}x1xcpu", *settings]
     recipe = parse_recipe("", name="test", overrides=overrides)
     prepare(recipe.data, cache=cache_folder(os.environ))
@@ -34,7 +34,7 @@ def make_run(path: Path, *settings: str, nodes: int = 2) -> RunDirectory:
 
 
 class Machine:
-    """One node's supervisor. On a machine of its own when `namespace` is given."""
+    """The supervisor of one node, in its own network namespace if `namespace` is given."""
 
     def __init__(self, run: RunDirectory, address: str, flags: Sequence[str], *, namespace: str = "",
                  environment: Mapping[str, str] | None = None) -> None:  # fmt: skip
@@ -59,13 +59,13 @@ class Machine:
         with self.log.open("ab") as log:
             return subprocess.Popen(command, stdout=log, stderr=log, env=environment)
 
-    def ask_to_stop(self) -> None:
+    def request_stop(self) -> None:
         """Send SIGTERM to the supervisor, which is the first process of its machine."""
         inside = next(each for each in psutil.Process(self.process.pid).children(recursive=True) if _is_first(each.pid))
         inside.terminate()
 
     def lose(self) -> None:
-        """Pull the plug: every process of the machine is gone at once."""
+        """Kill every process of the machine at once."""
         self.process.kill()
         self.process.wait()
 
@@ -73,7 +73,7 @@ class Machine:
         self.process = self._start()
 
     def incidents(self) -> list[dict[str, Any]]:
-        """Return what this node filed by itself, each as it was filed last."""
+        """Return the incidents of this node, each as it was last written."""
         found = [line for path in self.run.path.glob(f"incidents-*{self.address}.jsonl") for line in lines(path)]
         return list({each["id"]: each for each in found}.values())
 
@@ -82,20 +82,20 @@ class Machine:
 
 
 def _is_first(pid: int) -> bool:
-    """Whether a process is number 1 in its own pid space."""
+    """Return whether a process is number 1 in its pid namespace."""
     status = Path(f"/proc/{pid}/status").read_text()
     return status.partition("NSpid:")[2].splitlines()[0].split()[-1:] == ["1"]
 
 
-class Fleet:
-    """Two machines, the wire between them, and a run on both; everything is gone at the end of `with`."""
+class TwoMachines:
+    """Two machines, the network between them, and a run on both; everything is removed at the end of `with`."""
 
     def __init__(self, run: RunDirectory, *flags: str, wire: Sequence[str] = (),
                  environments: Sequence[Mapping[str, str]] = ({}, {})) -> None:  # fmt: skip
         self.run = run
         self._names = [f"tm{os.getpid()}{letter}" for letter in "ab"]
         self._flags, self._wire_flags, self._environments = ["--nodes", "2", *flags], wire, environments
-        self.machines: list[Machine] = []
+        self.all: list[Machine] = []
 
     def __enter__(self) -> Self:
         for name in self._names:
@@ -107,13 +107,13 @@ class Fleet:
         assert self.wire.stdout.readline() == b"up\n"
         for name, address, environment in zip(self._names, ADDRESSES, self._environments, strict=True):
             machine = Machine(self.run, address, self._flags, namespace=name, environment=environment)
-            self.machines.append(machine)
+            self.all.append(machine)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for machine in self.machines:
+        for machine in self.all:
             machine.lose()
         self.wire.kill()
         self.wire.wait()
@@ -121,18 +121,18 @@ class Fleet:
             subprocess.run(["ip", "netns", "delete", name], check=False)
 
     def toggle_wire(self) -> None:
-        """Cut the wire, or mend it."""
+        """Cut the network, or restore it."""
         self.wire.send_signal(signal.SIGUSR1)
 
     @property
     def coordinator(self) -> Machine:
         terms = sorted(self.run.lease.glob("term-*.json"))
         address = json.loads(terms[-1].read_text())["address"].rpartition(":")[0]
-        return next(each for each in self.machines if each.address == address)
+        return next(each for each in self.all if each.address == address)
 
     @property
     def other(self) -> Machine:
-        return next(each for each in self.machines if each is not self.coordinator)
+        return next(each for each in self.all if each is not self.coordinator)
 
     @property
     def incidents(self) -> list[Incident]:
@@ -150,7 +150,7 @@ class Fleet:
         wait_for(lambda: self.step() >= step, seconds)
 
     def wait_for_new_step(self, seconds: float = 40.0) -> float:
-        """Return after how many seconds the run got further than it was."""
+        """Return after how many seconds the run finished a new step."""
         before, began = self.step(), time.monotonic()
         wait_for(lambda: self.step() > before, seconds)
         return time.monotonic() - began

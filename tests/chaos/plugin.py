@@ -1,7 +1,7 @@
-"""More that breaks inside a rank, beside `tests.fault.plugin`: numbers, weights, samples, memory, disks, pace.
+"""More faults inside a rank, beside `tests.fault.plugin`: values, weights, samples, memory, disks, slow steps.
 
-What is in the file `strike-RANK` of the run directory happens to that rank at its next step, once: that is how a test
-that is under way strikes from outside. With the file `hurry` there, steps take no longer than they must.
+A rank runs into the fault named in the file `fault-RANK` of the run directory at its next step, once. A test writes it
+to inject a fault into a running run. With a file `no-pause`, no pause is added to steps.
 """
 
 import ctypes
@@ -32,12 +32,12 @@ from trimaran.train.process.supervisor_link import SupervisorLink
 
 RUN = Path(sys.argv[1])
 SLOW_SECONDS = 5.0
-ROOM_BYTES = 64 << 20
+FREE_BYTES = 64 << 20
 
 
 @dataclass
-class Mischief:
-    """What happens to the numbers of the step at hand, and until when steps are slow."""
+class InjectedFaults:
+    """Changes to the values of the current step, and until when steps are slow."""
 
     output: Callable[[Tensor], Tensor] | None = None
     gradient: Callable[[Tensor], Tensor] | None = None
@@ -45,16 +45,16 @@ class Mischief:
     networks: tuple[Network, ...] = ()
 
 
-mischief = Mischief()
+injected = InjectedFaults()
 
 
 def _regex_bomb() -> None:
-    """Hold the interpreter for hours: `re` gives it up to nobody."""
+    """Hold the GIL for hours: `re` never releases it."""
     re.match(r"(a+)+$", "a" * 64 + "b")
 
 
 def _native_deadlock() -> None:
-    """Lock a mutex twice without giving up the interpreter, as C++ code with a bug does."""
+    """Lock a mutex twice while holding the GIL, as C++ code with a bug does."""
     mutex = ctypes.create_string_buffer(64)
     library = ctypes.PyDLL(None)
     library.pthread_mutex_lock(mutex)
@@ -62,85 +62,85 @@ def _native_deadlock() -> None:
 
 
 def _fill_memory() -> None:
-    """Ask for more than the limit on this process allows."""
+    """Allocate more than the limit of this process allows."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + ROOM_BYTES, used + ROOM_BYTES))
-    torch.zeros(4 * ROOM_BYTES)
+    resource.setrlimit(resource.RLIMIT_AS, (used + FREE_BYTES, used + FREE_BYTES))
+    torch.zeros(4 * FREE_BYTES)
 
 
-def _hoard() -> None:
-    """Fill memory until the kernel puts an end to it."""
+def _exhaust_memory() -> None:
+    """Fill memory until the OOM killer kills this process."""
     kept = []
     for _ in range(32):
-        kept.append(torch.ones(ROOM_BYTES // 4))
+        kept.append(torch.ones(FREE_BYTES // 4))
     time.sleep(60)
 
 
 def _flip_a_bit() -> None:
-    """Change one bit of one weight, as a device that lies does."""
-    weight = next(iter(mischief.networks[0].module.parameters()))
+    """Flip one bit of one weight, as silent data corruption does."""
+    weight = next(iter(injected.networks[0].module.parameters()))
     local_part(weight).detach().view(torch.int32).view(-1)[0] ^= 1 << 20
 
 
-def _be_slow() -> None:
-    mischief.slow_until = time.monotonic() + SLOW_SECONDS
+def _slow_down() -> None:
+    injected.slow_until = time.monotonic() + SLOW_SECONDS
 
 
-def _spoil(**what: Callable[[Tensor], Tensor]) -> Callable[[], None]:
-    def plant() -> None:
-        for name, change in what.items():
-            setattr(mischief, name, change)
+def _change(**changes: Callable[[Tensor], Tensor]) -> Callable[[], None]:
+    def inject() -> None:
+        for name, change in changes.items():
+            setattr(injected, name, change)
 
-    return plant
+    return inject
 
 
 plugin.FAULTS |= {
     "regex": _regex_bomb,
     "deadlock": _native_deadlock,
     "memory": _fill_memory,
-    "hoard": _hoard,
+    "exhaust": _exhaust_memory,
     "flip": _flip_a_bit,
-    "slow": _be_slow,
-    "nan": _spoil(output=lambda out: out * math.nan),
-    "inf": _spoil(output=lambda out: out * math.inf),
-    "gradient": _spoil(gradient=lambda gradient: gradient * math.nan),
-    "spike": _spoil(output=lambda out: out * 1000.0),
+    "slow": _slow_down,
+    "nan": _change(output=lambda out: out * math.nan),
+    "inf": _change(output=lambda out: out * math.inf),
+    "gradient": _change(gradient=lambda gradient: gradient * math.nan),
+    "spike": _change(output=lambda out: out * 1000.0),
     "barrier": dist.barrier,
     "shape": lambda: dist.all_reduce(torch.zeros(7)),
 }
-plain_enter, build_networks = SupervisorLink.enter, build.build_networks
+report_section, build_networks = SupervisorLink.report_section, build.build_networks
 
 
-def enter(self: SupervisorLink, section: Section, at: int = 0) -> None:
+def report_section_and_fail(self: SupervisorLink, section: Section, at: int = 0) -> None:
     if section in ("first", "step"):
-        mischief.output = mischief.gradient = None
-        plugin.pause = 0.0 if (RUN / "hurry").exists() else float(os.environ.get("TRIMARAN_TEST_PAUSE", "0"))
-        if time.monotonic() < mischief.slow_until:
+        injected.output = injected.gradient = None
+        plugin.pause = 0.0 if (RUN / "no-pause").exists() else float(os.environ.get("TRIMARAN_TEST_PAUSE", "0"))
+        if time.monotonic() < injected.slow_until:
             time.sleep(2 * plugin.pause)
-    plain_enter(self, section, at)
-    letter = RUN / f"strike-{os.environ['RANK']}"
-    if section == "step" and letter.exists():
-        fault = letter.read_text()
-        letter.unlink()
+    report_section(self, section, at)
+    file = RUN / f"fault-{os.environ['RANK']}"
+    if section == "step" and file.exists():
+        fault = file.read_text()
+        file.unlink()
         plugin.FAULTS[fault]()
 
 
-def spoil(module: torch.nn.Module, args: Any, out: tuple[Tensor, Tensor]) -> Any:
-    if not module.training or (mischief.output is None and mischief.gradient is None):
+def change_output(module: torch.nn.Module, args: Any, out: tuple[Tensor, Tensor]) -> Any:
+    if not module.training or (injected.output is None and injected.gradient is None):
         return out
-    logits = mischief.output(out[0]) if mischief.output else out[0]
-    if mischief.gradient:
-        logits.register_hook(mischief.gradient)
+    logits = injected.output(out[0]) if injected.output else out[0]
+    if injected.gradient:
+        logits.register_hook(injected.gradient)
     return logits, out[1]
 
 
 def build_with_hook(*args: Any) -> tuple[Network, ...]:
-    mischief.networks = build_networks(*args)
-    mischief.networks[-1].module.register_forward_hook(spoil)
-    return mischief.networks
+    injected.networks = build_networks(*args)
+    injected.networks[-1].module.register_forward_hook(change_output)
+    return injected.networks
 
 
-SupervisorLink.enter = enter  # type: ignore[method-assign]
+SupervisorLink.report_section = report_section_and_fail  # type: ignore[method-assign]
 build.build_networks = build_with_hook
 
 if seconds := float(os.environ.get("TRIMARAN_TEST_DISK_SECONDS", "0")):
@@ -155,17 +155,17 @@ if seconds := float(os.environ.get("TRIMARAN_TEST_DISK_SECONDS", "0")):
 if every := int(os.environ.get("TRIMARAN_TEST_COMPARE", "0")):
     replica_check.ReplicaCheck.__init__.__kwdefaults__["every"] = every
 
-if poison := os.environ.get("TRIMARAN_TEST_SAMPLE"):  # KIND:ID, the kinds being raise, shape and range
-    kind, number = poison.split(":")
+if bad_sample := os.environ.get("TRIMARAN_TEST_SAMPLE"):  # KIND:ID, the kinds being raise, shape and range
+    kind, number = bad_sample.split(":")
     read = Sequences.__getitem__
 
-    def read_poisoned(self: Sequences, index: int) -> TokenSample:
+    def read_with_fault(self: Sequences, index: int) -> TokenSample:
         sample = read(self, index)
         if self.first + index != int(number):
             return sample
         if kind == "raise":
-            raise ValueError("a planted sample that cannot be read")
+            raise ValueError("an injected sample that cannot be read")
         tokens = sample.tokens[:-1] if kind == "shape" else sample.tokens + 10_000
         return replace(sample, tokens=tokens)
 
-    Sequences.__getitem__ = read_poisoned  # type: ignore[method-assign]
+    Sequences.__getitem__ = read_with_fault  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""`trimaran doctor` on four machines at once, one of which has a bad cable, a silent network card or a wrong clock."""
+"""`trimaran doctor` on four nodes at once, one with a slow link, a silent network card or a wrong clock."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def run(command: str) -> None:
 
 @pytest.fixture
 def machines() -> Iterator[list[str]]:
-    """Four network namespaces on a bridge; `w` at the end of a name is the wire on the bridge's side."""
+    """Four network namespaces on a bridge; a name with a final `w` is the interface on the bridge's side."""
     tag = f"td{os.getpid() % 100000}"
     names = [f"{tag}{letter}" for letter in "abcd"]
     bridge = f"{tag}br"
@@ -46,10 +46,10 @@ def machines() -> Iterator[list[str]]:
         subprocess.run(["ip", "link", "delete", bridge], check=False)
 
 
-def examine(
+def run_checks(
     names: list[str], environments: Mapping[int, Mapping[str, str]] | None = None
 ) -> tuple[int, dict[str, Any]]:
-    """Return node 0's exit code and answer. Every node runs the same command, each on its machine."""
+    """Return node 0's exit code and output. Every node runs the same command in its namespace."""
     command = [sys.executable, "-m", "trimaran", "doctor", "--json", "--nodes", str(len(names))]
     command += ["--address", f"10.79.0.1:{PORT}"]
     own = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -76,8 +76,8 @@ def named(answer: dict[str, Any], code: str) -> dict[str, Any]:
     return next(each for each in answer["checks"] if each["code"] == code)
 
 
-def test_healthy_nodes_are_passed(machines: list[str]) -> None:
-    _, answer = examine(machines)
+def test_healthy_nodes_pass(machines: list[str]) -> None:
+    _, answer = run_checks(machines)
     assert named(answer, "H018")["status"] in ("pass", "warn"), named(answer, "H018")
     assert not named(answer, "H018")["evidence"].get("culprits")
     assert named(answer, "H012")["status"] == "pass"
@@ -85,11 +85,11 @@ def test_healthy_nodes_are_passed(machines: list[str]) -> None:
 
 
 @pytest.mark.parametrize("bad", [0, 2])
-def test_the_node_with_the_slow_wire_is_named(machines: list[str], bad: int) -> None:
+def test_the_node_with_the_slow_link_is_named(machines: list[str], bad: int) -> None:
     name, slow = machines[bad], "root tbf rate 100mbit burst 256kb latency 400ms"
     run(f"tc qdisc add dev {name}w {slow}")
     run(f"tc -n {name} qdisc add dev {name}e {slow}")
-    code, answer = examine(machines)
+    code, answer = run_checks(machines)
     found = named(answer, "H018")
     print(found["what"])
     assert (code, found["status"]) == (2, "fail"), found
@@ -98,20 +98,20 @@ def test_the_node_with_the_slow_wire_is_named(machines: list[str], bad: int) -> 
 
 
 def test_a_node_that_cannot_reach_the_others_is_named(machines: list[str]) -> None:
-    # It still reaches the address where all meet, so that it takes part; only the exchanges are lost.
+    # It still reaches the rendezvous, so that it takes part; only the messages between nodes are lost.
     for other in ("10.79.0.2", "10.79.0.3"):
         run(f"ip -n {machines[3]} route add blackhole {other}/32")
     run(f"ip -n {machines[3]} route add 10.79.0.1/32 dev {machines[3]}e")
-    _, answer = examine(machines)
+    _, answer = run_checks(machines)
     found = named(answer, "H018")
     assert found["status"] == "fail", found
     assert "(node 3)" in found["what"]
     assert "does not answer" in found["what"]
 
 
-def test_a_wrong_clock_is_told(machines: list[str]) -> None:
+def test_a_wrong_clock_is_reported(machines: list[str]) -> None:
     skewed = {"PYTHONPATH": str(Path(__file__).parent / "skewed"), "SKEW_SECONDS": "-30"}
-    code, answer = examine(machines[:2], {1: skewed})
+    code, answer = run_checks(machines[:2], {1: skewed})
     found = named(answer, "H012")
     assert (code, found["status"]) == (2, "fail"), found
     assert "(node 1) is" in found["what"]

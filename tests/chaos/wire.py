@@ -1,7 +1,7 @@
-"""A wire between two network namespaces, in user space: delay, loss, rate and cut. This kernel has no netem.
+"""A network link between two namespaces, in user space: delay, loss, rate and cut. This kernel has no netem.
 
 `python -m tests.chaos.wire A B --delay 0.1 --loss 0.05 --rate 10` gives 10.78.0.1 to namespace A and 10.78.0.2 to B,
-says `up` and relays packets until it is killed. SIGUSR1 cuts the wire, and mends it again.
+prints `up` and relays packets until it is killed. SIGUSR1 cuts the link, and restores it again.
 """
 
 import argparse
@@ -19,16 +19,16 @@ from dataclasses import dataclass, field
 ADDRESSES = ("10.78.0.1", "10.78.0.2")
 MTU = 9000
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 1, 0x1000  # of Linux's if_tun.h
-QUEUE_BYTES = 256 * 2**10  # what a slow end holds back before it drops, as a router would
+QUEUE_BYTES = 256 * 2**10  # queued at a slow end before packets are dropped, as in a router
 
 
 @dataclass
 class End:
-    """What enters at one end of the wire and has not left at the other."""
+    """One end of the link, and the packets that entered here and have not left at the other end."""
 
     fd: int
-    on_its_way: list[tuple[float, int, bytes]] = field(default_factory=list)
-    free: float = 0.0  # when the slow end has sent all that waits
+    in_flight: list[tuple[float, int, bytes]] = field(default_factory=list)
+    free: float = 0.0  # when the queue will be empty
     waiting: int = 0
 
 
@@ -37,12 +37,12 @@ class Wire:
         self.ends, self.delay, self.loss, self.rate = ends, delay, loss, rate
         self.cut = False
         self._count = 0
-        self._chance = random.Random(0)
+        self._random = random.Random(0)
 
     def relay(self) -> None:
-        """Pass packets on, for ever."""
+        """Relay packets forever."""
         while True:
-            due = [end.on_its_way[0][0] for end in self.ends if end.on_its_way]
+            due = [end.in_flight[0][0] for end in self.ends if end.in_flight]
             wait = max(0.0, min([*due, time.monotonic() + 1.0]) - time.monotonic())
             readable, _, _ = select.select([end.fd for end in self.ends], [], [], wait)
             for here, there in (self.ends, self.ends[::-1]):
@@ -58,27 +58,27 @@ class Wire:
             except BlockingIOError:
                 return
             full = self.rate and end.waiting + len(packet) > QUEUE_BYTES
-            if self.cut or full or self._chance.random() < self.loss:
+            if self.cut or full or self._random.random() < self.loss:
                 continue
             if self.rate:
                 end.free = max(end.free, now) + len(packet) / self.rate
                 end.waiting += len(packet)
             self._count += 1
-            heapq.heappush(end.on_its_way, (max(end.free, now) + self.delay, self._count, packet))
+            heapq.heappush(end.in_flight, (max(end.free, now) + self.delay, self._count, packet))
 
     def _give(self, here: End, there: End) -> None:
-        while here.on_its_way and here.on_its_way[0][0] <= time.monotonic():
-            _, _, packet = heapq.heappop(here.on_its_way)
+        while here.in_flight and here.in_flight[0][0] <= time.monotonic():
+            _, _, packet = heapq.heappop(here.in_flight)
             here.waiting -= len(packet) if self.rate else 0
             if not self.cut:
                 try:
                     os.write(there.fd, packet)
                 except OSError:
-                    continue  # its end is down or full
+                    continue  # the other end is down or full
 
 
 def open_end(name: str, namespace: str, address: str) -> End:
-    """Make a TUN device and put its other side into `namespace`; what is sent there is read here."""
+    """Create a TUN device in `namespace`; packets that are sent there are read here."""
     fd = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(fd, TUNSETIFF, struct.pack("16sH", name.encode(), IFF_TUN | IFF_NO_PI))
     for command in (
@@ -94,12 +94,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("namespaces", nargs=2)
     parser.add_argument("--delay", type=float, default=0.0, help="seconds, each way")
-    parser.add_argument("--loss", type=float, default=0.0, help="part of the packets")
+    parser.add_argument("--loss", type=float, default=0.0, help="fraction of packets")
     parser.add_argument("--rate", type=float, default=0.0, help="Mbit/s each way; 0: no limit")
-    ask = parser.parse_args()
-    names = [f"{namespace[:12]}w" for namespace in ask.namespaces]
-    first, second = (open_end(*each) for each in zip(names, ask.namespaces, ADDRESSES, strict=True))
-    wire = Wire((first, second), delay=ask.delay, loss=ask.loss, rate=ask.rate * 1e6 / 8)
+    flags = parser.parse_args()
+    names = [f"{namespace[:12]}w" for namespace in flags.namespaces]
+    first, second = (open_end(*each) for each in zip(names, flags.namespaces, ADDRESSES, strict=True))
+    wire = Wire((first, second), delay=flags.delay, loss=flags.loss, rate=flags.rate * 1e6 / 8)
 
     def toggle(*_: object) -> None:
         wire.cut = not wire.cut

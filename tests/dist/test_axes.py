@@ -17,9 +17,9 @@ from trimaran.core import Mesh, Plan
 from trimaran.models import PRESETS
 from trimaran.nets import Network, decoder_network, initialise
 from trimaran.nets.attention_context import attention, document_mask
-from trimaran.parallel import apply_plan, build_mesh, gradient_norm, vocabulary_loss
-from trimaran.parallel.axes.cp import CONTEXTS, GatherContext
-from trimaran.train.process.rank_info import join, read_rank_info
+from trimaran.parallel import apply_plan, build_mesh, gradient_norm, vocab_parallel_cross_entropy
+from trimaran.parallel.axes.cp import CONTEXTS, AllGatherContext
+from trimaran.train.process.rank_info import join_process_group, read_rank_info
 
 SPEC = replace(PRESETS["tiny"], layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=64)
 DOCUMENTS = torch.tensor([[0] * 3 + [1] * 9 + [2] * 4, [0] * 16])
@@ -28,7 +28,7 @@ DOCUMENTS = torch.tensor([[0] * 3 + [1] * 9 + [2] * 4, [0] * 16])
 def network_under(plan: Plan) -> Network:
     """Join the ranks and return this rank's part of a small decoder."""
     if not dist.is_initialized():
-        join(read_rank_info(os.environ))
+        join_process_group(read_rank_info(os.environ))
     with torch.device("meta"):
         network = decoder_network(SPEC)
     apply_plan(network, plan, build_mesh(plan.mesh, device_type="cpu"))
@@ -38,10 +38,10 @@ def network_under(plan: Plan) -> Network:
 
 
 def loss_of_split_logits(logits: torch.Tensor, labels: torch.Tensor) -> tuple[float, np.ndarray, int]:
-    join(read_rank_info(os.environ))
+    join_process_group(read_rank_info(os.environ))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     mine = logits.chunk(mesh.size(), -1)[mesh.get_local_rank()].clone().requires_grad_()
-    loss = vocabulary_loss(DTensor.from_local(mine, mesh, [Shard(2)]), labels, ignored=-100)
+    loss = vocab_parallel_cross_entropy(DTensor.from_local(mine, mesh, [Shard(2)]), labels, ignored=-100)
     (loss * 0.25).backward()
     assert mine.grad is not None
     return loss.item(), mine.grad.numpy(), mine.shape[-1]
@@ -79,7 +79,7 @@ def test_no_rank_has_whole_logits_or_whole_matrices_under_tensor_parallelism() -
 
 
 def attend_in_parts(kind: str, documents: torch.Tensor | None, tensors: list[torch.Tensor]) -> list[np.ndarray]:
-    join(read_rank_info(os.environ))
+    join_process_group(read_rank_info(os.environ))
     context = CONTEXTS[kind](dist.group.WORLD)
 
     def mine(x: torch.Tensor) -> torch.Tensor:  # contexts cut dimension 1, these have their positions in dimension 2
@@ -112,8 +112,8 @@ def test_attention_over_parts_of_a_sequence_is_exact(kind: str, packed: bool) ->
 
 
 def seen_keys() -> int:
-    join(read_rank_info(os.environ))
-    return int(GatherContext(dist.group.WORLD).mask(torch.zeros(1, 64, dtype=torch.long)).sum())
+    join_process_group(read_rank_info(os.environ))
+    return int(AllGatherContext(dist.group.WORLD).mask(torch.zeros(1, 64, dtype=torch.long)).sum())
 
 
 def test_every_rank_of_a_causal_sequence_sees_equally_many_keys() -> None:
@@ -174,7 +174,7 @@ def test_only_sharded_parameters_free_their_blocks_after_a_forward(sharding: str
 
 
 def seeds(mesh: Mesh) -> tuple[int, int]:
-    join(read_rank_info(os.environ))
+    join_process_group(read_rank_info(os.environ))
     ranks = build_mesh(mesh, device_type="cpu")
     return ranks.rank("tp"), ranks.dropout_seed(7)
 
@@ -187,7 +187,7 @@ def test_only_ranks_that_compute_the_same_drop_the_same() -> None:
 
 
 def names_of_ranks(mesh: Mesh) -> tuple[int, int, int, bool]:
-    join(read_rank_info(os.environ))
+    join_process_group(read_rank_info(os.environ))
     ranks = build_mesh(mesh, device_type="cpu")
     return ranks.rank("pp"), ranks.data_rank, ranks.rank("tp"), ranks.counts_samples
 

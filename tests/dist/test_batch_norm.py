@@ -1,4 +1,4 @@
-"""BatchNorm in one's own loop: whose statistics it takes when a batch is cut into ranks and micro-batches."""
+"""BatchNorm in a user's own loop: which statistics it uses when a batch is split over ranks and micro-batches."""
 
 import warnings
 
@@ -18,7 +18,7 @@ BATCH = 8
 
 
 class Net(nn.Module):
-    """Convolutions and a classifier, with all three kinds of BatchNorm settings that people use."""
+    """Convolutions and a classifier, with BatchNorm in three settings: default, not affine, and not tracking."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,10 +39,10 @@ class Net(nn.Module):
 def batch_of(step: int) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(step)
     images = torch.randn(BATCH, 3, 8, 8, generator=draw) * torch.arange(1, BATCH + 1).view(-1, 1, 1, 1)
-    return images + 10, torch.randint(5, (BATCH,), generator=draw)  # rows differ, and lie far from zero
+    return images + 10, torch.randint(5, (BATCH,), generator=draw)  # rows differ, with means far from zero
 
 
-def made() -> Net:
+def build_net() -> Net:
     torch.manual_seed(1)
     model = Net()
     for each in model.modules():
@@ -53,15 +53,15 @@ def made() -> Net:
 
 
 def state_of(model: nn.Module) -> dict[str, np.ndarray]:
-    whole = {
+    full = {
         name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in model.state_dict().items()
     }
-    return {name: each.detach().numpy().copy() for name, each in whole.items()}
+    return {name: each.detach().numpy().copy() for name, each in full.items()}
 
 
-def by_hand(frozen: bool) -> tuple[list[float], dict[str, np.ndarray]]:
-    """Return the losses and the final state of one process that sees the whole batch at once."""
-    model = made()
+def train_plain(frozen: bool) -> tuple[list[float], dict[str, np.ndarray]]:
+    """Return the losses and the final state of one process that sees the full batch at once."""
+    model = build_net()
     if frozen:
         model.untracked = nn.Identity()
         for each in (model.norm, model.plain, *(block[1] for block in model.blocks)):
@@ -77,11 +77,11 @@ def by_hand(frozen: bool) -> tuple[list[float], dict[str, np.ndarray]]:
     return losses, state_of(model)
 
 
-def by_loop(batch_norm: str, sharding: str, size: int) -> tuple[list[float], dict[str, np.ndarray]]:
-    """Return the same of this rank. With the right setting there is nothing to warn of."""
+def train_prepared(batch_norm: str, sharding: str, size: int) -> tuple[list[float], dict[str, np.ndarray]]:
+    """Return the losses and the final state of this rank. Only `local` may warn."""
     warnings.simplefilter("ignore" if batch_norm == "local" else "error")
     dist.init_process_group("gloo")
-    model = made()
+    model = build_net()
     if batch_norm == "frozen":
         model.untracked = nn.Identity()
     names = list(model.state_dict())
@@ -98,19 +98,19 @@ def by_loop(batch_norm: str, sharding: str, size: int) -> tuple[list[float], dic
 
 
 @pytest.mark.parametrize("sharding", ["none", "parameters"])
-def test_synchronised_statistics_on_two_ranks_are_those_of_the_whole_batch(sharding: str) -> None:
-    losses, state = by_hand(frozen=False)
-    for ours, our_state in run_ranks(2, by_loop, "sync", sharding, BATCH // 2):
+def test_sync_statistics_on_two_ranks_equal_those_of_the_full_batch(sharding: str) -> None:
+    losses, state = train_plain(frozen=False)
+    for ours, our_state in run_ranks(2, train_prepared, "sync", sharding, BATCH // 2):
         assert ours == pytest.approx(losses, rel=1e-5)
         assert our_state.keys() == state.keys()
-        for name, each in state.items():  # weights, and with them gradients; running statistics
+        for name, each in state.items():  # weights, which depend on gradients, and running statistics
             assert our_state[name] == pytest.approx(each, rel=1e-4, abs=1e-5), name
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_frozen_statistics_make_accumulation_exact(world_size: int) -> None:
-    losses, state = by_hand(frozen=True)
-    for ours, our_state in run_ranks(world_size, by_loop, "frozen", "none", 2):
+    losses, state = train_plain(frozen=True)
+    for ours, our_state in run_ranks(world_size, train_prepared, "frozen", "none", 2):
         assert ours == pytest.approx(losses, rel=1e-5)
         for name, each in state.items():
             assert our_state[name] == pytest.approx(each, rel=1e-4, abs=1e-5), name
@@ -118,15 +118,15 @@ def test_frozen_statistics_make_accumulation_exact(world_size: int) -> None:
         assert not np.array_equal(our_state["norm.weight"], np.ones(6)), "scale and shift are still trained"
 
 
-def test_statistics_of_each_rank_alone_are_another_course() -> None:
-    losses, _ = by_hand(frozen=False)
-    for ours, _ in run_ranks(2, by_loop, "local", "none", BATCH // 2):
+def test_local_statistics_train_differently() -> None:
+    losses, _ = train_plain(frozen=False)
+    for ours, _ in run_ranks(2, train_prepared, "local", "none", BATCH // 2):
         assert ours != pytest.approx(losses, rel=1e-3)
 
 
 def outputs_and_gradients(batch_norm: str) -> tuple[np.ndarray, np.ndarray]:
     dist.init_process_group("gloo")
-    model = made()
+    model = build_net()
     loop = trimaran.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), batch_norm=batch_norm)
     ((images, labels),) = loop.micro_batches(batch_of(0), size=BATCH // dist.get_world_size())
     out = model(images)
@@ -134,17 +134,17 @@ def outputs_and_gradients(batch_norm: str) -> tuple[np.ndarray, np.ndarray]:
     return out.detach().numpy(), torch.cat([each.grad.flatten() for each in model.parameters()]).numpy()
 
 
-def test_outputs_and_gradients_are_those_of_one_process() -> None:
-    ((whole, gradient),) = run_ranks(1, outputs_and_gradients, "local")
-    parts = run_ranks(2, outputs_and_gradients, "sync")
-    assert np.concatenate([out for out, _ in parts]) == pytest.approx(whole, rel=1e-4, abs=1e-5)
-    for _, ours in parts:
+def test_outputs_and_gradients_equal_those_of_one_process() -> None:
+    ((expected, gradient),) = run_ranks(1, outputs_and_gradients, "local")
+    answers = run_ranks(2, outputs_and_gradients, "sync")
+    assert np.concatenate([out for out, _ in answers]) == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    for _, ours in answers:
         assert np.linalg.norm(ours - gradient) <= 1e-5 * np.linalg.norm(gradient)
 
 
-def warned(batch_norm: str, size: int, evaluate: bool = False) -> list[str]:
+def warnings_of(batch_norm: str, size: int, evaluate: bool = False) -> list[str]:
     dist.init_process_group("gloo")
-    model = made()
+    model = build_net()
     model.untracked = nn.Identity()
     loop = trimaran.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), batch_norm=batch_norm)
     model.train(not evaluate)
@@ -152,28 +152,28 @@ def warned(batch_norm: str, size: int, evaluate: bool = False) -> list[str]:
         warnings.simplefilter("always")
         for _ in range(2):
             list(loop.micro_batches(batch_of(0), size=size))
-    assert all(each.filename == __file__ for each in caught), "the warning points at the person's own line"
+    assert all(each.filename == __file__ for each in caught), "the warning points at the user's own line"
     dist.barrier()  # nothing above waits for the other rank
     return [str(each.message) for each in caught]
 
 
-def test_statistics_that_would_be_wrong_are_warned_of_once() -> None:
-    for on_two_ranks in run_ranks(2, warned, "local", BATCH // 2):
+def test_wrong_statistics_are_warned_of_once() -> None:
+    for on_two_ranks in run_ranks(2, warnings_of, "local", BATCH // 2):
         (message,) = on_two_ranks
         assert "on 2 ranks" in message
         assert "batch_norm='sync'" in message
-    for accumulating in (*run_ranks(1, warned, "local", 2), *run_ranks(2, warned, "sync", 2)):
+    for accumulating in (*run_ranks(1, warnings_of, "local", 2), *run_ranks(2, warnings_of, "sync", 2)):
         (message,) = accumulating
         assert "micro-batches" in message
         assert "batch_norm='frozen'" in message
-    assert run_ranks(1, warned, "local", BATCH) == [[]]
-    assert run_ranks(2, warned, "sync", BATCH // 2) == [[], []]
-    assert run_ranks(2, warned, "frozen", 2) == [[], []]
-    assert run_ranks(2, warned, "local", 2, True) == [[], []]
+    assert run_ranks(1, warnings_of, "local", BATCH) == [[]]
+    assert run_ranks(2, warnings_of, "sync", BATCH // 2) == [[], []]
+    assert run_ranks(2, warnings_of, "frozen", 2) == [[], []]
+    assert run_ranks(2, warnings_of, "local", 2, True) == [[], []]
 
 
-def mistakes() -> list[str]:
-    model, messages = made(), []
+def messages_of_mistakes() -> list[str]:
+    model, messages = build_net(), []
     for batch_norm in ("synced", "frozen"):
         with pytest.raises(UserError) as caught:
             trimaran.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), batch_norm=batch_norm)
@@ -181,8 +181,8 @@ def mistakes() -> list[str]:
     return messages
 
 
-def test_what_cannot_be_is_a_mistake() -> None:
-    ((word, layer),) = run_ranks(1, mistakes)
-    assert word.startswith("P042")
+def test_an_unknown_mode_and_a_layer_without_running_statistics_are_refused() -> None:
+    ((mode, layer),) = run_ranks(1, messages_of_mistakes)
+    assert mode.startswith("P042")
     assert layer.startswith("P043")
     assert "untracked" in layer

@@ -12,20 +12,20 @@ from trimaran.core import Mesh, Plan
 from trimaran.nets import Network
 from trimaran.parallel import apply_plan, build_mesh
 from trimaran.parallel.comm.compression import COMPRESSION
-from trimaran.parallel.comm.local_steps import meeting
-from trimaran.train.process.rank_info import join, read_rank_info
+from trimaran.parallel.comm.local_steps import weight_averaging
+from trimaran.train.process.rank_info import join_process_group, read_rank_info
 
 STEPS = 150
 
 
 def gradients(compression: str) -> list[np.ndarray]:
     """Return the gradient that each step left here, when every rank has a constant one of its own."""
-    place = read_rank_info(os.environ)
-    join(place)
+    rank_info = read_rank_info(os.environ)
+    join_process_group(rank_info)
     model = nn.Linear(64, 32, bias=False)
     plan = Plan.model_validate({"mesh": Mesh(dp_replicate=2), "comm": {"compression": compression}})
     apply_plan(Network(model, (), None), plan, build_mesh(plan.mesh, device_type="cpu"))
-    target = torch.randn(32, 64, generator=torch.Generator().manual_seed(place.rank))
+    target = torch.randn(32, 64, generator=torch.Generator().manual_seed(rank_info.rank))
     seen = []
     for _ in range(STEPS):
         model.zero_grad()
@@ -72,8 +72,8 @@ def test_top_k_sends_few_values() -> None:
 
 def weights_by_step(local_steps: int) -> list[np.ndarray]:
     """Return the weights after each update of replicas that see different data."""
-    place = read_rank_info(os.environ)
-    join(place)
+    rank_info = read_rank_info(os.environ)
+    join_process_group(rank_info)
     model = nn.Linear(8, 4)
     with torch.no_grad():
         model.weight.fill_(0.5)
@@ -81,11 +81,11 @@ def weights_by_step(local_steps: int) -> list[np.ndarray]:
     ranks = build_mesh(plan.mesh, device_type="cpu")
     apply_plan(Network(model, (), None), plan, ranks)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    meet = meeting(plan, ranks, list(model.parameters()))
+    meet = weight_averaging(plan, ranks, list(model.parameters()))
     seen = []
     for _ in range(6):
         optimizer.zero_grad()
-        model(torch.full((1, 8), 1.0 + place.rank)).square().sum().backward()
+        model(torch.full((1, 8), 1.0 + rank_info.rank)).square().sum().backward()
         optimizer.step()
         meet()
         seen.append(model.weight.detach().clone().numpy())

@@ -1,4 +1,4 @@
-"""DeepSpeed trains the same trajectory as one plain process, and what it cannot start is told."""
+"""DeepSpeed trains the same trajectory as one plain process, and reports why it cannot start."""
 
 import gc
 import importlib
@@ -18,37 +18,36 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.cases import slow
-from tests.parity import Trajectory, assert_same_course, sail, sail_to
+from tests.parity import Trajectory, assert_same_trajectory, train_run, train_trajectory
 from tests.ranks import run_ranks
 from trimaran.core import Mesh, ModelSection, Plan, Recipe, UserError
 from trimaran.data.step_batch import text_batch
 from trimaran.parallel import build_mesh
 from trimaran.run import RunDirectory, create_run
-from trimaran.train.build import build_stepper
-from trimaran.train.networks import build_networks
-from trimaran.train.metrics.step_clock import Clock
-from trimaran.train.steppers.deepspeed_stepper import load_deepspeed
+from trimaran.train.build import build_networks, build_stepper
 from trimaran.train.health.guard import Guard
-from trimaran.train.process.rank_info import join, read_rank_info
+from trimaran.train.metrics.step_clock import StepClock
+from trimaran.train.process.rank_info import join_process_group, read_rank_info
+from trimaran.train.steppers.deepspeed_stepper import load_deepspeed
 from trimaran.train.worker import run_worker
 
-# Wide enough that ZeRO-3 splits some matrices (from 10,000 elements) and leaves the others whole.
+# Wide enough that ZeRO-3 shards some matrices (from 10,000 elements) and leaves the others unsharded.
 SHAPE = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn": 192}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def deepspeed() -> None:
-    """Import the package once for all ranks that are forked from here, with what it would import in each of them."""
+    """Import the package, and what it imports lazily, once for all forked ranks."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     pytest.importorskip("deepspeed", reason="needs the extra: pip install trimaran[deepspeed]")
     for late in ("stage3", "muon.muon_optimizer"):
         importlib.import_module(f"deepspeed.runtime.zero.{late}")
-    gc.freeze()  # it collects garbage at every turn; what is here already would be copied into each rank for that
+    gc.freeze()  # DeepSpeed collects garbage often, which would copy the parent's pages into each rank
 
 
 @pytest.fixture(scope="module")
-def harbour(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with documents of very uneven length, so that every rank and micro-batch counts different tokens."""
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with documents of very different lengths, so that ranks and micro-batches have different counts."""
     folder = tmp_path_factory.mktemp("deepspeed")
     with (folder / "uneven.jsonl").open("w") as file:
         for number in range(900):
@@ -57,8 +56,8 @@ def harbour(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def recipe_for(harbour: Path, preset: str = "tiny", **train: object) -> Recipe:
-    data = {"source": "jsonl", "path": str(harbour / "uneven.jsonl"), "seq_len": 32, "isolate_documents": True}
+def recipe_for(workspace: Path, preset: str = "tiny", **train: object) -> Recipe:
+    data = {"source": "jsonl", "path": str(workspace / "uneven.jsonl"), "seq_len": 32, "isolate_documents": True}
     settings = {"steps": 10, "global_batch": 12, "lr": 3e-3, "seed": 3, "schedule": {"warmup_steps": 2}}
     settings |= {"evaluate": {"batches": 0}, "sample": {"tokens": 0}}
     return Recipe.model_validate({"model": {"preset": preset, "shape": SHAPE}, "data": data, "train": settings | train})
@@ -80,11 +79,11 @@ def plan_for(sharding: str, *, world: int = 2, offload: str = "none", precision:
 
 
 @lru_cache
-def reference(harbour: Path, preset: str = "tiny") -> Trajectory:
-    return sail(recipe_for(harbour, preset), Plan(micro_batch=12), harbour / "runs")
+def reference(workspace: Path, preset: str = "tiny") -> Trajectory:
+    return train_trajectory(recipe_for(workspace, preset), Plan(micro_batch=12), workspace / "runs")
 
 
-def told(run: RunDirectory, kind: str) -> dict[str, Any]:
+def event_data(run: RunDirectory, kind: str) -> dict[str, Any]:
     events = [json.loads(line) for line in run.events(0).read_text().splitlines()]
     return next(event["data"] for event in events if event["kind"] == kind)
 
@@ -101,97 +100,100 @@ def told(run: RunDirectory, kind: str) -> dict[str, Any]:
         ("parameters", "parameters", "none"),
     ],
 )
-def test_every_stage_trains_the_same_trajectory(harbour: Path, sharding: str, offload: str, recompute: str) -> None:
+def test_every_stage_trains_the_same_trajectory(workspace: Path, sharding: str, offload: str, recompute: str) -> None:
     plan = plan_for(sharding, offload=offload).model_copy(update={"recompute": recompute})
-    course = sail(recipe_for(harbour), plan, harbour / "runs")
-    assert_same_course(course, reference(harbour))
-    assert course.losses[-1] < 0.9 * course.losses[0], "a trajectory that goes nowhere proves nothing"
+    trajectory = train_trajectory(recipe_for(workspace), plan, workspace / "runs")
+    assert_same_trajectory(trajectory, reference(workspace))
+    assert trajectory.losses[-1] < 0.9 * trajectory.losses[0], "the loss must fall, or the comparison proves nothing"
 
 
-def test_experts_train_the_same_trajectory_with_parameters_sharded(harbour: Path) -> None:
-    course = sail(recipe_for(harbour, "tiny-moe"), plan_for("parameters"), harbour / "runs")
-    assert_same_course(course, reference(harbour, "tiny-moe"))
+def test_experts_train_the_same_trajectory_with_parameters_sharded(workspace: Path) -> None:
+    trajectory = train_trajectory(recipe_for(workspace, "tiny-moe"), plan_for("parameters"), workspace / "runs")
+    assert_same_trajectory(trajectory, reference(workspace, "tiny-moe"))
 
 
-def test_the_metrics_say_the_same(harbour: Path) -> None:
-    recipe = recipe_for(harbour, "tiny-moe", steps=2)
-    runs = [sail_to(recipe, plan, harbour / "runs") for plan in (Plan(micro_batch=12), plan_for("optimizer"))]
+def test_the_metrics_are_those_of_the_torch_engine(workspace: Path) -> None:
+    recipe = recipe_for(workspace, "tiny-moe", steps=2)
+    runs = [train_run(recipe, plan, workspace / "runs") for plan in (Plan(micro_batch=12), plan_for("optimizer"))]
     plain, sharded = (json.loads(run.metrics.read_text().splitlines()[-1]) for run in runs)
-    assert sharded.keys() - {"ranks"} == plain.keys()  # one rank has nobody to compare with
+    assert sharded.keys() - {"ranks"} == plain.keys()  # a single rank has no comparison of ranks
     for name in ("step", "loss", "grad_norm", "lr", "tokens", "samples", "router"):
         assert sharded[name] == pytest.approx(plain[name], rel=1e-5), name
     assert all(sharded["phases"][phase] > 0 for phase in ("data", "forward", "backward", "comm", "optimizer"))
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 1e-2), ("fp16", 2e-3)])
-def test_half_precision_stays_close(harbour: Path, precision: str, tolerance: float) -> None:
-    run = sail_to(recipe_for(harbour), plan_for("gradients", precision=precision), harbour / "runs")
+def test_half_precision_stays_close_to_fp32(workspace: Path, precision: str, tolerance: float) -> None:
+    run = train_run(recipe_for(workspace), plan_for("gradients", precision=precision), workspace / "runs")
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
-    assert [line["loss"] for line in lines] == pytest.approx(reference(harbour).losses, rel=tolerance)
+    assert [line["loss"] for line in lines] == pytest.approx(reference(workspace).losses, rel=tolerance)
     assert [line.get("loss_scale") for line in lines] == [65536.0 if precision == "fp16" else None] * 10
 
 
-def test_every_precision_starts_from_the_same_weights(harbour: Path) -> None:
-    """Steps this short move no weight. Three ranks, so that parts have to be filled up."""
-    recipe = recipe_for(harbour, steps=1, lr=1e-14)
-    first = sail(recipe, Plan(micro_batch=12), harbour / "runs").weights
+def test_every_precision_starts_from_the_same_weights(workspace: Path) -> None:
+    """The learning rate is too small to change a weight. With three ranks, partitions are padded."""
+    recipe = recipe_for(workspace, steps=1, lr=1e-14)
+    first = train_trajectory(recipe, Plan(micro_batch=12), workspace / "runs").weights
     for sharding in ("gradients", "parameters"):
-        weights = sail(recipe, plan_for(sharding, world=3, precision="bf16"), harbour / "runs").weights
+        weights = train_trajectory(recipe, plan_for(sharding, world=3, precision="bf16"), workspace / "runs").weights
         assert weights.keys() == first.keys()
         assert all(torch.equal(weights[name], first[name]) for name in first)
 
 
-def test_the_network_evaluates_and_writes_as_without_deepspeed(harbour: Path) -> None:
-    recipe = recipe_for(harbour, steps=3, evaluate={"batches": 2}, sample={"tokens": 8, "temperature": 0})
+def test_the_network_evaluates_and_generates_as_without_deepspeed(workspace: Path) -> None:
+    recipe = recipe_for(workspace, steps=3, evaluate={"batches": 2}, sample={"tokens": 8, "temperature": 0})
     plain, sharded = (
-        sail_to(recipe, plan, harbour / "runs") for plan in (Plan(micro_batch=12), plan_for("parameters"))
+        train_run(recipe, plan, workspace / "runs") for plan in (Plan(micro_batch=12), plan_for("parameters"))
     )
-    assert told(sharded, "evaluation")["loss"] == pytest.approx(told(plain, "evaluation")["loss"], rel=1e-5)
-    assert told(sharded, "sample")["text"] == told(plain, "sample")["text"]
+    assert event_data(sharded, "evaluation")["loss"] == pytest.approx(event_data(plain, "evaluation")["loss"], rel=1e-5)
+    assert event_data(sharded, "sample")["text"] == event_data(plain, "sample")["text"]
 
 
-@pytest.mark.chaos
-def test_a_hugging_face_model_trains_the_same_trajectory(harbour: Path, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_hugging_face_model_trains_the_same_trajectory(workspace: Path, tmp_path: Path) -> None:
     torch.manual_seed(1)
     sizes = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
     LlamaForCausalLM(LlamaConfig(**sizes, **heads)).save_pretrained(tmp_path)
-    recipe = recipe_for(harbour).model_copy(update={"model": ModelSection(family="hf", path=str(tmp_path))})
-    course = sail(recipe, plan_for("parameters"), harbour / "runs")
-    assert_same_course(course, sail(recipe, Plan(micro_batch=12), harbour / "runs"))
-    assert course.weights.keys() == load_file(tmp_path / "model.safetensors").keys()
+    recipe = recipe_for(workspace).model_copy(update={"model": ModelSection(family="hf", path=str(tmp_path))})
+    trajectory = train_trajectory(recipe, plan_for("parameters"), workspace / "runs")
+    assert_same_trajectory(trajectory, train_trajectory(recipe, Plan(micro_batch=12), workspace / "runs"))
+    assert trajectory.weights.keys() == load_file(tmp_path / "model.safetensors").keys()
 
 
-def held(recipe: Recipe, plan: Plan) -> tuple[list[str], int]:
-    """Return the parameters' names and how many elements of the large ones this rank holds between two steps."""
-    place = read_rank_info(os.environ)
-    join(place)
+def names_and_held_elements(recipe: Recipe, plan: Plan) -> tuple[list[str], int]:
+    """Return the names of the parameters, and how many elements of the large ones this rank holds between steps."""
+    rank_info = read_rank_info(os.environ)
+    join_process_group(rank_info)
     ranks = build_mesh(plan.mesh, device_type="cpu")
-    networks = build_networks(recipe, plan, place, ranks)
-    build_stepper(networks, recipe.train, plan, ranks, Clock(place.device))
+    networks = build_networks(recipe, plan, rank_info, ranks)
+    build_stepper(networks, recipe.train, plan, ranks, StepClock(rank_info.device))
     parameters = dict(networks[0].module.named_parameters())
     split = [each for each in parameters.values() if getattr(each, "ds_numel", 0) > 10_000]
     return list(parameters), sum(each.numel() + each.ds_tensor.numel() for each in split)
 
 
-def test_parameters_keep_their_names_and_each_rank_holds_half(harbour: Path) -> None:
-    recipe = recipe_for(harbour)
-    whole = {name: each.numel() for name, each in reference(harbour).weights.items()}
+def test_parameters_keep_their_names_and_each_rank_holds_half(workspace: Path) -> None:
+    recipe = recipe_for(workspace)
+    whole = {name: each.numel() for name, each in reference(workspace).weights.items()}
     large = sum(size for size in whole.values() if size > 10_000)
-    for names, elements in run_ranks(2, held, recipe, plan_for("parameters")):
+    for names, elements in run_ranks(2, names_and_held_elements, recipe, plan_for("parameters")):
         assert {name if name.startswith("lm_head") else f"model.{name}" for name in names} == whole.keys()
         assert elements == large // 2
 
 
 def steps_with_logits_times(recipe: Recipe, plan: Plan, factors: list[float]) -> list[tuple[float, bool, bool]]:
-    """Return of steps whose logits are multiplied: the norm, whether it was refused, and whether anything moved."""
-    place = read_rank_info(os.environ)
-    join(place)
+    """Run steps whose logits are multiplied by `factors`.
+
+    Returns for each the gradient norm, whether the step was refused, and whether anything changed.
+    """
+    rank_info = read_rank_info(os.environ)
+    join_process_group(rank_info)
     ranks = build_mesh(plan.mesh, device_type="cpu")
-    networks = build_networks(recipe, plan, place, ranks)
+    networks = build_networks(recipe, plan, rank_info, ranks)
     guard, found = Guard(), []
     guard.restore({"mean": 5.0, "good_steps": 100, "in_a_row": 0})
-    stepper: Any = build_stepper(networks, recipe.train, plan, ranks, Clock(place.device), guard)
+    stepper: Any = build_stepper(networks, recipe.train, plan, ranks, StepClock(rank_info.device), guard)
     networks[0].module.register_forward_hook(lambda module, given, out: (out[0] * factors[len(found)], out[1]))
 
     def state() -> list[torch.Tensor]:
@@ -214,9 +216,9 @@ def steps_with_logits_times(recipe: Recipe, plan: Plan, factors: list[float]) ->
     ("sharding", "precision"),
     [("none", "fp32"), ("optimizer", "bf16"), ("gradients", "fp32"), ("parameters", "bf16"), ("gradients", "fp16")],
 )
-def test_a_step_that_is_not_finite_or_jumps_moves_nothing(harbour: Path, sharding: str, precision: str) -> None:
+def test_a_step_with_a_nan_or_a_loss_spike_changes_nothing(workspace: Path, sharding: str, precision: str) -> None:
     plan, factors = plan_for(sharding, world=1, precision=precision), [1.0, math.nan, 1e4, 1.0]
-    (found,) = run_ranks(1, steps_with_logits_times, recipe_for(harbour), plan, factors)
+    (found,) = run_ranks(1, steps_with_logits_times, recipe_for(workspace), plan, factors)
     norms, refused, moved = zip(*found, strict=True)
     assert [math.isfinite(norm) for norm in norms] == [True, False, precision != "fp16", True]
     assert list(refused) == [False, True, True, False]
@@ -224,7 +226,7 @@ def test_a_step_that_is_not_finite_or_jumps_moves_nothing(harbour: Path, shardin
 
 
 class Blocker(importlib.abc.MetaPathFinder):
-    """An environment without DeepSpeed."""
+    """Makes imports of DeepSpeed fail, as in an environment without it."""
 
     def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
         if name.partition(".")[0] == "deepspeed":
@@ -243,15 +245,15 @@ def work_without_deepspeed(path: Path, cache: Path) -> int:
     return run_worker(RunDirectory(path), read_rank_info(os.environ), cache=cache)
 
 
-def test_a_missing_package_is_told_with_the_way_to_install_it(harbour: Path, tmp_path: Path) -> None:
-    run = create_run(tmp_path / "run", recipe_for(harbour), plan_for("optimizer", world=1))
-    assert run_ranks(1, work_without_deepspeed, run.path, harbour / "cache") == [2]
-    error = told(run, "error")
+def test_a_missing_package_is_reported_with_the_command_to_install_it(workspace: Path, tmp_path: Path) -> None:
+    run = create_run(tmp_path / "run", recipe_for(workspace), plan_for("optimizer", world=1))
+    assert run_ranks(1, work_without_deepspeed, run.path, workspace / "cache") == [2]
+    error = event_data(run, "error")
     assert (error["code"], error["where"]) == ("P037", "plan.engine")
     assert "pip install 'trimaran[deepspeed]'" in error["fix"]
 
 
-def code_for(accelerator: str) -> str:
+def message_for(accelerator: str) -> str:
     forget_deepspeed()
     os.environ["DS_ACCELERATOR"] = accelerator
     with pytest.raises(UserError) as caught:
@@ -259,9 +261,9 @@ def code_for(accelerator: str) -> str:
     return str(caught.value)
 
 
-def test_another_device_than_the_runs_is_refused() -> None:
+def test_an_accelerator_other_than_the_runs_device_is_refused() -> None:
     with pytest.raises(UserError, match="P038: DeepSpeed has chosen to compute on cpu, and this run computes on cuda"):
         load_deepspeed("cuda")
-    (told,) = run_ranks(1, code_for, "abacus")
-    assert told.startswith("P038")
-    assert "DS_ACCELERATOR=cpu" in told
+    (event_data,) = run_ranks(1, message_for, "abacus")
+    assert event_data.startswith("P038")
+    assert "DS_ACCELERATOR=cpu" in event_data

@@ -23,9 +23,9 @@ from trimaran.nets.local_shards import local_part, local_slices
 from trimaran.parallel import RankMesh, build_mesh
 from trimaran.parallel.apply import SHARDING
 from trimaran.parallel.axes.cp import apply_cp
-from trimaran.parallel.axes.ep import Exchange, apply_ep
+from trimaran.parallel.axes.ep import TokenDispatcher, apply_ep
 from trimaran.parallel.axes.tp import apply_tp
-from trimaran.train.process.rank_info import join, read_rank_info
+from trimaran.train.process.rank_info import join_process_group, read_rank_info
 from trimaran.train.metrics.router_stats import router_statistics
 
 HIDDEN, LENGTH, SEQUENCES = 16, 16, 8
@@ -53,7 +53,7 @@ OTHERS = [name for name in PRODUCTS if name not in ("ep-2", "ep-tp", "ep-tp-repl
 
 
 def start(mesh: Mesh) -> RankMesh:
-    join(read_rank_info(os.environ))
+    join_process_group(read_rank_info(os.environ))
     return build_mesh(mesh, device_type="cpu")
 
 
@@ -86,7 +86,7 @@ def exchange_tokens(kind: str, world_size: int) -> None:
     alone, module = mixture(kind), mixture(kind)
     names = [name for name, _ in module.named_parameters()]
     apply_ep(Network(module, (), None), Plan(mesh=ranks.degrees), ranks)
-    assert isinstance(module.dispatch, Exchange)
+    assert isinstance(module.dispatch, TokenDispatcher)
     assert [name for name, _ in module.named_parameters()] == names
     rank, each = dist.get_rank(), SEQUENCES // world_size
     mine = slice(rank * each, (rank + 1) * each)

@@ -1,4 +1,4 @@
-"""What a frozen vision tower makes of the images, computed once and kept: the same training without the tower."""
+"""Cached features of a frozen vision tower: the same training without running the tower."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -9,17 +9,17 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.parity import Trajectory, assert_same_course, plan_for, sail
+from tests.parity import Trajectory, assert_same_trajectory, plan_for, train_trajectory
 from trimaran.core import Recipe, UserError
-from trimaran.data.feature_cache import BF16, FeatureStore
+from trimaran.data.feature_cache import BF16, FeatureCache
 from trimaran.data.quarantine import BadSampleError
 from trimaran.nets.vision import VisionTower
-from trimaran.train.inputs.vision_features import refuse_trained
+from trimaran.train.inputs.vision_features import refuse_trained_tower
 
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Fourteen images of many shapes with captions; one of them is torn."""
+    """Fourteen images of many shapes with captions; one of them is truncated."""
     folder = tmp_path_factory.mktemp("pictures")
     draw = np.random.default_rng(0)
     for number in range(14):
@@ -27,8 +27,8 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
         file = folder / f"{number:02d}.png"
         Image.fromarray(draw.integers(0, 255, (height, width, 3), dtype=np.uint8)).save(file)
         file.with_suffix(".txt").write_text(f"image {number}, {width} by {height}")
-    torn = folder / "05.png"
-    torn.write_bytes(torn.read_bytes()[:2000])
+    truncated = folder / "05.png"
+    truncated.write_bytes(truncated.read_bytes()[:2000])
     return folder
 
 
@@ -42,77 +42,80 @@ def recipe_of(images: Path, *, cached: bool, freeze: tuple[str, ...] = ("vision"
     return Recipe.model_validate(tree)
 
 
-def without_key_biases(course: Trajectory) -> Trajectory:
-    """A bias of the keys adds the same to all scores of a row: its gradient is nothing but rounding, and AdamW makes
-    whole steps of that."""
-    weights = {name: each for name, each in course.weights.items() if not name.endswith("k_proj.bias")}
-    return replace(course, weights=weights)
+def without_key_biases(trajectory: Trajectory) -> Trajectory:
+    """Return the trajectory without key biases.
+
+    A key bias adds the same value to all attention scores of a row. Its gradient is only rounding, which AdamW
+    amplifies.
+    """
+    weights = {name: each for name, each in trajectory.weights.items() if not name.endswith("k_proj.bias")}
+    return replace(trajectory, weights=weights)
 
 
-def never(*_: Any, **__: Any) -> None:
+def fail_if_called(*_: Any, **__: Any) -> None:
     raise AssertionError("the tower was run")
 
 
-def test_training_on_kept_features_is_the_same_and_never_runs_the_tower(
+def test_training_on_cached_features_is_the_same_and_never_runs_the_tower(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "runs").mkdir()
     plain, cached = (recipe_of(images, cached=each) for each in (False, True))
-    reference = sail(plain, plan_for(plain, grad_accum=1), tmp_path / "runs")
-    first = sail(cached, plan_for(cached, grad_accum=1, dp_shard=2), tmp_path / "runs")
-    assert_same_course(without_key_biases(first), without_key_biases(reference))
+    reference = train_trajectory(plain, plan_for(plain, grad_accum=1), tmp_path / "runs")
+    first = train_trajectory(cached, plan_for(cached, grad_accum=1, dp_shard=2), tmp_path / "runs")
+    assert_same_trajectory(without_key_biases(first), without_key_biases(reference))
     (folder,) = (tmp_path / "cache" / "features").iterdir()
-    kept = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
-    assert "part-000000.bin" in kept
-    monkeypatch.setattr(VisionTower, "forward", never)
-    again = sail(cached, plan_for(cached, grad_accum=2), tmp_path / "runs")
-    assert_same_course(without_key_biases(again), without_key_biases(reference))
-    assert kept == {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
+    files = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
+    assert "part-000000.bin" in files
+    monkeypatch.setattr(VisionTower, "forward", fail_if_called)
+    again = train_trajectory(cached, plan_for(cached, grad_accum=2), tmp_path / "runs")
+    assert_same_trajectory(without_key_biases(again), without_key_biases(reference))
+    assert files == {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
 
 
-def test_a_tower_that_is_trained_has_no_features_to_keep(images: Path) -> None:
+def test_the_features_of_a_trained_tower_cannot_be_cached(images: Path) -> None:
     with pytest.raises(UserError, match="T062: the vision tower is trained"):
-        refuse_trained(recipe_of(images, cached=True, freeze=("language",)))
-    with pytest.raises(UserError, match="T062: only the family vlm keeps features"):
-        refuse_trained(Recipe())
+        refuse_trained_tower(recipe_of(images, cached=True, freeze=("language",)))
+    with pytest.raises(UserError, match="T062: only the family vlm can cache image features"):
+        refuse_trained_tower(Recipe())
 
 
-def filled(folder: Path, tokens: np.ndarray, features: np.ndarray) -> FeatureStore:
-    store = FeatureStore(folder, tokens, width=4, dtype=np.dtype(np.float32), part_bytes=100)
+def filled_cache(folder: Path, tokens: np.ndarray, features: np.ndarray) -> FeatureCache:
+    cache = FeatureCache(folder, tokens, width=4, dtype=np.dtype(np.float32), part_bytes=100)
     first = np.concatenate([[0], np.cumsum(tokens)])
-    for part in store.missing():
-        numbers = store.images(part)
+    for part in cache.missing():
+        numbers = cache.images(part)
         bad = {number: "torn" for number in numbers if number == 3}
-        store.write(part, features[first[numbers.start] : first[numbers.stop]], bad)
-    return store
+        cache.write(part, features[first[numbers.start] : first[numbers.stop]], bad)
+    return cache
 
 
-def test_features_come_back_part_by_part_and_what_is_missing_is_written_again(tmp_path: Path) -> None:
+def test_features_are_read_by_part_and_missing_parts_are_written_again(tmp_path: Path) -> None:
     tokens = np.random.default_rng(0).integers(1, 9, 20)
     features = np.random.default_rng(1).random((tokens.sum(), 4), dtype=np.float32)
-    store = filled(tmp_path / "a", tokens, features)
-    assert store.num_parts > 5
-    assert not store.missing()
-    assert not store.verify()
+    cache = filled_cache(tmp_path / "a", tokens, features)
+    assert cache.num_parts > 5
+    assert not cache.missing()
+    assert not cache.verify()
     ends = np.cumsum(tokens)
     for number in range(20):
         if number != 3:
-            assert np.array_equal(store.image(number), features[ends[number] - tokens[number] : ends[number]])
+            assert np.array_equal(cache.image(number), features[ends[number] - tokens[number] : ends[number]])
     with pytest.raises(BadSampleError, match="torn"):
-        store.image(3)
+        cache.image(3)
     (tmp_path / "a" / "part-000002.json").unlink()
     (tmp_path / "a" / "part-000004.bin").write_bytes(b"short")
-    again = FeatureStore(tmp_path / "a", tokens, width=4, dtype=np.dtype(np.float32), part_bytes=100)
+    again = FeatureCache(tmp_path / "a", tokens, width=4, dtype=np.dtype(np.float32), part_bytes=100)
     assert again.missing() == [2, 4]
-    assert not filled(tmp_path / "a", tokens, features).verify()
-    spoilt = tmp_path / "a" / "part-000001.bin"
-    spoilt.write_bytes(bytes(len(spoilt.read_bytes())))
-    assert FeatureStore(tmp_path / "a", tokens, width=4, dtype=np.dtype(np.float32), part_bytes=100).verify() == [1]
+    assert not filled_cache(tmp_path / "a", tokens, features).verify()
+    corrupted = tmp_path / "a" / "part-000001.bin"
+    corrupted.write_bytes(bytes(len(corrupted.read_bytes())))
+    assert FeatureCache(tmp_path / "a", tokens, width=4, dtype=np.dtype(np.float32), part_bytes=100).verify() == [1]
 
 
-def test_bf16_is_kept_bit_by_bit(tmp_path: Path) -> None:
+def test_bf16_features_are_stored_bit_by_bit(tmp_path: Path) -> None:
     features = torch.randn(6, 4).bfloat16()
-    store = FeatureStore(tmp_path, np.array([2, 4]), width=4, dtype=BF16)
-    store.write(0, features.view(torch.uint16).numpy(), {})
-    back = torch.from_numpy(store.image(1).copy()).view(torch.bfloat16)
+    cache = FeatureCache(tmp_path, np.array([2, 4]), width=4, dtype=BF16)
+    cache.write(0, features.view(torch.uint16).numpy(), {})
+    back = torch.from_numpy(cache.image(1).copy()).view(torch.bfloat16)
     assert torch.equal(back, features[2:])

@@ -14,9 +14,9 @@ from trimaran.core import Mesh, Plan
 from trimaran.models import PRESETS
 from trimaran.nets import decoder_network, initialise
 from trimaran.parallel import apply_plan, autocast, build_mesh
-from trimaran.parallel.fp8 import convert
+from trimaran.parallel.fp8 import convert_linears
 from trimaran.parallel.fp8_linear import Fp8Linear
-from trimaran.train.process.rank_info import join, read_rank_info
+from trimaran.train.process.rank_info import join_process_group, read_rank_info
 
 TINY = PRESETS["tiny"]
 SPEC = replace(TINY, layers=1, hidden=256, heads=4, kv_heads=4, head_dim=64, ffn=512, tied=False,
@@ -31,11 +31,11 @@ PLANS = {
 
 def course(plan: Plan, in_fp8: bool) -> dict[str, Tensor]:
     """Return the whole gradient of each parameter, and the loss, of a rank that sees all tokens."""
-    join(read_rank_info(os.environ))
+    join_process_group(read_rank_info(os.environ))
     network = decoder_network(SPEC)
     initialise(network.module, seed=0, spec=SPEC)
     if in_fp8:
-        convert(network)  # `apply_fp8` would not do it on a CPU
+        convert_linears(network)  # `apply_fp8` would not do it on a CPU
         assert sum(isinstance(each, Fp8Linear) for each in network.module.modules()) == 7
     apply_plan(network, plan, build_mesh(plan.mesh, device_type="cpu"))
     with torch.backends.mkldnn.flags(enabled=False), autocast(plan, torch.device("cpu")):

@@ -1,4 +1,4 @@
-"""A head that ends in the loss trains the course of one that ends in logits, under every plan that allows it."""
+"""A fused or chunked loss trains the same trajectory as full logits, under every plan that allows it."""
 
 import json
 from collections.abc import Callable
@@ -10,18 +10,17 @@ import pytest
 from transformers import LlamaConfig
 
 from tests.cases import quick_or_slow, slow
-from tests.parity import TOLERANCE, Trajectory, assert_same_course, plan_for, sail_to, trajectory_of
-from tests.seeing import SPEC, TIED, TRAIN, Course, assert_alike, courses, plan_of
+from tests.parity import TOLERANCE, Trajectory, assert_same_trajectory, plan_for, train_run, trajectory_of
+from tests.vlm_training import SPEC, TIED, TRAIN, TrainingTrace, assert_traces_match, plan_of, train_all_ranks
 from trimaran.core import ModelSection, Recipe
 from trimaran.models import VlmSpec
 from trimaran.run import RunDirectory
-from trimaran.train.loss import head_loss
-from trimaran.train.loss import objective
+from trimaran.train.loss import head_loss, objective
 
 PLANS: dict[str, dict[str, Any]] = {
     "one process": {},
     "ddp-2": {"dp_replicate": 2},
-    "ddp-3": {"dp_replicate": 3},  # with three or more DDP looks for unused parameters
+    "ddp-3": {"dp_replicate": 3},  # with three or more ranks DDP searches unused parameters
     "fsdp-2": {"dp_shard": 2},
     "zero-2": {"dp_shard": 2, "sharding": "gradients"},
     "cp-2": {"cp": 2},
@@ -39,13 +38,13 @@ SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64}
 
 
 @pytest.fixture(autouse=True)
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let even these rows be too many for one piece; ranks are forked, so they inherit it."""
-    monkeypatch.setattr(head_loss, "piece_rows", lambda *_: 50)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make chunks smaller than the rows of these tests; forked ranks inherit it."""
+    monkeypatch.setattr(head_loss, "chunk_rows", lambda *_: 50)
 
 
 @pytest.fixture(scope="module")
-def harbour(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("head-loss")
     with (folder / "uneven.jsonl").open("w") as file:
         for number in range(900):
@@ -54,8 +53,8 @@ def harbour(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def recipe_for(harbour: Path, *, tied: bool) -> Recipe:
-    data = {"source": "jsonl", "path": str(harbour / "uneven.jsonl"), "seq_len": 32, "isolate_documents": True}
+def recipe_for(workspace: Path, *, tied: bool) -> Recipe:
+    data = {"source": "jsonl", "path": str(workspace / "uneven.jsonl"), "seq_len": 32, "isolate_documents": True}
     train = {"steps": 8, "global_batch": 12, "lr": 3e-3, "seed": 3, "sample": {"tokens": 0}}
     return Recipe.model_validate(
         {"model": {"preset": "tiny", "shape": SHAPE | {"tied": tied}}, "data": data, "train": train}
@@ -67,26 +66,26 @@ def held_out(run: RunDirectory) -> float:
     return next(each["data"]["loss"] for each in events if each["kind"] == "evaluation")
 
 
-def sailed(harbour: Path, *, tied: bool, **fields: Any) -> tuple[Trajectory, float]:
-    """Return the course of a plan and the held-out loss at its end."""
-    recipe = recipe_for(harbour, tied=tied)
-    run = sail_to(recipe, plan_for(recipe, **{"grad_accum": 2} | fields), harbour / "runs")
+def train_plan(workspace: Path, *, tied: bool, **fields: Any) -> tuple[Trajectory, float]:
+    """Return the trajectory of a plan and its final held-out loss."""
+    recipe = recipe_for(workspace, tied=tied)
+    run = train_run(recipe, plan_for(recipe, **{"grad_accum": 2} | fields), workspace / "runs")
     return trajectory_of(run), held_out(run)
 
 
 @pytest.fixture
-def no_logits(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Return what makes the ranks that are forked from then on fail if they judge by logits."""
+def forbid_logits(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Return a function after which forked ranks fail if they compute a loss from logits."""
 
-    def refuse(*_: object) -> None:
+    def fail(*_: object) -> None:
         raise AssertionError("there should be no logits")
 
-    return lambda: monkeypatch.setattr(objective, "summed_loss", refuse)
+    return lambda: monkeypatch.setattr(objective, "summed_loss", fail)
 
 
 @lru_cache
-def by_logits(harbour: Path, precision: str, *, tied: bool) -> tuple[Trajectory, float]:
-    return sailed(harbour, tied=tied, precision=precision)
+def with_logits(workspace: Path, precision: str, *, tied: bool) -> tuple[Trajectory, float]:
+    return train_plan(workspace, tied=tied, precision=precision)
 
 
 @pytest.mark.parametrize(
@@ -96,15 +95,15 @@ def by_logits(harbour: Path, precision: str, *, tied: bool) -> tuple[Trajectory,
         QUICK.__contains__,
     ),
 )
-def test_the_course_is_that_of_logits_under_every_plan(
-    harbour: Path, no_logits: Callable[[], None], plan: str, loss: str, tied: bool
+def test_the_trajectory_is_that_of_logits_under_every_plan(
+    workspace: Path, forbid_logits: Callable[[], None], plan: str, loss: str, tied: bool
 ) -> None:
-    reference, measured = by_logits(harbour, "fp32", tied=tied)
-    no_logits()
-    course, found = sailed(harbour, tied=tied, loss=loss, **PLANS[plan])
-    assert_same_course(course, reference)
+    reference, measured = with_logits(workspace, "fp32", tied=tied)
+    forbid_logits()
+    trajectory, found = train_plan(workspace, tied=tied, loss=loss, **PLANS[plan])
+    assert_same_trajectory(trajectory, reference)
     assert found == pytest.approx(measured, rel=TOLERANCE)
-    assert course.losses[-1] < 0.95 * course.losses[0], "a course that goes nowhere proves nothing"
+    assert trajectory.losses[-1] < 0.95 * trajectory.losses[0], "the loss must fall, or the comparison proves nothing"
 
 
 @pytest.mark.parametrize(
@@ -114,21 +113,21 @@ def test_the_course_is_that_of_logits_under_every_plan(
         {("bf16", "fsdp-2", "fused"), ("fp16", "one process", "fused")}.__contains__,
     ),
 )
-def test_in_16_bits_it_is_so_within_their_precision(
-    harbour: Path, no_logits: Callable[[], None], precision: str, plan: str, loss: str
+def test_in_16_bits_the_trajectory_is_that_of_logits_within_their_precision(
+    workspace: Path, forbid_logits: Callable[[], None], precision: str, plan: str, loss: str
 ) -> None:
-    reference, measured = by_logits(harbour, precision, tied=False)
-    no_logits()
-    course, found = sailed(harbour, tied=False, precision=precision, loss=loss, **PLANS[plan])
+    reference, measured = with_logits(workspace, precision, tied=False)
+    forbid_logits()
+    trajectory, found = train_plan(workspace, tied=False, precision=precision, loss=loss, **PLANS[plan])
     near = 1e-3 if precision == "bf16" else 1e-4
-    assert course.losses == pytest.approx(reference.losses, rel=near)
-    assert course.norms == pytest.approx(reference.norms, rel=10 * near)
+    assert trajectory.losses == pytest.approx(reference.losses, rel=near)
+    assert trajectory.norms == pytest.approx(reference.norms, rel=10 * near)
     assert found == pytest.approx(measured, rel=near)
 
 
 @cache
-def seen_by_logits(spec: VlmSpec, freeze: tuple[str, ...]) -> Course:
-    return courses(spec, plan_of(grad_accum=1), TRAIN, freeze)[0]
+def vlm_with_logits(spec: VlmSpec, freeze: tuple[str, ...]) -> TrainingTrace:
+    return train_all_ranks(spec, plan_of(grad_accum=1), TRAIN, freeze)[0]
 
 
 @pytest.mark.parametrize(
@@ -140,26 +139,26 @@ def seen_by_logits(spec: VlmSpec, freeze: tuple[str, ...]) -> Course:
         ({"mesh": {"cp": 2}}, True, ()),
     ],
 )
-def test_a_model_that_sees_and_towers_that_are_frozen(
-    no_logits: Callable[[], None], plan: dict[str, Any], tied: bool, freeze: tuple[str, ...]
+def test_a_vision_language_model_with_frozen_towers_trains_the_same_trajectory(
+    forbid_logits: Callable[[], None], plan: dict[str, Any], tied: bool, freeze: tuple[str, ...]
 ) -> None:
     spec = TIED if tied else SPEC
-    reference = seen_by_logits(spec, freeze)
-    no_logits()
-    assert_alike(courses(spec, plan_of(**plan, loss="chunked"), TRAIN, freeze), reference)
+    reference = vlm_with_logits(spec, freeze)
+    forbid_logits()
+    assert_traces_match(train_all_ranks(spec, plan_of(**plan, loss="chunked"), TRAIN, freeze), reference)
 
 
 @pytest.mark.parametrize(("plan", "loss"), [({}, "chunked"), slow(({"dp_shard": 2}, "fused"))])
-def test_a_hugging_face_model_is_judged_at_its_own_head(
-    harbour: Path, no_logits: Callable[[], None], plan: dict[str, Any], loss: str
+def test_a_hugging_face_model_trains_the_same_trajectory_with_a_fused_head(
+    workspace: Path, forbid_logits: Callable[[], None], plan: dict[str, Any], loss: str
 ) -> None:
     small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    folder, recipe = harbour / "llama", recipe_for(harbour, tied=False)
+    folder, recipe = workspace / "llama", recipe_for(workspace, tied=False)
     LlamaConfig(
         vocab_size=320, max_position_embeddings=128, architectures=["LlamaForCausalLM"], **small
     ).save_pretrained(folder)
     recipe = recipe.model_copy(update={"model": ModelSection(family="hf", path=str(folder))})
-    plain = trajectory_of(sail_to(recipe, plan_for(recipe, grad_accum=1), harbour / "runs"))
-    no_logits()
-    run = sail_to(recipe, plan_for(recipe, grad_accum=2, loss=loss, **plan), harbour / "runs")
-    assert_same_course(trajectory_of(run), plain)
+    plain = trajectory_of(train_run(recipe, plan_for(recipe, grad_accum=1), workspace / "runs"))
+    forbid_logits()
+    run = train_run(recipe, plan_for(recipe, grad_accum=2, loss=loss, **plan), workspace / "runs")
+    assert_same_trajectory(trajectory_of(run), plain)

@@ -20,13 +20,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.cases import slow
 from tests.hf_models import CONFIGS, SMALL, save_model
-from tests.parity import assert_same_course, plan_for, sail
+from tests.parity import assert_same_trajectory, plan_for, train_trajectory
 from tests.ranks import run_ranks
 from trimaran.core import ModelSection, Plan, Recipe
 from trimaran.nets.hf import HfNetwork, hf_network
 from trimaran.nets.hf_build import open_hf_model
 from trimaran.parallel import RankMesh, apply_plan, build_mesh
-from trimaran.train.process.rank_info import join, read_rank_info
+from trimaran.train.process.rank_info import join_process_group, read_rank_info
 
 CPU = torch.device("cpu")
 TOKENS = torch.arange(96).view(4, 24)
@@ -69,7 +69,7 @@ def plan_of(mesh: dict[str, int], **fields: Any) -> Plan:
 
 
 def built(folder: Path, plan: Plan) -> tuple[HfNetwork, RankMesh]:
-    join(read_rank_info(os.environ))
+    join_process_group(read_rank_info(os.environ))
     ranks = build_mesh(plan.mesh, device_type="cpu")
     module, fill = open_hf_model(folder, trust_remote_code=False, seed=7)
     network = hf_network(module, None)
@@ -224,7 +224,7 @@ def test_a_hugging_face_model_trains_the_same_trajectory(mesh: dict[str, int], t
     model = ModelSection(family="hf", path=str(tmp_path / "model"))
     recipe = Recipe.model_validate({"model": model, "data": data, "train": train})
     (tmp_path / "runs").mkdir()
-    alone = sail(recipe, plan_for(recipe, grad_accum=1), tmp_path / "runs")
-    course = sail(recipe, plan_for(recipe, grad_accum=2, **mesh), tmp_path / "runs")
-    assert_same_course(course, alone)
+    alone = train_trajectory(recipe, plan_for(recipe, grad_accum=1), tmp_path / "runs")
+    course = train_trajectory(recipe, plan_for(recipe, grad_accum=2, **mesh), tmp_path / "runs")
+    assert_same_trajectory(course, alone)
     assert course.losses[-1] < course.losses[0]

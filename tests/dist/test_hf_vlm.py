@@ -13,9 +13,9 @@ from transformers import AutoModelForImageTextToText, LlavaConfig, Qwen2VLConfig
 
 from tests import vlm_models
 from tests.cases import slow
-from tests.parity import plan_for, sail
+from tests.parity import plan_for, train_trajectory
 from tests.ranks import run_ranks
-from tests.seeing import SEQ_LEN, SPEC, STEPS, TRAIN, Course, assert_alike, batch_of, plan_of
+from tests.vlm_training import SEQ_LEN, SPEC, STEPS, TRAIN, TrainingTrace, assert_traces_match, batch_of, plan_of
 from trimaran.core import ModelSection, Plan, Recipe, TrainSection
 from trimaran.data.feed import DataShare
 from trimaran.models import spec_of
@@ -25,8 +25,8 @@ from trimaran.nets.hf_weights import whole
 from trimaran.parallel import apply_plan, build_mesh
 from trimaran.parallel.tower_plan import freeze_towers
 from trimaran.train.build import build_stepper
-from trimaran.train.metrics.step_clock import Clock
-from trimaran.train.process.rank_info import join, read_rank_info
+from trimaran.train.metrics.step_clock import StepClock
+from trimaran.train.process.rank_info import join_process_group, read_rank_info
 
 CPU = torch.device("cpu")
 TEXT = vlm_models.TEXT | {"vocab_size": SPEC.vocab, "rope_scaling": vlm_models.GRID["rope_scaling"]}
@@ -46,7 +46,7 @@ def llava() -> LlavaConfig:
 
 def built(folder: Path, plan: Plan, freeze: tuple[str, ...]) -> HfVlmNetwork:
     if not torch.distributed.is_initialized():
-        join(read_rank_info(os.environ))
+        join_process_group(read_rank_info(os.environ))
     module, fill = open_hf_model(folder, trust_remote_code=False, seed=5)
     network = network_of_hf(module, spec_of(ModelSection(family="hf", path=str(folder))))
     assert isinstance(network, HfVlmNetwork)
@@ -56,11 +56,11 @@ def built(folder: Path, plan: Plan, freeze: tuple[str, ...]) -> HfVlmNetwork:
     return network
 
 
-def take_course(folder: Path, plan: Plan, freeze: tuple[str, ...] = ()) -> Course:
+def train_rank(folder: Path, plan: Plan, freeze: tuple[str, ...] = ()) -> TrainingTrace:
     """Train for a few steps on rows of which half have no image, and in one step none has."""
     network, section = built(folder, plan, freeze), TrainSection.model_validate(TRAIN)
     ranks = build_mesh(plan.mesh, device_type="cpu")
-    stepper = build_stepper((network,), section, plan, ranks, Clock(CPU))
+    stepper = build_stepper((network,), section, plan, ranks, StepClock(CPU))
     stepper.set_training(True)
     share = DataShare(rank=ranks.data_rank, dp=plan.mesh.dp, micro_batch=plan.micro_batch, grad_accum=plan.grad_accum)
     losses, norms = [], []
@@ -68,20 +68,20 @@ def take_course(folder: Path, plan: Plan, freeze: tuple[str, ...] = ()) -> Cours
         losses.append(stepper.step(batch_of(step, share).to(CPU))[0].item())
         norms.append(stepper.update(section.lr)[0].item())
     weights = {name: whole(each).numpy().copy() for name, each in network.module.named_parameters()}
-    return Course(losses, norms, [], weights)
+    return TrainingTrace(losses, norms, [], weights)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the configuration of a small model whose patches are those of tests/seeing.py."""
+    """A folder with the configuration of a small model whose patches are those of tests/vlm_training.py."""
     folder = tmp_path_factory.mktemp("qwen")
     qwen(SPEC.vision.patch).save_pretrained(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Path) -> Course:
-    return run_ranks(1, take_course, folder, plan_of())[0]
+def alone(folder: Path) -> TrainingTrace:
+    return run_ranks(1, train_rank, folder, plan_of())[0]
 
 
 @pytest.mark.parametrize(
@@ -94,17 +94,17 @@ def alone(folder: Path) -> Course:
     ],
     ids=str,
 )
-def test_every_plan_takes_the_course_of_one_process(plan: Plan, folder: Path, alone: Course) -> None:
-    assert_alike(run_ranks(plan.mesh.world_size, take_course, folder, plan), alone)
+def test_every_plan_takes_the_course_of_one_process(plan: Plan, folder: Path, alone: TrainingTrace) -> None:
+    assert_traces_match(run_ranks(plan.mesh.world_size, train_rank, folder, plan), alone)
 
 
-def test_a_head_that_ends_in_the_loss_takes_the_same_course(folder: Path, alone: Course) -> None:
-    assert_alike(run_ranks(1, take_course, folder, plan_of(loss="fused")), alone)
+def test_a_head_that_ends_in_the_loss_takes_the_same_course(folder: Path, alone: TrainingTrace) -> None:
+    assert_traces_match(run_ranks(1, train_rank, folder, plan_of(loss="fused")), alone)
 
 
-def test_a_frozen_tower_stays_as_it_is(folder: Path, alone: Course) -> None:
+def test_a_frozen_tower_stays_as_it_is(folder: Path, alone: TrainingTrace) -> None:
     plan = plan_of(mesh={"dp_shard": 2}, sharding="parameters")
-    for course in run_ranks(2, take_course, folder, plan, ("vision",)):
+    for course in run_ranks(2, train_rank, folder, plan, ("vision",)):
         before = built_weights(folder)
         kept = {name for name, each in course.weights.items() if np.array_equal(each, before[name])}
         prefix, projector = "model.visual.", "model.visual.merger."
@@ -140,7 +140,7 @@ def test_a_run_from_pictures_to_files_that_transformers_reads(config: Any, tmp_p
     train = {"steps": 3, "global_batch": 4, "lr": 3e-3, "sample": {"tokens": 0}}
     tree = {"model": model, "data": data | {"samples": samples, "holdout": 0}, "train": train}
     recipe = Recipe.model_validate(tree)
-    course = sail(recipe, plan_for(recipe, grad_accum=2, dp_replicate=2), tmp_path / "runs")
+    course = train_trajectory(recipe, plan_for(recipe, grad_accum=2, dp_replicate=2), tmp_path / "runs")
     assert course.losses[-1] < course.losses[0]
     read = AutoModelForImageTextToText.from_pretrained(tmp_path / "runs" / "0" / "model", dtype=torch.float32)
     names = dict(read.named_parameters())

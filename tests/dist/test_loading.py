@@ -1,4 +1,4 @@
-"""What a run tells of its loader, and what it does about samples that only some ranks can read."""
+"""The loader in complete runs: its events and metrics, and samples that only some ranks can read."""
 
 import os
 import time
@@ -10,22 +10,22 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.dist.test_guards import BAD, assert_skipped, events, lines, recipe_with, run_of, watch
+from tests.dist.test_guard import BAD, assert_skipped, events, lines, recipe_with, run_of, watch_updates
 from tests.parity import plan_for
 from tests.ranks import run_ranks
 from trimaran.app.main import main
 from trimaran.core import Recipe
-from trimaran.data.feature_cache import FeatureStore
+from trimaran.data.feature_cache import FeatureCache
 from trimaran.data.feed import LoadedArrays
+from trimaran.data.loader_tuner import LoaderLimits
 from trimaran.data.sample_feed import SampleFeed
 from trimaran.data.samples.sample_index import SampleIndex
-from trimaran.data.sequences import TokenSample, Sequences
-from trimaran.data.loader_tuner import LoaderLimits
+from trimaran.data.sequences import Sequences, TokenSample
 from trimaran.run import RunDirectory
 from trimaran.train import build
 from trimaran.train.inputs import vision_features
+from trimaran.train.metrics.step_recorder import loader_wait
 from trimaran.train.process.rank_info import read_rank_info
-from trimaran.train.metrics.step_monitor import waited
 from trimaran.train.process.supervisor_link import SupervisorLink
 from trimaran.train.worker import run_worker
 
@@ -44,8 +44,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def seeing(folder: Path, **model: Any) -> Recipe:
-    """A recipe for a model that sees the folder's images."""
+def vlm_recipe(folder: Path, **model: Any) -> Recipe:
+    """Return a recipe for a vision-language model with the folder's images."""
     tree = recipe_with().model_dump(exclude={"model", "plan", "cluster"})
     data = {"source": "image-folder", "path": str(folder.parent / "pictures"), "seq_len": 64, "holdout": 0}
     kept = {"samples": {"cache_features": bool(model)}}
@@ -56,8 +56,8 @@ def work(path: Path) -> int:
     return run_worker(RunDirectory(path), read_rank_info(os.environ), cache=path.parents[1] / "cache")
 
 
-def with_a_disk_that_fails(path: Path) -> tuple[int, list[tuple[bool, bool]]]:
-    """Train where rank 1 alone cannot read the images of the bad step. Returns what `watch` saw, too."""
+def train_with_failing_disk(path: Path) -> tuple[int, list[tuple[bool, bool]]]:
+    """Train where only rank 1 cannot read the images of the bad step. Also returns the result of `watch_updates`."""
     load, read, at = SampleFeed.load, SampleIndex.image_bytes, [0]
 
     def loading(feed: SampleFeed, step: int, told: Any) -> LoadedArrays:
@@ -70,20 +70,20 @@ def with_a_disk_that_fails(path: Path) -> tuple[int, list[tuple[bool, bool]]]:
         return read(index, number)
 
     SampleFeed.load, SampleIndex.image_bytes = loading, reading  # pyrefly: ignore[bad-assignment]
-    found = watch()
+    found = watch_updates()
     return work(path), found
 
 
 @pytest.mark.parametrize(
-    "fields", [pytest.param({"tp": 2}, marks=pytest.mark.chaos), {"pp": 2, "grad_accum": 2}], ids=str
+    "fields", [pytest.param({"tp": 2}, marks=pytest.mark.slow), {"pp": 2, "grad_accum": 2}], ids=str
 )
-def test_ranks_that_share_a_batch_and_cannot_use_the_same_of_it_move_nothing(
+def test_a_step_is_refused_if_ranks_that_share_a_batch_loaded_different_samples(
     folder: Path, fields: dict[str, Any]
 ) -> None:
-    recipe = seeing(folder)
+    recipe = vlm_recipe(folder)
     run = run_of(folder, recipe, plan_for(recipe, **({"grad_accum": 1} | fields)))
-    data = assert_skipped(run, run_ranks(2, with_a_disk_that_fails, run.path))
-    assert data["reason"] == "a sample could be used by one rank and not by another that works on the same batch"
+    data = assert_skipped(run, run_ranks(2, train_with_failing_disk, run.path))
+    assert data["reason"] == "ranks that share a batch disagree on which samples are usable"
     assert (data["sample_ids"], data["action"]) == ([], "skip")
     assert not events(run, "bad_sample", 0)
     (*_, last) = events(run, "bad_sample", 1)
@@ -92,8 +92,8 @@ def test_ranks_that_share_a_batch_and_cannot_use_the_same_of_it_move_nothing(
     assert lines(run.metrics)[BAD - 1]["loss"] is None
 
 
-def with_slow_samples(path: Path) -> int:
-    """Train on sequences that take their time, with a loader that looks soon."""
+def train_with_slow_samples(path: Path) -> int:
+    """Train on sequences that load slowly, with a loader that may start two processes."""
     get = Sequences.__getitem__
 
     def slowly(sequences: Sequences, index: int) -> TokenSample:
@@ -101,61 +101,61 @@ def with_slow_samples(path: Path) -> int:
         return get(sequences, index)
 
     Sequences.__getitem__ = slowly  # pyrefly: ignore[bad-assignment]
-    build.room_of = lambda _: LoaderLimits(cores=2, free_bytes=1 << 30)
+    build.rank_loader_limits = lambda _: LoaderLimits(cores=2, free_bytes=1 << 30)
     return work(path)
 
 
-def test_each_change_of_the_loader_is_an_event_and_waiting_is_in_the_metrics(
+def test_each_change_of_the_loader_is_an_event_and_its_waits_are_in_the_metrics(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trimaran.data.loader_waits.WINDOW_SECONDS", 0.1)
     recipe = recipe_with(train={"steps": 30})
     run = run_of(folder, recipe, plan_for(recipe, grad_accum=1))
-    assert run_ranks(1, with_slow_samples, run.path) == [0]
+    assert run_ranks(1, train_with_slow_samples, run.path) == [0]
     first, *more = events(run, "loader")
     assert first["data"]["workers"] == 2
     assert first["data"].keys() == {"workers", "depth", "pinned", "reason"}
     assert "spent waiting for batches" in first["data"]["reason"]
     steps = [each["step"] for each in (first, *more)]
     assert steps == sorted(set(steps))
-    told = [line.get("loader") for line in lines(run.metrics)]
-    assert told[0] is None  # nothing could have come any sooner
-    assert (told[1]["workers"], told[1]["depth"]) == (0, 2)
-    assert 0.02 < told[1]["waited"] <= lines(run.metrics)[1]["phases"]["data"]
+    waits = [line.get("loader") for line in lines(run.metrics)]
+    assert waits[0] is None  # the first batch cannot be loaded ahead
+    assert (waits[1]["workers"], waits[1]["depth"]) == (0, 2)
+    assert 0.02 < waits[1]["waited"] <= lines(run.metrics)[1]["phases"]["data"]
 
 
 @pytest.mark.parametrize(
-    ("waited_seconds", "data_seconds", "other_seconds", "told"),
+    ("waited_seconds", "data_seconds", "other_seconds", "is_reported"),
     [
         (0.05, 0.06, 0.94, True),
-        (0.05, 0.001, 0.999, False),  # the device had enough to do
+        (0.05, 0.001, 0.999, False),  # the device was busy
         (0.01, 0.02, 0.98, False),  # a hundredth of the time
-        (0.0004, 0.0005, 0.0005, False),  # the price of handing a batch over
+        (0.0004, 0.0005, 0.0005, False),  # the usual cost of passing a batch
     ],
 )
-def test_only_waiting_that_cost_something_is_told(
-    waited_seconds: float, data_seconds: float, other_seconds: float, told: bool
+def test_only_waits_that_cost_time_are_in_the_metrics(
+    waited_seconds: float, data_seconds: float, other_seconds: float, is_reported: bool
 ) -> None:
-    loads = {"workers": 3, "depth": 5, "last_seconds": waited_seconds}
-    found = waited(loads, {"data": data_seconds, "forward": other_seconds})
-    assert found == ({"loader": {"workers": 3, "depth": 5, "waited": waited_seconds}} if told else {})
+    stats = {"workers": 3, "depth": 5, "last_seconds": waited_seconds}
+    found = loader_wait(stats, {"data": data_seconds, "forward": other_seconds})
+    assert found == ({"loader": {"workers": 3, "depth": 5, "waited": waited_seconds}} if is_reported else {})
 
 
-def with_small_parts(path: Path) -> tuple[int, int]:
-    """Train on kept features, in parts of one image. Returns how often the rank showed that it was at the start."""
+def train_with_small_parts(path: Path) -> tuple[int, int]:
+    """Train on cached features, in parts of one image. Also returns how often the rank reported the section "start"."""
     entered: list[str] = []
-    vision_features.FeatureStore = partial(FeatureStore, part_bytes=1)  # pyrefly: ignore[bad-assignment]
-    SupervisorLink.enter = lambda self, section, step=0: entered.append(section)
+    vision_features.FeatureCache = partial(FeatureCache, part_bytes=1)  # pyrefly: ignore[bad-assignment]
+    SupervisorLink.report_section = lambda self, section, step=0: entered.append(section)
     return work(path), entered.count("start")
 
 
-def test_each_part_of_the_features_shows_that_all_ranks_live(folder: Path) -> None:
-    recipe = seeing(folder, freeze=["vision"])
+def test_each_part_of_the_features_reports_progress_on_all_ranks(folder: Path) -> None:
+    recipe = vlm_recipe(folder, freeze=["vision"])
     run = run_of(folder, recipe, plan_for(recipe, grad_accum=1, dp_shard=2))
-    assert run_ranks(2, with_small_parts, run.path) == [(0, 5), (0, 5)]
+    assert run_ranks(2, train_with_small_parts, run.path) == [(0, 5), (0, 5)]
 
 
-def test_features_of_a_trained_tower_are_refused_before_anything_is_started(
+def test_features_of_a_trained_tower_are_refused_before_any_process_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TRIMARAN_CACHE", str(tmp_path / "cache"))

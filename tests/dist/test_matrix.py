@@ -1,6 +1,6 @@
-"""The parity matrix: every axis alone, and products of axes, train what one process trains (law 2).
+"""The parity matrix: every axis, and combinations of axes, train as one process does (principle 2, docs/principles.md).
 
-The whole matrix is `make matrix`. Here are all cases on up to four ranks, and the product of three axes on eight: `make
+`make matrix` runs the full matrix. Here are all cases on up to four ranks, and three axes combined on eight: `make
 test` runs the axes alone, the pairs of `PAIRS` and that of three, `make chaos` the others.
 """
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tests.cases import quick_or_slow
 from tests.matrix import Case, cases, recipe_for, reference, run, write_documents
-from tests.parity import assert_same_course
+from tests.parity import assert_same_trajectory
 from tests.ranks import run_ranks
 from trimaran.core import Mesh, Plan, Recipe
 from trimaran.hardware import parse_cluster
@@ -23,8 +23,8 @@ from trimaran.nets import Decoder, initialise
 from trimaran.nets.hf_weights import whole
 from trimaran.parallel import build_mesh
 from trimaran.planner import check_plan
-from trimaran.train.networks import build_networks
-from trimaran.train.process.rank_info import join, read_rank_info
+from trimaran.train.build import build_networks
+from trimaran.train.process.rank_info import join_process_group, read_rank_info
 
 EVERY = cases()
 THREE_AXES = Mesh(dp_shard=2, tp=2, pp=2)
@@ -41,12 +41,12 @@ def is_quick(case: Case) -> bool:
     mesh, plan = case.plan.mesh, case.plan
     if mesh.world_size > 2:
         return mesh == THREE_AXES or mesh in PAIRS
-    # How the rest is sharded or split means nothing to experts, which travel the same way.
+    # The sharding and the context exchange do not affect experts.
     return mesh.ep == 1 or (plan.sharding in ("none", "parameters") and plan.comm.context == "gather")
 
 
 @pytest.fixture(scope="module")
-def harbour(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("matrix")
     write_documents(folder / "uneven.jsonl")
     (folder / "runs").mkdir()
@@ -54,26 +54,26 @@ def harbour(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("case", quick_or_slow(CHOSEN, is_quick), ids=str)
-def test_every_product_of_axes_trains_what_one_process_trains(harbour: Path, case: Case) -> None:
-    expected = reference(case.model, harbour)
-    assert_same_course(run(case, harbour), expected)
-    assert expected.losses[-1] < 0.9 * expected.losses[0], "a trajectory that goes nowhere proves nothing"
+def test_every_combination_of_axes_trains_as_one_process_does(workspace: Path, case: Case) -> None:
+    expected = reference(case.model, workspace)
+    assert_same_trajectory(run(case, workspace), expected)
+    assert expected.losses[-1] < 0.9 * expected.losses[0], "the loss must fall, or the comparison proves nothing"
 
 
 @pytest.mark.parametrize("case", EVERY, ids=str)
-def test_the_planner_calls_every_case_of_the_matrix_legal(harbour: Path, case: Case) -> None:
-    recipe = recipe_for(case.model, harbour / "uneven.jsonl")
+def test_every_case_of_the_matrix_is_legal_for_the_planner(workspace: Path, case: Case) -> None:
+    recipe = recipe_for(case.model, workspace / "uneven.jsonl")
     check_plan(case.plan, recipe, spec_of(recipe.model), parse_cluster(f"{case.plan.mesh.world_size}xcpu"))
 
 
 def state_under(recipe: Recipe, plan: Plan) -> tuple[list[str], dict[str, np.ndarray]]:
     """Return the names of this rank's parameters, and its state dict with every value whole."""
-    place = read_rank_info(os.environ)
-    join(place)
-    networks = build_networks(recipe, plan, place, build_mesh(plan.mesh, device_type="cpu"))
+    rank_info = read_rank_info(os.environ)
+    join_process_group(rank_info)
+    networks = build_networks(recipe, plan, rank_info, build_mesh(plan.mesh, device_type="cpu"))
     names = [name for network in networks for name, _ in network.module.named_parameters()]
     state = {name: whole(each).numpy() for network in networks for name, each in network.module.state_dict().items()}
-    dist.barrier()  # nobody leaves while another still gathers
+    dist.barrier()  # no rank may exit while another still gathers
     return names, state
 
 
@@ -82,15 +82,15 @@ def state_under(recipe: Recipe, plan: Plan) -> tuple[list[str], dict[str, np.nda
     quick_or_slow({case.plan.mesh: case for case in CHOSEN}.values(), is_quick),
     ids=lambda case: str(case.plan.mesh),
 )
-def test_a_state_dict_taken_under_any_plan_loads_into_one_process(harbour: Path, case: Case) -> None:
-    recipe = recipe_for(case.model, harbour / "uneven.jsonl")
+def test_a_state_dict_taken_under_any_plan_loads_into_one_process(workspace: Path, case: Case) -> None:
+    recipe = recipe_for(case.model, workspace / "uneven.jsonl")
     spec = spec_of(recipe.model)
     assert spec is not None
     plain, first = Decoder(spec), Decoder(spec)
     initialise(first, seed=recipe.train.seed, spec=spec)
-    answers = run_ranks(case.plan.mesh.world_size, state_under, recipe, case.plan)
-    assert {name for names, _ in answers for name in names} == dict(plain.named_parameters()).keys()
-    state = {name: torch.from_numpy(value) for _, values in answers for name, value in values.items()}
+    results = run_ranks(case.plan.mesh.world_size, state_under, recipe, case.plan)
+    assert {name for names, _ in results for name in names} == dict(plain.named_parameters()).keys()
+    state = {name: torch.from_numpy(value) for _, values in results for name, value in values.items()}
     plain.load_state_dict(state, strict=True)
     for name, each in first.named_parameters():
         assert torch.equal(plain.get_parameter(name), each), f"{name} does not start as it does in one process"

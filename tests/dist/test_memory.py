@@ -28,9 +28,9 @@ from trimaran.nets import Network, decoder_network, initialise
 from trimaran.nets.local_shards import local_part
 from trimaran.parallel import RankMesh, apply_plan, autocast, build_mesh
 from trimaran.parallel.axes.ep import apply_ep
-from trimaran.parallel.memory.activation_offload import Copies, apply_activation_offload
+from trimaran.parallel.memory.activation_offload import SynchronousCopies, apply_activation_offload
 from trimaran.parallel.memory.recompute import apply_recompute
-from trimaran.train.process.rank_info import join, read_rank_info
+from trimaran.train.process.rank_info import join_process_group, read_rank_info
 
 SMALL = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 64, "tied": False}
 DENSE = replace(PRESETS["tiny"], **SMALL)
@@ -46,7 +46,7 @@ MODES: tuple[dict[str, Any], ...] = (
 
 
 def ranks_of(mesh: Mesh) -> RankMesh:
-    join(read_rank_info(os.environ))
+    join_process_group(read_rank_info(os.environ))
     return build_mesh(mesh, device_type="cpu")
 
 
@@ -98,15 +98,15 @@ def every_mode(spec: ModelSpec, plan: Plan) -> int:
 @contextmanager
 def counted_copies() -> Iterator[list[int]]:
     """Note the bytes of every copy to the host, so that a test can see that something was sent."""
-    to_host, away = Copies.to_host, []
+    to_host, away = SynchronousCopies.to_host, []
 
-    def counting(copies: Copies, source: Tensor) -> tuple[Tensor, Any]:
+    def counting(copies: SynchronousCopies, source: Tensor) -> tuple[Tensor, Any]:
         away.append(source.nbytes)
         return to_host(copies, source)
 
-    Copies.to_host = counting
+    SynchronousCopies.to_host = counting
     yield away
-    Copies.to_host = to_host
+    SynchronousCopies.to_host = to_host
 
 
 PLANS: dict[str, tuple[ModelSpec, Plan]] = {

@@ -1,4 +1,4 @@
-"""States in fewer bits train nearly the same model, and under every plan the same one."""
+"""bf16 and 8-bit optimizer states train nearly as well as fp32, and the same under every plan."""
 
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.cases import quick_or_slow
-from tests.parity import TOLERANCE, plan_for, sail
+from tests.parity import TOLERANCE, plan_for, train_trajectory
 from tests.ranks import run_ranks
 from trimaran.core import Plan, Recipe, TrainSection
-from trimaran.parallel import gradient_norm
 from trimaran.optim import build_optimizer
+from trimaran.parallel import gradient_norm
 
-LEAN = ["bf16", "8bit"]
+LOW_PRECISION = ["bf16", "8bit"]
 
 
 def recipe_for(states: str, **train: object) -> Recipe:
@@ -46,60 +46,61 @@ def fp32_loss(folder: Path) -> float:
 def last_loss(states: str, folder: Path) -> float:
     """Return the mean loss of the last fifty of two hundred steps on the standard library's text."""
     recipe = recipe_for(states, steps=200)
-    course = sail(recipe, plan_for(recipe, grad_accum=1), folder)
+    course = train_trajectory(recipe, plan_for(recipe, grad_accum=1), folder)
     loss = sum(course.losses[-50:]) / 50
-    assert loss < 0.6 * course.losses[0], "a model that learns nothing proves nothing"
+    assert loss < 0.6 * course.losses[0], "the model must learn for the comparison to mean anything"
     return loss
 
 
-@pytest.mark.chaos
-@pytest.mark.parametrize("states", LEAN)
-def test_states_in_fewer_bits_train_as_well_within_a_five_hundredth(
+@pytest.mark.slow
+@pytest.mark.parametrize("states", LOW_PRECISION)
+def test_low_precision_states_train_within_a_five_hundredth_of_fp32(
     states: str, folder: Path, fp32_loss: float
 ) -> None:
     assert last_loss(states, folder) == pytest.approx(fp32_loss, rel=0.002)
 
 
-@pytest.mark.parametrize("states", quick_or_slow(LEAN, lambda states: states == "8bit"))
-def test_every_plan_rounds_alike(states: str, folder: Path) -> None:
-    """Loss and norm agree as they do in fp32. Weights do to a thousandth: plans sum gradients in different orders, and
-    where the last bit of one tips a rounding, that value's moment is off by a step of its format."""
+@pytest.mark.parametrize("states", quick_or_slow(LOW_PRECISION, lambda states: states == "8bit"))
+def test_every_plan_rounds_the_same(states: str, folder: Path) -> None:
+    """Losses and norms agree as in fp32. Weights agree to a thousandth: plans sum gradients in different orders, and
+    where the last bit changes a rounding, that moment is off by a step of its format."""
     recipe = recipe_for(states, lr=3e-3)
-    reference = sail(recipe, plan_for(recipe, grad_accum=1), folder)
+    reference = train_trajectory(recipe, plan_for(recipe, grad_accum=1), folder)
     for degrees in ({"dp_replicate": 2}, {"dp_shard": 2}):
-        course = sail(recipe, plan_for(recipe, grad_accum=2, **degrees), folder)
+        course = train_trajectory(recipe, plan_for(recipe, grad_accum=2, **degrees), folder)
         assert course.losses == pytest.approx(reference.losses, rel=TOLERANCE)
         assert course.norms == pytest.approx(reference.norms, rel=TOLERANCE)
         for name, theirs in reference.weights.items():
             assert (course.weights[name] - theirs).norm() <= 1e-3 * theirs.norm(), name
 
 
-@pytest.mark.parametrize("states", ["fp32", *LEAN])
-def test_states_on_the_host_train_the_same_bits(states: str, folder: Path) -> None:
+@pytest.mark.parametrize("states", ["fp32", *LOW_PRECISION])
+def test_states_on_the_host_give_bitwise_equal_weights(states: str, folder: Path) -> None:
     recipe = recipe_for(states, steps=5)
     plan = plan_for(recipe, grad_accum=1, dp_shard=2)
-    here, there = (sail(recipe, plan.model_copy(update={"offload": each}), folder) for each in ("none", "optimizer"))
-    assert here.losses == there.losses
-    assert all(torch.equal(one, there.weights[name]) for name, one in here.weights.items())
+    plans = [plan.model_copy(update={"offload": each}) for each in ("none", "optimizer")]
+    on_device, on_host = (train_trajectory(recipe, each, folder) for each in plans)
+    assert on_device.losses == on_host.losses
+    assert all(torch.equal(one, on_host.weights[name]) for name, one in on_device.weights.items())
 
 
-class Mixture(nn.Module):
-    """Parameters split over one mesh, over another, over both, unevenly, and not at all."""
+class ManyMeshes(nn.Module):
+    """Parameters sharded over one mesh, over another, over both, unevenly, and not at all."""
 
-    def __init__(self, split: bool) -> None:
+    def __init__(self, sharded: bool) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         shapes = {"rows": (64, 512), "columns": (32, 512), "both": (48, 1024), "uneven": (33, 256), "vector": (96,)}
-        shapes |= {"whole": (24, 300), "plain": (5,)}
-        whole = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-        if split:
+        shapes |= {"unsharded": (24, 300), "plain": (5,)}
+        tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+        if sharded:
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-            whole["rows"] = distribute_tensor(whole["rows"], mesh["dp"], [Shard(0)])
-            whole["columns"] = distribute_tensor(whole["columns"], mesh["tp"], [Shard(1)])
-            whole["both"] = distribute_tensor(whole["both"], mesh, [Shard(0), Shard(1)])
-            whole["uneven"] = distribute_tensor(whole["uneven"], mesh["dp"], [Shard(0)])
-            whole["vector"] = distribute_tensor(whole["vector"], mesh["tp"], [Shard(0)])
-        for name, value in whole.items():
+            tensors["rows"] = distribute_tensor(tensors["rows"], mesh["dp"], [Shard(0)])
+            tensors["columns"] = distribute_tensor(tensors["columns"], mesh["tp"], [Shard(1)])
+            tensors["both"] = distribute_tensor(tensors["both"], mesh, [Shard(0), Shard(1)])
+            tensors["uneven"] = distribute_tensor(tensors["uneven"], mesh["dp"], [Shard(0)])
+            tensors["vector"] = distribute_tensor(tensors["vector"], mesh["tp"], [Shard(0)])
+        for name, value in tensors.items():
             self.register_parameter(name, nn.Parameter(value))
 
     def fill_gradients(self, step: int) -> None:
@@ -111,11 +112,11 @@ class Mixture(nn.Module):
             parameter.grad = gradient
 
 
-def moved(split: bool, states: str, offload: Any) -> dict[str, torch.Tensor]:
-    """Return the whole weights of a mixture after five steps."""
-    if split:
+def weights_after_training(sharded: bool, states: str, offload: Any) -> dict[str, torch.Tensor]:
+    """Return the unsharded weights after five steps."""
+    if sharded:
         dist.init_process_group("gloo")
-    module = Mixture(split)
+    module = ManyMeshes(sharded)
     train = TrainSection.model_validate({"lr": 1e-2, "optimizer": {"states": states}})
     optimizer = build_optimizer([module], train, Plan(offload=offload))
     for step in range(5):
@@ -129,20 +130,20 @@ def moved(split: bool, states: str, offload: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("offload", ["none", "optimizer"])
-@pytest.mark.parametrize("states", ["fp32", *LEAN])
-def test_parameters_on_different_meshes_move_as_whole_ones_do(states: str, offload: str) -> None:
-    reference = moved(False, states, "none")
-    for rank in run_ranks(4, moved, True, states, offload):
+@pytest.mark.parametrize("states", ["fp32", *LOW_PRECISION])
+def test_parameters_on_different_meshes_are_updated_like_unsharded_ones(states: str, offload: str) -> None:
+    reference = weights_after_training(False, states, "none")
+    for rank in run_ranks(4, weights_after_training, True, states, offload):
         assert rank.keys() == reference.keys()
         for name, theirs in reference.items():
             torch.testing.assert_close(torch.tensor(rank[name]), torch.tensor(theirs), rtol=0, atol=0, msg=name)
 
 
-def replica(states: str) -> dict[str, Any]:
-    """Return this rank's weights after steps in which the ranks' own random states have gone different ways."""
+def train_replica(states: str) -> dict[str, Any]:
+    """Return this rank's weights after steps with different torch RNG states on each rank."""
     dist.init_process_group("gloo")
     torch.manual_seed(dist.get_rank())
-    module = Mixture(split=False)
+    module = ManyMeshes(sharded=False)
     optimizer = build_optimizer([module], TrainSection.model_validate({"optimizer": {"states": states}}), Plan())
     for step in range(5):
         torch.randn(dist.get_rank() + 1)
@@ -151,14 +152,14 @@ def replica(states: str) -> dict[str, Any]:
     return {name: each.detach().numpy() for name, each in module.named_parameters()}
 
 
-@pytest.mark.parametrize("states", LEAN)
-def test_replicas_stay_the_same_bit_for_bit(states: str) -> None:
-    first, second = run_ranks(2, replica, states)
+@pytest.mark.parametrize("states", LOW_PRECISION)
+def test_replicas_stay_bitwise_equal(states: str) -> None:
+    first, second = run_ranks(2, train_replica, states)
     assert all((first[name] == second[name]).all() for name in first)
 
 
-def norms_of_halves() -> tuple[float, float, float]:
-    """Return the norm of bf16 gradients, of bf16 and fp32 ones together, and of those that were summed apart."""
+def norms_of_bf16() -> tuple[float, float, float]:
+    """Return the norm of bf16 gradients, of bf16 and fp32 ones together, and of `main_grad`."""
     dist.init_process_group("gloo")
     generator = torch.Generator().manual_seed(0)
     narrow = [nn.Parameter(torch.zeros(300, 400, dtype=torch.bfloat16)) for _ in range(3)]
@@ -172,11 +173,11 @@ def norms_of_halves() -> tuple[float, float, float]:
     return float(norms[0]), float(norms[1]), float(gradient_norm(narrow))
 
 
-def test_the_norm_of_16_bit_gradients_is_summed_in_32() -> None:
+def test_the_norm_of_bf16_gradients_is_summed_in_fp32() -> None:
     generator = torch.Generator().manual_seed(0)
     narrow = torch.stack([torch.randn((300, 400), generator=generator).bfloat16() for _ in range(3)]).double()
     wide = torch.randn(1000, generator=generator).double()
-    of_narrow, of_both, of_sums = run_ranks(1, norms_of_halves)[0]
+    of_narrow, of_both, of_sums = run_ranks(1, norms_of_bf16)[0]
     assert of_narrow == pytest.approx(float(narrow.norm()), rel=1e-5)
     assert of_both == pytest.approx(float((narrow.square().sum() + wide.square().sum()).sqrt()), rel=1e-5)
     assert of_sums == 600.0

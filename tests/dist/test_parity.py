@@ -1,4 +1,4 @@
-"""Every plan trains the same trajectory as one process (law 2), to the token (law 1)."""
+"""Every plan trains the same trajectory as one process, and counts every token once (principles 1 and 2)."""
 
 import json
 import os
@@ -11,17 +11,17 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tests.cases import quick_or_slow, slow
-from tests.parity import Trajectory, assert_same_course, plan_for, sail, sail_to
+from tests.parity import Trajectory, assert_same_trajectory, plan_for, train_run, train_trajectory
 from tests.ranks import run_ranks
 from trimaran.core import ModelSection, Plan, Recipe
 from trimaran.data import TokenShards, prepare, split
 from trimaran.data.feed import DataShare
 from trimaran.data.loader import Loader
 from trimaran.data.token_feed import TokenFeed
+from trimaran.infer.generate import load_trained
 from trimaran.parallel import build_mesh
-from trimaran.infer.load_trained import load_trained
-from trimaran.train.networks import build_networks
-from trimaran.train.process.rank_info import join, read_rank_info
+from trimaran.train.build import build_networks
+from trimaran.train.process.rank_info import join_process_group, read_rank_info
 
 PLANS = {
     "one-process": {},
@@ -36,8 +36,8 @@ SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64}
 
 
 @pytest.fixture(scope="module")
-def harbour(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with documents of very uneven length, so that every rank counts different valid tokens."""
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with documents of very different lengths, so that ranks have different numbers of valid tokens."""
     folder = tmp_path_factory.mktemp("parity")
     with (folder / "uneven.jsonl").open("w") as file:
         for number in range(900):
@@ -74,13 +74,13 @@ def hf_mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def recipe_for(harbour: Path, preset: str = "tiny", **train: object) -> Recipe:
+def recipe_for(workspace: Path, preset: str = "tiny", **train: object) -> Recipe:
     return Recipe.model_validate(
         {
             "model": {"preset": preset, "shape": SHAPE},
             "data": {
                 "source": "jsonl",
-                "path": str(harbour / "uneven.jsonl"),
+                "path": str(workspace / "uneven.jsonl"),
                 "seq_len": 32,
                 "isolate_documents": True,
             },
@@ -90,38 +90,38 @@ def recipe_for(harbour: Path, preset: str = "tiny", **train: object) -> Recipe:
 
 
 @lru_cache
-def reference(harbour: Path, preset: str) -> Trajectory:
-    recipe = recipe_for(harbour, preset)
-    return sail(recipe, plan_for(recipe, grad_accum=1), harbour / "runs")
+def reference(workspace: Path, preset: str) -> Trajectory:
+    recipe = recipe_for(workspace, preset)
+    return train_trajectory(recipe, plan_for(recipe, grad_accum=1), workspace / "runs")
 
 
 @pytest.mark.parametrize(
     ("name", "grad_accum"), quick_or_slow([(name, count) for name in PLANS for count in (1, 4)], QUICK.__contains__)
 )
-def test_every_plan_trains_the_same_trajectory(harbour: Path, name: str, grad_accum: int) -> None:
-    recipe = recipe_for(harbour)
-    course = sail(recipe, plan_for(recipe, grad_accum=grad_accum, **PLANS[name]), harbour / "runs")
-    assert_same_course(course, reference(harbour, "tiny"))
-    assert course.losses[-1] < 0.8 * course.losses[0], "a trajectory that goes nowhere proves nothing"
+def test_every_plan_trains_the_same_trajectory(workspace: Path, name: str, grad_accum: int) -> None:
+    recipe = recipe_for(workspace)
+    trajectory = train_trajectory(recipe, plan_for(recipe, grad_accum=grad_accum, **PLANS[name]), workspace / "runs")
+    assert_same_trajectory(trajectory, reference(workspace, "tiny"))
+    assert trajectory.losses[-1] < 0.8 * trajectory.losses[0], "the loss must fall, or the comparison proves nothing"
 
 
 @pytest.mark.parametrize("name", ["ddp-2", "fsdp-2"])
-def test_mixtures_of_experts_train_the_same_trajectory(harbour: Path, name: str) -> None:
-    recipe = recipe_for(harbour, "tiny-moe")
-    course = sail(recipe, plan_for(recipe, grad_accum=2, **PLANS[name]), harbour / "runs")
-    assert_same_course(course, reference(harbour, "tiny-moe"))
+def test_mixtures_of_experts_train_the_same_trajectory(workspace: Path, name: str) -> None:
+    recipe = recipe_for(workspace, "tiny-moe")
+    trajectory = train_trajectory(recipe, plan_for(recipe, grad_accum=2, **PLANS[name]), workspace / "runs")
+    assert_same_trajectory(trajectory, reference(workspace, "tiny-moe"))
 
 
-def test_the_harness_notices_a_different_course(harbour: Path) -> None:
-    recipe = recipe_for(harbour, lr=3.001e-3)
-    course = sail(recipe, plan_for(recipe, grad_accum=1), harbour / "runs")
+def test_the_comparison_fails_for_a_different_learning_rate(workspace: Path) -> None:
+    recipe = recipe_for(workspace, lr=3.001e-3)
+    trajectory = train_trajectory(recipe, plan_for(recipe, grad_accum=1), workspace / "runs")
     with pytest.raises(AssertionError, match="loss of step"):
-        assert_same_course(course, reference(harbour, "tiny"))
+        assert_same_trajectory(trajectory, reference(workspace, "tiny"))
 
 
-def test_the_ranks_really_count_different_tokens(harbour: Path) -> None:
-    recipe = recipe_for(harbour)
-    training, _ = split(TokenShards.open(prepare(recipe.data, cache=harbour / "cache")), recipe.data)
+def test_the_ranks_have_different_numbers_of_valid_tokens(workspace: Path) -> None:
+    recipe = recipe_for(workspace)
+    training, _ = split(TokenShards.open(prepare(recipe.data, cache=workspace / "cache")), recipe.data)
     counts = []
     for rank in range(4):
         share = DataShare(rank=rank, dp=4, micro_batch=4, grad_accum=1)
@@ -131,15 +131,15 @@ def test_the_ranks_really_count_different_tokens(harbour: Path) -> None:
 
 
 def names_under(recipe: Recipe, plan: Plan) -> list[tuple[str, tuple[int, ...]]]:
-    place = read_rank_info(os.environ)
-    join(place)
-    (network,) = build_networks(recipe, plan, place, build_mesh(plan.mesh, device_type="cpu"))
+    rank_info = read_rank_info(os.environ)
+    join_process_group(rank_info)
+    (network,) = build_networks(recipe, plan, rank_info, build_mesh(plan.mesh, device_type="cpu"))
     return [(name, tuple(each.shape)) for name, each in network.module.named_parameters()]
 
 
 @pytest.mark.parametrize("preset", ["tiny", "tiny-moe"])
-def test_no_plan_changes_a_parameter_name(harbour: Path, preset: str) -> None:
-    recipe = recipe_for(harbour, preset)
+def test_no_plan_changes_a_parameter_name(workspace: Path, preset: str) -> None:
+    recipe = recipe_for(workspace, preset)
     plans = [plan_for(recipe, grad_accum=1, **degrees) for degrees in PLANS.values()]
     compiled = plans[0].model_copy(update={"compile": True})
     (plain,) = run_ranks(1, names_under, recipe, plans[0])
@@ -149,21 +149,21 @@ def test_no_plan_changes_a_parameter_name(harbour: Path, preset: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["ddp-2", "fsdp-2"])
-def test_a_hugging_face_model_trains_the_same_trajectory(harbour: Path, hf_model: Path, name: str) -> None:
-    recipe = recipe_for(harbour).model_copy(update={"model": ModelSection(family="hf", path=str(hf_model))})
-    alone = sail(recipe, plan_for(recipe, grad_accum=1), harbour / "runs")
-    course = sail(recipe, plan_for(recipe, grad_accum=2, **PLANS[name]), harbour / "runs")
-    assert_same_course(course, alone)
+def test_a_hugging_face_model_trains_the_same_trajectory(workspace: Path, hf_model: Path, name: str) -> None:
+    recipe = recipe_for(workspace).model_copy(update={"model": ModelSection(family="hf", path=str(hf_model))})
+    reference = train_trajectory(recipe, plan_for(recipe, grad_accum=1), workspace / "runs")
+    trajectory = train_trajectory(recipe, plan_for(recipe, grad_accum=2, **PLANS[name]), workspace / "runs")
+    assert_same_trajectory(trajectory, reference)
 
 
 @pytest.mark.parametrize("kind", ["hf_model", "hf_mixture"])
 @pytest.mark.parametrize("name", ["one-process", slow("ddp-2"), "fsdp-2"])
-def test_a_saved_model_is_what_transformers_would_have_saved(
-    harbour: Path, name: str, kind: str, request: pytest.FixtureRequest
+def test_a_saved_model_has_the_files_and_shapes_of_transformers(
+    workspace: Path, name: str, kind: str, request: pytest.FixtureRequest
 ) -> None:
     source = request.getfixturevalue(kind)
-    recipe = recipe_for(harbour, steps=1).model_copy(update={"model": ModelSection(family="hf", path=str(source))})
-    folder = sail_to(recipe, plan_for(recipe, grad_accum=1, **PLANS[name]), harbour / "runs").model
+    recipe = recipe_for(workspace, steps=1).model_copy(update={"model": ModelSection(family="hf", path=str(source))})
+    folder = train_run(recipe, plan_for(recipe, grad_accum=1, **PLANS[name]), workspace / "runs").model
     before, after = (load_file(each / "model.safetensors") for each in (source, folder))
     assert {name: each.shape for name, each in before.items()} == {name: each.shape for name, each in after.items()}
     model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
@@ -177,13 +177,13 @@ def test_a_saved_model_is_what_transformers_would_have_saved(
 
 
 @pytest.mark.parametrize("family", ["decoder", "hf"])
-def test_a_fine_tuned_model_keeps_what_its_origin_knows_of_its_tokens(
-    harbour: Path, hf_model: Path, family: str
+def test_a_fine_tuned_model_keeps_the_token_ids_and_tokenizer_of_its_origin(
+    workspace: Path, hf_model: Path, family: str
 ) -> None:
     (hf_model / "tokenizer_config.json").write_text('{"model_max_length": 128}')
     section = ModelSection.model_validate({"family": family, "path": str(hf_model)})
-    recipe = recipe_for(harbour, steps=1).model_copy(update={"model": section})
-    folder = sail_to(recipe, plan_for(recipe, grad_accum=1), harbour / "runs").model
+    recipe = recipe_for(workspace, steps=1).model_copy(update={"model": section})
+    folder = train_run(recipe, plan_for(recipe, grad_accum=1), workspace / "runs").model
     config = json.loads((folder / "config.json").read_text())
     assert (config["bos_token_id"], config["eos_token_id"]) == (1, 2)
     assert (folder / "tokenizer_config.json").exists()

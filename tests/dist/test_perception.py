@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.cases import quick_or_slow
-from tests.parity import Trajectory, assert_same_course, differences, plan_for, sail
+from tests.parity import Trajectory, assert_same_trajectory, differences, plan_for, train_trajectory
 from trimaran.core import ModelSection, Recipe
 from trimaran.models import spec_of
 from trimaran.models.perception_spec import PerceptionSpec
@@ -49,26 +49,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def reference(folder: Path) -> Trajectory:
     folder.mkdir()
-    return sail(RECIPE, plan_for(RECIPE, grad_accum=1), folder)
+    return train_trajectory(RECIPE, plan_for(RECIPE, grad_accum=1), folder)
 
 
 @pytest.mark.parametrize("name", quick_or_slow(PLANS, lambda name: name not in SLOW))
 def test_every_plan_trains_like_one_process(name: str, folder: Path, reference: Trajectory) -> None:
-    course = sail(RECIPE, plan_for(RECIPE, **PLANS[name]), folder)
-    assert_same_course(course, reference)
+    course = train_trajectory(RECIPE, plan_for(RECIPE, **PLANS[name]), folder)
+    assert_same_trajectory(course, reference)
 
 
 def test_bf16_stays_near(folder: Path, reference: Trajectory) -> None:
-    course = sail(RECIPE, plan_for(RECIPE, dp_shard=2, grad_accum=1, precision="bf16"), folder)
+    course = train_trajectory(RECIPE, plan_for(RECIPE, dp_shard=2, grad_accum=1, precision="bf16"), folder)
     loss, _, _ = differences(course, reference)
     assert 0 < loss < 0.02
 
 
 def test_a_frozen_tower_stays_what_it_was(folder: Path, reference: Trajectory) -> None:
     frozen = RECIPE.model_copy(update={"model": ModelSection(family="perception", shape=SHAPE, freeze=("camera",))})
-    alone = sail(frozen, plan_for(frozen, grad_accum=1), folder)
-    shared = sail(frozen, plan_for(frozen, dp_shard=2, grad_accum=1), folder)
-    assert_same_course(shared, alone)
+    alone = train_trajectory(frozen, plan_for(frozen, grad_accum=1), folder)
+    shared = train_trajectory(frozen, plan_for(frozen, dp_shard=2, grad_accum=1), folder)
+    assert_same_trajectory(shared, alone)
     assert alone.losses[0] == reference.losses[0]
     assert alone.losses[-1] != reference.losses[-1]
     spec = spec_of(frozen.model)

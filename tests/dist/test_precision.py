@@ -11,14 +11,14 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.cases import quick_or_slow
-from tests.parity import plan_for, sail_to
+from tests.parity import plan_for, train_run
 from tests.ranks import run_ranks
 from trimaran.core import Plan, Recipe
+from trimaran.optim.loss_scale import INITIAL_SCALE, LossScale
 from trimaran.run import Journal, RunDirectory, create_run
 from trimaran.train import build
 from trimaran.train.build import build_worker_parts
-from trimaran.optim.loss_scale import START, LossScale
-from trimaran.train.process.rank_info import join, read_rank_info
+from trimaran.train.process.rank_info import join_process_group, read_rank_info
 from trimaran.train.worker import run_worker
 
 PLANS = {
@@ -32,18 +32,18 @@ SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64}
 
 
 @pytest.fixture(scope="module")
-def harbour(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("precision")
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": f"{number} " * 9}) + "\n" for number in range(900)))
     (folder / "runs").mkdir()
     return folder
 
 
-def recipe_for(harbour: Path, preset: str = "tiny", **train: object) -> Recipe:
+def recipe_for(workspace: Path, preset: str = "tiny", **train: object) -> Recipe:
     return Recipe.model_validate(
         {
             "model": {"preset": preset, "shape": SHAPE},
-            "data": {"source": "jsonl", "path": str(harbour / "text.jsonl"), "seq_len": 32},
+            "data": {"source": "jsonl", "path": str(workspace / "text.jsonl"), "seq_len": 32},
             "train": {"steps": 16, "global_batch": 8, "lr": 3e-3, "save": False, "sample": {"tokens": 0}} | train,
         }
     )
@@ -53,8 +53,8 @@ def plan_in(precision: str, recipe: Recipe, name: str, grad_accum: int = 2) -> P
     return plan_for(recipe, grad_accum=grad_accum, **PLANS[name]).model_copy(update={"precision": precision})
 
 
-def lines(recipe: Recipe, plan: Plan, harbour: Path) -> list[dict[str, float]]:
-    run = sail_to(recipe, plan, harbour / "runs")
+def lines(recipe: Recipe, plan: Plan, workspace: Path) -> list[dict[str, float]]:
+    run = train_run(recipe, plan, workspace / "runs")
     return [json.loads(line) for line in run.metrics.read_text().splitlines()]
 
 
@@ -63,20 +63,20 @@ def column(course: list[dict[str, float]], name: str) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def fp32(harbour: Path) -> dict[str, list[dict[str, float]]]:
-    recipes = {preset: recipe_for(harbour, preset) for preset in ("tiny", "tiny-moe")}
-    return {preset: lines(each, plan_in("fp32", each, "one-process"), harbour) for preset, each in recipes.items()}
+def fp32(workspace: Path) -> dict[str, list[dict[str, float]]]:
+    recipes = {preset: recipe_for(workspace, preset) for preset in ("tiny", "tiny-moe")}
+    return {preset: lines(each, plan_in("fp32", each, "one-process"), workspace) for preset, each in recipes.items()}
 
 
 @pytest.mark.parametrize(("preset", "name"), [*(("tiny", name) for name in PLANS), ("tiny-moe", "ddp-2")])
-def test_fp16_follows_fp32_within_its_precision(harbour: Path, fp32: dict, preset: str, name: str) -> None:
-    recipe = recipe_for(harbour, preset)
-    course = lines(recipe, plan_in("fp16", recipe, name), harbour)
+def test_fp16_follows_fp32_within_its_precision(workspace: Path, fp32: dict, preset: str, name: str) -> None:
+    recipe = recipe_for(workspace, preset)
+    course = lines(recipe, plan_in("fp16", recipe, name), workspace)
     # What a router sees is rounded, and a token between two experts may then fall the other way.
     tolerance = 1e-4 if preset == "tiny" else 1e-3
     assert column(course, "loss") == pytest.approx(column(fp32[preset], "loss"), rel=tolerance)
     assert column(course, "grad_norm") == pytest.approx(column(fp32[preset], "grad_norm"), rel=10 * tolerance)
-    assert column(course, "loss_scale") == [START] * 16
+    assert column(course, "loss_scale") == [INITIAL_SCALE] * 16
     assert column(course, "loss")[-1] < 0.8 * column(course, "loss")[0]
 
 
@@ -86,12 +86,12 @@ def test_only_fp16_reports_a_loss_scale(fp32: dict) -> None:
 
 @pytest.mark.parametrize("name", ["ddp-2", "pp-2"])
 def test_steps_that_overflow_are_skipped_and_written_down(
-    harbour: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     # A scale that is too high for the first gradients comes down by itself, a step at a time.
-    monkeypatch.setattr(build, "build_loss_scale", lambda plan, train: LossScale(start=2.0**32))
-    recipe = recipe_for(harbour, steps=24)
-    course = lines(recipe, plan_in("fp16", recipe, name), harbour)
+    monkeypatch.setattr(build, "build_loss_scale", lambda plan, train: LossScale(initial=2.0**32))
+    recipe = recipe_for(workspace, steps=24)
+    course = lines(recipe, plan_in("fp16", recipe, name), workspace)
     assert column(course, "step") == list(range(1, 25))
     skipped = column(course, "grad_norm").count(None)
     assert 4 <= skipped <= 16
@@ -109,20 +109,20 @@ def whole_weights(parts: build.WorkerParts) -> np.ndarray:
 
 def overflow_on_one_rank(run: RunDirectory, cache: Path) -> list[tuple[float, float, np.ndarray]]:
     """Return (gradient norm, loss scale, weights) after each of four steps; in the second, rank 1 overflows."""
-    place = read_rank_info(os.environ)
-    join(place)
+    rank_info = read_rank_info(os.environ)
+    join_process_group(rank_info)
     reports, overflows = [], [False]
 
     def blow_up(_: object, __: object, logits: torch.Tensor) -> None:
         logits.register_hook(lambda gradient: gradient * (1e6 if overflows[0] else 1))
 
-    with Journal(run, place.rank) as journal:
-        parts = build_worker_parts(run, place, journal, cache=cache)
+    with Journal(run, rank_info.rank) as journal:
+        parts = build_worker_parts(run, rank_info, journal, cache=cache)
         parts.networks[0].module.lm_head.register_forward_hook(blow_up)
         stepper = parts.trainer.stepper
         with parts.trainer.loader_from(0) as loader:
             for batch in loader:
-                overflows[0] = place.rank == 1 and batch.step == 1
+                overflows[0] = rank_info.rank == 1 and batch.step == 1
                 stepper.step(batch)
                 norm, _ = stepper.update(1e-3)
                 reports.append((float(norm), stepper.details()()["loss_scale"], whole_weights(parts)))
@@ -130,30 +130,30 @@ def overflow_on_one_rank(run: RunDirectory, cache: Path) -> list[tuple[float, fl
 
 
 @pytest.mark.parametrize("name", ["ddp-2", "fsdp-2"])
-def test_an_overflow_on_one_rank_makes_all_ranks_skip_and_halve(harbour: Path, name: str) -> None:
-    recipe = recipe_for(harbour, steps=4)
-    run = create_run(harbour / "runs" / f"overflow-{name}", recipe, plan_in("fp16", recipe, name))
-    one, other = run_ranks(2, overflow_on_one_rank, run, harbour / "cache")
+def test_an_overflow_on_one_rank_makes_all_ranks_skip_and_halve(workspace: Path, name: str) -> None:
+    recipe = recipe_for(workspace, steps=4)
+    run = create_run(workspace / "runs" / f"overflow-{name}", recipe, plan_in("fp16", recipe, name))
+    one, other = run_ranks(2, overflow_on_one_rank, run, workspace / "cache")
     for reports in (one, other):
         norms, scales, weights = zip(*reports, strict=True)
         assert np.isfinite(norms).tolist() == [True, False, True, True]
-        assert list(scales) == [START, START, START / 2, START / 2]
+        assert list(scales) == [INITIAL_SCALE, INITIAL_SCALE, INITIAL_SCALE / 2, INITIAL_SCALE / 2]
         assert np.array_equal(weights[1], weights[0])
         assert not np.array_equal(weights[2], weights[1])
         assert np.isfinite(weights).all()
     assert all(np.array_equal(mine[2], theirs[2]) for mine, theirs in zip(one, other, strict=True))
 
 
-def patchwork(harbour: Path, *, tied: bool) -> Recipe:
-    recipe = recipe_for(harbour, precision={"lm_head": "fp32", "layers.*.mlp.down_proj": "fp32", "layers.1": "fp16"})
+def patchwork(workspace: Path, *, tied: bool) -> Recipe:
+    recipe = recipe_for(workspace, precision={"lm_head": "fp32", "layers.*.mlp.down_proj": "fp32", "layers.1": "fp16"})
     model = recipe.model.model_copy(update={"shape": SHAPE | {"tied": tied}})
     return recipe.model_copy(update={"model": model})
 
 
 @lru_cache
-def patchwork_alone(harbour: Path, *, tied: bool) -> list[dict[str, float]]:
-    recipe = patchwork(harbour, tied=tied)
-    return lines(recipe, plan_in("bf16", recipe, "one-process"), harbour)
+def patchwork_alone(workspace: Path, *, tied: bool) -> list[dict[str, float]]:
+    recipe = patchwork(workspace, tied=tied)
+    return lines(recipe, plan_in("bf16", recipe, "one-process"), workspace)
 
 
 @pytest.mark.parametrize(
@@ -163,27 +163,27 @@ def patchwork_alone(harbour: Path, *, tied: bool) -> list[dict[str, float]]:
         lambda case: case in {("ddp-2", True), ("fsdp-2", False), ("tp-2", True)},
     ),
 )
-def test_modules_with_an_arithmetic_of_their_own_follow_one_process(harbour: Path, name: str, tied: bool) -> None:
-    recipe, alone = patchwork(harbour, tied=tied), patchwork_alone(harbour, tied=tied)
-    course = lines(recipe, plan_in("bf16", recipe, name), harbour)
+def test_modules_with_an_arithmetic_of_their_own_follow_one_process(workspace: Path, name: str, tied: bool) -> None:
+    recipe, alone = patchwork(workspace, tied=tied), patchwork_alone(workspace, tied=tied)
+    course = lines(recipe, plan_in("bf16", recipe, name), workspace)
     assert column(course, "loss") == pytest.approx(column(alone, "loss"), rel=1e-4)
-    assert column(course, "loss_scale") == [START] * 16  # something in it is fp16
+    assert column(course, "loss_scale") == [INITIAL_SCALE] * 16  # something in it is fp16
 
 
 @pytest.mark.parametrize("name", ["ddp-2", "fsdp-2", "tp-2", "pp-2"])
-def test_a_network_with_fp32_modules_is_evaluated_and_speaks_in_bf16(harbour: Path, name: str) -> None:
+def test_a_network_with_fp32_modules_is_evaluated_and_speaks_in_bf16(workspace: Path, name: str) -> None:
     asked = {"evaluate": {"every": 1, "batches": 1}, "sample": {"tokens": 2, "prompt": "1"}}
-    recipe = recipe_for(harbour, precision={"norm": "fp32", "layers.*.input_layernorm": "fp32"}, steps=2, **asked)
-    run = sail_to(recipe, plan_in("bf16", recipe, name), harbour / "runs")
+    recipe = recipe_for(workspace, precision={"norm": "fp32", "layers.*.input_layernorm": "fp32"}, steps=2, **asked)
+    run = train_run(recipe, plan_in("bf16", recipe, name), workspace / "runs")
     kinds = [json.loads(line)["kind"] for line in run.events(0).read_text().splitlines()]
     told = [kind for kind in kinds if kind != "checkpoint"]  # which comes when it is written
     assert told == ["start", "ready", "evaluation", "started", "evaluation", "sample", "done"]
 
 
 @lru_cache
-def short_and_plain(harbour: Path, precision: str) -> list[dict[str, float]]:
-    recipe = recipe_for(harbour, steps=6)
-    return lines(recipe, plan_in(precision, recipe, "one-process"), harbour)
+def short_and_plain(workspace: Path, precision: str) -> list[dict[str, float]]:
+    recipe = recipe_for(workspace, steps=6)
+    return lines(recipe, plan_in(precision, recipe, "one-process"), workspace)
 
 
 OTHERS = (("bf16", "fp32"), ("fp16", "fp32"), ("fp32", "bf16"))
@@ -199,11 +199,11 @@ OTHERS = (("bf16", "fp32"), ("fp16", "fp32"), ("fp32", "bf16"))
     ),
 )
 def test_all_modules_in_another_precision_are_that_precision(
-    harbour: Path, name: str, plan: str, all_modules: str
+    workspace: Path, name: str, plan: str, all_modules: str
 ) -> None:
-    recipe = recipe_for(harbour, precision={"*": all_modules}, steps=6)
-    course = lines(recipe, plan_in(plan, recipe, name), harbour)
-    reference = short_and_plain(harbour, all_modules)
+    recipe = recipe_for(workspace, precision={"*": all_modules}, steps=6)
+    course = lines(recipe, plan_in(plan, recipe, name), workspace)
+    reference = short_and_plain(workspace, all_modules)
     # In bf16 the order of sums shows: gradients of several ranks are added in another order than those of one.
     tolerance = 1e-5 if all_modules == "fp32" else 2e-3
     assert column(course, "loss") == pytest.approx(column(reference, "loss"), rel=tolerance)
@@ -214,9 +214,9 @@ def worker(run: RunDirectory, cache: Path) -> int:
     return run_worker(run, read_rank_info(os.environ), cache=cache)
 
 
-def test_a_module_that_does_not_exist_ends_the_run_before_it_starts(harbour: Path) -> None:
-    recipe = recipe_for(harbour, precision={"layers.*.mlp.gate": "fp32"})
-    run = create_run(harbour / "runs" / "unknown", recipe, plan_in("bf16", recipe, "one-process"))
-    assert run_ranks(1, worker, run, harbour / "cache") == [2]
+def test_a_module_that_does_not_exist_ends_the_run_before_it_starts(workspace: Path) -> None:
+    recipe = recipe_for(workspace, precision={"layers.*.mlp.gate": "fp32"})
+    run = create_run(workspace / "runs" / "unknown", recipe, plan_in("bf16", recipe, "one-process"))
+    assert run_ranks(1, worker, run, workspace / "cache") == [2]
     error = json.loads(run.events(0).read_text().splitlines()[-1])["data"]
     assert (error["code"], error["where"]) == ("P033", "train.precision")

@@ -1,4 +1,4 @@
-"""Profiles of whole runs: traces and images of memory, at steps that all ranks agree on, and the same training."""
+"""Profiles of complete runs: traces and memory snapshots at the same steps on all ranks, without effect on training."""
 
 import json
 import os
@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from tests.cases import slow
-from tests.parity import plan_for, sail_to, trajectory_of
+from tests.parity import plan_for, train_run, trajectory_of
 from tests.ranks import run_ranks
 from trimaran.core import Plan, Recipe
 from trimaran.run import RunDirectory, create_run
-from trimaran.telemetry.merged_trace import merge
 from trimaran.run.profile_request import ProfileRequest, find_traces, request_file, write_request
+from trimaran.telemetry.merged_trace import merge
 from trimaran.telemetry.trace_summary import Trace, load_trace, summarise
 from trimaran.train.process.rank_info import read_rank_info
 from trimaran.train.steppers.stepper import PlainStepper
@@ -52,8 +52,8 @@ def work(path: Path, cache: Path) -> int:
     return run_worker(RunDirectory(path), read_rank_info(os.environ), cache=cache)
 
 
-def asked_run(folder: Path, name: str, request: ProfileRequest, recipe: Recipe, plan: Plan) -> RunDirectory:
-    """Train with a request that is there from the first step on, and return the run."""
+def run_with_request(folder: Path, name: str, request: ProfileRequest, recipe: Recipe, plan: Plan) -> RunDirectory:
+    """Train with a request that exists from the first step on, and return the run."""
     run = create_run(folder / name, recipe, plan)
     write_request(run, request)
     world = plan.mesh.world_size
@@ -61,14 +61,14 @@ def asked_run(folder: Path, name: str, request: ProfileRequest, recipe: Recipe, 
     return run
 
 
-def told(run: RunDirectory, rank: int) -> list[dict[str, Any]]:
+def profile_events(run: RunDirectory, rank: int) -> list[dict[str, Any]]:
     events = [json.loads(line) for line in run.events(rank).read_text().splitlines()]
     return [event["data"] for event in events if event["kind"] == "profile"]
 
 
 def seconds_by_phase(trace: Trace, step: int) -> dict[str, float]:
     found: Counter[str] = Counter()
-    for begin, end, phase, at in trace.laps:
+    for begin, end, phase, at in trace.host_phases:
         found[phase] += (end - begin) / 1e6 if at == step else 0.0
     return dict(found)
 
@@ -76,16 +76,16 @@ def seconds_by_phase(trace: Trace, step: int) -> dict[str, float]:
 @pytest.mark.parametrize(
     "degrees", [{"dp_replicate": 2}, slow({"pp": 2}), slow({"dp_shard": 2}), slow({"tp": 2})], ids=str
 )
-def test_steps_that_the_recipe_names_are_traced_on_every_rank_and_train_as_ever(
+def test_the_steps_of_the_recipe_are_traced_on_every_rank_without_effect_on_training(
     folder: Path, degrees: dict[str, int]
 ) -> None:
     plain, traced = recipe_of(), recipe_of(profile="2:4", profile_ranks="all")
     accum = 2 if "pp" in degrees else 1
-    course = trajectory_of(sail_to(plain, plan_for(plain, grad_accum=accum, **degrees), folder))
-    run = sail_to(traced, plan_for(traced, grad_accum=accum, **degrees), folder)
+    trajectory = trajectory_of(train_run(plain, plan_for(plain, grad_accum=accum, **degrees), folder))
+    run = train_run(traced, plan_for(traced, grad_accum=accum, **degrees), folder)
     same = trajectory_of(run)
-    assert same.losses == course.losses
-    assert all(torch.equal(same.weights[name], weight) for name, weight in course.weights.items())
+    assert same.losses == trajectory.losses
+    assert all(torch.equal(same.weights[name], weight) for name, weight in trajectory.weights.items())
     (step, paths), *others = find_traces(run).items()
     assert (step, [*paths], others) == (2, [0, 1], [])
     traces = [load_trace(path) for path in paths.values()]
@@ -105,23 +105,27 @@ def test_steps_that_the_recipe_names_are_traced_on_every_rank_and_train_as_ever(
     }
 
 
-def test_a_run_at_work_is_asked_by_a_file_and_all_ranks_trace_the_same_steps(folder: Path) -> None:
+def test_a_request_file_makes_all_ranks_trace_the_same_steps(folder: Path) -> None:
     recipe, request = recipe_of(steps=6), ProfileRequest(steps=2, ranks="all")
-    run = asked_run(folder, "asked", request, recipe, plan_for(recipe, dp_replicate=2, grad_accum=1))
+    run = run_with_request(folder, "asked", request, recipe, plan_for(recipe, dp_replicate=2, grad_accum=1))
     (step, paths), *others = find_traces(run).items()
     assert ([*paths], others) == ([0, 1], [])
     for rank in (0, 1):
-        known = {"what": "trace", "path": f"profiles/step-{step:08d}-rank-{rank}.trace.json.gz", "request": request.id}
-        assert told(run, rank) == [known | {"first": step, "last": step + 1}]
+        expected = {
+            "what": "trace",
+            "path": f"profiles/step-{step:08d}-rank-{rank}.trace.json.gz",
+            "request": request.id,
+        }
+        assert profile_events(run, rank) == [expected | {"first": step, "last": step + 1}]
     assert not request_file(run).exists()
 
 
-def test_a_picture_of_memory_tells_parameters_gradients_states_and_activations_by_module(folder: Path) -> None:
+def test_a_memory_snapshot_has_parameters_gradients_states_and_activations_by_module(folder: Path) -> None:
     recipe, request = recipe_of(steps=6), ProfileRequest(steps=1, ranks="1", memory=True)
     plan = plan_for(recipe, dp_replicate=2, grad_accum=1)
-    run = asked_run(folder, "memory", request, recipe, plan)
-    assert told(run, 0) == []
-    (data,) = told(run, 1)
+    run = run_with_request(folder, "memory", request, recipe, plan)
+    assert profile_events(run, 0) == []
+    (data,) = profile_events(run, 1)
     tree = json.loads((run.path / data["path"]).read_text())
     weights = trajectory_of(run).weights
     size = sum(weight.nbytes for weight in weights.values())
@@ -131,26 +135,26 @@ def test_a_picture_of_memory_tells_parameters_gradients_states_and_activations_b
     assert {"layers.0", "layers.1"} <= layers
     hidden = 4 * 32 * SHAPE["hidden"] * 4  # of one micro-batch, in bytes
     assert tree["within"]["kinds"]["activations"] >= 2 * SHAPE["layers"] * hidden
-    plain = sail_to(recipe, plan, folder)
+    plain = train_run(recipe, plan, folder)
     assert trajectory_of(plain).losses == trajectory_of(run).losses
 
 
-@pytest.mark.chaos
-def test_a_picture_of_compiled_layers_compiles_nothing_anew(folder: Path) -> None:
+@pytest.mark.slow
+def test_a_memory_snapshot_of_compiled_layers_causes_no_recompilation(folder: Path) -> None:
     recipe, request = recipe_of(steps=8), ProfileRequest(steps=2, memory=True)
-    run = asked_run(folder, "compiled", request, recipe, plan_for(recipe, grad_accum=1, compile=True))
+    run = run_with_request(folder, "compiled", request, recipe, plan_for(recipe, grad_accum=1, compile=True))
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
-    (data,) = told(run, 0)
+    (data,) = profile_events(run, 0)
     assert "gradients" in json.loads((run.path / data["path"]).read_text())["within"]["kinds"]
     assert [line.get("recompiles", 0) for line in lines[data["first"] - 1 :]] == [0] * (9 - data["first"])
     assert lines[0]["compiles"] > 0
 
 
-def test_a_rank_that_runs_out_of_memory_leaves_a_picture_of_it(folder: Path) -> None:
+def test_a_rank_that_runs_out_of_memory_writes_a_memory_snapshot(folder: Path) -> None:
     recipe = recipe_of()
     run = create_run(folder / "oom", recipe, plan_for(recipe, grad_accum=1))
     assert run_ranks(1, work_until_memory_runs_out, run.path, folder.parent / "cache") == [1]
-    (data,) = told(run, 0)
+    (data,) = profile_events(run, 0)
     tree = json.loads((run.path / data["path"]).read_text())
     assert (data["request"], tree["step"]) == ("oom", 3)
     assert "out of memory" in tree["oom"]["message"]
@@ -176,10 +180,10 @@ def test_a_profile_that_cannot_be_written_does_not_stop_training(folder: Path) -
     run = create_run(folder / "unwritable", recipe, plan_for(recipe, grad_accum=1))
     run.profiles.write_text("a file where a folder should be")
     assert run_ranks(1, work, run.path, folder.parent / "cache") == [0]
-    assert [data["what"] for data in told(run, 0)] == ["failed"]
+    assert [data["what"] for data in profile_events(run, 0)] == ["failed"]
 
 
-def test_nonsense_in_the_place_of_a_request_is_removed_and_nothing_is_traced(folder: Path) -> None:
+def test_an_unreadable_request_is_removed_and_nothing_is_traced(folder: Path) -> None:
     recipe = recipe_of()
     run = create_run(folder / "nonsense", recipe, plan_for(recipe, grad_accum=1))
     run.profiles.mkdir()

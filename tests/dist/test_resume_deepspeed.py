@@ -1,4 +1,4 @@
-"""DeepSpeed goes on from what other plans kept, and they from what it kept."""
+"""DeepSpeed resumes from states of other plans, and they resume from its states."""
 
 import importlib
 import math
@@ -10,19 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.dist.test_resume import assert_no_trace
+from tests.dist.test_resume import assert_exact_resume
 from tests.parity import TOLERANCE, plan_for
-from tests.resume import LEG, Kept, recipe_for, sail_leg
+from tests.resume import SEGMENT_STEPS, SavedState, recipe_for, train_segment
 from trimaran.core import Plan
-from trimaran.train.steppers.deepspeed_state import boxes
+from trimaran.train.steppers.deepspeed_state import regions_of_range
 
-# Wide enough that ZeRO-3 splits some matrices (from 10,000 elements) and leaves the others whole.
+# Wide enough that ZeRO-3 splits some matrices (from 10,000 elements) and leaves the others unsharded.
 RECIPE = recipe_for(shape={"layers": 2, "hidden": 64, "head_dim": 16, "ffn": 192})
 
 
 @pytest.fixture(scope="module", autouse=True)
 def deepspeed() -> None:
-    """Import the package once for all ranks that are forked from here, with what it would import in each of them."""
+    """Import the package once for all forked ranks, with the modules that each would import later."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     pytest.importorskip("deepspeed", reason="needs the extra: pip install trimaran[deepspeed]")
     for late in ("stage3", "muon.muon_optimizer"):
@@ -45,39 +45,41 @@ CHAIN = (
 )
 
 
-def test_a_run_changes_between_deepspeed_and_torch_and_stays_on_course() -> None:
+def test_a_run_that_switches_between_deepspeed_and_torch_has_the_same_losses() -> None:
     losses: list[float] = []
-    kept: Kept | None = None
+    saved: SavedState | None = None
     for plan in CHAIN:
-        leg = sail_leg(RECIPE, plan, steps=LEG, after=kept)
-        if kept is not None:
-            leg.assert_loaded(kept)
-        losses, kept = losses + leg.losses, leg.kept
-    assert losses == pytest.approx(sail_leg(RECIPE, CHAIN[-1], steps=LEG * len(CHAIN)).losses, rel=TOLERANCE)
+        segment = train_segment(RECIPE, plan, steps=SEGMENT_STEPS, after=saved)
+        if saved is not None:
+            segment.assert_loaded(saved)
+        losses, saved = losses + segment.losses, segment.saved
+    assert losses == pytest.approx(
+        train_segment(RECIPE, CHAIN[-1], steps=SEGMENT_STEPS * len(CHAIN)).losses, rel=TOLERANCE
+    )
 
 
-@pytest.mark.chaos
-def test_under_the_same_plan_a_break_leaves_no_trace() -> None:
+@pytest.mark.slow
+def test_a_resume_under_the_same_plan_is_exact() -> None:
     plan = zero("gradients", precision="fp16")
-    whole = sail_leg(RECIPE, plan, steps=2 * LEG)
-    assert_no_trace(RECIPE, plan, whole)
-    assert whole.kept.progress["loss_scale"] == {"value": 65536.0, "good_steps": 2 * LEG}
+    full = train_segment(RECIPE, plan, steps=2 * SEGMENT_STEPS)
+    assert_exact_resume(RECIPE, plan, full)
+    assert full.saved.progress["loss_scale"] == {"value": 65536.0, "good_steps": 2 * SEGMENT_STEPS}
 
 
-@pytest.mark.chaos
-@pytest.mark.chaos
+@pytest.mark.slow
+@pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["optimizer", "parameters"])
-def test_weights_that_are_rounded_to_compute_with_are_rounded_from_what_was_kept(sharding: str) -> None:
+def test_compute_weights_are_rounded_from_the_saved_weights(sharding: str) -> None:
     plan = zero(sharding, precision="bf16", world=3)
-    assert_no_trace(RECIPE, plan, sail_leg(RECIPE, plan, steps=2 * LEG))
+    assert_exact_resume(RECIPE, plan, train_segment(RECIPE, plan, steps=2 * SEGMENT_STEPS))
 
 
 @given(st.lists(st.integers(1, 5), max_size=4), st.data())
 @settings(max_examples=300, deadline=None)
-def test_a_stretch_of_memory_is_a_few_rectangles(shape: list[int], data: st.DataObject) -> None:
+def test_a_flat_range_is_a_few_regions(shape: list[int], data: st.DataObject) -> None:
     count = math.prod(shape)
     first, last = sorted(data.draw(st.tuples(st.integers(0, count), st.integers(0, count))))
-    found = list(boxes(tuple(shape), first, last))
+    found = list(regions_of_range(tuple(shape), first, last))
     spans = [
         (sum(at * math.prod(shape[d + 1 :]) for d, at in enumerate(start)), math.prod(size)) for start, size in found
     ]

@@ -1,4 +1,4 @@
-"""A run whose ranks somebody else starts, with the environment that torchrun gives them: it goes on where it was."""
+"""A run whose ranks torchrun starts: the same command resumes it, and bad machines are reported."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def train(path: Path, *settings: str) -> int:
 
 
 def train_on_two_machines(path: Path, *flags: str) -> int:
-    """As rank 0 of a machine that is well, or as the only rank of one that lacks the card that it is to use."""
+    """Train as the only rank of one of two machines, the second without the network interface it should use."""
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": os.environ["RANK"]}
     if os.environ["RANK"] == "1":
         os.environ["GLOO_SOCKET_IFNAME"] = "nosuch0"
@@ -38,14 +38,14 @@ def train_on_two_machines(path: Path, *flags: str) -> int:
 
 
 def train_and_die(path: Path) -> int:
-    enter = SupervisorLink.enter
+    report_section = SupervisorLink.report_section
 
-    def enter_and_die(self: SupervisorLink, section: Section, step: int = 0) -> None:
+    def report_or_die(self: SupervisorLink, section: Section, step: int = 0) -> None:
         if os.environ["RANK"] == "1" and step == 8:
             os._exit(9)
-        enter(self, section, step)
+        report_section(self, section, step)
 
-    SupervisorLink.enter = enter_and_die  # type: ignore[method-assign]
+    SupervisorLink.report_section = report_or_die  # type: ignore[method-assign]
     return train(path)
 
 
@@ -53,7 +53,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_the_same_command_goes_on_with_its_run_and_another_recipe_is_refused(tmp_path: Path) -> None:
+def test_the_same_command_resumes_its_run_and_another_recipe_is_refused(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with pytest.raises(AssertionError) as died:
         run_ranks(2, train_and_die, run)
@@ -65,37 +65,37 @@ def test_the_same_command_goes_on_with_its_run_and_another_recipe_is_refused(tmp
     assert [each["step"] for each in lines(run / "events" / "rank-0.jsonl") if each["kind"] == "ready"][-1] >= 3
 
 
-def test_a_machine_on_which_the_run_could_not_work_ends_it_on_all_and_is_named_once(
+def test_a_machine_that_cannot_run_the_recipe_ends_the_run_on_all_machines_and_is_named_once(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert run_ranks(2, train_on_two_machines, tmp_path / "run") == [2, 2]
-    said = capfd.readouterr()
-    assert said.err.count("H007: GLOO_SOCKET_IFNAME is nosuch0") == 1
-    assert f"  where: node {platform.node()}\n" in said.err
-    assert "--no-check" in said.err
-    assert said.out == ""
+    output = capfd.readouterr()
+    assert output.err.count("H007: GLOO_SOCKET_IFNAME is nosuch0") == 1
+    assert f"  where: node {platform.node()}\n" in output.err
+    assert "--no-check" in output.err
+    assert output.out == ""
     assert not (tmp_path / "run").exists()
     with pytest.raises(AssertionError, match="Unable to find address for: nosuch0"):
         run_ranks(2, train_on_two_machines, tmp_path / "run", "--no-check")
 
 
-@pytest.mark.chaos
-def test_each_machine_of_an_outside_torchrun_is_sampled_and_no_sidecar_outlives_its_rank(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_each_machine_under_torchrun_has_a_sidecar_that_ends_with_its_rank(tmp_path: Path) -> None:
     run = tmp_path / "run"
     agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1",
              "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{_free_port()}", "-m", "trimaran",
              *command(run, "train.steps=150", "telemetry.sample_seconds=0.5")]  # fmt: skip
     agents = [subprocess.Popen(agent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for _ in range(2)]
     try:
-        told = [each.communicate(timeout=120)[0] for each in agents]
+        outputs = [each.communicate(timeout=120)[0] for each in agents]
     finally:
         for each in agents:
             each.kill()
-    assert [each.returncode for each in agents] == [0, 0], told
+    assert [each.returncode for each in agents] == [0, 0], outputs
     for node in range(2):
         samples = [each for each in lines(run / "telemetry" / f"node-{node}.jsonl") if each["ranks"]]
         assert {*samples[-1]["ranks"]} == {str(node)}
-        assert all("loader_cpu" not in each["ranks"][str(node)] for each in samples), "the sidecar is no loader"
+        assert all("loader_cpu" not in each["ranks"][str(node)] for each in samples), "the sidecar is not a loader"
     left = [
         each.info["cmdline"] for each in psutil.process_iter(["cmdline"]) if str(run) in (each.info["cmdline"] or [])
     ]

@@ -8,7 +8,7 @@ import pytest
 
 from tests.cases import slow
 from tests.ranks import run_ranks
-from tests.seeing import SPEC, TRAIN, Course, assert_alike, courses, plan_of, take_course
+from tests.vlm_training import SPEC, TRAIN, TrainingTrace, assert_traces_match, train_all_ranks, plan_of, train_rank
 from trimaran.core import Plan
 
 SHARDED: dict[str, Any] = {"mesh": {"dp_shard": 2}, "sharding": "parameters"}
@@ -21,8 +21,8 @@ RATES = {"vision": {"lr": 1e-4, "weight_decay": 0.0}, "language": {"lr": 1e-2}}
 
 
 @cache
-def alone(freeze: tuple[str, ...] = (), *, rates: bool = False) -> Course:
-    return courses(SPEC, plan_of(grad_accum=1), with_rates() if rates else TRAIN, freeze)[0]
+def alone(freeze: tuple[str, ...] = (), *, rates: bool = False) -> TrainingTrace:
+    return train_all_ranks(SPEC, plan_of(grad_accum=1), with_rates() if rates else TRAIN, freeze)[0]
 
 
 def with_rates() -> dict[str, Any]:
@@ -45,7 +45,7 @@ def with_rates() -> dict[str, Any]:
 )
 def test_a_frozen_tower_stays_as_it_is_under_every_axis(freeze: tuple[str, ...], plan: dict[str, Any]) -> None:
     reference, moving = alone(freeze), alone()
-    assert_alike(courses(SPEC, plan_of(**plan), TRAIN, freeze), reference)
+    assert_traces_match(train_all_ranks(SPEC, plan_of(**plan), TRAIN, freeze), reference)
     for tower in freeze:
         assert all(norms[tower] == 0 for norms in reference.towers)
         names = [name for name in reference.weights if name.startswith(f"{tower}.") and name.endswith("proj.weight")]
@@ -55,7 +55,7 @@ def test_a_frozen_tower_stays_as_it_is_under_every_axis(freeze: tuple[str, ...],
 @pytest.mark.parametrize("plan", [SHARDED, {"mesh": {"pp": 2}, "pipeline": {"stages": [1, 4]}}])
 def test_towers_learn_at_their_own_rates_under_every_plan(plan: dict[str, Any]) -> None:
     reference = alone(rates=True)
-    assert_alike(courses(SPEC, plan_of(**plan), with_rates()), reference)
+    assert_traces_match(train_all_ranks(SPEC, plan_of(**plan), with_rates()), reference)
     name = "vision.layers.0.mlp.up_proj.weight"
     first = courses_of_nobody()[name]
     slow, quick = (np.abs(each.weights[name] - first).mean() for each in (reference, alone()))
@@ -78,7 +78,7 @@ def courses_of_nobody() -> dict[str, np.ndarray]:
     ],
 )
 def test_towers_are_sharded_and_computed_again_in_their_own_ways(plan: dict[str, Any]) -> None:
-    assert_alike(courses(SPEC, plan_of(**plan)), alone())
+    assert_traces_match(train_all_ranks(SPEC, plan_of(**plan)), alone())
 
 
 def test_the_norms_of_the_towers_make_up_that_of_the_network() -> None:
@@ -86,16 +86,16 @@ def test_the_norms_of_the_towers_make_up_that_of_the_network() -> None:
         assert norm == pytest.approx(sum(each**2 for each in towers.values()) ** 0.5)
 
 
-@pytest.mark.chaos
+@pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["optimizer", "parameters"])
 def test_deepspeed_freezes_towers_and_gives_them_their_rates(sharding: str) -> None:
     plan = plan_of(engine="deepspeed", mesh={"dp_shard": 2}, sharding=sharding)
-    reference = courses(SPEC, plan_of(grad_accum=1), with_rates(), ("projector",))[0]
+    reference = train_all_ranks(SPEC, plan_of(grad_accum=1), with_rates(), ("projector",))[0]
     for losses, norms in run_ranks(2, numbers_of, plan):
         np.testing.assert_allclose(losses, reference.losses, rtol=1e-5)
         np.testing.assert_allclose(norms, reference.norms, rtol=1e-5)
 
 
 def numbers_of(plan: Plan) -> tuple[list[float], list[float]]:
-    course = take_course(SPEC, plan, with_rates(), ("projector",))
+    course = train_rank(SPEC, plan, with_rates(), ("projector",))
     return course.losses, course.norms

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.seeing import GLOBAL_BATCH, SPEC, STEPS, TIED, Course, assert_alike, batch_of, courses, plan_of, row
+from tests.vlm_training import GLOBAL_BATCH, SPEC, STEPS, TIED, TrainingTrace, assert_traces_match, batch_of, train_all_ranks, plan_of, row
 from trimaran.data.feed import DataShare
 
 WHOLE = {"vision": {"tp": 1}}
@@ -48,13 +48,13 @@ CUTS = {"gpipe": [1, 4], "1f1b": [2, 3], "interleaved": [1, 1, 1, 2], "zero-bubb
 
 
 @cache
-def alone() -> Course:
-    return courses(SPEC, plan_of(grad_accum=1))[0]
+def alone() -> TrainingTrace:
+    return train_all_ranks(SPEC, plan_of(grad_accum=1))[0]
 
 
 @cache
-def alone_and_tied() -> Course:
-    return courses(TIED, plan_of(grad_accum=1))[0]
+def alone_and_tied() -> TrainingTrace:
+    return train_all_ranks(TIED, plan_of(grad_accum=1))[0]
 
 
 def test_ranks_and_micro_batches_without_a_picture_come_up() -> None:
@@ -69,16 +69,16 @@ def test_ranks_and_micro_batches_without_a_picture_come_up() -> None:
 
 @pytest.mark.parametrize("name", PLANS)
 def test_every_plan_takes_the_course_of_one_process(name: str) -> None:
-    assert_alike(courses(SPEC, plan_of(**PLANS[name])), alone())
+    assert_traces_match(train_all_ranks(SPEC, plan_of(**PLANS[name])), alone())
 
 
-@pytest.mark.chaos
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SLOW)
 def test_products_of_axes_and_their_variants_take_it_as_well(name: str) -> None:
-    assert_alike(courses(SPEC, plan_of(**SLOW[name])), alone())
+    assert_traces_match(train_all_ranks(SPEC, plan_of(**SLOW[name])), alone())
 
 
 @pytest.mark.parametrize("schedule", CUTS)
 def test_every_schedule_takes_it_with_an_embedding_on_two_stages(schedule: str) -> None:
     plan = plan_of(mesh={"pp": 2}, pipeline={"schedule": schedule, "stages": CUTS[schedule]}, grad_accum=4)
-    assert_alike(courses(TIED, plan), alone_and_tied())
+    assert_traces_match(train_all_ranks(TIED, plan), alone_and_tied())

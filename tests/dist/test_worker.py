@@ -1,9 +1,8 @@
-"""One rank's life: how it ends, well or badly, and what it leaves behind."""
+"""The worker: its exit codes, events and files, after success and after failures."""
 
 import json
 import os
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,16 +11,16 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from tests.disks import mounted
 from tests.cases import slow
-from tests.parity import assert_same_course, plan_for, sail, sail_to, trajectory_of
+from tests.disks import mounted
+from tests.parity import assert_same_trajectory, plan_for, train_run, train_trajectory, trajectory_of
 from tests.ranks import run_ranks
 from trimaran.checkpoint.durable import DurableDisk
 from trimaran.core import Bytes, Plan, Recipe, UserError
-from trimaran.data import TokenSample, Sequences, position
+from trimaran.data import Sequences, TokenSample, position
 from trimaran.nets import initialise
 from trimaran.run import RunDirectory, create_run, refuse_full_disk
-from trimaran.train import networks
+from trimaran.train import build
 from trimaran.train.process.rank_info import read_rank_info
 from trimaran.train.worker import run_worker
 
@@ -49,34 +48,36 @@ def events(run: RunDirectory, rank: int = 0) -> list[dict]:
     return [json.loads(line) for line in run.events(rank).read_text().splitlines()]
 
 
-def work(path: Path, cache: Path) -> int:
+def run_rank(path: Path, cache: Path) -> int:
     return run_worker(RunDirectory(path), read_rank_info(os.environ), cache=cache)
 
 
-def test_a_deterministic_run_repeats_itself_bit_by_bit(folder: Path) -> None:
+def test_a_deterministic_run_is_bitwise_repeatable(folder: Path) -> None:
     recipe = recipe_with(train={"deterministic": True})
     plan = plan_for(recipe, grad_accum=2, dp_replicate=2)
-    first, second = (sail(recipe, plan, folder) for _ in range(2))
+    first, second = (train_trajectory(recipe, plan, folder) for _ in range(2))
     assert first.losses == second.losses
     assert first.norms == second.norms
     assert all(torch.equal(first.weights[name], second.weights[name]) for name in first.weights)
 
 
-def test_loader_processes_change_nothing_but_who_loads(folder: Path) -> None:
+def test_loader_processes_do_not_change_the_trajectory(folder: Path) -> None:
     threads = recipe_with()
     processes = recipe_with(data={"workers": 2})
     plan = plan_for(threads, grad_accum=2)
-    assert_same_course(sail(processes, plan, folder), sail(threads, plan, folder), tolerance=0)
+    assert_same_trajectory(
+        train_trajectory(processes, plan, folder), train_trajectory(threads, plan, folder), tolerance=0
+    )
 
 
 @pytest.mark.parametrize("degrees", [slow({}), {"dp_replicate": 2}, {"dp_shard": 2}])
-def test_bf16_follows_fp32_within_its_precision(folder: Path, degrees: dict[str, int]) -> None:
+def test_bf16_matches_fp32_within_its_precision(folder: Path, degrees: dict[str, int]) -> None:
     recipe = recipe_with()
-    fp32 = sail(recipe, plan_for(recipe, grad_accum=1), folder)
+    fp32 = train_trajectory(recipe, plan_for(recipe, grad_accum=1), folder)
     plan = plan_for(recipe, grad_accum=1, **degrees).model_copy(update={"precision": "bf16"})
-    course = sail(recipe, plan, folder)
-    assert course.losses == pytest.approx(fp32.losses, rel=5e-3)
-    assert course.losses != fp32.losses
+    trajectory = train_trajectory(recipe, plan, folder)
+    assert trajectory.losses == pytest.approx(fp32.losses, rel=5e-3)
+    assert trajectory.losses != fp32.losses
 
 
 @pytest.mark.parametrize(
@@ -90,35 +91,37 @@ def test_bf16_follows_fp32_within_its_precision(folder: Path, degrees: dict[str,
     ],
     ids=str,
 )
-def test_evaluation_and_samples_do_not_disturb_the_course(folder: Path, fields: dict[str, object]) -> None:
+def test_evaluation_and_samples_do_not_change_the_trajectory(folder: Path, fields: dict[str, object]) -> None:
     shape = {"model": {"shape": SHAPE | {"layers": 4}}}
     plain = recipe_with(**shape)
-    busy = recipe_with(train={"evaluate": {"every": 2, "batches": 2}, "sample": {"tokens": 5}}, **shape)
+    evaluated = recipe_with(train={"evaluate": {"every": 2, "batches": 2}, "sample": {"tokens": 5}}, **shape)
     plan = plan_for(plain, grad_accum=2, **fields)
-    assert_same_course(sail(busy, plan, folder), sail(plain, plan, folder), tolerance=0)
+    assert_same_trajectory(
+        train_trajectory(evaluated, plan, folder), train_trajectory(plain, plan, folder), tolerance=0
+    )
 
 
 @pytest.mark.parametrize(("precision", "prompt"), [("fp32", "def f"), ("bf16", "")])
 @pytest.mark.parametrize("degrees", [{"dp_replicate": 2}, {"dp_shard": 2}])
-def test_all_ranks_write_the_sample_together(
+def test_all_ranks_generate_the_sample_together(
     folder: Path, degrees: dict[str, int], precision: str, prompt: str
 ) -> None:
     recipe = recipe_with(train={"sample": {"prompt": prompt, "tokens": 4}})
     plan = plan_for(recipe, grad_accum=1, **degrees).model_copy(update={"precision": precision})
-    (sample,) = [each["data"] for each in events(sail_to(recipe, plan, folder)) if each["kind"] == "sample"]
+    (sample,) = [each["data"] for each in events(train_run(recipe, plan, folder)) if each["kind"] == "sample"]
     assert sample["text"].startswith(prompt)
 
 
-def test_a_model_with_few_positions_writes_on_with_a_window_and_refuses_longer_sequences(folder: Path) -> None:
+def test_a_model_with_few_positions_generates_with_a_sliding_window_and_refuses_longer_sequences(folder: Path) -> None:
     config = GPT2Config(vocab_size=320, n_embd=32, n_layer=2, n_head=4, n_positions=32, bos_token_id=1, eos_token_id=2)
     GPT2LMHeadModel(config).save_pretrained(folder.parent / "gpt2")
     model = {"family": "hf", "preset": None, "shape": {}, "path": str(folder.parent / "gpt2")}
     recipe = recipe_with(model=model, train={"steps": 1, "sample": {"prompt": "x", "tokens": 40}})
-    run = sail_to(recipe, plan_for(recipe, grad_accum=1), folder)
+    run = train_run(recipe, plan_for(recipe, grad_accum=1), folder)
     assert "sample" in [each["kind"] for each in events(run)]
     recipe = recipe_with(model=model, data={"seq_len": 64})
     run = create_run(folder / "long", recipe, Plan(micro_batch=8))
-    assert run_ranks(1, work, run.path, folder / "cache") == [2]
+    assert run_ranks(1, run_rank, run.path, folder / "cache") == [2]
     assert events(run)[-1]["data"]["code"] == "P005"
 
 
@@ -126,24 +129,24 @@ def test_the_held_out_loss_does_not_depend_on_the_plan(folder: Path) -> None:
     recipe = recipe_with(train={"evaluate": {"every": 3, "batches": 2}})
     found = []
     for degrees in ({}, {"dp_replicate": 2}, {"dp_shard": 2}):
-        run = sail_to(recipe, plan_for(recipe, grad_accum=2, **degrees), folder)
+        run = train_run(recipe, plan_for(recipe, grad_accum=2, **degrees), folder)
         found.append([each["data"]["loss"] for each in events(run) if each["kind"] == "evaluation"])
     assert len(found[0]) == 2
     assert found[1] == pytest.approx(found[0], rel=1e-5)
     assert found[2] == pytest.approx(found[0], rel=1e-5)
 
 
-def test_a_persons_mistake_found_by_a_rank_is_an_event_with_a_fix(folder: Path) -> None:
+def test_a_user_error_found_by_a_rank_is_an_event_with_a_fix(folder: Path) -> None:
     recipe = recipe_with(model={"shape": SHAPE | {"vocab": 100}})
     run = create_run(folder / "small", recipe, plan_for(recipe, grad_accum=1))
-    assert run_ranks(1, work, run.path, folder / "cache") == [2]
+    assert run_ranks(1, run_rank, run.path, folder / "cache") == [2]
     assert events(run)[-1]["kind"] == "error"
     assert events(run)[-1]["data"]["code"] == "T020"
     assert events(run)[-1]["data"]["fix"]
 
 
-def with_a_deadly_sample(path: Path, cache: Path, deaths: int) -> int:
-    """Train where the first sample of the third step kills the process that loads it, a few times."""
+def run_rank_with_deadly_sample(path: Path, cache: Path, deaths: int) -> int:
+    """Train with a sample, the first of the third step, that kills the process that loads it `deaths` times."""
     load, marks = Sequences.__getitem__, path / "deaths"
     marks.mkdir()
 
@@ -154,18 +157,20 @@ def with_a_deadly_sample(path: Path, cache: Path, deaths: int) -> int:
         return load(sequences, index)
 
     Sequences.__getitem__ = deadly
-    return work(path, cache)
+    return run_rank(path, cache)
 
 
 @pytest.mark.parametrize("deaths", [2, 100])
-def test_a_dead_loader_process_is_replaced_until_its_sample_is_to_blame(folder: Path, deaths: int) -> None:
+def test_a_dead_loader_process_is_replaced_until_its_sample_is_the_cause(folder: Path, deaths: int) -> None:
     recipe = recipe_with(data={"workers": 2}, train={"evaluate": {"batches": 0}})
     run = create_run(folder / "dead", recipe, plan_for(recipe, grad_accum=1))
-    (code,) = run_ranks(1, with_a_deadly_sample, run.path, folder / "cache", deaths)
+    (code,) = run_ranks(1, run_rank_with_deadly_sample, run.path, folder / "cache", deaths)
     marks = [each.name.partition("-")[0] for each in (run.path / "deaths").iterdir()]
     if deaths == 2:
         assert code == 0
-        assert_same_course(trajectory_of(run), sail(recipe_with(), plan_for(recipe, grad_accum=1), folder), tolerance=0)
+        assert_same_trajectory(
+            trajectory_of(run), train_trajectory(recipe_with(), plan_for(recipe, grad_accum=1), folder), tolerance=0
+        )
         return
     assert code == 1
     fault = events(run)[-1]["data"]
@@ -181,18 +186,20 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         yield disk
 
 
-def test_weights_that_do_not_fit_on_the_disk_leave_an_error_and_no_draft(small_disk: Path, folder: Path) -> None:
-    # 285 kB of weights: the checkpoint, with two moments, finds room in 1 MiB, and beside it another copy does not.
+def test_weights_that_do_not_fit_on_the_disk_leave_an_error_and_no_temporary_files(
+    small_disk: Path, folder: Path
+) -> None:
+    # 285 kB of weights: a checkpoint, with two moments, fits in 1 MiB, but not together with the saved model.
     shape = {"layers": 1, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn": 200}
     recipe = recipe_with(model={"shape": shape}, train={"steps": 1})
     run = create_run(small_disk / "run", recipe, Plan(micro_batch=8))
-    assert run_ranks(1, work, run.path, folder / "cache") == [2]
+    assert run_ranks(1, run_rank, run.path, folder / "cache") == [2]
     assert events(run)[-1]["data"]["code"] == "D006"
     assert not run.model.exists()
     assert not list(run.path.glob(".model*"))
 
 
-def without_room_for_checkpoints(path: Path, cache: Path) -> int:
+def run_rank_without_checkpoint_space(path: Path, cache: Path) -> int:
     write = DurableDisk.write
 
     def refusing(disk: DurableDisk, fd: int, data: memoryview) -> None:
@@ -201,49 +208,49 @@ def without_room_for_checkpoints(path: Path, cache: Path) -> int:
         write(disk, fd, data)
 
     DurableDisk.write = refusing
-    return work(path, cache)
+    return run_rank(path, cache)
 
 
-def test_a_last_checkpoint_that_cannot_be_written_does_not_cost_the_weights(folder: Path) -> None:
+def test_the_model_is_saved_even_if_the_last_checkpoint_cannot_be_written(folder: Path) -> None:
     recipe = recipe_with(train={"steps": 2})
     run = create_run(folder / "run", recipe, Plan(micro_batch=8))
-    assert run_ranks(1, without_room_for_checkpoints, run.path, folder / "cache") == [2]
+    assert run_ranks(1, run_rank_without_checkpoint_space, run.path, folder / "cache") == [2]
     assert [each["kind"] for each in events(run)][-3:] == ["checkpoint", "saved", "error"]
     assert events(run)[-1]["data"]["code"] == "K043"
     assert (run.model / "model.safetensors").exists()
 
 
-def with_a_weight_that_is_none(path: Path, cache: Path) -> int:
-    def initialise_and_spoil(module: torch.nn.Module, **rest: Any) -> None:
+def run_rank_with_nan_weight(path: Path, cache: Path) -> int:
+    def initialise_with_nan(module: torch.nn.Module, **rest: Any) -> None:
         initialise(module, **rest)
         with torch.no_grad():
             next(module.parameters()).fill_(float("nan"))
 
-    networks.initialise = initialise_and_spoil
-    return work(path, cache)
+    build.initialise = initialise_with_nan
+    return run_rank(path, cache)
 
 
-def test_numbers_that_were_wrong_from_the_start_are_what_is_told(folder: Path) -> None:
+def test_a_nan_from_the_start_is_reported_even_if_no_checkpoint_can_be_written(folder: Path) -> None:
     recipe = recipe_with(train={"steps": 20})
     run = create_run(folder / "run", recipe, Plan(micro_batch=8))
-    assert run_ranks(1, with_a_weight_that_is_none, run.path, folder / "cache") == [93]
-    told = events(run)[-1]["data"]
-    assert told["cause"] == "numeric"
-    assert "the last checkpoint could not be written" in told["message"]
+    assert run_ranks(1, run_rank_with_nan_weight, run.path, folder / "cache") == [93]
+    error = events(run)[-1]["data"]
+    assert error["cause"] == "numeric"
+    assert "the last checkpoint could not be written" in error["message"]
 
 
-def test_a_run_whose_data_has_changed_does_not_go_on(folder: Path) -> None:
+def test_a_run_whose_data_has_changed_does_not_resume(folder: Path) -> None:
     file = folder / "data.txt"
     file.write_text("red green blue " * 400)
     recipe = recipe_with(data={"source": "text", "path": str(file)}, train={"steps": 2, "save": False})
     run = create_run(folder / "run", recipe, Plan(micro_batch=8))
-    assert run_ranks(1, work, run.path, folder / "cache") == [0]
-    os.utime(file, (1, 1))  # packed anew, to the same tokens
-    assert run_ranks(1, work, run.path, folder / "cache") == [0]
+    assert run_ranks(1, run_rank, run.path, folder / "cache") == [0]
+    os.utime(file, (1, 1))  # prepared again, to the same tokens
+    assert run_ranks(1, run_rank, run.path, folder / "cache") == [0]
     file.write_text("red green grey " * 400)
-    assert run_ranks(1, work, run.path, folder / "cache") == [2]
-    told = events(run)[-1]["data"]
-    assert (told["code"], told["what"].partition(":")[0]) == ("K041", "the data has changed")
+    assert run_ranks(1, run_rank, run.path, folder / "cache") == [2]
+    error = events(run)[-1]["data"]
+    assert (error["code"], error["what"].partition(":")[0]) == ("K041", "the data has changed")
 
 
 def test_a_disk_too_small_for_the_weights_is_refused_before_the_start(small_disk: Path) -> None:

@@ -18,7 +18,7 @@ def events(run: Path, rank: int, kind: str) -> list[dict]:
     return [each for each in lines(run / "events" / f"rank-{rank}.jsonl") if each["kind"] == kind]
 
 
-@pytest.mark.chaos  # what it trains, tests/dist/test_matrix.py shows quicker
+@pytest.mark.slow  # what it trains, tests/dist/test_matrix.py shows quicker
 def test_slices_of_stages_train_and_save_what_one_process_does(tmp_path: Path) -> None:
     short = ["--set", "train.steps=4", "--set", "train.evaluate.every=2", "--set", "train.sample.tokens=4"]
     split = ["--set", "cluster=4xcpu", "--set", "plan={mesh: {tp: 2, pp: 2}, grad_accum: 4}"]
@@ -56,7 +56,7 @@ def test_slices_of_stages_train_and_save_what_one_process_does(tmp_path: Path) -
         assert weight == pytest.approx(plain[name], rel=1e-5, abs=1e-5)
 
 
-@pytest.mark.chaos
+@pytest.mark.slow
 def test_a_pipeline_stops_at_one_step_on_all_ranks_and_keeps_its_state(tmp_path: Path) -> None:
     run = tmp_path / "run"
     pipeline = ["--set", "plan={mesh: {pp: 2}, pipeline: {schedule: zero-bubble, stages: [1, 1, 1, 1]}, grad_accum: 4}"]

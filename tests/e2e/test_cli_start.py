@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.runs import new_run, start_ranks
-from trimaran.app.main import VERBS, main
+from trimaran.app.main import COMMANDS, main
 from trimaran.run import Journal
 
 MAX_HELP_SECONDS = 0.3
@@ -32,7 +32,7 @@ def test_help_is_quick_and_lists_every_verb() -> None:
         answer = run("--help")
         seconds.append(time.perf_counter() - began)
     assert answer.returncode == 0
-    for verb, summary in VERBS.items():
+    for verb, summary in COMMANDS.items():
         assert re.search(rf"^  {verb} +{re.escape(summary)}$", answer.stdout, re.MULTILINE)
     assert min(seconds) < MAX_HELP_SECONDS
 
@@ -55,7 +55,7 @@ def test_the_top_level_imports_no_verb() -> None:
     assert not re.search(r"pydantic|rich|numpy|trimaran\.core", imports.stderr)
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", COMMANDS)
 def test_every_verb_has_help_with_an_example(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([verb, "--help"]) == 0
     shown = capsys.readouterr().out

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.chaos  # a first compilation takes most of a minute on two cores
+pytestmark = pytest.mark.slow  # a first compilation takes most of a minute on two cores
 
 COMMAND = [sys.executable, "-m", "trimaran", "train", "--quiet"]
 SETTINGS = (

@@ -1,4 +1,4 @@
-"""One's own loop: the example is nanoGPT's with about five lines changed, and trains the same trajectory."""
+"""The own-loop example is nanoGPT with about five lines changed, and has the same losses."""
 
 import difflib
 import re

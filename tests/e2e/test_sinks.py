@@ -1,4 +1,4 @@
-"""Every sink is told a run, and what it made of it is read back with the tools of its own people."""
+"""Every sink is fed a run, and its output is read back with the vendor's own tools."""
 
 import json
 import shutil
@@ -17,14 +17,14 @@ pytest.importorskip("prometheus_client")
 from tests.goodput import on_page
 from tests.prometheus_server import Server, alerts, filled_in, free_port, panels, prometheus
 from tests.runs import new_run
-from tests.sink_lines import event_line, feed, incident_line, recorded, sample_line, step_line, troubles
+from tests.sink_lines import event_line, feed, incident_line, incidents, recorded, sample_line, step_line
 from trimaran.app.main import main
-from trimaran.core import TelemetrySection, UserError, changes_of_course, parse_recipe
+from trimaran.core import TelemetrySection, UserError, fixed_field_changes, parse_recipe
 from trimaran.core.recipe import PrometheusSection
 from trimaran.run import RunDirectory, append_line
-from trimaran.telemetry.ledger import ledger_of
-from trimaran.telemetry.sinks import open as opening
-from trimaran.telemetry.sinks.open import SINKS, open_sinks, refuse_missing_sinks
+from trimaran.telemetry.ledger import read_ledger
+from trimaran.telemetry.sinks import open_sinks as opening
+from trimaran.telemetry.sinks.open_sinks import SINKS, open_sinks, refuse_missing_sinks
 from trimaran.telemetry.sinks.prometheus import PrometheusSink
 from trimaran.telemetry.sinks.sink import Line, Sink
 
@@ -46,7 +46,7 @@ LIFE = [
 
 @pytest.fixture(scope="module", autouse=True)
 def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, PrometheusSink] | None]:
-    """Yield a server that reads the pages of a run that is well and one that is ill, and the page of the latter.
+    """Yield a server that scrapes a healthy and an unhealthy run, and the sink of the latter.
 
     A Prometheus server first looks at a page five seconds after its start: the other tests run meanwhile.
     """
@@ -56,7 +56,7 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, 
     folder, sinks, ports = tmp_path_factory.mktemp("scraped"), [], [free_port(), free_port()]
     with prometheus(folder / "server", [f"127.0.0.1:{port}" for port in ports]) as server:
         for name, port in zip(("well", "ill"), ports, strict=True):
-            run, lines = recorded(folder / name, is_well=name == "well")
+            run, lines = recorded(folder / name, is_healthy=name == "well")
             sinks.append(PrometheusSink(run, PrometheusSection(port=port), steps=100))
             feed(sinks[-1], lines)
         yield server, sinks[-1]
@@ -64,31 +64,32 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, 
         sink.close()
 
 
-def tell(run: RunDirectory, asked: dict[str, Any], lines: list[tuple[str, Line]]) -> None:
+def feed_sinks(run: RunDirectory, asked: dict[str, Any], lines: list[tuple[str, Line]]) -> None:
     (sink,) = open_sinks(TelemetrySection.model_validate(asked), run)
     feed(sink, lines)
     sink.close()
 
 
-def test_tensorboard_draws_every_number_and_a_replay_takes_the_place_of_its_first_try(tmp_path: Path) -> None:
+def test_tensorboard_gets_every_scalar_and_replayed_steps_replace_the_first_ones(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     run = new_run(tmp_path / "toy")
-    tell(run, {"tensorboard": True}, LIFE[:-3])
-    tell(run, {"tensorboard": True}, LIFE[-3:])  # as after a `trimaran resume`
+    feed_sinks(run, {"tensorboard": True}, LIFE[:-3])
+    feed_sinks(run, {"tensorboard": True}, LIFE[-3:])  # as after a `trimaran resume`
     found = accumulator.EventAccumulator(str(run.path / "tensorboard"))
     found.Reload()
     assert [(each.step, each.value) for each in found.Scalars("loss")] == [(1, 5.0), (2, 7.0)]
     assert [each.wall_time for each in found.Scalars("phases/forward")] == [1001.0, 1008.0]
     assert {"memory/allocated", "groups/layers.0/grad_norm", "node-0/gpus/1/power"} <= set(found.Tags()["scalars"])
-    told = [each.tensor_proto.string_val[0].decode() for each in found.Tensors("incidents")]
-    assert told == ["i-0001 (crash): rank 1 was killed by SIGKILL; restarted"]
+    incidents_shown = [each.tensor_proto.string_val[0].decode() for each in found.Tensors("incidents")]
+    assert incidents_shown == ["i-0001 (crash): rank 1 was killed by SIGKILL; restarted"]
 
 
-def test_more_steps_than_a_chart_shows_are_thinned_and_the_last_one_stays(tmp_path: Path) -> None:
+def test_frequent_steps_are_rate_limited_and_the_last_one_is_kept(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     run = new_run(tmp_path / "toy")
     fast = [step_line(step, 1000 + step / 1000) for step in range(1, 1001)]
-    tell(run, {"tensorboard": True}, [("step", {key: line[key] for key in line if key != "groups"}) for line in fast])
+    lines = [("step", {key: line[key] for key in line if key != "groups"}) for line in fast]
+    feed_sinks(run, {"tensorboard": True}, lines)
     found = accumulator.EventAccumulator(str(run.path / "tensorboard"))
     found.Reload()
     steps = [each.step for each in found.Scalars("loss")]
@@ -97,7 +98,7 @@ def test_more_steps_than_a_chart_shows_are_thinned_and_the_last_one_stays(tmp_pa
 
 
 def wandb_records(path: Path) -> Iterator[bytes]:
-    """Yield the records of a file of wandb's: 7 bytes, then LevelDB's log format in blocks of 32 KiB."""
+    """Yield the records of a wandb file: 7 bytes, then LevelDB's log format in blocks of 32 KiB."""
     data, offset, whole = path.read_bytes(), 7, b""
     while offset + 7 <= len(data):
         if (room := 32768 - offset % 32768) < 7:
@@ -105,23 +106,23 @@ def wandb_records(path: Path) -> Iterator[bytes]:
             continue
         _, length, kind = struct.unpack_from("<IHB", data, offset)
         if offset + 7 + length > len(data):
-            return  # it is being written
+            return  # it is still being written
         whole += data[offset + 7 : offset + 7 + length]
         offset += 7 + length
-        if kind in (1, 4):  # all of it, or the end of it
+        if kind in (1, 4):  # a full record, or its last part
             yield whole
             whole = b""
 
 
 def read_wandb(run: RunDirectory) -> tuple[list[Any], list[Line]]:
-    """Return what wandb was told, and the rows of numbers among it."""
+    """Return the records of wandb's file, and the logged rows among them."""
     internal = pytest.importorskip("wandb.proto.wandb_internal_pb2")
     (folder,) = (run.path / "wandb").glob("offline-run-*")
     (file,) = folder.glob("*.wandb")
     records: list[Any] = []
     until = time.monotonic() + 30
     while not any(record.HasField("exit") for record in records) and time.monotonic() < until:
-        time.sleep(0.05)  # wandb writes in a process of its own, which is not done when it says so
+        time.sleep(0.05)  # wandb's own process finishes writing later than it says
         records = [internal.Record.FromString(each) for each in wandb_records(file)]
     rows = [
         {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
@@ -131,10 +132,10 @@ def read_wandb(run: RunDirectory) -> tuple[list[Any], list[Line]]:
     return records, rows
 
 
-def test_wandb_is_told_every_step_without_a_network_and_nothing_of_the_machine(tmp_path: Path) -> None:
+def test_wandb_logs_every_step_offline_and_nothing_about_the_machine(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     run = new_run(tmp_path / "toy")
-    tell(run, {"wandb": {"mode": "offline", "project": "boats"}}, LIFE)
+    feed_sinks(run, {"wandb": {"mode": "offline", "project": "boats"}}, LIFE)
     records, rows = read_wandb(run)
     assert [(row["step"], row["loss"]) for row in rows if "loss" in row] == [(1, 5.0), (2, 2.5), (3, 5 / 3), (2, 7.0)]
     assert [row["evaluation/loss"] for row in rows if "evaluation/loss" in row] == [6.5]
@@ -147,7 +148,7 @@ def test_wandb_is_told_every_step_without_a_network_and_nothing_of_the_machine(t
 
 
 class Collector(BaseHTTPRequestHandler):
-    """Takes what an OpenTelemetry collector would."""
+    """A fake OpenTelemetry collector."""
 
     taken: ClassVar[list[tuple[str, bytes]]] = []
 
@@ -183,9 +184,9 @@ def spans_taken() -> list[Any]:
     return [span for each in resources for scope in each.scope_spans for span in scope.spans]
 
 
-def test_a_collector_gets_a_span_for_each_attempt_with_what_happened_in_it(tmp_path: Path, collector: str) -> None:
+def test_a_collector_gets_one_span_per_attempt_with_its_events(tmp_path: Path, collector: str) -> None:
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
-    tell(new_run(tmp_path / "toy"), {"otel": collector}, LIFE)
+    feed_sinks(new_run(tmp_path / "toy"), {"otel": collector}, LIFE)
     first, second = sorted(spans_taken(), key=lambda span: span.start_time_unix_nano)
     assert (first.name, second.name) == ("attempt 0", "attempt 1")
     assert (first.start_time_unix_nano, first.end_time_unix_nano) == (1000 * 10**9, 1004 * 10**9)
@@ -195,12 +196,12 @@ def test_a_collector_gets_a_span_for_each_attempt_with_what_happened_in_it(tmp_p
     assert (first.status.code, first.status.message, second.status.code) == (2, "a bad thing", 1)
 
 
-def test_a_collector_hears_of_an_attempt_that_began_before_its_sink(tmp_path: Path, collector: str) -> None:
+def test_a_collector_gets_an_attempt_that_began_before_the_sink(tmp_path: Path, collector: str) -> None:
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
     run = new_run(tmp_path / "toy")
     append_line(run.attempts, {"attempt": 4, "time": 900.0, "world_size": 2, "host": "vm", "pid": 1})
     late = [("incident", incident_line(9, 1004.0, attempt=4)), ("step", step_line(7, 1005.0))]
-    tell(run, {"otel": collector}, late)
+    feed_sinks(run, {"otel": collector}, late)
     (span,) = spans_taken()
     assert (span.name, span.start_time_unix_nano, len(span.events)) == ("attempt 4", 900 * 10**9, 1)
 
@@ -209,66 +210,66 @@ def documents(run: RunDirectory) -> list[Line]:
     return [json.loads(line) for line in (run.path / "logs" / "ecs.jsonl").read_text().splitlines()]
 
 
-def test_elasticsearch_gets_events_incidents_and_what_was_printed(tmp_path: Path) -> None:
+def test_elasticsearch_gets_events_incidents_and_log_messages(tmp_path: Path) -> None:
     run = new_run(tmp_path / "toy")
-    printed = "WARNING trimaran.train.metrics.step_monitor: step 3 was refused\n\x1b[31mplain words\x1b[0m\n"
+    printed = "WARNING trimaran.train.metrics.step_monitor: step 3 was refused\n\x1b[31mplain text\x1b[0m\n"
     trace = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\nValueError: a bad thing\n'
     run.log(1).write_text(printed + trace)
     run.agent_log.write_text("2026-11-15 21:59:48,670 INFO trimaran.launch.supervisor: start 1\n")
-    tell(run, {"ecs": True}, LIFE)
-    told = documents(run)
-    for each in told:
+    feed_sinks(run, {"ecs": True}, LIFE)
+    logged = documents(run)
+    for each in logged:
         assert {"@timestamp", "log.level", "message", "ecs.version", "event.kind", "labels.run"} <= each.keys()
         assert each["labels.run"] == "toy"
-    (raised,) = [each for each in told if "error.stack_trace" in each]
+    (raised,) = [each for each in logged if "error.stack_trace" in each]
     assert (raised["error.type"], raised["error.message"], raised["labels.rank"]) == ("ValueError", "a bad thing", "1")
     assert raised["error.stack_trace"] == trace.rstrip()
-    assert [each["log.level"] for each in told if each["message"] == "step 3 was refused"] == ["warn"]
-    assert [each["message"] for each in told if each["message"].startswith("plain")] == ["plain words"]
-    errors = [each for each in told if each.get("event.action") == "error"]
+    assert [each["log.level"] for each in logged if each["message"] == "step 3 was refused"] == ["warn"]
+    assert [each["message"] for each in logged if each["message"].startswith("plain")] == ["plain text"]
+    errors = [each for each in logged if each.get("event.action") == "error"]
     assert [(each["@timestamp"], each["error.type"]) for each in errors] == [("1970-01-01T00:16:44.000Z", "ValueError")]
-    alerts = [(each["event.action"], each["labels.cause"]) for each in told if each["event.kind"] == "alert"]
+    alerts = [(each["event.action"], each["labels.cause"]) for each in logged if each["event.kind"] == "alert"]
     assert alerts == [("noticed", "crash"), ("restarted", "crash")]
 
 
-def test_an_incident_is_not_told_twice_by_a_sink_that_is_opened_again(tmp_path: Path) -> None:
+def test_a_reopened_sink_does_not_report_an_incident_twice(tmp_path: Path) -> None:
     run = new_run(tmp_path / "toy")
     for _ in range(2):  # a new sidecar reads the incidents from the first
-        tell(run, {"ecs": True}, [each for each in LIFE if each[0] == "incident"])
+        feed_sinks(run, {"ecs": True}, [each for each in LIFE if each[0] == "incident"])
     assert len(documents(run)) == 2
 
 
-def test_a_recipe_that_asks_for_none_opens_none(tmp_path: Path) -> None:
+def test_a_recipe_without_sinks_opens_none(tmp_path: Path) -> None:
     assert open_sinks(TelemetrySection(), new_run(tmp_path / "toy")) == []
 
 
-def test_a_run_that_goes_on_may_tell_others() -> None:
+def test_a_resumed_run_may_change_its_sinks() -> None:
     old = parse_recipe("", name="test")
     new = parse_recipe("", name="test", overrides=["telemetry.tensorboard=true", "telemetry.wandb.mode=offline"])
-    assert changes_of_course(old, new) == {}
+    assert fixed_field_changes(old, new) == {}
 
 
-def test_a_sink_that_cannot_be_opened_is_told_and_the_others_are_there(
+def test_a_sink_that_cannot_be_opened_is_logged_and_the_others_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = new_run(tmp_path / "toy")
     (run.path / "tensorboard").write_text("a file where the folder should be")
     opened: list[Sink] = open_sinks(TelemetrySection(tensorboard=True, ecs=True), run)
     assert [sink.name for sink in opened] == ["ecs"]
-    assert "tensorboard is not told" in caplog.text
+    assert "cannot open sink tensorboard" in caplog.text
     opened[0].close()
 
 
-def test_a_missing_package_is_told_before_ranks_start(
+def test_a_missing_package_is_reported_before_ranks_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(opening, "find_spec", lambda name: None)
     asked = {"prometheus": {"port": 9101}, "tensorboard": True, "wandb": {"mode": "offline"}, "otel": "http://x"}
     for name, value in asked.items():
-        with pytest.raises(UserError) as told:
+        with pytest.raises(UserError) as refused:
             refuse_missing_sinks(TelemetrySection.model_validate({name: value}))
-        assert (told.value.code, told.value.where) == ("A018", SINKS[name].field)
-        assert f"trimaran[{SINKS[name].extra}]" in told.value.fix
+        assert (refused.value.code, refused.value.where) == ("A018", SINKS[name].field)
+        assert f"trimaran[{SINKS[name].extra}]" in refused.value.fix
     refuse_missing_sinks(TelemetrySection(ecs=True))
     monkeypatch.chdir(tmp_path)
     assert main(["train", "--set", "telemetry.tensorboard=true"]) == 2
@@ -277,45 +278,45 @@ def test_a_missing_package_is_told_before_ranks_start(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_every_query_has_an_answer_and_every_alert_finds_the_run_that_is_ill(
+def test_every_query_has_a_result_and_every_alert_fires_for_the_unhealthy_run(
     scraped: tuple[Server, PrometheusSink] | None,
 ) -> None:
     if scraped is None:
         pytest.skip("needs the Debian package prometheus")
     server, ill = scraped
     server.wait_for("count_over_time(trimaran_step[1m]) >= 2", answers=2)
-    feed(ill, list(troubles(time.time())))
+    feed(ill, list(incidents(time.time())))
     server.wait_for("increase(trimaran_restarts_total{cause='crash',run='ill'}[1m]) > 2", answers=1)
     for title, query in panels():
-        named = {each["metric"].get("run") for each in server.ask(filled_in(query, runs="well|ill"))}
+        named = {each["metric"].get("run") for each in server.query(filled_in(query, runs="well|ill"))}
         assert named, f"{title}: no answer to {query}"
         assert named <= {"well", "ill", None}
     for name, rule in alerts().items():
-        assert {each["metric"]["run"] for each in server.ask(rule["expr"])} == {"ill"}, name
-        assert server.ask(f"count by (run) ({rule['expr']})")[0]["value"][1] == "1"
+        assert {each["metric"]["run"] for each in server.query(rule["expr"])} == {"ill"}, name
+        assert server.query(f"count by (run) ({rule['expr']})")[0]["value"][1] == "1"
 
 
-def told_last(run: RunDirectory) -> float:
-    """Return the goodput that wandb was told last."""
+def last_wandb_goodput(run: RunDirectory) -> float:
+    """Return the last goodput that was logged to wandb."""
     return [row["goodput"] for row in read_wandb(run)[1] if "goodput" in row][-1]
 
 
-@pytest.mark.chaos
-def test_a_real_run_tells_every_sink(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_real_run_feeds_every_sink(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     pytest.importorskip("wandb")
     tiny = ["train.steps=30", "train.global_batch=4", "data.seq_len=32", "cluster=2xcpu", "checkpoint.every=10"]
-    told = [f"telemetry.prometheus.port={free_port()}", "telemetry.tensorboard=true", "telemetry.ecs=true"]
-    told += ["telemetry.wandb.mode=offline", "telemetry.otel=http://127.0.0.1:9"]  # nobody listens to the last one
-    settings = [word for each in [*tiny, *told] for word in ("--set", each)]
+    sinks = [f"telemetry.prometheus.port={free_port()}", "telemetry.tensorboard=true", "telemetry.ecs=true"]
+    sinks += ["telemetry.wandb.mode=offline", "telemetry.otel=http://127.0.0.1:9"]  # nothing listens on the last one
+    settings = [word for each in [*tiny, *sinks] for word in ("--set", each)]
     assert main(["train", "--quiet", "--run-dir", str(tmp_path / "toy"), *settings]) == 0
     run = RunDirectory(tmp_path / "toy")
     found = accumulator.EventAccumulator(str(run.path / "tensorboard"))
     found.Reload()
     assert found.Scalars("loss")[-1].step == 30
     page = (run.path / "telemetry" / "metrics.prom").read_text()
-    goodput = ledger_of(run).goodput
-    shown = {"page": on_page(page), "tensorboard": found.Scalars("goodput")[-1].value, "wandb": told_last(run)}
+    goodput = read_ledger(run).goodput
+    shown = {"page": on_page(page), "tensorboard": found.Scalars("goodput")[-1].value, "wandb": last_wandb_goodput(run)}
     assert shown == pytest.approx(dict.fromkeys(shown, goodput), rel=1e-6)
     for line in ("steps_total", "step", "steps_planned"):
         assert f'trimaran_{line}{{run="toy"}} 30.0' in page

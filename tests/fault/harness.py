@@ -1,4 +1,4 @@
-"""A supervised run of two tiny ranks, to break things in: start it, wait for a step, strike, read what was filed."""
+"""A supervised run of two tiny ranks for fault tests: start it, wait for a step, inject a fault, read the incidents."""
 
 import json
 import os
@@ -32,7 +32,7 @@ TINY = (
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
-    """Return the first true answer of `condition`; fail after `seconds`."""
+    """Return the first true result of `condition`; fail after `seconds`."""
     deadline = time.monotonic() + seconds
     while not (answer := condition()):
         assert time.monotonic() < deadline, "waited too long"
@@ -41,7 +41,7 @@ def wait_for(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """Return the whole lines of a journal that may be being written."""
+    """Return the complete lines of a journal that may still be written."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
@@ -64,9 +64,9 @@ class Supervised:
         pause: float = 0.0,
         extra: Mapping[str, str] | None = None,
     ) -> "Supervised":
-        """Make a run of `ranks` replicas at `path` and start its supervisor; see `plugin` for `fault` and `pause`.
+        """Create a run of `ranks` replicas at `path` and start its supervisor; see `plugin` for `fault` and `pause`.
 
-        `extra` comes on top of the environment.
+        `extra` is added to the environment.
         """
         overrides = [*TINY, f"cluster={ranks}xcpu", f"plan.mesh.dp_replicate={ranks}", *settings]
         recipe = parse_recipe("", name="test", overrides=overrides)
@@ -78,21 +78,27 @@ class Supervised:
     def again(
         cls, run: RunDirectory, *, fault: str = "", pause: float = 0.0, extra: Mapping[str, str] | None = None
     ) -> "Supervised":
-        """Start a supervisor for a run that exists."""
+        """Start a supervisor for an existing run."""
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
         if fault or pause:
             environment |= {"TRIMARAN_TEST_PLUGIN": "tests.fault.plugin", "TRIMARAN_TEST_PAUSE": str(pause)}
             environment |= {"TRIMARAN_TEST_FAULT": fault} if fault else {}
         environment |= extra or {}
         with run.agent_log.open("ab") as log:
-            command = [sys.executable, "-m", "trimaran.launch", str(run.path), "--no-check"]  # half a second
+            command = [
+                sys.executable,
+                "-m",
+                "trimaran.launch",
+                str(run.path),
+                "--no-check",
+            ]  # the check takes half a second
             return cls(run, subprocess.Popen(command, stdout=log, stderr=log, env=environment))
 
     def __enter__(self) -> "Supervised":
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Leave no process behind, whatever the test did."""
+        """Leave no process behind."""
         left = self.processes()
         self.process.kill()
         self.process.wait()
@@ -103,12 +109,12 @@ class Supervised:
         return read_incidents(self.run)
 
     @property
-    def troubles(self) -> list[Incident]:
-        """Return the incidents but those that changed nothing: on a busy machine ranks may be found to be slow."""
+    def faults(self) -> list[Incident]:
+        """Return the incidents without slow ranks and networks, which a busy machine can cause."""
         return [each for each in self.incidents if each.cause not in ("straggler", "network")]
 
     def step(self) -> int:
-        """Return the last step that rank 0 has written down."""
+        """Return the last step in the metrics of rank 0."""
         found = lines(self.run.metrics)
         return found[-1]["step"] if found else 0
 
@@ -124,20 +130,20 @@ class Supervised:
         return [each for each in lines(self.run.events(rank)) if each["kind"] == kind]
 
     def wait_for_events(self, rank: int, kind: str, number: int, seconds: float = 60.0) -> None:
-        """Return when a rank has written that many events of a kind, in all attempts together."""
+        """Return when a rank has written `number` events of a kind, over all attempts."""
         wait_for(lambda: len(self.events(rank, kind)) >= number, seconds)
 
-    def strike(self, rank: int, number: signal.Signals) -> float:
-        """Send a signal to a rank and return when, in seconds since the epoch."""
+    def send_signal(self, rank: int, number: signal.Signals) -> float:
+        """Send a signal to a rank and return the time, in seconds since the epoch."""
         now = time.time()
         os.kill(self.pid(rank), number)
         return now
 
-    def wait_for_trouble(self, known: int, seconds: float = 60.0) -> Incident:
-        """Return the incident after the first `known` ones, once it is clear what it has cost."""
+    def wait_for_fault(self, known: int, seconds: float = 60.0) -> Incident:
+        """Return the incident after the first `known` ones, once its cost is known."""
 
         def settled() -> Incident | None:
-            found = self.troubles[known:]
+            found = self.faults[known:]
             return found[0] if found and ("seconds_to_recover" in found[0].cost or self._is_over(found[0])) else None
 
         return wait_for(settled, seconds)

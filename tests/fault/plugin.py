@@ -1,8 +1,8 @@
-"""What breaks inside a rank, at a chosen point: imported by the fork server's forks where TRIMARAN_TEST_PLUGIN names it.
+"""Faults inside a rank at a chosen step. The fork server's forks import it if TRIMARAN_TEST_PLUGIN names it.
 
-TRIMARAN_TEST_FAULT is `FAULT:RANK:STEP`: what happens when that rank's loop comes to that step, counted from 0; with
-`:ATTEMPT` behind it only then. Several are separated by commas. TRIMARAN_TEST_PAUSE is what every step takes longer, in
-seconds.
+TRIMARAN_TEST_FAULT is `FAULT:RANK:STEP`: the fault happens when that rank enters that step, counted from 0; with
+`:ATTEMPT` after it only in that attempt. Several are separated by commas. TRIMARAN_TEST_PAUSE: seconds that are added to
+every step.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ compiled: list[int] = []
 
 
 def _compile() -> None:
-    """Compile something, which takes long, as a layer does that sees a new shape; once in a process."""
+    """Compile something that takes long, as for a new input shape; once in a process."""
 
     def slow(module: Any, _: Any) -> Any:
         compiled.append(1)
@@ -54,18 +54,18 @@ FAULTS = {
     "oom": _run_out_of_memory,
 }
 
-plans = [each.split(":") for each in os.environ.get("TRIMARAN_TEST_FAULT", "").split(",") if each]
+faults = [each.split(":") for each in os.environ.get("TRIMARAN_TEST_FAULT", "").split(",") if each]
 pause = float(os.environ.get("TRIMARAN_TEST_PAUSE", "0"))
-enter = SupervisorLink.enter
+report_section = SupervisorLink.report_section
 
 
-def enter_and_break(self: SupervisorLink, section: Section, at: int = 0) -> None:
-    enter(self, section, at)
+def report_section_and_fail(self: SupervisorLink, section: Section, at: int = 0) -> None:
+    report_section(self, section, at)
     if section in ("first", "step"):
         time.sleep(pause)
-        for fault, rank, step, *attempt in plans:
+        for fault, rank, step, *attempt in faults:
             if (rank, step) == (os.environ["RANK"], str(at)) and attempt in ([], [str(self.attempt)]):
                 FAULTS[fault]()
 
 
-SupervisorLink.enter = enter_and_break  # type: ignore[method-assign]
+SupervisorLink.report_section = report_section_and_fail  # type: ignore[method-assign]

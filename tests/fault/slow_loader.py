@@ -1,4 +1,4 @@
-"""A loader whose every sample takes TRIMARAN_TEST_LOAD_SECONDS longer, where TRIMARAN_TEST_PLUGIN names this module."""
+"""Makes the loader TRIMARAN_TEST_LOAD_SECONDS slower per sample; imported if TRIMARAN_TEST_PLUGIN names this module."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""The doctor against a run on two machines whose wire is cut, and one of which is lost: F067."""
+"""The doctor on a run on two nodes, with a cut link or a lost node: F067."""
 
 import os
 import shutil
@@ -8,7 +8,7 @@ import pytest
 
 from tests.chaos import nodes
 from tests.chaos.nodes import Fleet, make_run
-from tests.doctoring import findings
+from tests.diagnosed_runs import findings
 from tests.fault.harness import wait_for
 
 pytestmark = [
@@ -21,8 +21,8 @@ pytestmark = [
 SETTINGS = ("checkpoint.every=10", "faults.hang_seconds=20")
 
 
-def test_a_cut_wire_is_found_with_the_machine_that_fell_silent(tmp_path: Path) -> None:
-    """While the run stands still, and afterwards, when it has gone on."""
+def test_a_cut_link_is_found_with_the_silent_node(tmp_path: Path) -> None:
+    """Both while the run hangs, and after it has continued."""
     run = make_run(tmp_path / "run", "train.steps=60", *SETTINGS)
     with Fleet(run, "--node-wait", "60") as fleet:
         fleet.wait_for_step(15)
@@ -40,10 +40,10 @@ def test_a_cut_wire_is_found_with_the_machine_that_fell_silent(tmp_path: Path) -
     assert "no word over its connection" in after.verdict
     assert 10 < after.step < 60
     assert 5 < after.evidence["cost"]["seconds_to_detect"] < 20
-    assert (after.patch, "measures every pair" in after.fix) == ({}, True)  # no setting mends a wire
+    assert (after.patch, "measures every pair" in after.fix) == ({}, True)  # no setting fixes a cut link
 
 
-def test_a_machine_that_is_gone_is_named(tmp_path: Path) -> None:
+def test_a_lost_node_is_named(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "train.steps=500", *SETTINGS)
     with Fleet(run, "--node-wait", "4") as fleet:
         fleet.wait_for_step(15)
@@ -55,8 +55,8 @@ def test_a_machine_that_is_gone_is_named(tmp_path: Path) -> None:
     assert "its supervisor is gone" in found.verdict
 
 
-def test_a_clock_that_differs_has_lost_nobody(tmp_path: Path) -> None:
-    """It is an incident of a machine, which the run goes on with."""
+def test_clock_skew_is_not_a_lost_connection(tmp_path: Path) -> None:
+    """It is an incident of a node, but the run continues."""
     run = make_run(tmp_path / "run", "train.steps=20", *SETTINGS)
     skewed = {"PYTHONPATH": f"{Path(nodes.__file__).parent / 'skewed'}", "SKEW_SECONDS": "-60"}
     with Fleet(run, environments=[{}, skewed]) as fleet:

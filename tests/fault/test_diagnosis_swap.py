@@ -1,4 +1,4 @@
-"""The doctor against a run whose container is too small for it, on a machine with swap space: F071."""
+"""The doctor on a run in a container with too little memory, on a machine with swap space: F071."""
 
 import os
 import platform
@@ -10,17 +10,17 @@ from statistics import median
 
 import pytest
 
-from tests.doctoring import findings, in_container
+from tests.diagnosed_runs import findings, in_container
 from tests.fault.harness import Supervised, lines
 from trimaran.core import EXIT_DONE, Mesh, Plan, parse_recipe
 from trimaran.doctor.evidence import Evidence
-from trimaran.doctor.predicted_gain import settings_of
+from trimaran.doctor.predicted_gain import patch_settings
 from trimaran.doctor.rules.health.swap import swap
 from trimaran.run import RunDirectory
 
-MEMORY = Path("/sys/fs/cgroup/memory")  # of cgroup v1, which counts memory and swap apart
+MEMORY = Path("/sys/fs/cgroup/memory")  # cgroup v1 counts memory and swap separately
 MIB = 2**20
-# A state of 200 MiB that a rank keeps three copies of.
+# A state of 200 MiB, of which a rank holds three copies.
 LARGE = (
     "model.shape={layers: 5, hidden: 512, heads: 8, kv_heads: 8, ffn: 2048}",
     "train.global_batch=1",
@@ -34,7 +34,7 @@ LARGE = (
 
 @contextmanager
 def swapping(place: Path, *, mib: int) -> Iterator[None]:
-    """Let the machine swap to a file; skips where it will not."""
+    """Make the machine swap to a file; skip the test if it cannot."""
     subprocess.run(["fallocate", "-l", f"{mib}M", place], check=True)
     place.chmod(0o600)
     subprocess.run(["mkswap", "-q", place], check=True)
@@ -50,7 +50,7 @@ def swapping(place: Path, *, mib: int) -> Iterator[None]:
 
 @contextmanager
 def container(*, mib: int) -> Iterator[Path]:
-    """Make a memory cgroup of that size."""
+    """Create a memory cgroup of that size."""
     cgroup = MEMORY / f"trimaran-test-{os.getpid()}"
     cgroup.mkdir()
     try:
@@ -60,10 +60,10 @@ def container(*, mib: int) -> Iterator[Path]:
         cgroup.rmdir()
 
 
-def supervised(path: Path, *settings: str) -> RunDirectory:
-    with Supervised.start(path, *LARGE, *settings, ranks=1) as sailing:
-        assert sailing.wait(120) == EXIT_DONE
-    return sailing.run
+def train_supervised(path: Path, *settings: str) -> RunDirectory:
+    with Supervised.start(path, *LARGE, *settings, ranks=1) as supervised:
+        assert supervised.wait(120) == EXIT_DONE
+    return supervised.run
 
 
 def step_seconds(run: RunDirectory) -> float:
@@ -74,27 +74,27 @@ def step_seconds(run: RunDirectory) -> float:
 @pytest.mark.skipif(
     os.geteuid() != 0 or not (MEMORY / "memory.limit_in_bytes").exists(), reason="needs root and cgroup v1"
 )
-def test_a_container_that_swaps_is_found_and_without_copies_in_memory_it_does_not(tmp_path: Path) -> None:
+def test_a_swapping_container_is_found_and_no_in_memory_checkpoints_help(tmp_path: Path) -> None:
     with swapping(tmp_path / "swap", mib=2048), container(mib=1056) as cgroup:
-        full = in_container(cgroup, supervised, tmp_path / "full", "checkpoint.memory=1")
+        full = in_container(cgroup, train_supervised, tmp_path / "full", "checkpoint.memory=1")
         found = findings(full)["F071"]
         assert found.culprit == platform.node()
         assert found.patch == {"checkpoint.memory": 0}
         assert found.evidence["ram"] == 1056 * MIB, "the container's, not the machine's"
-        lean = in_container(cgroup, supervised, tmp_path / "lean", *settings_of(found.patch))
+        lean = in_container(cgroup, train_supervised, tmp_path / "lean", *patch_settings(found.patch))
     assert "F071" not in findings(lean)
     assert step_seconds(lean) < 0.5 * step_seconds(full)
 
 
 def sampled(**keys: float) -> Evidence:
-    """Return the evidence of a machine whose memory is full, and of which ten samples say this besides."""
+    """Return the evidence of a node with full memory, with `keys` added to ten samples."""
     recipe = parse_recipe("", name="test", overrides=["cluster=1xcpu"])
     full = {"node": 0, "host": "a", "ram": 64 << 30, "ram_used": 61 << 30, "swap_used": 3 << 30}
     samples = tuple(full | {"time": 5.0 * number} | keys for number in range(10))
     return Evidence(recipe=recipe, plan=Plan(mesh=Mesh(), micro_batch=1), samples=samples)
 
 
-def test_what_goes_to_and_fro_is_counted_and_what_only_lies_there_is_not() -> None:
+def test_swap_traffic_is_counted_and_old_swapped_pages_are_not() -> None:
     (found,) = swap(sampled(swap_read=20 * MIB, swap_written=20 * MIB))
     assert found.evidence["moved"] == pytest.approx(9 * 5 * 40 * MIB)
     assert not list(swap(sampled(swap_read=0, swap_written=0)))

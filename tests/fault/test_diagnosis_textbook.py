@@ -1,6 +1,6 @@
-"""The two exercises of the textbook, with real runs: whose steps dip, and why eight ranks do the work of five.
+"""The two exercises of the textbook, with real runs: periodic utilisation dips, and a speed-up of 5.2 on 8 ranks.
 
-Computing is sleeping here, in proportion to the rows: eight ranks on two cores are as fast as on eight machines.
+Compute is simulated by sleeping in proportion to the rows, so that eight ranks on two cores run as on eight machines.
 """
 
 import os
@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.doctoring import findings, in_slow_network, measured, recipe_of, train
+from tests.diagnosed_runs import findings, in_slow_network, measured, recipe_of, train
 from tests.fault.harness import Supervised
 from trimaran.app.main import main
 from trimaran.core import EXIT_DONE, Recipe
 from trimaran.data import Sequences, TokenSample
-from trimaran.doctor.predicted_gain import settings_of
-from trimaran.models import outline_if_told
+from trimaran.doctor.predicted_gain import patch_settings
+from trimaran.models import outline_if_known
 from trimaran.nets.decoder import DecoderLayer
 from trimaran.run import RunDirectory
 from trimaran.train.checkpointing.checkpointer import Checkpointer
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.chaos
 
 
 class Sleep(torch.autograd.Function):
-    """Returns what it gets, after a while; so does its backward, after twice as long."""
+    """The identity, which sleeps in forward, and twice as long in backward."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, seconds: float) -> Tensor:
@@ -42,7 +42,7 @@ class Sleep(torch.autograd.Function):
 
 
 def compute_slowly(monkeypatch: pytest.MonkeyPatch, row_seconds: float, *, late: dict[int, float]) -> None:
-    """Let a forward and a backward take so long for each row, and longer by so many seconds on some ranks."""
+    """Make forward and backward take this long per row, and `late` seconds longer on some ranks."""
     forward = DecoderLayer.forward
 
     def slowly(self: DecoderLayer, stream: Tensor, *rest: Any, **named: Any) -> Any:
@@ -74,8 +74,8 @@ def save_slowly(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 
 STEP = 1.6  # seconds
 ROWS, EVERY = 4, 5  # rows of a rank, steps between checkpoints
-PLANTED = {"comm": 0.12, "imbalance": 0.07, "sync": 0.06, "data": 0.10}  # of a step, which leaves 0.65 for computing
-ABOUT = 0.04  # of a step: two cores run eight ranks and what else there is
+INJECTED = {"comm": 0.12, "imbalance": 0.07, "sync": 0.06, "data": 0.10}  # of a step, which leaves 0.65 for compute
+TOLERANCE = 0.04  # of a step: two cores run eight ranks
 TINY = (
     "model.shape={layers: 1, hidden: 64, heads: 4, kv_heads: 2, ffn: 128}", "data.seq_len=16", "train.steps=16",
     "checkpoint.memory=0", f"plan.micro_batch={ROWS}", "plan.grad_accum=1",
@@ -83,8 +83,8 @@ TINY = (
 
 
 def rate_for(recipe: Recipe, seconds: float) -> str:
-    """Return the rate of a loopback on which the sums of 8 ranks' gradients take so long: each sends 14/8 of them."""
-    outline = outline_if_told(recipe.model, recipe.data)
+    """Return the loopback rate at which the gradient all-reduce of 8 ranks takes so long: each sends 14/8 of it."""
+    outline = outline_if_known(recipe.model, recipe.data)
     assert outline is not None
     return f"{14 * 4 * 8 * outline.trained_parameters / seconds:.0f}bit"
 
@@ -92,22 +92,22 @@ def rate_for(recipe: Recipe, seconds: float) -> str:
 def test_a_speed_up_of_5_2_on_8_ranks_is_split_into_its_causes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One rank by itself, then eight: on a slow network, with one slow disk for all and one slow rank among them."""
+    """One rank, then eight with a slow network, a slow shared disk and one slow rank."""
     one = recipe_of("cluster=1xcpu", f"train.global_batch={ROWS}", "checkpoint.every=0", *TINY)
-    compute_slowly(monkeypatch, 0.65 * STEP / ROWS, late={3: PLANTED["imbalance"] * STEP})
+    compute_slowly(monkeypatch, 0.65 * STEP / ROWS, late={3: INJECTED["imbalance"] * STEP})
     alone = train(one, tmp_path / "1")
-    load_slowly(monkeypatch, STEP / ROWS)  # as fast as eight ranks take it, so that what is left of a step is waiting
-    save_slowly(monkeypatch, PLANTED["sync"] * STEP * EVERY)
+    load_slowly(monkeypatch, STEP / ROWS)  # exactly as fast as eight ranks consume: the rest of a step is waiting
+    save_slowly(monkeypatch, INJECTED["sync"] * STEP * EVERY)
     eight = recipe_of(
         "cluster=8xcpu", "plan.mesh.dp_replicate=8", f"train.global_batch={8 * ROWS}", f"checkpoint.every={EVERY}",
         "checkpoint.asynchronous=false", *TINY,
     )  # fmt: skip
-    run = in_slow_network(rate_for(eight, PLANTED["comm"] * STEP), train, eight, tmp_path / "8")
+    run = in_slow_network(rate_for(eight, INJECTED["comm"] * STEP), train, eight, tmp_path / "8")
     found = findings(run, against=alone)["F014"]
     lost = found.evidence["lost"]
-    assert {name: lost[name] for name in PLANTED} == pytest.approx(PLANTED, abs=ABOUT)
-    assert abs(lost["compute"]) < ABOUT
-    assert found.evidence["speedup"] == pytest.approx(5.2, abs=8 * ABOUT)
+    assert {name: lost[name] for name in INJECTED} == pytest.approx(INJECTED, abs=TOLERANCE)
+    assert abs(lost["compute"]) < TOLERANCE
+    assert found.evidence["speedup"] == pytest.approx(5.2, abs=8 * TOLERANCE)
     faster = 8 * measured(alone).step / measured(run).step
     assert found.evidence["speedup"] == pytest.approx(faster, abs=0.02), "what is lost is all that is missing"
     assert found.culprit == "comm"
@@ -116,34 +116,34 @@ def test_a_speed_up_of_5_2_on_8_ranks_is_split_into_its_causes(
     assert f"F014 warning: {found.verdict}" in capsys.readouterr().out
 
 
-DIPPING = (
+SLOW_SETTINGS = (
     "train.steps=36", "train.save=false", "data.workers=1", "train.global_batch=4", "plan.micro_batch=1",
     "plan.grad_accum=4", "checkpoint.every=10", "checkpoint.asynchronous=false",
     "checkpoint.memory=0", "telemetry.sample_seconds=0.5",
 )  # fmt: skip
 
 
-def dipping(path: Path, *settings: str) -> RunDirectory:
-    """Train with 100 ms for a micro-batch, 160 ms of a core to load a row and a disk that is slow to sync."""
-    extra = {"TRIMARAN_TEST_PLUGIN": "tests.fault.dips", "TRIMARAN_TEST_DIPS": "0.1 0 0.16 0.12"}
-    with Supervised.start(path, *DIPPING, *settings, ranks=1, extra=extra) as sailing:
-        assert sailing.wait(120) == EXIT_DONE
-    return sailing.run
+def slow_run(path: Path, *settings: str) -> RunDirectory:
+    """Train with 100 ms per micro-batch, 160 ms of CPU per loaded row and a slow fsync."""
+    extra = {"TRIMARAN_TEST_PLUGIN": "tests.fault.slow_rank", "TRIMARAN_TEST_SLOW_SECONDS": "0.1 0 0.16 0.12"}
+    with Supervised.start(path, *SLOW_SETTINGS, *settings, ranks=1, extra=extra) as supervised:
+        assert supervised.wait(120) == EXIT_DONE
+    return supervised.run
 
 
-def test_dips_every_10_steps_and_busy_loaders_are_data_and_checkpoints_and_idle_memory(tmp_path: Path) -> None:
-    """Utilisation of about 70 %, a loader at 100 % of a core. The device is the rank, which sleeps when it computes."""
-    run = dipping(tmp_path / "run")
-    assert 0.6 < measured(run).share("compute") < 0.9
+def test_dips_every_10_steps_and_busy_loaders_are_diagnosed(tmp_path: Path) -> None:
+    """Utilisation of about 70 %, and a loader at 100 % of a core. The rank sleeps instead of computing."""
+    run = slow_run(tmp_path / "run")
+    assert 0.6 < measured(run).fraction("compute") < 0.9
     found = findings(run)
     assert {"F001", "F006", "F007"} <= found.keys()
     assert found["F001"].culprit == "1 loader process"
-    assert found["F001"].evidence["loader_busy"] > 0.4  # 1.0, unless others want the core as well
-    assert found["F001"].patch or "no core is left" in found["F001"].fix, "which depends on the machine"
-    assert (found["F007"].evidence["every_steps"], found["F007"].culprit) == (10, "written while all wait")
+    assert found["F001"].evidence["loader_busy"] > 0.4  # 1.0, unless other processes use the core
+    assert found["F001"].patch or "no free cores" in found["F001"].fix, "depends on the number of cores"
+    assert (found["F007"].evidence["every_steps"], found["F007"].culprit) == (10, "synchronous checkpoints")
     assert found["F007"].patch == {"checkpoint.asynchronous": True}
     assert found["F006"].patch == {"plan.micro_batch": 4, "plan.grad_accum": 1}
-    settings = [each for code in ("F006", "F007") for each in settings_of(found[code].patch)]
-    mended = dipping(tmp_path / "mended", *settings, "data.workers=3")  # what a machine with more cores is told
-    assert measured(mended).step < 0.7 * measured(run).step
-    assert not {"F006", "F007"} & findings(mended).keys()
+    settings = [each for code in ("F006", "F007") for each in patch_settings(found[code].patch)]
+    fixed = slow_run(tmp_path / "fixed", *settings, "data.workers=3")  # the patch on a machine with more cores
+    assert measured(fixed).step < 0.7 * measured(run).step
+    assert not {"F006", "F007"} & findings(fixed).keys()

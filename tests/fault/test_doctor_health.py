@@ -1,4 +1,4 @@
-"""The doctor against runs that go wrong for real: what is found, who is to blame, and whether the patch helps."""
+"""The doctor on real unhealthy runs: the finding, its culprit, and whether the patch helps."""
 
 import os
 from collections.abc import Callable
@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.chaos.fault_run import hurry, order, sail
+from tests.chaos.fault_run import inject_fault, remove_pause, train_trajectory
+from tests.diagnosed_runs import VLM_SETTINGS, findings, recipe_of, train, with_patch, write_images
 from tests.disks import mounted
-from tests.dist.test_birth import Fault, plant
-from tests.doctoring import SEEING, findings, mended, recipe_of, train, write_images
+from tests.dist.test_nonfinite_search import NanFault, plant
 from tests.fault.harness import Supervised, lines, wait_for
 from trimaran.core import EXIT_DONE, EXIT_STUCK, Finding, Recipe
 from trimaran.nets import Network
@@ -24,7 +24,7 @@ Hook = Callable[[torch.nn.Module, Any, Any], Any]
 
 
 def hooked(monkeypatch: pytest.MonkeyPatch, module: str, hook: Hook, *, rank: int = 0) -> None:
-    """Let a module of the networks that one rank will build have a forward hook."""
+    """Add a forward hook to a module of the networks that one rank builds."""
     build_networks = build.build_networks
 
     def with_hook(*args: Any) -> tuple[Network, ...]:
@@ -44,13 +44,13 @@ def short(*settings: str) -> Recipe:
     return recipe_of("train.steps=40", "telemetry.details_every=2", *settings)
 
 
-def test_a_planted_nan_is_traced_to_its_module_and_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_injected_nan_is_traced_to_its_module_and_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build_networks = build.build_networks
 
     def with_fault(*args: Any) -> tuple[Network, ...]:
         build.build_networks = build_networks
         if os.environ["RANK"] == "1":
-            plant(Fault("layers.2.mlp.down_proj", call=10))
+            plant(NanFault("layers.2.mlp.down_proj", call=10))
         return build.build_networks(*args)
 
     monkeypatch.setattr(build, "build_networks", with_fault)
@@ -61,41 +61,41 @@ def test_a_planted_nan_is_traced_to_its_module_and_rank(tmp_path: Path, monkeypa
     assert found["F050"].evidence["sample_ids"]
 
 
-def test_a_hundredfold_learning_rate_is_found_and_the_patch_learns_more(tmp_path: Path) -> None:
+def test_a_100x_learning_rate_is_found_and_the_patch_learns_better(tmp_path: Path) -> None:
     recipe = short("cluster=1xcpu", "train.lr=0.1", "train.steps=150")
     high = train(recipe, tmp_path / "high")
     found = findings(high)["F056"]
     assert found.culprit.startswith("train.lr 0.1")
     assert found.patch == {"train.lr": 0.008}
-    lower = train(mended(recipe, found), tmp_path / "lower")
+    lower = train(with_patch(recipe, found), tmp_path / "lower")
     assert "F056" not in findings(lower)
     assert sum(losses(lower)[-10:]) < sum(losses(high)[-10:])
 
 
-def test_a_learning_rate_that_teaches_nothing_is_found_and_the_patch_learns(tmp_path: Path) -> None:
+def test_a_tiny_learning_rate_is_found_and_the_patch_learns(tmp_path: Path) -> None:
     recipe = short("cluster=1xcpu", "train.lr=1e-8")
     found = findings(train(recipe, tmp_path / "low"))["F057"]
-    learnt = train(mended(recipe, found), tmp_path / "mended")
-    assert "F057" not in findings(learnt)
-    assert losses(learnt)[-1] < losses(learnt)[0] - 0.1
+    patched = train(with_patch(recipe, found), tmp_path / "patched")
+    assert "F057" not in findings(patched)
+    assert losses(patched)[-1] < losses(patched)[0] - 0.1
 
 
-def test_a_run_without_a_warm_up_that_stumbles_is_found(tmp_path: Path) -> None:
+def test_a_rising_loss_without_warm_up_is_found(tmp_path: Path) -> None:
     recipe = short("cluster=1xcpu", "train.lr=0.5", "train.schedule.warmup_steps=0")
     found = findings(train(recipe, tmp_path / "run"))["F058"]
     assert found.patch == {"train.schedule.warmup_steps": 10}
 
 
-def test_fp16_that_overflows_is_told_to_use_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overflowing_fp16_gets_a_bf16_patch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hooked(monkeypatch, "norm", lambda module, given, out: Overflow.apply(out))
     recipe = short("cluster=1xcpu", "plan.precision=fp16")
-    found = findings(train_to_the_end(recipe, tmp_path / "run"))["F054"]
+    found = findings(train_until_error(recipe, tmp_path / "run"))["F054"]
     assert found.severity == "fault"
     assert found.patch == {"plan.precision": "bf16"}
 
 
 class Overflow(torch.autograd.Function):
-    """Returns what it gets; its gradient is too large for fp16 at any scale."""
+    """The identity; its gradient is too large for fp16 at any loss scale."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
@@ -106,15 +106,15 @@ class Overflow(torch.autograd.Function):
         return gradients[0] * 1e30 * 1e30
 
 
-def train_to_the_end(recipe: Recipe, folder: Path) -> RunDirectory:
-    """Train a run that ends in an error."""
+def train_until_error(recipe: Recipe, folder: Path) -> RunDirectory:
+    """Train a run that ends with an error."""
     with pytest.raises(AssertionError):
         train(recipe, folder)
     (found,) = list(folder.rglob("metrics.jsonl"))
     return RunDirectory(found.parent)
 
 
-def test_a_parameter_without_a_use_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unused_parameter_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build_networks = build.build_networks
 
     def with_spare(*args: Any) -> tuple[Network, ...]:
@@ -128,7 +128,7 @@ def test_a_parameter_without_a_use_is_named(tmp_path: Path, monkeypatch: pytest.
     assert found.evidence["parameters"] == ["layers.1.spare.bias", "layers.1.spare.weight"]
 
 
-def test_a_gate_that_is_shut_is_found_in_the_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_gate_is_found_by_its_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hooked(
         monkeypatch,
         "layers.3",
@@ -139,7 +139,7 @@ def test_a_gate_that_is_shut_is_found_in_the_gradients(tmp_path: Path, monkeypat
     assert found.fix
 
 
-def test_gradients_that_grow_and_grow_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exploding_gradients_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     factors = [1.3**number for number in range(200)]
 
     def grow(module: torch.nn.Module, given: Any, out: torch.Tensor) -> torch.Tensor:
@@ -157,108 +157,108 @@ def test_gradients_that_grow_and_grow_are_found(tmp_path: Path, monkeypatch: pyt
     assert findings(train(unclipped, tmp_path / "unclipped"))["F052"].patch == {"train.clip_norm": 1.0}
 
 
-def test_pictures_that_are_cut_short_are_counted(tmp_path: Path) -> None:
+def test_truncated_images_are_counted(tmp_path: Path) -> None:
     path = write_images(tmp_path / "pictures", sides=[32])
     for number in range(0, 200, 5):
         image = tmp_path / "pictures" / f"{number}.png"
-        image.write_bytes(image.read_bytes()[:60])  # with its size, and without its pixels
+        image.write_bytes(image.read_bytes()[:60])  # the header with the size, but no pixels
     settings = (f"data.path={path}", f"data.samples.images={tmp_path / 'images'}", "data.samples.max_bad=0.5")
-    found = findings(train(recipe_of(*SEEING, *settings, "train.steps=30"), tmp_path / "run"))["F072"]
+    found = findings(train(recipe_of(*VLM_SETTINGS, *settings, "train.steps=30"), tmp_path / "run"))["F072"]
     assert found.severity == "warning"
     assert len(found.evidence["samples"]) == 8
     assert found.culprit == "data.source chat"
 
 
-def test_a_disk_without_room_for_two_checkpoints_is_found(tmp_path: Path) -> None:
+def test_a_disk_too_small_for_two_checkpoints_is_found(tmp_path: Path) -> None:
     with mounted(tmp_path / "small", "size=300m") as small:
         settings = ("train.steps=40", "telemetry.sample_seconds=0.2")
-        with Supervised.start(small / "run", *settings, pause=0.05) as sailing:
-            assert sailing.wait() == EXIT_DONE
-        found = diagnosed(sailing, "F068")
+        with Supervised.start(small / "run", *settings, pause=0.05) as supervised:
+            assert supervised.wait() == EXIT_DONE
+        found = diagnosed(supervised, "F068")
         assert found.patch == {"checkpoint.keep": 1}
         assert "are free on" in found.verdict
 
 
-def diagnosed(sailing: Supervised, code: str) -> Finding:
-    return findings(sailing.run)[code]
+def diagnosed(supervised: Supervised, code: str) -> Finding:
+    return findings(supervised.run)[code]
 
 
 @pytest.mark.parametrize(
-    ("fault", "code", "words"),
+    ("fault", "code", "text"),
     [("hang:1:6:0", "F063", "hung"), ("abort:1:6:0", "F065", "SIGABRT"), ("segfault:1:6:0", "F065", "SIGSEGV")],
 )
-def test_a_rank_that_fails_once_is_named(tmp_path: Path, fault: str, code: str, words: str) -> None:
-    with Supervised.start(tmp_path / "run", "train.steps=20", "faults.hang_seconds=2", fault=fault) as sailing:
-        assert sailing.wait() == EXIT_DONE
-    found = diagnosed(sailing, code)
+def test_a_rank_that_fails_once_is_named(tmp_path: Path, fault: str, code: str, text: str) -> None:
+    with Supervised.start(tmp_path / "run", "train.steps=20", "faults.hang_seconds=2", fault=fault) as supervised:
+        assert supervised.wait() == EXIT_DONE
+    found = diagnosed(supervised, code)
     assert (found.culprit, found.severity) == ("rank 1", "warning")
-    assert words in found.verdict
+    assert text in found.verdict
     assert found.fix
-    assert "F066" not in findings(sailing.run)
+    assert "F066" not in findings(supervised.run)
 
 
-def test_starts_that_bring_nothing_new_are_counted_and_the_rank_is_named(tmp_path: Path) -> None:
-    with Supervised.start(tmp_path / "run", "train.steps=20", fault="kill:1:6") as sailing:
-        assert sailing.wait() == EXIT_STUCK
-    found = diagnosed(sailing, "F066")
+def test_attempts_without_progress_are_counted_and_the_rank_is_named(tmp_path: Path) -> None:
+    with Supervised.start(tmp_path / "run", "train.steps=20", fault="kill:1:6") as supervised:
+        assert supervised.wait() == EXIT_STUCK
+    found = diagnosed(supervised, "F066")
     assert (found.culprit, found.severity) == ("rank 1", "fault")
     assert found.patch == {"faults.ranks": [1, 2]}
     assert "step 6" in found.verdict
-    assert diagnosed(sailing, "F065").severity == "fault"
+    assert diagnosed(supervised, "F065").severity == "fault"
 
 
-def test_memory_that_runs_out_ends_in_the_plan_that_fits(tmp_path: Path) -> None:
-    """The first time the run helps itself; the patch is what it went on with."""
+def test_out_of_memory_gets_the_plan_that_fits_as_its_patch(tmp_path: Path) -> None:
+    """The run replans by itself; the patch is the new plan."""
     settings = ("train.steps=20", "plan.micro_batch=4", "plan.grad_accum=1")
-    with Supervised.start(tmp_path / "run", *settings, fault="oom:1:6:0") as sailing:
-        assert sailing.wait() == EXIT_DONE
-    found = diagnosed(sailing, "F062")
+    with Supervised.start(tmp_path / "run", *settings, fault="oom:1:6:0") as supervised:
+        assert supervised.wait() == EXIT_DONE
+    found = diagnosed(supervised, "F062")
     assert found.culprit == "rank 1"
     assert found.patch["plan.micro_batch"] == 2
     assert found.patch["plan.grad_accum"] == 2
 
 
-def test_memory_that_runs_out_for_good_has_the_cheapest_way_out_as_its_patch(tmp_path: Path) -> None:
+def test_out_of_memory_without_a_restart_gets_the_cheapest_fix_as_its_patch(tmp_path: Path) -> None:
     settings = ("train.steps=20", "plan.micro_batch=4", "plan.grad_accum=1", "faults.restart=false")
-    with sail(tmp_path / "run", *settings) as sailing:
-        sailing.wait_for_step(5)
-        order(sailing, 1, "memory")
-        sailing.wait()
-    found = diagnosed(sailing, "F062")
+    with train_trajectory(tmp_path / "run", *settings) as supervised:
+        supervised.wait_for_step(5)
+        inject_fault(supervised, 1, "memory")
+        supervised.wait()
+    found = diagnosed(supervised, "F062")
     assert (found.culprit, found.severity) == ("rank 1", "fault")
     assert found.patch
     assert "instead of" in found.expected_effect
     assert found.evidence["holder"]
 
 
-def test_collectives_that_do_not_match_are_found_with_their_lines(tmp_path: Path) -> None:
-    with sail(tmp_path / "run", "train.steps=60", "train.global_batch=12", ranks=3) as sailing:
-        sailing.wait_for_step(15)
-        order(sailing, 1, "barrier")
-        sailing.wait_for_trouble(0, 40)
-        hurry(sailing)
-        assert sailing.wait() == EXIT_DONE
-    found = diagnosed(sailing, "F064")
+def test_mismatched_collectives_are_found_with_their_lines_of_code(tmp_path: Path) -> None:
+    with train_trajectory(tmp_path / "run", "train.steps=60", "train.global_batch=12", ranks=3) as supervised:
+        supervised.wait_for_step(15)
+        inject_fault(supervised, 1, "barrier")
+        supervised.wait_for_fault(0, 40)
+        remove_pause(supervised)
+        assert supervised.wait() == EXIT_DONE
+    found = diagnosed(supervised, "F064")
     assert "rank 1" in found.culprit or "ranks" in found.culprit
     assert "plugin.py" in found.evidence["sites"]["1"]
 
 
-def test_a_jump_of_the_loss_and_a_flipped_bit_are_found(tmp_path: Path) -> None:
+def test_a_loss_spike_and_a_flipped_bit_are_found(tmp_path: Path) -> None:
     settings = ("train.steps=100", "train.global_batch=12", "checkpoint.memory=1", "checkpoint.every=10")
-    with sail(tmp_path / "run", *settings, "checkpoint.keep=8", ranks=3, compare="10") as sailing:
-        sailing.wait_for_step(25)
-        order(sailing, 1, "spike")
-        wait_for(lambda: sailing.events(0, "skip"), 30)
-        order(sailing, 2, "flip")
-        wait_for(lambda: sailing.events(0, "differ"), 30)
-        hurry(sailing)
-        sailing.wait()
-    assert diagnosed(sailing, "F051").culprit == "rank 1"
-    assert diagnosed(sailing, "F051").patch == {"faults.not_finite": "rewind"}
-    assert diagnosed(sailing, "F073").culprit == "rank 2"
+    with train_trajectory(tmp_path / "run", *settings, "checkpoint.keep=8", ranks=3, compare="10") as supervised:
+        supervised.wait_for_step(25)
+        inject_fault(supervised, 1, "spike")
+        wait_for(lambda: supervised.events(0, "skip"), 30)
+        inject_fault(supervised, 2, "flip")
+        wait_for(lambda: supervised.events(0, "differ"), 30)
+        remove_pause(supervised)
+        supervised.wait()
+    assert diagnosed(supervised, "F051").culprit == "rank 1"
+    assert diagnosed(supervised, "F051").patch == {"faults.not_finite": "rewind"}
+    assert diagnosed(supervised, "F073").culprit == "rank 2"
 
 
-def test_healthy_runs_get_no_finding_about_their_health(tmp_path: Path) -> None:
+def test_healthy_runs_have_no_health_findings(tmp_path: Path) -> None:
     for number, settings in enumerate(
         (
             ("cluster=1xcpu",),

@@ -1,4 +1,4 @@
-"""The doctor against runs that are slow for real: who is to blame, and whether the patch helps."""
+"""The doctor on real slow runs: the culprit, and whether the patch helps."""
 
 import itertools
 import os
@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.doctoring import (
-    SEEING,
+from tests.diagnosed_runs import (
+    VLM_SETTINGS,
     findings,
     in_slow_network,
     measured,
-    mended,
     recipe_of,
     train,
+    with_patch,
     write_chats,
     write_images,
 )
@@ -37,7 +37,7 @@ def test_a_slow_loader_is_found_and_more_processes_help(tmp_path: Path, monkeypa
     load = Sequences.__getitem__
 
     def slowly(self: Sequences, index: int) -> TokenSample:
-        time.sleep(0.1)  # much beside what little there is to compute
+        time.sleep(0.1)  # much longer than compute
         return load(self, index)
 
     monkeypatch.setattr(Sequences, "__getitem__", slowly)
@@ -50,7 +50,7 @@ def test_a_slow_loader_is_found_and_more_processes_help(tmp_path: Path, monkeypa
     assert found.culprit == "the loader thread"
     assert found.evidence["data_share"] > 0.3
     assert found.patch.keys() == {"data.workers"}
-    fast = train(mended(recipe, found), tmp_path / "fast")
+    fast = train(with_patch(recipe, found), tmp_path / "fast")
     assert measured(fast).step < (1 - found.gain / 2) * measured(slow).step
 
 
@@ -61,21 +61,21 @@ def test_a_slow_network_is_found_and_fewer_bytes_help(tmp_path: Path) -> None:
     assert found.culprit == "gradients on loopback"
     assert found.patch == {"plan.comm.compression": "bf16"}
     assert "slower than the plan took it to be" in found.fix
-    fast = in_slow_network("200mbit", train, mended(recipe, found), tmp_path / "fast")
+    fast = in_slow_network("200mbit", train, with_patch(recipe, found), tmp_path / "fast")
     assert measured(fast).step < (1 - found.gain / 2) * measured(slow).step
     assert "F002" not in findings(train(recipe, tmp_path / "healthy"))
 
 
 def slow_on_rank(rank: int, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make every forward of one rank take longer, as on a device that is throttled."""
-    forward = PlainStepper._losses
+    """Make every forward of one rank take longer, as on a throttled device."""
+    forward = PlainStepper._forward
 
     def slowly(self: PlainStepper, inputs: Any) -> Any:
         if os.environ["RANK"] == str(rank):
             time.sleep(seconds)
         return forward(self, inputs)
 
-    monkeypatch.setattr(PlainStepper, "_losses", slowly)
+    monkeypatch.setattr(PlainStepper, "_forward", slowly)
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -92,10 +92,10 @@ def test_a_small_micro_batch_is_found_and_a_larger_one_helps(tmp_path: Path) -> 
     slow = train(recipe, tmp_path / "slow")
     found = findings(slow)["F006"]
     assert found.patch == {"plan.micro_batch": 16, "plan.grad_accum": 1}
-    assert measured(train(mended(recipe, found), tmp_path / "fast")).step < 0.9 * measured(slow).step
+    assert measured(train(with_patch(recipe, found), tmp_path / "fast")).step < 0.9 * measured(slow).step
 
 
-def test_checkpoints_that_all_wait_for_are_found_and_writing_beside_helps(
+def test_synchronous_checkpoints_are_found_and_asynchronous_ones_help(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sync = os.fsync
@@ -109,16 +109,16 @@ def test_checkpoints_that_all_wait_for_are_found_and_writing_beside_helps(
     slow = train(recipe, tmp_path / "slow")
     found = findings(slow)["F007"]
     assert found.evidence["every_steps"] == 5
-    assert found.culprit == "written while all wait"
+    assert found.culprit == "synchronous checkpoints"
     assert found.patch == {"checkpoint.asynchronous": True}
-    assert measured(train(mended(recipe, found), tmp_path / "fast")).step < 0.9 * measured(slow).step
+    assert measured(train(with_patch(recipe, found), tmp_path / "fast")).step < 0.9 * measured(slow).step
 
 
 def test_uneven_stages_are_found_and_an_even_split_helps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forward = DecoderLayer.forward
 
     def slowly(self: DecoderLayer, *inputs: Any, **named: Any) -> Any:
-        time.sleep(0.01)  # so that layers take as long on a busy machine as on an idle one
+        time.sleep(0.01)  # so that layers take equally long on a busy machine
         return forward(self, *inputs, **named)
 
     monkeypatch.setattr(DecoderLayer, "forward", slowly)
@@ -130,36 +130,36 @@ def test_uneven_stages_are_found_and_an_even_split_helps(tmp_path: Path, monkeyp
     found = findings(slow)["F011"]
     assert found.culprit == "rank 0"
     assert found.patch.keys() == {"plan.pipeline.stages"}
-    assert measured(train(mended(recipe, found), tmp_path / "fast")).step < 0.9 * measured(slow).step
+    assert measured(train(with_patch(recipe, found), tmp_path / "fast")).step < 0.9 * measured(slow).step
 
 
-def test_padding_is_found_and_packing_trains_more_samples_a_second(tmp_path: Path) -> None:
+def test_padding_is_found_and_packing_trains_more_samples_per_second(tmp_path: Path) -> None:
     chats = write_chats(tmp_path / "chats.jsonl", lengths=[1, 2, 3, 14])
     recipe = recipe_of("cluster=1xcpu", "data.source=chat", f"data.path={chats}", "data.samples.batching=pad")
     padded = train(recipe, tmp_path / "padded")
     found = findings(padded)["F012"]
     assert found.patch == {"data.samples.batching": "pack"}
-    packed = train(mended(recipe, found), tmp_path / "packed")
+    packed = train(with_patch(recipe, found), tmp_path / "packed")
     assert "F012" not in findings(packed)
-    assert samples_a_second(packed) > 1.2 * samples_a_second(padded)
+    assert samples_per_second(packed) > 1.2 * samples_per_second(padded)
 
 
-def samples_a_second(run: RunDirectory) -> float:
+def samples_per_second(run: RunDirectory) -> float:
     samples = [each["rows"]["samples"] for each in read_evidence(run).steps]
     return sum(samples) / len(samples) / measured(run).step
 
 
-def test_unequal_pictures_are_found_and_dealing_by_cost_evens_them_out(tmp_path: Path) -> None:
+def test_unequal_images_are_found_and_balancing_by_cost_helps(tmp_path: Path) -> None:
     images = write_images(tmp_path / "pictures", sides=[16, 16, 16, 160])
-    recipe = recipe_of(*SEEING, f"data.path={images}")
+    recipe = recipe_of(*VLM_SETTINGS, f"data.path={images}")
     found = findings(train(recipe, tmp_path / "dealt"))["F013"]
-    assert found.culprit == "patches of images"
+    assert found.culprit == "image patches"
     assert found.patch == {"data.samples.balance": True}
-    even = findings(train(mended(recipe, found), tmp_path / "even")).get("F013")
+    even = findings(train(with_patch(recipe, found), tmp_path / "even")).get("F013")
     assert even is None or even.evidence["slowest_over_mean"] < found.evidence["slowest_over_mean"]
 
 
-def test_a_planted_wait_for_a_number_is_found_in_a_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_injected_host_sync_is_found_in_a_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_of("cluster=1xcpu", "telemetry.profile=10:13")
     assert "F009" not in findings(train(recipe, tmp_path / "healthy"))
     forward = DecoderLayer.forward
@@ -174,13 +174,13 @@ def test_a_planted_wait_for_a_number_is_found_in_a_profile(tmp_path: Path, monke
     assert found.evidence["waits_a_step"] == 4  # one in each layer
 
 
-def test_a_storm_of_compilations_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_recompilations_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forward = DecoderLayer.forward
     sizes = itertools.count(2)
     double = torch.compile(lambda part: part * 2, backend="eager", dynamic=False)
 
     def compiles(self: DecoderLayer, stream: Tensor, *rest: Any, **named: Any) -> Any:
-        double(stream.detach()[:, : next(sizes) // 4])  # four layers: another size every step
+        double(stream.detach()[:, : next(sizes) // 4])  # a new size every step, for four layers
         return forward(self, stream, *rest, **named)
 
     monkeypatch.setattr(DecoderLayer, "forward", compiles)
@@ -190,13 +190,13 @@ def test_a_storm_of_compilations_is_found(tmp_path: Path, monkeypatch: pytest.Mo
     assert found.patch == {"plan.compile": False}
 
 
-def test_a_machine_that_others_use_is_told_from_a_wrong_prediction(tmp_path: Path) -> None:
+def test_other_processes_on_the_machine_are_named(tmp_path: Path) -> None:
     run, hogs = RunDirectory(tmp_path / "run"), []
     settings = [*TRAINED, "--set", "cluster=2xcpu", "--set", "telemetry.sample_seconds=1"]
     command = [sys.executable, "-m", "trimaran", "train", "--run-dir", str(run.path), *settings]
     training = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
     try:
-        wait_for(run.plan.exists)  # made for a machine that nobody else uses
+        wait_for(run.plan.exists)  # made while no other process runs
         hogs += [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(8)]
         assert training.wait(240) == 0
     finally:
@@ -211,7 +211,7 @@ TRAINED = tuple(
     for each in ("train.steps=16", "train.sample.tokens=0", "train.evaluate.batches=0", "train.global_batch=32")
     for part in ("--set", each)
 )
-# Plans of many kinds, none of which anything is wrong with.
+# Healthy plans of many kinds.
 CLEAN = {
     "one": ["cluster=1xcpu"],
     "accumulated": ["cluster=1xcpu", "plan.grad_accum=2"],

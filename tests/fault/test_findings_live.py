@@ -1,4 +1,4 @@
-"""`trimaran train` says what is wrong with its run while it goes on: once, with the command that mends it."""
+"""`trimaran train` prints each finding once while the run continues, with the command that fixes it."""
 
 import os
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.doctoring import SMALL
+from tests.diagnosed_runs import SMALL
 from tests.fault.harness import ROOT, wait_for
 from trimaran.core import EXIT_AGAIN
 from trimaran.run import RunDirectory, last_step
@@ -17,12 +17,12 @@ from trimaran.run import RunDirectory, last_step
 pytestmark = pytest.mark.chaos
 
 SLOW = {"TRIMARAN_TEST_PLUGIN": "tests.fault.slow_loader", "TRIMARAN_TEST_LOAD_SECONDS": "0.1"}
-TINY = "model.shape={layers: 1, hidden: 32, heads: 2, kv_heads: 2, ffn: 64}"  # little to compute beside that
-SECONDS = 32.0  # with three looks of the doctor in them
+TINY = "model.shape={layers: 1, hidden: 32, heads: 2, kv_heads: 2, ffn: 64}"  # much less compute than the loader takes
+SECONDS = 32.0  # time for three polls of the doctor
 
 
-def sail(folder: Path, *settings: str, **extra: str) -> list[str]:
-    """Return what `trimaran train` prints into a pipe until it is asked to stop.
+def train_trajectory(folder: Path, *settings: str, **extra: str) -> list[str]:
+    """Return the output of `trimaran train` into a pipe, until it is stopped.
 
     Nobody looks at the machine: what else runs there may be worth a finding, and its cores may be too few for a patch.
     """
@@ -36,23 +36,23 @@ def sail(folder: Path, *settings: str, **extra: str) -> list[str]:
             wait_for(lambda: last_step(RunDirectory(folder / "run")))
             time.sleep(SECONDS)
             process.terminate()
-            said, _ = process.communicate(timeout=60)
+            output, _ = process.communicate(timeout=60)
         finally:
             process.kill()
-    assert process.returncode == EXIT_AGAIN, said
-    return said.splitlines()
+    assert process.returncode == EXIT_AGAIN, output
+    return output.splitlines()
 
 
-def test_a_slow_loader_is_told_of_once_while_the_run_goes_on(tmp_path: Path) -> None:
-    lines = sail(tmp_path, TINY, "data.seq_len=16", "train.global_batch=4", **SLOW)
-    (told,) = (number for number, line in enumerate(lines) if line.startswith("! F001 the trainer waits "))
+def test_a_slow_loader_is_reported_once_while_the_run_continues(tmp_path: Path) -> None:
+    lines = train_trajectory(tmp_path, TINY, "data.seq_len=16", "train.global_batch=4", **SLOW)
+    (index,) = (number for number, line in enumerate(lines) if line.startswith("! F001 the trainer waits "))
     fix = rf"  fix: trimaran train {re.escape(str(tmp_path))}/run/recipe.yaml --set data.workers=\d+"
-    assert re.fullmatch(fix, lines[told + 1])
-    assert sum(line.startswith("step ") for line in lines[told:]) > 1, "while it trains"
+    assert re.fullmatch(fix, lines[index + 1])
+    assert sum(line.startswith("step ") for line in lines[index:]) > 1, "it is printed while the run trains"
     assert re.fullmatch(rf"found \d findings? \(.*F001.*\); more: trimaran doctor {tmp_path}/run", lines[-1])
 
 
-def test_a_healthy_run_has_nothing_told(tmp_path: Path) -> None:
-    lines = sail(tmp_path)
+def test_a_healthy_run_prints_no_findings(tmp_path: Path) -> None:
+    lines = train_trajectory(tmp_path)
     assert sum(line.startswith("step ") for line in lines) > 3
     assert not [line for line in lines if re.match(r"[✗!i] F\d+|found |the doctor", line)]

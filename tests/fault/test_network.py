@@ -1,4 +1,4 @@
-"""Ranks and nodes meet over the run's channel, strangers or not; who loses the others stops."""
+"""Ranks and nodes on the run's channel, and nodes that lose the coordinator."""
 
 import multiprocessing
 import os
@@ -19,28 +19,28 @@ import torch.distributed as dist
 
 from tests.ranks import run_ranks
 from trimaran.launch import channel as channel_module
-from trimaran.launch import follower as member_module
-from trimaran.launch import node_fleet
+from trimaran.launch import follower as follower_module
 from trimaran.launch import remote_node as remote_node_module
+from trimaran.launch import remote_node_group
 from trimaran.launch.channel import Channel
 from trimaran.launch.follower import Follower, FollowerEnd
 from trimaran.launch.local_node import LocalNode
-from trimaran.launch.node import Ended, Lost, News, Orders
+from trimaran.launch.node import AttemptSpec, NodeEvent, NodeLost, RankEnded
 from trimaran.launch.node_agent import NodeAgent
-from trimaran.launch.node_fleet import FencedError, RemoteNodeGroup
 from trimaran.launch.node_options import NodeOptions
 from trimaran.launch.remote_node import RemoteNode
+from trimaran.launch.remote_node_group import FencedError, RemoteNodeGroup
 from trimaran.launch.signals import Signals
 from trimaran.run import Heartbeat, RunDirectory, read_incidents
-from trimaran.run.lease import LeaseWatch, claim, read_holder, take, token_of
+from trimaran.run.lease import LeaseWatch, claim_term, read_holder, run_token, take_lease
 from trimaran.run.wire import split_address
-from trimaran.train.process.rank_info import RankInfo, join
+from trimaran.train.process.rank_info import RankInfo, join_process_group
 from trimaran.train.process.supervisor_link import SupervisorLink
 
-WAIT = 10.0
+WAIT_SECONDS = 10.0
 
 
-def until(condition: Callable[[], Any], seconds: float = WAIT) -> None:
+def until(condition: Callable[[], Any], seconds: float = WAIT_SECONDS) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
@@ -48,53 +48,53 @@ def until(condition: Callable[[], Any], seconds: float = WAIT) -> None:
 
 
 class FakeNode:
-    """A node without processes; tells what it was told, and what the test wants it to tell."""
+    """A node without processes that records its calls, with the events that a test sets."""
 
     warm = True
 
     def __init__(self, name: str = "b", num_ranks: int = 2) -> None:
         self.name, self.num_ranks = name, num_ranks
-        self.told: list[str] = []
-        self.orders: Orders | None = None
-        self.coming: list[News] = []
-        self.beating: dict[int, Heartbeat] = {}
+        self.calls: list[str] = []
+        self.spec: AttemptSpec | None = None
+        self.events: list[NodeEvent] = []
+        self.current: dict[int, Heartbeat] = {}
 
-    def start(self, orders: Orders) -> None:
-        self.orders = orders
-        self.told.append("start")
+    def start(self, spec: AttemptSpec) -> None:
+        self.spec = spec
+        self.calls.append("start")
 
-    def news(self) -> list[News]:
-        found, self.coming = self.coming, []
-        return found
+    def poll(self) -> list[NodeEvent]:
+        events, self.events = self.events, []
+        return events
 
     def heartbeats(self) -> dict[int, Heartbeat]:
-        return self.beating
+        return self.current
 
     def collect_reports(self, folder: Path, *, seconds: float) -> None:
         time.sleep(0.1)
-        self.told.append(f"collect_reports {folder.name} {seconds:g}")
+        self.calls.append(f"collect_reports {folder.name} {seconds:g}")
 
-    def ask_to_stop(self) -> None:
-        self.told.append("stop")
+    def request_stop(self) -> None:
+        self.calls.append("stop")
 
     def kill(self) -> None:
-        self.told.append("kill")
+        self.calls.append("kill")
 
 
-class Under:
-    """A member that serves in a thread of its own, as if on another machine."""
+class FollowerThread:
+    """A follower in its own thread, as if on another machine."""
 
     def __init__(self, run: RunDirectory, node: FakeNode) -> None:
         holder = read_holder(run)
         assert holder is not None
         self.node, self.signals = node, Signals()
-        self.parting: FollowerEnd | None = None
-        self._member = Follower(run, cast(LocalNode, node), holder, token_of(run))
-        self.thread = threading.Thread(target=self._serve, args=(run,), daemon=True)
+        self.end: FollowerEnd | None = None
+        self._follower = Follower(run, cast(LocalNode, node), holder, run_token(run))
+        self.thread = threading.Thread(target=self._follow, args=(run,), daemon=True)
         self.thread.start()
 
-    def _serve(self, run: RunDirectory) -> None:
-        self.parting = self._member.serve(LeaseWatch(run), self.signals)
+    def _follow(self, run: RunDirectory) -> None:
+        self.end = self._follower.follow(LeaseWatch(run), self.signals)
 
 
 @pytest.fixture
@@ -104,39 +104,39 @@ def run(tmp_path: Path) -> RunDirectory:
 
 @pytest.fixture
 def channel(run: RunDirectory) -> Iterator[Channel]:
-    made = Channel("127.0.0.1", token_of(run), own_node="a")
-    with take(run, address=made.address):
+    made = Channel("127.0.0.1", run_token(run), own_node="a")
+    with take_lease(run, address=made.address):
         yield made
     made.close()
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second is a long time."""
-    for module in (channel_module, remote_node_module, member_module):
+    """Make a silence of one second long."""
+    for module in (channel_module, remote_node_module, follower_module):
         monkeypatch.setattr(module, "SILENT_SECONDS", 1.0)
-    monkeypatch.setattr(node_fleet, "REGROUP_SECONDS", 0.2)
+    monkeypatch.setattr(remote_node_group, "REGROUP_SECONDS", 0.2)
 
 
-def meet(run: RunDirectory, channel: Channel, node: FakeNode) -> tuple[Under, RemoteNode]:
+def join_node(run: RunDirectory, channel: Channel, node: FakeNode) -> tuple[FollowerThread, RemoteNode]:
     """Return both sides of a node that has joined."""
-    under = Under(run, node)
-    until(lambda: node.name in channel.desks and channel.desks[node.name].inbox)
-    mailbox = channel.desks[node.name]
+    follower = FollowerThread(run, node)
+    until(lambda: node.name in channel.mailboxes and channel.mailboxes[node.name].inbox)
+    mailbox = channel.mailboxes[node.name]
     assert mailbox.inbox.popleft()["num_ranks"] == node.num_ranks
-    return under, RemoteNode(run, node.name, mailbox, num_ranks=node.num_ranks)
+    return follower, RemoteNode(run, node.name, mailbox, num_ranks=node.num_ranks)
 
 
-def orders(attempt: int = 0) -> Orders:
-    return Orders(attempt=attempt, first_rank=2, num_ranks=2, world_size=4, store="s:1", token="t",
+def attempt_spec(attempt: int = 0) -> AttemptSpec:
+    return AttemptSpec(attempt=attempt, first_rank=2, num_ranks=2, world_size=4, store="s:1", token="t",
                   environment={"A": "b"})  # fmt: skip
 
 
-def reduce_among_strangers(address: str, token: str) -> list[float]:
+def all_reduce_over_the_channel(address: str, token: str) -> list[float]:
     place = RankInfo(
         rank=int(os.environ["RANK"]), world_size=4, local_rank=int(os.environ["RANK"]), device=torch.device("cpu")
     )
-    join(place, SupervisorLink(store=address, token=token))
+    join_process_group(place, SupervisorLink(store=address, token=token))
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     found = []
     for name in ("dp", "tp"):
@@ -147,31 +147,31 @@ def reduce_among_strangers(address: str, token: str) -> list[float]:
     return found
 
 
-def serve_in_a_crowd(pipe: Connection, token: str) -> None:
-    """Serve a channel among strangers that come all the time, until told to tell how many were refused.
+def serve_among_unauthenticated_clients(pipe: Connection, token: str) -> None:
+    """Serve a channel while clients without the token keep connecting; at the end send how many were refused.
 
-    A process of its own: ranks that are forked beside busy threads can get a lock that nobody will ever open.
+    It is a process of its own: ranks forked beside busy threads can inherit a locked mutex.
     """
-    channel, crowd = Channel("127.0.0.1", token), deque[socket.socket](maxlen=500)
+    channel, clients = Channel("127.0.0.1", token), deque[socket.socket](maxlen=500)
     pipe.send(channel.address)
     while not pipe.poll(0.001):
-        crowd.append(socket.create_connection(split_address(channel.address)))
-        crowd[-1].send(b"let me in\n")
+        clients.append(socket.create_connection(split_address(channel.address)))
+        clients[-1].send(b"hello\n")
     pipe.send(dict(channel.refused))
 
 
-def test_ranks_meet_over_the_channel_in_a_crowd_of_strangers() -> None:
+def test_ranks_join_over_the_channel_while_other_clients_flood_it() -> None:
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
-    server = context.Process(target=serve_in_a_crowd, args=(theirs, "the token"))
+    server = context.Process(target=serve_among_unauthenticated_clients, args=(theirs, "the token"))
     server.start()
     try:
-        assert run_ranks(4, reduce_among_strangers, ours.recv(), "the token", timeout=60.0) == [
+        assert run_ranks(4, all_reduce_over_the_channel, ours.recv(), "the token", timeout=60.0) == [
             [2.0, 1.0], [4.0, 1.0], [2.0, 5.0], [4.0, 5.0]
         ]  # fmt: skip
-        ours.send("enough")
-        assert ours.poll(WAIT)
-        assert ours.recv()["garbage"] > 50
+        ours.send("stop")
+        assert ours.poll(WAIT_SECONDS)
+        assert ours.recv()["malformed"] > 50
     finally:
         server.kill()
         server.join()
@@ -183,155 +183,155 @@ def test_a_second_supervisor_of_a_run_is_refused_with_the_name_of_the_first(tmp_
     (tmp_path / "logs").mkdir()
     run.recipe.write_text("cluster: 2xcpu\n")
     run.plan.write_text('{"plan": {"mesh": {"dp_replicate": 2}}}')
-    with take(run):
+    with take_lease(run):
         command = [sys.executable, "-m", "trimaran.launch", str(tmp_path)]
         second = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert second.returncode == 2
-    assert f"S020: this run is at work: run {read_holder(run).run}, process {os.getpid()} on" in second.stderr  # type: ignore[union-attr]
+    assert f"S020: this run is already running: run {read_holder(run).run}, process {os.getpid()} on" in second.stderr  # type: ignore[union-attr]
 
 
-def test_orders_reach_a_node_and_its_news_come_back_by_our_clock(run: RunDirectory, channel: Channel) -> None:
-    under, remote = meet(run, channel, FakeNode())
-    remote.start(orders())
-    until(lambda: under.node.told == ["start"])
-    assert under.node.orders == orders()
+def test_commands_reach_a_node_and_its_events_come_back_in_our_clock(run: RunDirectory, channel: Channel) -> None:
+    follower, remote = join_node(run, channel, FakeNode())
+    remote.start(attempt_spec())
+    until(lambda: follower.node.calls == ["start"])
+    assert follower.node.spec == attempt_spec()
     now = time.monotonic()
-    under.node.beating = {2: Heartbeat(section="step", step=7, entered=now - 100.0, alive=now, answered=0)}
-    under.node.coming = [Ended(rank=3, code=-9, time=now - 2.0)]
-    news: list[News] = []
-    until(lambda: news.extend(remote.news()) or (news and remote.heartbeats()))
-    (ended,) = news
-    assert isinstance(ended, Ended)
+    follower.node.current = {2: Heartbeat(section="step", step=7, entered=now - 100.0, alive=now, answered=0)}
+    follower.node.events = [RankEnded(rank=3, code=-9, time=now - 2.0)]
+    events: list[NodeEvent] = []
+    until(lambda: events.extend(remote.poll()) or (events and remote.heartbeats()))
+    (ended,) = events
+    assert isinstance(ended, RankEnded)
     assert (ended.rank, ended.code) == (3, -9)
     assert now - ended.time == pytest.approx(2.0, abs=1.0)
     assert now - remote.heartbeats()[2].entered == pytest.approx(100.0, abs=1.0)
     remote.collect_reports(run.path / "incidents" / "i-0001", seconds=1.0)
-    assert under.node.told[-1] == "collect_reports i-0001 1"  # it has, when the call returns
-    remote.ask_to_stop()
+    assert follower.node.calls[-1] == "collect_reports i-0001 1"  # done when the call returns
+    remote.request_stop()
     remote.kill()
-    assert under.node.told[-2:] == ["stop", "kill"]
+    assert follower.node.calls[-2:] == ["stop", "kill"]
     remote.dismiss(75)
-    under.thread.join(WAIT)
-    assert under.parting is not None
-    assert under.parting.code == 75
+    follower.thread.join(WAIT_SECONDS)
+    assert follower.end is not None
+    assert follower.end.code == 75
 
 
 @pytest.mark.usefixtures("quick")
 def test_a_silent_node_is_lost_on_both_sides(
     run: RunDirectory, channel: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The wire is cut: packets vanish, and nobody hangs up."""
-    under, remote = meet(run, channel, FakeNode())
-    remote.start(orders())
-    until(lambda: under.node.told == ["start"])
+    """Packets vanish, and no side closes the connection."""
+    follower, remote = join_node(run, channel, FakeNode())
+    remote.start(attempt_spec())
+    until(lambda: follower.node.calls == ["start"])
     monkeypatch.setattr(channel, "_answer", lambda connection, request: None)
-    news: list[News] = []
-    until(lambda: news.extend(remote.news()) or news, 5.0)
-    (lost,) = news
-    assert isinstance(lost, Lost)
+    events: list[NodeEvent] = []
+    until(lambda: events.extend(remote.poll()) or events, 5.0)
+    (lost,) = events
+    assert isinstance(lost, NodeLost)
     assert (lost.node, lost.ranks) == ("b", (2, 3))
-    assert "connection" in lost.what  # which makes it the network's fault
-    assert remote.news() == []
-    remote.kill()  # returns, though nobody hears it
-    under.thread.join(5.0)
-    assert under.node.told == ["start", "kill"]
-    assert under.parting == FollowerEnd(why=under.parting.why if under.parting else "", met=True, under_way=True)
+    assert "connection" in lost.what  # which makes `network` its cause
+    assert remote.poll() == []
+    remote.kill()  # returns although no node receives it
+    follower.thread.join(5.0)
+    assert follower.node.calls == ["start", "kill"]
+    assert follower.end == FollowerEnd(why=follower.end.why if follower.end else "", connected=True, ranks_killed=True)
 
 
 def test_a_node_whose_supervisor_dies_is_lost_at_once(run: RunDirectory, channel: Channel) -> None:
-    under, remote = meet(run, channel, FakeNode())
-    under.signals.asked = True  # nothing is under way, so it leaves
-    under.thread.join(5.0)
-    assert under.parting is not None
-    assert under.parting.code == 75
+    follower, remote = join_node(run, channel, FakeNode())
+    follower.signals.stop_requested = True  # no ranks are running, so it exits
+    follower.thread.join(5.0)
+    assert follower.end is not None
+    assert follower.end.code == 75
     until(lambda: remote.lost, 2.0)
     assert remote.lost == "its supervisor is gone"
 
 
-def test_a_member_leaves_a_coordinator_whose_lease_is_over(run: RunDirectory, channel: Channel) -> None:
-    under, remote = meet(run, channel, FakeNode())
-    remote.start(orders())
-    until(lambda: under.node.told == ["start"])
-    newer = claim(run, 2, address="127.0.0.1:1")
-    under.thread.join(5.0)
-    assert under.node.told == ["start", "kill"]
+def test_a_follower_leaves_a_coordinator_whose_lease_is_over(run: RunDirectory, channel: Channel) -> None:
+    follower, remote = join_node(run, channel, FakeNode())
+    remote.start(attempt_spec())
+    until(lambda: follower.node.calls == ["start"])
+    newer = claim_term(run, 2, address="127.0.0.1:1")
+    follower.thread.join(5.0)
+    assert follower.node.calls == ["start", "kill"]
     assert newer is not None
     newer.release()
 
 
 def test_a_second_supervisor_of_a_node_is_turned_away(run: RunDirectory, channel: Channel) -> None:
-    """Also one of the coordinator's own node, whose name is `a`."""
-    first, remote = meet(run, channel, FakeNode("b"))
+    """Also one with the name of the coordinator's own node, `a`."""
+    first, remote = join_node(run, channel, FakeNode("b"))
     for name in ("b", "a"):
-        second = Under(run, FakeNode(name))
+        second = FollowerThread(run, FakeNode(name))
         second.thread.join(5.0)
-        assert second.parting is not None
-        assert (second.parting.taken, second.parting.met) == (True, False)
+        assert second.end is not None
+        assert (second.end.name_taken, second.end.connected) == (True, False)
     assert not remote.lost
-    first.signals.asked = True
-    first.thread.join(WAIT)
+    first.signals.stop_requested = True
+    first.thread.join(WAIT_SECONDS)
 
 
-class FakeCrew:
+class FakeAgent:
     def __init__(self, run: RunDirectory, channel: Channel, node_options: NodeOptions) -> None:
-        self.run, self.channel, self.node_options, self.token = run, channel, node_options, token_of(run)
+        self.run, self.channel, self.node_options, self.token = run, channel, node_options, run_token(run)
         self.node, self.per_node = FakeNode("a", 1), frozenset()
 
 
-def fleet_of(run: RunDirectory, channel: Channel, *, min_nodes: int, wait_seconds: float = 20.0) -> RemoteNodeGroup:
+def node_group(run: RunDirectory, channel: Channel, *, min_nodes: int, wait_seconds: float = 20.0) -> RemoteNodeGroup:
     node_options = NodeOptions(nodes=2, min_nodes=min_nodes, address="127.0.0.1", wait_seconds=wait_seconds)
-    lease = claim(run, 2, address=channel.address, shared=True)
+    lease = claim_term(run, 2, address=channel.address, shared=True)
     assert lease is not None
-    return RemoteNodeGroup(cast(NodeAgent, FakeCrew(run, channel, node_options)), lease, Signals(), formed=False)
+    return RemoteNodeGroup(cast(NodeAgent, FakeAgent(run, channel, node_options)), lease, Signals(), formed=False)
 
 
 @pytest.mark.usefixtures("quick")
-def test_the_coordinator_waits_for_all_and_later_goes_on_with_as_few_as_allowed(
+def test_the_coordinator_waits_for_all_nodes_and_later_continues_with_the_minimum(
     run: RunDirectory, channel: Channel
 ) -> None:
-    fleet = fleet_of(run, channel, min_nodes=1)
-    late = threading.Timer(0.5, lambda: joined.append(Under(run, FakeNode("b", 2))))
-    joined: list[Under] = []
+    group = node_group(run, channel, min_nodes=1)
+    late = threading.Timer(0.5, lambda: joined.append(FollowerThread(run, FakeNode("b", 2))))
+    joined: list[FollowerThread] = []
     late.start()
-    nodes = fleet.wait_for_nodes()
+    nodes = group.wait_for_nodes()
     assert nodes is not None
     assert [node.name for node in nodes] == ["a", "b"]
-    assert fleet.growth(nodes) is None
-    joined[0].signals.asked = joined[0].signals.urgent = True
-    joined[0].thread.join(WAIT)
-    until(lambda: [node.name for node in fleet.wait_for_nodes() or []] == ["a"])
-    again = Under(run, FakeNode("b", 2))
-    until(lambda: fleet.growth(nodes[:1]) == 3)
-    again.signals.asked = True
-    again.thread.join(WAIT)
+    assert group.growth(nodes) is None
+    joined[0].signals.stop_requested = joined[0].signals.kill_requested = True
+    joined[0].thread.join(WAIT_SECONDS)
+    until(lambda: [node.name for node in group.wait_for_nodes() or []] == ["a"])
+    again = FollowerThread(run, FakeNode("b", 2))
+    until(lambda: group.growth(nodes[:1]) == 3)
+    again.signals.stop_requested = True
+    again.thread.join(WAIT_SECONDS)
 
 
-def test_too_few_nodes_are_told_after_the_wait(run: RunDirectory, channel: Channel) -> None:
-    assert fleet_of(run, channel, min_nodes=2, wait_seconds=0.3).wait_for_nodes() is None
+def test_too_few_nodes_give_none_after_the_wait(run: RunDirectory, channel: Channel) -> None:
+    assert node_group(run, channel, min_nodes=2, wait_seconds=0.3).wait_for_nodes() is None
 
 
 def test_a_coordinator_without_its_lease_starts_nothing(run: RunDirectory, channel: Channel) -> None:
-    fleet = fleet_of(run, channel, min_nodes=1)
-    newer = claim(run, 3)
+    group = node_group(run, channel, min_nodes=1)
+    newer = claim_term(run, 3)
     assert newer is not None
-    until(lambda: not fleet.holds())
+    until(lambda: not group.holds())
     with pytest.raises(FencedError):
-        fleet.wait_for_nodes()
+        group.wait_for_nodes()
     newer.release()
 
 
-def test_a_clock_that_differs_is_mentioned_and_nothing_else(
+def test_a_node_with_another_clock_is_reported_and_used(
     run: RunDirectory, channel: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fleet, real = fleet_of(run, channel, min_nodes=2), time.time
-    monkeypatch.setattr(member_module.time, "time", lambda: real() - 60.0)
-    under = Under(run, FakeNode("b", 2))
-    monkeypatch.setattr(member_module.time, "time", real)
-    nodes = fleet.wait_for_nodes()
+    group, real = node_group(run, channel, min_nodes=2), time.time
+    monkeypatch.setattr(follower_module.time, "time", lambda: real() - 60.0)
+    follower = FollowerThread(run, FakeNode("b", 2))
+    monkeypatch.setattr(follower_module.time, "time", real)
+    nodes = group.wait_for_nodes()
     assert nodes is not None
     assert len(nodes) == 2
-    (said,) = read_incidents(run)
-    assert (said.cause, said.action) == ("host", "continued")
-    assert "the clock of b is 60 s behind" in said.what
-    under.signals.asked = True
-    under.thread.join(WAIT)
+    (incident,) = read_incidents(run)
+    assert (incident.cause, incident.action) == ("host", "continued")
+    assert "the clock of b is 60 s behind" in incident.what
+    follower.signals.stop_requested = True
+    follower.thread.join(WAIT_SECONDS)

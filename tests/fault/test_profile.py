@@ -1,4 +1,4 @@
-"""A run at work is asked what it does: by `trimaran profile`, and by SIGUSR1. It goes on, and ends well."""
+"""A live run is profiled with `trimaran profile` and SIGUSR1; it continues and ends normally."""
 
 import json
 import os
@@ -19,21 +19,21 @@ pytestmark = pytest.mark.chaos
 PAUSE = 0.1
 
 
-def ask(run: Path, *options: str) -> subprocess.CompletedProcess[str]:
+def profile(run: Path, *options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "trimaran", "profile", str(run), *options, "--json"]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
 
 
-def test_a_run_at_work_is_traced_photographed_and_shown_and_ends_as_ever(tmp_path: Path) -> None:
+def test_a_live_run_is_profiled_and_ends_normally(tmp_path: Path) -> None:
     with Supervised.start(tmp_path / "run", "train.steps=200", pause=PAUSE) as run:
         wait_for(lambda: run.step() >= 3)
-        done = ask(run.run.path, "--steps", "2", "--ranks", "all")
+        done = profile(run.run.path, "--steps", "2", "--ranks", "all")
         assert done.returncode == 0, done.stdout + done.stderr
         traced = json.loads(done.stdout)
         assert [trace["steps"] for trace in traced["traces"]] == [traced["traces"][0]["steps"]] * 2
         assert all(trace["seconds"] > 2 * PAUSE for trace in traced["traces"])
-        assert all(trace["idle"] > 1.5 * PAUSE for trace in traced["traces"])  # the pause is no work
-        (memory,) = json.loads(ask(run.run.path, "--memory", "--steps", "1").stdout)["memory"]
+        assert all(trace["idle"] > 1.5 * PAUSE for trace in traced["traces"])  # the pause counts as idle
+        (memory,) = json.loads(profile(run.run.path, "--memory", "--steps", "1").stdout)["memory"]
         assert memory["kinds"]["parameters"] > 0
         before = run.step()
         run.process.send_signal(signal.SIGUSR1)
@@ -45,8 +45,8 @@ def test_a_run_at_work_is_traced_photographed_and_shown_and_ends_as_ever(tmp_pat
         assert wait_for(lambda: run.step() > before + 3)
         assert not request_file(run.run).exists()
         assert run.process.wait(60) == 0
-        assert run.troubles == []
-    merged = json.loads(ask(run.run.path, "--merge").stdout)
+        assert run.faults == []
+    merged = json.loads(profile(run.run.path, "--merge").stdout)
     assert merged["ranks"] == [0, 1]
     assert Path(merged["merged"]).stat().st_size > 1000
     assert len(find_traces(run.run)) == 1
@@ -72,7 +72,7 @@ def test_the_command_that_trains_prints_what_its_ranks_do(tmp_path: Path) -> Non
     assert text.index("rank 0 on ") < text.index("rank 1 on ")
 
 
-def test_a_rank_that_is_stopped_does_not_answer_and_stays_stopped(tmp_path: Path) -> None:
+def test_a_stopped_rank_does_not_answer_and_stays_stopped(tmp_path: Path) -> None:
     with Supervised.start(tmp_path / "run", "train.steps=400", "faults.hang_seconds=60", pause=PAUSE) as run:
         wait_for(lambda: run.step() >= 3)
         pid = run.pid(1)
@@ -88,20 +88,20 @@ def test_a_rank_that_is_stopped_does_not_answer_and_stays_stopped(tmp_path: Path
         assert wait_for(lambda: run.step() > reached + 2)
 
 
-def test_whoever_asks_a_run_that_is_over_is_told_so(tmp_path: Path) -> None:
+def test_profiling_a_finished_run_is_an_error(tmp_path: Path) -> None:
     with Supervised.start(tmp_path / "run", "train.steps=3") as run:
         assert run.process.wait(60) == 0
-    done = ask(run.run.path)
+    done = profile(run.run.path)
     assert done.returncode == 2
     assert json.loads(done.stdout)["error"]["code"] == "D010"
 
 
-def test_a_run_that_may_end_within_the_steps_answers_with_what_there_was_of_them(tmp_path: Path) -> None:
+def test_a_run_that_ends_within_the_profile_returns_the_steps_so_far(tmp_path: Path) -> None:
     with Supervised.start(tmp_path / "run", "train.steps=70", pause=PAUSE) as run:
         wait_for(lambda: run.step() >= 2)
-        done = ask(run.run.path, "--steps", "100", "--ranks", "1")
+        done = profile(run.run.path, "--steps", "100", "--ranks", "1")
         assert run.process.wait(60) == 0
-    # What was traced until the end is an answer, too.
+    # The steps traced until the end are returned.
     assert done.returncode == 0
     (trace,) = json.loads(done.stdout)["traces"]
     assert trace["rank"] == 1
@@ -109,14 +109,14 @@ def test_a_run_that_may_end_within_the_steps_answers_with_what_there_was_of_them
     assert not request_file(run.run).exists()
 
 
-def test_a_profile_that_finds_no_room_is_told_of_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_profile_on_a_full_disk_is_reported_and_leaves_no_files(tmp_path: Path) -> None:
     with Supervised.start(tmp_path / "run", "train.steps=400", ranks=1, pause=PAUSE) as run:
         wait_for(lambda: run.step() >= 3)
         with mounted(run.run.profiles, "size=16k") as full:
-            done = ask(run.run.path, "--steps", "1")
-            told = json.loads(done.stdout)["error"]
-            assert (done.returncode, told["code"]) == (2, "D012")
-            assert "No space left on device" in told["what"]
+            done = profile(run.run.path, "--steps", "1")
+            error = json.loads(done.stdout)["error"]
+            assert (done.returncode, error["code"]) == (2, "D012")
+            assert "No space left on device" in error["what"]
             wait_for(lambda: not list(full.iterdir()), 5)
         reached = run.step()
         assert wait_for(lambda: run.step() > reached + 2)

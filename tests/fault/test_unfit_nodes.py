@@ -1,4 +1,4 @@
-"""A machine on which a run could not work keeps it from starting on all of them, and the reason is told everywhere."""
+"""A machine that fails its preflight check keeps the run from starting on all nodes, which all get the reason."""
 
 import json
 import logging
@@ -17,112 +17,116 @@ import pytest
 
 from tests.chaos.nodes import Machine, make_run
 from tests.fault.harness import lines, wait_for
-from tests.fault.test_network import FakeNode, fleet_of
+from tests.fault.test_network import FakeNode, node_group
 from trimaran.core import UserError
 from trimaran.launch.channel import Channel
 from trimaran.launch.follower import Follower, FollowerEnd
 from trimaran.launch.local_node import LocalNode
-from trimaran.launch.node_fleet import RemoteNodeGroup
 from trimaran.launch.preflight_process import PreflightProcess
+from trimaran.launch.remote_node_group import RemoteNodeGroup
 from trimaran.launch.signals import Signals
 from trimaran.run import RunDirectory
-from trimaran.run.lease import LeaseWatch, read_holder, take, token_of
+from trimaran.run.lease import LeaseWatch, read_holder, run_token, take_lease
 
-NO_CARD = {"GLOO_SOCKET_IFNAME": "nosuch0"}
+BAD_INTERFACE = {"GLOO_SOCKET_IFNAME": "nosuch0"}
 ADDRESSES = ("127.0.0.1", "127.0.0.2")
-UNFIT = UserError("H007", "GLOO_SOCKET_IFNAME is nosuch0", where="node b", fix="unset it; or go on with --no-check")
+UNFIT = UserError(
+    "H007", "GLOO_SOCKET_IFNAME is nosuch0", where="node b", fix="unset it; or skip this check with --no-check"
+)
 
 
 @pytest.fixture
 def channel(tmp_path: Path) -> Iterator[Channel]:
     run = RunDirectory(tmp_path)
-    made = Channel("127.0.0.1", token_of(run), own_node="a")
-    with take(run, address=made.address):
+    made = Channel("127.0.0.1", run_token(run), own_node="a")
+    with take_lease(run, address=made.address):
         yield made
     made.close()
 
 
-class Joining:
-    """A member that serves in a thread of its own, as if on another machine."""
+class FollowerThread:
+    """A follower in its own thread, as if on another machine."""
 
     def __init__(self, run: RunDirectory, name: str, unfit: UserError | None) -> None:
         holder = read_holder(run)
         assert holder is not None
-        self.parting: FollowerEnd | None = None
+        self.end: FollowerEnd | None = None
         self.signals = Signals()
-        member = Follower(run, cast(LocalNode, FakeNode(name, 1)), holder, token_of(run), unfit=unfit)
-        self._thread = threading.Thread(target=self._serve, args=(member, LeaseWatch(run)), daemon=True)
+        follower = Follower(run, cast(LocalNode, FakeNode(name, 1)), holder, run_token(run), unfit=unfit)
+        self._thread = threading.Thread(target=self._follow, args=(follower, LeaseWatch(run)), daemon=True)
         self._thread.start()
 
-    def _serve(self, member: Follower, watch: LeaseWatch) -> None:
-        self.parting = member.serve(watch, self.signals)
+    def _follow(self, follower: Follower, watch: LeaseWatch) -> None:
+        self.end = follower.follow(watch, self.signals)
 
     def refusal(self) -> UserError:
         self._thread.join(10.0)
-        assert self.parting is not None
-        assert self.parting.code == 2
-        assert self.parting.refusal is not None
-        return self.parting.refusal
+        assert self.end is not None
+        assert self.end.code == 2
+        assert self.end.refusal is not None
+        return self.end.refusal
 
     def leave(self) -> None:
-        self.signals.asked = True
+        self.signals.stop_requested = True
         self._thread.join(10.0)
 
 
-def refused(fleet: RemoteNodeGroup) -> UserError:
-    with pytest.raises(UserError) as told:
-        fleet.wait_for_nodes()
-    fleet.dismiss(2, told.value)
-    return told.value
+def refused(group: RemoteNodeGroup) -> UserError:
+    with pytest.raises(UserError) as caught:
+        group.wait_for_nodes()
+    group.dismiss(2, caught.value)
+    return caught.value
 
 
 def test_one_unfit_node_keeps_all_from_starting(tmp_path: Path, channel: Channel) -> None:
     run = RunDirectory(tmp_path)
-    fleet = fleet_of(run, channel, min_nodes=1)  # not even with the one that is well
-    member = Joining(run, "b", UNFIT)
-    error = refused(fleet)
+    group = node_group(run, channel, min_nodes=1)  # although one node alone would be enough
+    follower = FollowerThread(run, "b", UNFIT)
+    error = refused(group)
     assert (error.code, error.where, error.fix) == ("H007", "node b", UNFIT.fix)
-    assert str(member.refusal()) == str(error)
+    assert str(follower.refusal()) == str(error)
 
 
-def test_a_node_that_was_mended_in_time_is_waited_for(tmp_path: Path, channel: Channel) -> None:
+def test_a_node_that_was_fixed_in_time_joins(tmp_path: Path, channel: Channel) -> None:
     run = RunDirectory(tmp_path)
-    fleet = fleet_of(run, channel, min_nodes=1)
-    fleet._agent.node_options = replace(fleet._agent.node_options, nodes=3)
-    first, other = Joining(run, "b", UNFIT), Joining(run, "c", None)
-    wait_for(lambda: len(fleet._present()) == 2 and fleet._unfit)
+    group = node_group(run, channel, min_nodes=1)
+    group._agent.node_options = replace(group._agent.node_options, nodes=3)
+    first, other = FollowerThread(run, "b", UNFIT), FollowerThread(run, "c", None)
+    wait_for(lambda: len(group._present()) == 2 and group._unfit)
     first.leave()
-    again = Joining(run, "b", None)
-    nodes = fleet.wait_for_nodes()
+    again = FollowerThread(run, "b", None)
+    nodes = group.wait_for_nodes()
     assert nodes is not None
     assert [node.name for node in nodes] == ["a", "b", "c"]
     other.leave()
     again.leave()
 
 
-def test_an_unfit_node_that_comes_later_is_turned_away_and_the_others_go_on(tmp_path: Path, channel: Channel) -> None:
+def test_an_unfit_node_that_joins_later_is_turned_away_and_the_others_continue(
+    tmp_path: Path, channel: Channel
+) -> None:
     run = RunDirectory(tmp_path)
-    fleet, well = fleet_of(run, channel, min_nodes=1), Joining(run, "b", None)
-    nodes = fleet.wait_for_nodes()
+    group, well = node_group(run, channel, min_nodes=1), FollowerThread(run, "b", None)
+    nodes = group.wait_for_nodes()
     assert nodes is not None
-    late = Joining(run, "c", UNFIT)
-    wait_for(lambda: "c" in fleet._turned_away or fleet.growth(nodes))
+    late = FollowerThread(run, "c", UNFIT)
+    wait_for(lambda: "c" in group._turned_away or group.growth(nodes))
     assert str(late.refusal()) == str(UNFIT)
-    assert fleet.growth(nodes) is None
-    assert [node.name for node in fleet._present()] == ["a", "b"]
+    assert group.growth(nodes) is None
+    assert [node.name for node in group._present()] == ["a", "b"]
     well.leave()
 
 
-def test_the_look_of_a_node_is_the_doctors(
+def test_the_preflight_check_of_a_node_is_the_doctors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = make_run(tmp_path / "run")
-    looks = [PreflightProcess(run, kind="cpu", nodes=2)]
+    checks = [PreflightProcess(run, kind="cpu", nodes=2)]
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
-    looks.append(PreflightProcess(run, kind="cpu", nodes=2, where="node b"))
-    looks.append(PreflightProcess(RunDirectory(tmp_path / "none"), kind="no such kind"))
-    well, unfit, broken = [look.refusal() for look in looks]
-    assert well is None
+    checks.append(PreflightProcess(run, kind="cpu", nodes=2, where="node b"))
+    checks.append(PreflightProcess(RunDirectory(tmp_path / "none"), kind="no such kind"))
+    fit, unfit, broken = [check.wait_for_error() for check in checks]
+    assert fit is None
     assert unfit is not None
     assert (unfit.code, unfit.where) == ("H007", "node b")
     assert "GLOO_SOCKET_IFNAME is nosuch0" in unfit.what
@@ -130,8 +134,8 @@ def test_the_look_of_a_node_is_the_doctors(
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
 
-class Pair:
-    """Two agents on this machine, under two addresses; the second starts when the first holds the lease."""
+class TwoAgents:
+    """Two agents on this machine with two addresses; the second starts once the first holds the lease."""
 
     def __init__(self, run: RunDirectory, environments: tuple[dict[str, str], dict[str, str]], *flags: str) -> None:
         self.run, self.machines = run, list[Machine]()
@@ -140,55 +144,55 @@ class Pair:
             self.machines.append(each)
             wait_for(lambda: any(run.lease.glob("term-*.json")))
 
-    def __enter__(self) -> "Pair":
+    def __enter__(self) -> "TwoAgents":
         return self
 
     def __exit__(self, *_: object) -> None:
         for each in self.machines:
             each.lose()
 
-    def said(self) -> list[str]:
+    def logs(self) -> list[str]:
         return [each.log.read_text() for each in self.machines]
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize("unfit", [(0,), (1,), (0, 1)], ids=["the coordinator", "the other", "both"])
+@pytest.mark.parametrize("unfit", [(0,), (1,), (0, 1)], ids=["coordinator", "follower", "both"])
 def test_agents_with_an_unfit_machine_among_them_start_no_rank(tmp_path: Path, unfit: tuple[int, ...]) -> None:
     run = make_run(tmp_path / "run", "train.steps=5")
-    first, second = (dict(NO_CARD) if each in unfit else {} for each in range(2))
-    with Pair(run, (first, second)) as pair:
+    first, second = (dict(BAD_INTERFACE) if each in unfit else {} for each in range(2))
+    with TwoAgents(run, (first, second)) as pair:
         assert [each.wait(60) for each in pair.machines] == [2, 2]
-        for said in pair.said():
-            *_, code, where, fix = said.strip().splitlines()
-            assert code.startswith("H007: GLOO_SOCKET_IFNAME is nosuch0"), said
-            assert [f"-{ADDRESSES[each]}" in where for each in range(2)] == [each in unfit for each in range(2)], said
-            assert fix.endswith("or go on with --no-check"), said
+        for log in pair.logs():
+            *_, code, where, fix = log.strip().splitlines()
+            assert code.startswith("H007: GLOO_SOCKET_IFNAME is nosuch0"), log
+            assert [f"-{ADDRESSES[each]}" in where for each in range(2)] == [each in unfit for each in range(2)], log
+            assert fix.endswith("or skip this check with --no-check"), log
     assert not run.attempts.exists()
     assert not run.events(0).exists()
 
 
 @pytest.mark.chaos
-def test_agents_that_are_told_not_to_look_start(tmp_path: Path) -> None:
+def test_agents_without_the_check_start(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "train.steps=5")
-    with Pair(run, (dict(NO_CARD), {}), "--no-check"):
+    with TwoAgents(run, (dict(BAD_INTERFACE), {}), "--no-check"):
         wait_for(lambda: lines(run.attempts))
 
 
 @pytest.mark.chaos
-def test_a_supervisor_of_one_machine_looks_at_it(tmp_path: Path) -> None:
+def test_a_supervisor_on_one_machine_checks_it(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "train.steps=3", "cluster=2xcpu")
     command = [sys.executable, "-m", "trimaran.launch", str(run.path)]
-    told = subprocess.run(command, env=os.environ | NO_CARD, capture_output=True, text=True, timeout=60)
-    assert told.returncode == 2
-    assert told.stderr.splitlines()[-3].startswith("H007: GLOO_SOCKET_IFNAME is nosuch0")
-    assert "  where: this machine" in told.stderr
+    result = subprocess.run(command, env=os.environ | BAD_INTERFACE, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-3].startswith("H007: GLOO_SOCKET_IFNAME is nosuch0")
+    assert "  where: this machine" in result.stderr
     assert not run.attempts.exists()
 
 
 @pytest.mark.chaos
 def test_any_agent_shows_the_ranks_of_its_own_node(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "train.steps=100")
-    with Pair(run, ({}, {})) as pair:
+    with TwoAgents(run, ({}, {})) as pair:
         wait_for(lambda: [each["step"] for each in lines(run.metrics)][-1:] >= [3])
         other = pair.machines[1]
         own = rank_of(run, other)
@@ -200,7 +204,7 @@ def test_any_agent_shows_the_ranks_of_its_own_node(tmp_path: Path) -> None:
         assert heads[0] in other.log.read_text()
         assert not run.ranks_shown.exists()
         shown[0].unlink()
-        for each in pair.machines:  # as a scheduler sends it to a whole job
+        for each in pair.machines:  # as a scheduler sends it to all processes of a job
             each.process.send_signal(signal.SIGUSR1)
         wait_for(lambda: shown[0].exists() and run.ranks_shown.exists())
         assert shown[0].read_text().startswith(f"rank {own} on ")
@@ -211,7 +215,7 @@ def test_any_agent_shows_the_ranks_of_its_own_node(tmp_path: Path) -> None:
 
 
 def rank_of(run: RunDirectory, machine: Machine) -> int:
-    """Return the rank that a machine's agent has started."""
+    """Return the rank that the agent of a machine has started."""
     below = {each.pid for each in psutil.Process(machine.process.pid).children(recursive=True)}
     started = {rank: newest(run, rank)["pid"] for rank in range(2)}
     (found,) = [rank for rank, pid in started.items() if pid in below]

@@ -1,7 +1,7 @@
-"""Trains some steps of several plans and tells what the host waited for in those after the warm-up.
+"""Trains some steps of several plans and reports synchronisations of the host after the warm-up.
 
-`python -m tests.gpu.steady FOLDER` prints one JSON object: for each plan what the profiler saw the host wait for,
-what torch refused because it would have waited, and how much was compiled late. On a CPU there is nothing to wait for.
+`python -m tests.gpu.steady FOLDER` prints one JSON object: for each plan the synchronisations in the profile, the error
+of torch's sync debug mode, and the number of late compilations. On a CPU there are none.
 """
 
 import json
@@ -23,15 +23,15 @@ from trimaran.data.loader import Loader
 from trimaran.data.step_batch import StepBatch
 from trimaran.run import Journal, create_run
 from trimaran.train.build import build_worker_parts
-from trimaran.train.process.rank_info import RankInfo, join, read_rank_info
+from trimaran.train.process.rank_info import RankInfo, join_process_group, read_rank_info
 from trimaran.train.process.supervisor_link import SupervisorLink
 
-WARM, WATCHED = 12, 8  # steps; by the end of the warm-up the pace of copies is known and everything is compiled
+WARM_STEPS, PROFILED_STEPS = 12, 8  # after the warm-up the copy interval is fixed and everything is compiled
 MARK = "a step begins"
-# The event of an earlier step is what the host may wait for, or it would run ahead without bound.
+# Waiting for an event of an earlier step is allowed: otherwise the host would run ahead without bound.
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaMemcpy", "cuStreamSynchronize", "cuCtxSynchronize")
-SMALL = 1 << 16  # bytes up to which a copy from pageable memory travels with its command, and nobody waits for it
-TRAIN = {"steps": WARM + WATCHED + 2, "global_batch": 8, "save": False, "sample": {"tokens": 0}}
+MAX_INLINE_COPY_BYTES = 1 << 16  # a smaller copy from pageable memory is part of the command and does not block
+TRAIN = {"steps": WARM_STEPS + PROFILED_STEPS + 2, "global_batch": 8, "save": False, "sample": {"tokens": 0}}
 PLANS: dict[str, dict[str, Any]] = {
     "compiled": {"plan": {"micro_batch": 8, "precision": "bf16", "compile": True}},
     "documents": {
@@ -49,8 +49,8 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-class Watched:
-    """A loader that watches what the host does between the batches after the warm-up."""
+class ProfiledLoader:
+    """A loader that profiles the host between the batches after the warm-up."""
 
     def __init__(self, loader: Loader, trace: Path) -> None:
         self._loader, self._trace = loader, trace
@@ -60,21 +60,21 @@ class Watched:
 
     def __iter__(self) -> Iterator[StepBatch]:
         for number, batch in enumerate(self._loader):
-            if number == WARM:
+            if number == WARM_STEPS:
                 self._profile.start()
                 self._watching = True
-                refuse_to_wait("error")
-            if number >= WARM:
+                set_sync_debug_mode("error")
+            if number >= WARM_STEPS:
                 with record_function(MARK):
                     pass
-            if number == WARM + WATCHED:
-                refuse_to_wait("default")
+            if number == WARM_STEPS + PROFILED_STEPS:
+                set_sync_debug_mode("default")
                 self.end()
                 self._profile.export_chrome_trace(str(self._trace))
             yield batch
 
     def end(self) -> None:
-        """Watch no longer. It may be said twice."""
+        """Stop the profile. May be called twice."""
         if self._watching:
             self._watching = False
             self._profile.stop()
@@ -83,63 +83,68 @@ class Watched:
         return getattr(self._loader, name)
 
 
-def refuse_to_wait(mode: str) -> None:
+def set_sync_debug_mode(mode: str) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_sync_debug_mode(mode)
 
 
-def waits_in(trace: Path) -> dict[str, int]:
-    """Return how often the host did what makes it wait, by name, between the first mark and the last."""
+def count_waits(trace: Path) -> dict[str, int]:
+    """Return the number of synchronising calls of the host, by name, between the first and the last mark."""
     events = json.loads(trace.read_text())["traceEvents"]
     marks = [each["ts"] for each in events if each.get("name") == MARK and each.get("ph") == "X"]
-    assert len(marks) >= WATCHED, "the trace has no marks"
+    assert len(marks) >= PROFILED_STEPS, "the trace has no marks"
     inside = [each for each in events if "ts" in each and min(marks) <= each["ts"] < max(marks)]
     found = Counter(each["name"] for each in inside if each.get("name") in WAITS)
     for each in inside:
         name, size = str(each.get("name")), each.get("args", {}).get("bytes", 0)
-        if name.startswith("Memcpy") and "Pageable" in name and size > SMALL:
+        if name.startswith("Memcpy") and "Pageable" in name and size > MAX_INLINE_COPY_BYTES:
             found[f"{name}, {size} bytes"] += 1
     return dict(found)
 
 
-def watch(name: str, folder: Path, place: RankInfo, cache: Path) -> dict[str, Any]:
-    """Return what was seen of one plan."""
-    told = PLANS[name]
-    train = TRAIN | {"optimizer": {"states": told.get("states", "fp32")}, "clip_norm": told.get("clip_norm", 1.0)}
-    model = {"preset": told.get("preset", "tiny")}
-    # Some of the watched steps measure groups of modules, too.
+def profile_plan(name: str, folder: Path, rank_info: RankInfo, cache: Path) -> dict[str, Any]:
+    """Return the synchronisations, the error and the meters of one plan."""
+    settings = PLANS[name]
+    train = TRAIN | {
+        "optimizer": {"states": settings.get("states", "fp32")},
+        "clip_norm": settings.get("clip_norm", 1.0),
+    }
+    model = {"preset": settings.get("preset", "tiny")}
+    # Some of the profiled steps also measure groups of modules.
     rest = {"checkpoint": {"memory": 1}, "telemetry": {"details_every": 4}}
-    tree = {"model": model, "data": told.get("data", {}), "train": train} | rest
+    tree = {"model": model, "data": settings.get("data", {}), "train": train} | rest
     recipe = Recipe.model_validate(tree)
-    run = create_run(folder / name.replace(" ", "-"), recipe, Plan.model_validate(told["plan"]))
-    trace, rank_memory = run.path / "trace.json", os.memfd_create("berth")
+    run = create_run(folder / name.replace(" ", "-"), recipe, Plan.model_validate(settings["plan"]))
+    trace, rank_memory = run.path / "trace.json", os.memfd_create("rank-memory")
     with Journal(run, 0) as journal:
         # With a rank memory, as under a supervisor: a copy of the state goes to memory after every step.
-        agent = build_worker_parts(run, place, journal, cache=cache, link=SupervisorLink(rank_memories=(rank_memory,)))
+        parts = build_worker_parts(
+            run, rank_info, journal, cache=cache, link=SupervisorLink(rank_memories=(rank_memory,))
+        )
         refused = ""
-        with agent.trainer.loader_from(0) as loader:
-            watched = Watched(loader, trace)
-            agent.trainer.loader_from = lambda _: nullcontext(watched)
+        with parts.trainer.loader_from(0) as loader:
+            profiled_loader = ProfiledLoader(loader, trace)
+            parts.trainer.loader_from = lambda _: nullcontext(profiled_loader)
             try:
-                agent.trainer.train(agent.trainer.checkpointer.resume())
+                parts.trainer.train(parts.trainer.checkpointer.resume())
             except RuntimeError:
                 refused = traceback.format_exc()[-3000:]
             finally:
-                refuse_to_wait("default")
-                watched.end()  # a second profile beside one that still runs would take the process down
+                set_sync_debug_mode("default")
+                profiled_loader.end()  # a second profile while one is running would crash the process
     os.close(rank_memory)
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
-    waits = {} if refused else waits_in(trace)
+    waits = {} if refused else count_waits(trace)
     measured = {key: [line[key] for line in lines if key in line] for key in ("memory", "groups")}
     return {"waits": waits, "refused": refused, "steps": len(lines), "late": lines[-1].get("recompiles", 0)} | measured
 
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    place = read_rank_info({})
-    join(place)
+    rank_info = read_rank_info({})
+    join_process_group(rank_info)
     names = sys.argv[2:] or PLANS
-    print(json.dumps({name: watch(name, folder, place, folder / "cache") for name in names}))
+    print(json.dumps({name: profile_plan(name, folder, rank_info, folder / "cache") for name in names}))
     dist.destroy_process_group()
 
 

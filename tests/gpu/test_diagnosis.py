@@ -1,4 +1,4 @@
-"""The doctor on a GPU: kernels too small for their host, and the patch that helps; a wait that was planted."""
+"""The doctor on a GPU: a launch-bound run and the patch that helps; an injected host sync."""
 
 import subprocess
 import sys
@@ -11,10 +11,10 @@ from tests.environment import environment
 from trimaran.core import Recipe, parse_recipe
 from trimaran.doctor.diagnose import diagnose
 from trimaran.doctor.evidence import read_evidence
-from trimaran.doctor.predicted_gain import patched
-from trimaran.doctor.step_breakdown import measure
+from trimaran.doctor.predicted_gain import apply_patch
+from trimaran.doctor.step_breakdown import step_breakdown
 from trimaran.hardware import parse_cluster
-from trimaran.models import outline_if_told, spec_of
+from trimaran.models import outline_if_known, spec_of
 from trimaran.planner import choose
 from trimaran.run import RunDirectory, create_run
 
@@ -30,14 +30,14 @@ SMALL = (
     "train.evaluate.batches=0",
     "train.save=false",
 )
-# A number is read out of every layer, as a careless check would.
+# Every layer reads a scalar, as a careless check would.
 WAITS = """
 import os, sys
 from pathlib import Path
 from trimaran.data import cache_folder
 from trimaran.nets.decoder import Layer
 from trimaran.run import open_run
-from trimaran.train.process.rank_info import place_of
+from trimaran.train.process.rank_info import read_rank_info
 from trimaran.train.worker import run_worker
 
 forward = Layer.forward
@@ -48,14 +48,14 @@ def waits(self, stream, *rest, **named):
 
 if sys.argv[2] == "wait":
     Layer.forward = waits
-sys.exit(run_worker(open_run(Path(sys.argv[1])), place_of(os.environ), cache=cache_folder(os.environ)))
+sys.exit(run_worker(open_run(Path(sys.argv[1])), read_rank_info(os.environ), cache=cache_folder(os.environ)))
 """
 
 
 def train(recipe: Recipe, folder: Path, *, waits: bool = False) -> RunDirectory:
     cluster = parse_cluster(recipe.cluster)
     cluster = replace(cluster, num_nodes=1, devices_per_node=1)
-    plan = choose(recipe, spec_of(recipe.model), cluster, outline_if_told(recipe.model, recipe.data))
+    plan = choose(recipe, spec_of(recipe.model), cluster, outline_if_known(recipe.model, recipe.data))
     run = create_run(folder / f"run-{len(list(folder.iterdir()))}", recipe, plan)
     ours = environment(RANK="0", WORLD_SIZE="1", TRIMARAN_CACHE=str(folder.parent / "cache"))
     command = [sys.executable, "-c", WAITS, str(run.path), "wait" if waits else "train"]
@@ -75,15 +75,15 @@ def test_small_kernels_are_found_and_the_patch_shortens_the_step(folder: Path) -
     slow = read_evidence(train(recipe, folder))
     found = {each.code: each for each in diagnose(slow)}["F003"]
     assert found.patch["plan.micro_batch"] > 1
-    fast = read_evidence(train(patched(recipe, found.patch), folder))
-    before, after = measure(slow), measure(fast)
+    fast = read_evidence(train(apply_patch(recipe, found.patch), folder))
+    before, after = step_breakdown(slow), step_breakdown(fast)
     assert before is not None
     assert after is not None
     assert found.gain is not None
     assert after.step < (1 - found.gain / 2) * before.step
 
 
-def test_a_planted_wait_is_found_in_a_trace_and_a_healthy_run_has_none(folder: Path) -> None:
+def test_an_injected_host_sync_is_found_in_a_trace_and_a_healthy_run_has_none(folder: Path) -> None:
     recipe = parse_recipe("", name="test", overrides=[*SMALL, "telemetry.profile=10:13", "plan.compile=false"])
     healthy = {each.code for each in diagnose(read_evidence(train(recipe, folder)))}
     assert "F009" not in healthy

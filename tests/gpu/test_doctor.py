@@ -1,4 +1,4 @@
-"""The doctor on a machine with a GPU: what it says is true, and the look before a run takes no time."""
+"""The doctor on a machine with a GPU: its checks pass, and the checks before a run are fast."""
 
 import json
 import os
@@ -12,7 +12,16 @@ import pytest
 from tests.environment import environment
 from trimaran.app.request.machine_check import refuse_unfit_machine
 from trimaran.app.request.request import resolve
-from trimaran.doctor.nvidia_smi import PEERS, QUICK, TOPOLOGY, WHOLE, ask, parse_peers, parse_quick, parse_whole
+from trimaran.doctor.nvidia_smi import (
+    FULL_QUERY,
+    PEER_MATRIX,
+    SHORT_QUERY,
+    TOPOLOGY_MATRIX,
+    parse_full_query,
+    parse_peers,
+    parse_short_query,
+    run_nvidia_smi,
+)
 from trimaran.hardware.gpu_topology import parse_topology
 
 pytestmark = pytest.mark.gpu
@@ -31,20 +40,20 @@ def test_a_healthy_gpu_passes(tmp_path: Path) -> None:
     assert "driver" in found["H001"]["evidence"]
 
 
-def test_what_the_driver_says_is_understood() -> None:
-    gpus, driver = parse_whole(ask(WHOLE))
+def test_the_drivers_output_is_parsed() -> None:
+    gpus, driver = parse_full_query(run_nvidia_smi(FULL_QUERY))
     assert driver
     assert gpus
-    assert all(gpu.memory > 2**30 and gpu.uuid.startswith("GPU-") and gpu.pace for gpu in gpus)
-    assert all(gpu.pace.power_limit and gpu.pace.max_pcie_width for gpu in gpus if gpu.pace)
-    short, same = parse_quick(ask(QUICK))
+    assert all(gpu.memory > 2**30 and gpu.uuid.startswith("GPU-") and gpu.clocks for gpu in gpus)
+    assert all(gpu.clocks.power_limit and gpu.clocks.max_pcie_width for gpu in gpus if gpu.clocks)
+    short, same = parse_short_query(run_nvidia_smi(SHORT_QUERY))
     assert (same, [(gpu.uuid, gpu.bus) for gpu in short]) == (driver, [(gpu.uuid, gpu.bus) for gpu in gpus])
-    ways, peers = parse_topology(ask(TOPOLOGY)), parse_peers(ask(PEERS))
+    ways, peers = parse_topology(run_nvidia_smi(TOPOLOGY_MATRIX)), parse_peers(run_nvidia_smi(PEER_MATRIX))
     assert ways is not None
     assert len(ways) == len(peers) == len(gpus)
 
 
-def test_the_look_before_a_run_takes_no_time() -> None:
+def test_the_checks_before_a_run_are_fast() -> None:
     request = resolve(None, [])
     assert request.cluster.device.kind == "cuda", os.environ.get("CUDA_VISIBLE_DEVICES")
     refuse_unfit_machine(request)

@@ -12,13 +12,13 @@ from trimaran.core import Plan
 from trimaran.models import PRESETS
 from trimaran.nets import Network, decoder_network, initialise
 from trimaran.parallel import autocast, fp8_linear
-from trimaran.parallel.fp8 import CAPABILITY, convert
-from trimaran.parallel.fp8_linear import DIGITS, RANGE, Fp8Linear, cast, cast_both, cast_turned, largest, turned
+from trimaran.parallel.fp8 import MIN_CAPABILITY, convert_linears
+from trimaran.parallel.fp8_linear import FORWARD_DTYPE, GRADIENT_DTYPE, Fp8Linear, cast, cast_both, cast_transposed, amax, transposed
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() < CAPABILITY, reason="a GPU without fp8"
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() < MIN_CAPABILITY, reason="a GPU without fp8"
     ),
 ]
 
@@ -28,7 +28,7 @@ SPEC = replace(PRESETS["tiny"], layers=2, hidden=1024, heads=16, kv_heads=4, hea
 
 @pytest.fixture(params=[False, True], ids=["compiler", "kernels"])
 def own_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(fp8_linear, "OWN_KERNELS", request.param)
+    monkeypatch.setattr(fp8_linear, "USE_TRITON_CASTS", request.param)
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -61,19 +61,19 @@ def test_three_products_come_near_the_true_ones(own_kernels: None, compiled: boo
         assert layer.weight.grad.dtype == dtype
 
 
-@pytest.mark.parametrize("dtype", [DIGITS, RANGE], ids=str)
+@pytest.mark.parametrize("dtype", [FORWARD_DTYPE, GRADIENT_DTYPE], ids=str)
 @pytest.mark.parametrize("source", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", [(256, 512), (208, 48), (16, 16)], ids=str)
 def test_the_kernels_give_the_same_bits_as_torch(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], source: torch.dtype, dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr(fp8_linear, "OWN_KERNELS", True)
+    monkeypatch.setattr(fp8_linear, "USE_TRITON_CASTS", True)
     x = numbers(*shape, dtype=source)
-    most = largest(x)
-    expected = cast(x, most, dtype).view(torch.uint8)
-    plain, other = cast_both(x, most, dtype)
+    amax_value = amax(x)
+    expected = cast(x, amax_value, dtype).view(torch.uint8)
+    plain, other = cast_both(x, amax_value, dtype)
     assert torch.equal(plain.view(torch.uint8), expected)
-    for each in (other, cast_turned(x, most, dtype), turned(plain)):
+    for each in (other, cast_transposed(x, amax_value, dtype), transposed(plain)):
         assert each.is_contiguous()
         assert torch.equal(each.view(torch.uint8), expected.t())
 
@@ -97,7 +97,7 @@ def network_on_gpu(in_fp8: bool) -> Network:
     initialise(network.module, seed=0, spec=SPEC)
     network.module.to("cuda")
     if in_fp8:
-        convert(network)
+        convert_linears(network)
     for block in network.blocks:
         block.compile()
     return network

@@ -1,6 +1,6 @@
-"""The doctor on a GPU that is full, in pieces, busy with bytes or slowed down, each of them for real.
+"""The doctor on a real GPU that is full, fragmented, memory-bound or throttled.
 
-One server has torch imported and forks the ranks out of itself, as a run's fork server does: the import is paid for once.
+One fork server imports torch and forks all ranks, so that the import is paid once.
 """
 
 import multiprocessing
@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from trimaran.core import Finding, Recipe, parse_recipe
 from trimaran.doctor.diagnose import diagnose
 from trimaran.doctor.evidence import read_evidence
-from trimaran.doctor.predicted_gain import patched
-from trimaran.doctor.step_breakdown import StepBreakdown, measure
+from trimaran.doctor.predicted_gain import apply_patch
+from trimaran.doctor.step_breakdown import StepBreakdown, step_breakdown
 from trimaran.hardware import parse_cluster
-from trimaran.models import outline_if_told, spec_of
+from trimaran.models import outline_if_known, spec_of
 from trimaran.nets.decoder import DecoderLayer
 from trimaran.planner import choose
 from trimaran.run import RunDirectory, create_run, open_run
@@ -47,7 +47,7 @@ SMALL = (
     "plan.precision=bf16",
     "plan.compile=false",
 )
-# Two layers under a head with 128,256 words, whose logits are written and read in full.
+# Two layers under a head of 128,256 tokens, whose logits are written and read in full.
 WORDY = (
     "model.preset=llama-3.2-1b",
     "model.shape={layers: 2}",
@@ -59,14 +59,14 @@ WORDY = (
 )
 
 
-class Crowd:
-    """Somebody who takes all of the device but a little, and then a larger buffer in every step.
+class MemoryHog:
+    """Takes almost all of the device's memory, and then a larger buffer in every step.
 
-    The last buffer is too small for the next one, and beside it there is no room: the allocator has to give back what
-    it keeps, and ask again. What it may keep is never less than what the step needs, so memory does not run out.
+    The previous buffer is too small for the next one, and both do not fit: the allocator must free its cached blocks
+    and retry. The step's own memory always fits, so there is no out-of-memory error.
     """
 
-    AT = 6  # of its calls: by then a step has taken what it takes
+    AT = 6  # of its calls: by then a step has allocated its memory
     LEFT, FIRST, MORE = 900 * MIB, 500 * MIB, 8 * MIB
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class Crowd:
         self._calls = 0
 
     def enter(self, layer: nn.Module, device: torch.device) -> None:
-        """Come in before a layer computes; what is done is done once a step, at the first layer."""
+        """Run before a layer computes; allocates once per step, at the first layer."""
         self._layer = layer if self._layer is None else self._layer
         if layer is not self._layer:
             return
@@ -88,33 +88,33 @@ class Crowd:
         torch.empty(self.FIRST + self._calls * self.MORE, dtype=torch.uint8, device=device)
 
 
-def crowd() -> None:
-    """Let a crowd into the ranks that this process becomes."""
-    forward, connection = DecoderLayer.forward, Crowd()
+def allocate_most() -> None:
+    """Add a memory hog to the ranks that this process becomes."""
+    forward, hog = DecoderLayer.forward, MemoryHog()
 
-    def crowded(self: DecoderLayer, stream: Tensor, *rest: object) -> object:
-        connection.enter(self, stream.device)
+    def forward_after_allocation(self: DecoderLayer, stream: Tensor, *rest: object) -> object:
+        hog.enter(self, stream.device)
         return forward(self, stream, *rest)  # type: ignore[arg-type]
 
-    DecoderLayer.forward = crowded  # type: ignore[assignment,method-assign]
+    DecoderLayer.forward = forward_after_allocation  # type: ignore[assignment,method-assign]
 
 
-def crowd_in_segments_that_grow() -> None:
+def allocate_most_with_expandable_segments() -> None:
     torch.cuda.memory._set_allocator_settings("expandable_segments:True")
-    crowd()
+    allocate_most()
 
 
-def sail(path: str, plant: Callable[[], None] | None) -> None:
-    """Be the only rank of a run."""
+def train_trajectory(path: str, plant: Callable[[], None] | None) -> None:
+    """Run the only rank of a run."""
     if plant is not None:
         plant()
-    place = read_rank_info(os.environ | {"RANK": "0", "WORLD_SIZE": "1"})
-    sys.exit(run_worker(open_run(Path(path)), place, cache=Path(path).parent / "cache"))
+    rank_info = read_rank_info(os.environ | {"RANK": "0", "WORLD_SIZE": "1"})
+    sys.exit(run_worker(open_run(Path(path)), rank_info, cache=Path(path).parent / "cache"))
 
 
 @contextmanager
 def sampled(run: RunDirectory) -> Iterator[None]:
-    """Write samples of this machine into the run, as its sidecar would."""
+    """Write samples of this machine into the run, like its sidecar."""
     sampler = Sampler(run, 0, supervisor=os.getpid(), visible=os.environ.get("CUDA_VISIBLE_DEVICES"))
     over = threading.Event()
 
@@ -133,19 +133,19 @@ def sampled(run: RunDirectory) -> Iterator[None]:
 
 
 def recipe_of(*settings: str) -> Recipe:
-    """Return a recipe for one device of this machine's kind."""
+    """Return a recipe for one device of this machine."""
     name = parse_cluster("auto").device.name
     return parse_recipe("", name="test", overrides=[*SHORT, f"cluster=1x{name}", *settings])
 
 
 def train(recipe: Recipe, folder: Path, plant: Callable[[], None] | None = None) -> RunDirectory:
-    """Train the recipe for real, in a rank out of the server, beside a sampler."""
+    """Train the recipe in a rank of the fork server, with a sampler."""
     SERVER.set_forkserver_preload([__name__, "torch._dynamo"])
     plan = choose(
-        recipe, spec_of(recipe.model), parse_cluster(recipe.cluster), outline_if_told(recipe.model, recipe.data)
+        recipe, spec_of(recipe.model), parse_cluster(recipe.cluster), outline_if_known(recipe.model, recipe.data)
     )
     run = create_run(folder / f"run-{len(list(folder.iterdir()))}", recipe, plan)
-    rank = SERVER.Process(target=sail, args=(str(run.path), plant))
+    rank = SERVER.Process(target=train_trajectory, args=(str(run.path), plant))
     with sampled(run):
         rank.start()
         rank.join(240)
@@ -155,22 +155,22 @@ def train(recipe: Recipe, folder: Path, plant: Callable[[], None] | None = None)
     return run
 
 
-def told(run: RunDirectory) -> dict[str, Finding]:
+def findings(run: RunDirectory) -> dict[str, Finding]:
     found = {each.code: each for each in diagnose(read_evidence(run))}
     print(*(f"{each.code} {each.verdict} {each.patch or each.fix}" for each in found.values()), sep="\n")
     return found
 
 
 def measured(run: RunDirectory) -> StepBreakdown:
-    found = measure(read_evidence(run))
+    found = step_breakdown(read_evidence(run))
     assert found is not None
     return found
 
 
-def test_memory_that_is_full_and_begged_for_is_told_and_segments_that_grow_need_not_beg(tmp_path: Path) -> None:
+def test_full_and_fragmented_memory_is_found_and_expandable_segments_help(tmp_path: Path) -> None:
     recipe = recipe_of(*SMALL)
-    run = train(recipe, tmp_path, crowd)
-    found = told(run)
+    run = train(recipe, tmp_path, allocate_most)
+    found = findings(run)
     assert {"F060", "F061"} <= found.keys()
     begs, full = found["F060"], found["F061"]
     assert (begs.culprit, full.culprit) == ("allocator of rank 0", "the device of rank 0")
@@ -179,20 +179,20 @@ def test_memory_that_is_full_and_begged_for_is_told_and_segments_that_grow_need_
     for each in (begs, full):
         assert each.patch
         assert "instead of" in each.expected_effect
-        assert patched(recipe, each.patch).plan != recipe.plan
+        assert apply_patch(recipe, each.patch).plan != recipe.plan
     assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in begs.fix
-    mended = train(recipe, tmp_path, crowd_in_segments_that_grow)
-    assert "F060" not in told(mended)
-    assert measured(mended).step < measured(run).step
+    fixed = train(recipe, tmp_path, allocate_most_with_expandable_segments)
+    assert "F060" not in findings(fixed)
+    assert measured(fixed).step < measured(run).step
 
 
-def test_a_device_that_another_process_fills_is_told(tmp_path: Path) -> None:
+def test_a_device_filled_by_another_process_is_found(tmp_path: Path) -> None:
     pytest.importorskip("pynvml", reason="GPUs are sampled with the extra `metrics`")
     recipe = recipe_of(*SMALL, "train.steps=100")
     free, _ = torch.cuda.mem_get_info()
     held = torch.empty(free - 5000 * MIB, dtype=torch.uint8, device="cuda")  # by the process of this test
     try:
-        found = told(train(recipe, tmp_path))
+        found = findings(train(recipe, tmp_path))
     finally:
         del held
         torch.cuda.empty_cache()
@@ -202,30 +202,30 @@ def test_a_device_that_another_process_fills_is_told(tmp_path: Path) -> None:
     assert "who else is on the device" in found["F061"].fix
 
 
-def test_bytes_that_take_longer_than_products_are_told_and_the_patch_moves_fewer(tmp_path: Path) -> None:
+def test_a_memory_bound_run_is_found_and_the_patch_moves_fewer_bytes(tmp_path: Path) -> None:
     recipe = recipe_of(*WORDY, "train.global_batch=16", "plan.grad_accum=4", "train.steps=25")
     slow = train(recipe, tmp_path)
-    found = told(slow)
-    assert "F069" not in found  # busy, at its full clock
+    found = findings(slow)
+    assert "F069" not in found  # busy at its full clock
     bytes_ = found["F004"]
     assert bytes_.culprit == "memory bandwidth"
     assert bytes_.patch
     assert bytes_.gain is not None
-    fast = train(patched(recipe, bytes_.patch), tmp_path)
+    fast = train(apply_patch(recipe, bytes_.patch), tmp_path)
     before, after = measured(slow).step, measured(fast).step
     print(f"{before:.4f} s a step, {after:.4f} s with {bytes_.patch}, of which {bytes_.gain:.0%} were expected")
     assert after < (1 - bytes_.gain / 2) * before
 
 
-def smi(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["nvidia-smi", *words], capture_output=True, text=True, timeout=60)
+def smi(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=60)
 
 
 @contextmanager
-def held_back(gpu: str) -> Iterator[str]:
-    """Lock the GPU's clock or, where the driver does not let us, lower its power limit; lend the option that undoes it.
+def limited_clock(gpu: str) -> Iterator[str]:
+    """Lock the GPU's clock or, if the driver does not allow it, lower its power limit; yield the option that undoes it.
 
-    Where it lets us do neither, the test is skipped with the driver's words.
+    If it allows neither, the test is skipped with the driver's message.
     """
     asked = smi("-i", gpu, "--query-gpu=power.min_limit,power.default_limit", "--format=csv,noheader,nounits").stdout
     least, usual = (str(round(float(each))) for each in asked.split(","))
@@ -246,16 +246,16 @@ def held_back(gpu: str) -> Iterator[str]:
     pytest.skip("; ".join(refused))
 
 
-def test_a_gpu_that_a_setting_slows_down_is_told_with_the_command_that_undoes_it(tmp_path: Path) -> None:
+def test_a_gpu_limited_by_a_setting_is_found_with_the_command_that_undoes_it(tmp_path: Path) -> None:
     pytest.importorskip("pynvml", reason="GPUs are sampled with the extra `metrics`")
     uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
     recipe = recipe_of(*WORDY, "train.global_batch=4", "plan.grad_accum=1", "train.steps=50")
-    with held_back(uuid) as undo:
+    with limited_clock(uuid) as undo:
         run = train(recipe, tmp_path)
-        found = told(run)["F069"]
+        found = findings(run)["F069"]
         commands = re.findall(r"`([^`]+)`", found.fix)
         assert f"nvidia-smi -i {uuid} {undo}" in commands
-        assert smi(*commands[0].split()[1:]).returncode == 0  # the fix, as it was told
+        assert smi(*commands[0].split()[1:]).returncode == 0  # the command of the fix
     assert found.culprit == f"GPU 0 of {platform.node()}"
     assert found.evidence["clock"] < 0.7
     assert found.gain is not None

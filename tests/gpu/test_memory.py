@@ -14,7 +14,7 @@ from torch import Tensor
 from trimaran.core import Plan
 from trimaran.models import PRESETS, ModelSpec
 from trimaran.nets import Network, decoder_network, initialise
-from trimaran.parallel.memory.activation_offload import LEAST_BYTES, Offload, StreamCopies, offload_blocks
+from trimaran.parallel.memory.activation_offload import MIN_OFFLOAD_BYTES, ActivationOffload, StreamCopies, offload_blocks
 from trimaran.parallel.memory.recompute import apply_recompute
 
 pytestmark = pytest.mark.gpu
@@ -47,7 +47,7 @@ def network_with(spec: ModelSpec, *, recompute: Any = "none", offload: bool = Fa
     initialise(network.module, seed=0, spec=spec)
     apply_recompute(network, Plan(recompute=recompute), None)
     if offload:
-        offload_blocks(network, Offload(StreamCopies(), device="cuda", least_bytes=LEAST_BYTES["cuda"]))
+        offload_blocks(network, ActivationOffload(StreamCopies(), device="cuda", min_bytes=MIN_OFFLOAD_BYTES["cuda"]))
     return network
 
 

@@ -15,7 +15,7 @@ from trimaran.models import PRESETS, ExpertSpec
 from trimaran.nets import decoder_network, initialise
 from trimaran.nets.moe import MoeLayer
 from trimaran.parallel import RankMesh
-from trimaran.parallel.axes.ep import Exchange
+from trimaran.parallel.axes.ep import TokenDispatcher
 from trimaran.train.metrics.router_stats import router_statistics
 
 pytestmark = pytest.mark.gpu
@@ -70,7 +70,7 @@ def test_a_gpu_drops_what_a_cpu_drops() -> None:
 def test_rows_that_were_sent_come_back_the_same(group: Any, precision: torch.dtype) -> None:
     home = mixture().cuda()
     away, x = copy.deepcopy(home), stream().cuda()
-    away.dispatch = Exchange(group)
+    away.dispatch = TokenDispatcher(group)
     with torch.autocast("cuda", dtype=torch.bfloat16, enabled=precision == torch.bfloat16):
         assert_close(gradients(away, x), gradients(home, x), 1e-5 if precision == torch.float32 else 1e-2)
 
@@ -80,7 +80,7 @@ def test_a_rank_to_which_nobody_comes_has_gradients_of_zeros(group: Any) -> None
     del junk
     module = mixture().cuda()
     rows = torch.empty(0, HIDDEN, device="cuda", requires_grad=True)
-    out = Exchange(group)(module.experts, rows, torch.zeros(8, dtype=torch.int32, device="cuda"))
+    out = TokenDispatcher(group)(module.experts, rows, torch.zeros(8, dtype=torch.int32, device="cuda"))
     assert out.shape == (0, HIDDEN)
     out.sum().backward()
     for parameter in module.experts.parameters():

@@ -1,4 +1,4 @@
-"""What only a GPU can show. Skipped elsewhere; run on the H200 before a release."""
+"""Training on one GPU. Skipped elsewhere; run on the H200 before a release."""
 
 import json
 import os
@@ -18,7 +18,7 @@ RECIPE = Recipe.model_validate({"train": {"steps": 20, "global_batch": 8, "sampl
 
 def losses(plan: Plan, folder: Path) -> list[float]:
     run = create_run(folder / f"run-{len(list(folder.iterdir()))}", RECIPE, plan)
-    # A process of its own: one that is forked from a process that has touched the GPU cannot use it.
+    # A new process: one forked from a process that has initialised CUDA cannot use CUDA.
     environment = os.environ | {"RANK": "0", "WORLD_SIZE": "1", "TRIMARAN_CACHE": str(folder / "cache")}
     done = subprocess.run([sys.executable, "-m", "trimaran.train", run.path], env=environment, timeout=300)
     assert done.returncode == 0, run.log(0).read_text()
@@ -44,14 +44,14 @@ def test_fp32_learns_on_the_gpu(fp32: list[float]) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_bf16_follows_fp32_within_its_precision(folder: Path, fp32: list[float], compiled: bool) -> None:
-    course = losses(Plan(micro_batch=4, grad_accum=2, precision="bf16", compile=compiled), folder)
-    assert course == pytest.approx(fp32, rel=0.02)
+def test_bf16_matches_fp32_within_its_precision(folder: Path, fp32: list[float], compiled: bool) -> None:
+    trajectory = losses(Plan(micro_batch=4, grad_accum=2, precision="bf16", compile=compiled), folder)
+    assert trajectory == pytest.approx(fp32, rel=0.02)
 
 
-def test_a_sharded_network_follows_on_a_mesh_of_one(folder: Path, fp32: list[float]) -> None:
-    course = losses(Plan(micro_batch=8, sharding="parameters"), folder)
-    assert course == pytest.approx(fp32, rel=1e-5)
+def test_a_sharded_network_trains_the_same_on_a_mesh_of_one(folder: Path, fp32: list[float]) -> None:
+    trajectory = losses(Plan(micro_batch=8, sharding="parameters"), folder)
+    assert trajectory == pytest.approx(fp32, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +66,8 @@ def test_a_sharded_network_follows_on_a_mesh_of_one(folder: Path, fp32: list[flo
     ],
     ids=lambda fields: "-".join(map(str, fields.values())),
 )
-def test_saving_memory_changes_nothing(folder: Path, fp32: list[float], fields: dict[str, object]) -> None:
+def test_offload_and_recompute_do_not_change_the_losses(
+    folder: Path, fp32: list[float], fields: dict[str, object]
+) -> None:
     plan = Plan.model_validate({"micro_batch": 4, "grad_accum": 2, **fields})
     assert losses(plan, folder) == pytest.approx(fp32, rel=1e-5)

@@ -1,4 +1,4 @@
-"""Optimizer states on a GPU and beside it: what they weigh, and that moving them changes no bit."""
+"""Optimizer states on a GPU and on its host: their size, and that offloading changes no result."""
 
 import gc
 from collections.abc import Iterator
@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.optim import Optimizer
 
-from tests.unit.test_train_optimizer import Oddities, section, state_bytes, train
+from tests.unit.test_train_optimizer import ManyShapes, section, state_bytes, train
 from trimaran.core import Plan
 from trimaran.optim import adamw, build_optimizer
-from trimaran.optim.state_streaming import RANK_MEMORIES
+from trimaran.optim.state_streaming import NUM_STAGING_BUFFERS
 
 pytestmark = pytest.mark.gpu
 
@@ -29,7 +29,7 @@ def build(module: nn.Module, states: str, **plan: Any) -> Optimizer:
 
 
 def trained(states: str, *, steps: int = 10, **plan: Any) -> nn.Module:
-    module = Oddities().cuda()
+    module = ManyShapes().cuda()
     train(module, build(module, states, **plan), range(steps))
     return module
 
@@ -45,15 +45,15 @@ def fill_gradients(module: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("states", FORMATS)
-def test_states_on_the_host_change_no_bit(states: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adamw, "PIECE", 16 * 300)  # so that parameters cross in several pieces
-    here, there = (trained(states, offload=each) for each in ("none", "optimizer"))
-    for (name, one), other in zip(here.named_parameters(), there.parameters(), strict=True):
+def test_states_on_the_host_give_bitwise_equal_weights(states: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adamw, "CHUNK_VALUES", 16 * 300)  # so that parameters have several chunks
+    on_device, on_host = (trained(states, offload=each) for each in ("none", "optimizer"))
+    for (name, one), other in zip(on_device.named_parameters(), on_host.parameters(), strict=True):
         assert torch.equal(one, other), name
 
 
 @pytest.mark.parametrize(("states", "num_bytes"), [("fp32", 8), ("bf16", 4), ("8bit", 2 + 8 / 256)])
-def test_states_weigh_what_their_format_says(states: str, num_bytes: float) -> None:
+def test_states_take_the_bytes_of_their_format(states: str, num_bytes: float) -> None:
     module = large()
     gc.collect()
     before = torch.cuda.memory_allocated()
@@ -66,7 +66,7 @@ def test_states_weigh_what_their_format_says(states: str, num_bytes: float) -> N
 
 
 @pytest.mark.parametrize("states", FORMATS)
-def test_offloading_takes_the_states_off_the_device(states: str) -> None:
+def test_offloading_frees_the_device_memory_of_the_states(states: str) -> None:
     peaks = {}
     for offload in ("none", "optimizer"):
         gc.collect()
@@ -82,16 +82,16 @@ def test_offloading_takes_the_states_off_the_device(states: str) -> None:
             values = [value for each in optimizer.state.values() for key, value in each.items() if key != "step"]
             assert all(value.is_pinned() for value in values)
         del module, optimizer
-    in_flight = RANK_MEMORIES * adamw.PIECE * num_bytes / NUM_PARAMETERS
+    in_flight = NUM_STAGING_BUFFERS * adamw.CHUNK_VALUES * num_bytes / NUM_PARAMETERS
     assert peaks["none"] - peaks["optimizer"] == pytest.approx(num_bytes - in_flight, rel=0.03)
 
 
 @pytest.mark.parametrize("offload", ["none", "optimizer"])
 @pytest.mark.parametrize("states", FORMATS)
 def test_an_update_never_waits_for_the_device(states: str, offload: str) -> None:
-    module = Oddities().cuda()
+    module = ManyShapes().cuda()
     optimizer = build(module, states, offload=offload)
-    train(module, optimizer, range(2))  # tables are made, and kernels compiled
+    train(module, optimizer, range(2))  # creates caches and compiles kernels
     fill_gradients(module)
     optimizer.found_inf, optimizer.factor = torch.zeros((), device="cuda"), torch.ones((), device="cuda")
     torch.cuda.set_sync_debug_mode("error")
@@ -101,7 +101,7 @@ def test_an_update_never_waits_for_the_device(states: str, offload: str) -> None
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_states_arrive_while_others_leave() -> None:
+def test_copies_to_the_device_overlap_with_copies_to_the_host() -> None:
     module = large()
     optimizer = build(module, "fp32", offload="optimizer")
     fill_gradients(module)
@@ -109,9 +109,10 @@ def test_states_arrive_while_others_leave() -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         optimizer.step()
         torch.cuda.synchronize()
+    ranges = [(each.name, each.time_range) for each in profile.events()]
     copies = {
-        way: [(each.time_range.start, each.time_range.end) for each in profile.events() if f"Memcpy {way}" in each.name]
-        for way in ("HtoD", "DtoH")
+        direction: [(span.start, span.end) for name, span in ranges if f"Memcpy {direction}" in name]
+        for direction in ("HtoD", "DtoH")
     }
     if not copies["HtoD"]:
         pytest.skip("the profiler cannot see this GPU")
@@ -133,8 +134,8 @@ def one_rank() -> Iterator[None]:
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("states", FORMATS)
-def test_parameters_on_the_host_are_moved_there(states: str) -> None:
-    """FSDP2's own offload: parameters, gradients and states are on the CPU, what computes is a GPU."""
+def test_parameters_on_the_host_are_updated_there(states: str) -> None:
+    """FSDP2's own offload: parameters, gradients and states are on the CPU, and a GPU computes."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
     plain = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
@@ -149,6 +150,6 @@ def test_parameters_on_the_host_are_moved_there(states: str) -> None:
             optimizer.zero_grad()
     for (name, one), other in zip(module.named_parameters(), plain.parameters(), strict=True):
         assert one.device.type == "cpu"
-        whole = one.to_local().detach()
-        assert (whole - other.detach().cpu()).norm() <= 1e-4 * whole.norm(), name
+        weight = one.to_local().detach()
+        assert (weight - other.detach().cpu()).norm() <= 1e-4 * weight.norm(), name
     assert all(value.device.type == "cpu" for each in optimizers[0].state.values() for value in each.values())

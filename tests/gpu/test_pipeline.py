@@ -1,4 +1,4 @@
-"""A pipeline whose stages are all on one GPU, so that the stream needs no link: what torch's schedules do there."""
+"""Pipeline schedules on a GPU, with all stages on one rank, so that no activations are sent."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,8 +14,8 @@ from trimaran.nets import decoder_network, initialise
 from trimaran.parallel import RankMesh, build_mesh
 from trimaran.parallel.axes.pp import StageMap
 from trimaran.train.build import build_stepper
-from trimaran.train.metrics.step_clock import Clock
-from trimaran.train.process.rank_info import join, read_rank_info
+from trimaran.train.metrics.step_clock import StepClock
+from trimaran.train.process.rank_info import join_process_group, read_rank_info
 from trimaran.train.steppers import pipeline_stepper
 from trimaran.train.steppers.stepper import Stepper
 
@@ -31,7 +31,7 @@ SEQ_LEN = 64
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[RankMesh]:
-    join(read_rank_info({}))
+    join_process_group(read_rank_info({}))
     yield build_mesh(Mesh(), device_type=read_rank_info({}).device.type)
     dist.destroy_process_group()
 
@@ -44,20 +44,20 @@ def batch(device: torch.device) -> StepBatch:
     return text_batch(0, tokens, labels, documents, tuple(range(2 * ACCUMULATION))).to(device)
 
 
-def stepper(spec: ModelSpec, plan: Plan, layers: list[range], ranks: RankMesh) -> tuple[Stepper, Clock]:
+def stepper(spec: ModelSpec, plan: Plan, layers: list[range], ranks: RankMesh) -> tuple[Stepper, StepClock]:
     device = read_rank_info({}).device
     with torch.device("meta"):
         networks = tuple(decoder_network(spec, each) for each in layers)
     for network in networks:
         network.module.to_empty(device=device)
         initialise(network.module, seed=0, spec=spec)
-    clock = Clock(device)
+    clock = StepClock(device)
     return build_stepper(networks, TrainSection(), plan, ranks, clock), clock
 
 
 @pytest.mark.parametrize("kind", SPECS)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero-bubble"])
-def test_a_schedule_on_one_gpu_trains_as_the_plain_network(
+def test_a_schedule_on_one_gpu_trains_as_the_plain_stepper_does(
     schedule: str, kind: str, ranks: RankMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec, device = SPECS[kind], read_rank_info({}).device
@@ -74,11 +74,11 @@ def test_a_schedule_on_one_gpu_trains_as_the_plain_network(
         assert ours.tolist() == pytest.approx(theirs.tolist(), rel=1e-4)
         norms = [each.update(1e-3)[0].item() for each in (piped, plain)]
         assert norms[0] == pytest.approx(norms[1], rel=1e-3)
-        details, phases = piped.details()(), clock.read()()
+        details, phases = piped.details()(), clock.end_step()()
         assert 0 < details["bubble"]["measured"] < 1
         assert phases["forward"] > 0
         assert phases["backward"] > 0
     held_out = [each.evaluate(batch(device)).item() for each in (piped, plain)]
     assert held_out[0] == pytest.approx(held_out[1], rel=1e-4)
     ids = batch(device).arrays["tokens"][0, 0, :9]
-    assert torch.allclose(piped.scores(ids), plain.scores(ids), atol=1e-3)
+    assert torch.allclose(piped.next_token_logits(ids), plain.next_token_logits(ids), atol=1e-3)

@@ -17,11 +17,11 @@ from trimaran.core import Mesh, Plan, Recipe
 from trimaran.models import PRESETS
 from trimaran.nets import Network, decoder_network, initialise
 from trimaran.parallel import RankMesh, autocast, build_mesh, override_precision
-from trimaran.parallel.axes.pp import Trained
+from trimaran.parallel.axes.pp import TrainedParameters
 from trimaran.parallel.fp8 import apply_fp8
 from trimaran.run import create_run
-from trimaran.train.metrics.step_clock import Clock
-from trimaran.train.process.rank_info import join, read_rank_info
+from trimaran.train.metrics.step_clock import StepClock
+from trimaran.train.process.rank_info import join_process_group, read_rank_info
 from trimaran.train.steppers.update import Updater
 
 pytestmark = pytest.mark.gpu
@@ -83,7 +83,7 @@ def test_fp16_follows_fp32_and_reports_its_loss_scale(folder: Path) -> None:
 
 @pytest.fixture
 def ranks() -> Iterator[RankMesh]:
-    join(read_rank_info({}))
+    join_process_group(read_rank_info({}))
     yield build_mesh(Mesh(), device_type="cuda")
     dist.destroy_process_group()
 
@@ -127,8 +127,8 @@ def test_an_fp32_head_is_fp32_on_a_gpu() -> None:
 def test_a_bf16_update_never_waits_for_the_device(ranks: RankMesh) -> None:
     network = network_on_gpu()
     parameters = list(network.module.parameters())
-    clock = Clock(torch.device("cuda"))
-    trained, optimizer = Trained({"language": parameters}), torch.optim.AdamW(parameters, fused=True)
+    clock = StepClock(torch.device("cuda"))
+    trained, optimizer = TrainedParameters({"language": parameters}), torch.optim.AdamW(parameters, fused=True)
     updater = Updater(optimizer, ranks, clock, trained=trained, clip_norm=1.0)
     loss = torch.ones((), device="cuda")
     for mode in ("default", "error"):  # the first time, nccl and the optimizer set themselves up

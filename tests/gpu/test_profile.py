@@ -1,4 +1,4 @@
-"""Profiles on a GPU: kernels in traces, the allocator's history in images of memory, and one when memory runs out."""
+"""Profiles on a GPU: kernels in traces, the allocator's history in memory snapshots, and snapshots on OOM."""
 
 import json
 import os
@@ -23,7 +23,7 @@ import os, sys, torch
 from pathlib import Path
 from trimaran.data import cache_folder
 from trimaran.run import open_run
-from trimaran.train.process.rank_info import place_of
+from trimaran.train.process.rank_info import read_rank_info
 from trimaran.train.steppers.stepper import PlainStepper
 from trimaran.train.worker import run_worker
 
@@ -36,7 +36,7 @@ def greedy(self, *args, **more):
     return step(self, *args, **more)
 
 PlainStepper.step = greedy
-sys.exit(run_worker(open_run(Path(sys.argv[1])), place_of(os.environ), cache=cache_folder(os.environ)))
+sys.exit(run_worker(open_run(Path(sys.argv[1])), read_rank_info(os.environ), cache=cache_folder(os.environ)))
 """
 
 
@@ -62,7 +62,7 @@ def lines(run: RunDirectory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_trace_has_kernels_whose_phases_are_known_and_training_is_as_ever(folder: Path, compiled: bool) -> None:
+def test_a_trace_has_kernels_with_phases_and_does_not_change_training(folder: Path, compiled: bool) -> None:
     plain, traced = (new(folder, f"{each}-{compiled}", compiled=compiled, profile=each) for each in ("", "4:7"))
     assert train(plain) == train(traced) == 0, traced.log(0).read_text()
     assert [line["loss"] for line in lines(traced)] == pytest.approx([line["loss"] for line in lines(plain)], rel=1e-2)
@@ -80,7 +80,7 @@ def test_a_trace_has_kernels_whose_phases_are_known_and_training_is_as_ever(fold
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_picture_of_memory_knows_the_peak_and_the_lines_behind_it(folder: Path, compiled: bool) -> None:
+def test_a_memory_snapshot_has_the_peak_and_the_source_lines_behind_it(folder: Path, compiled: bool) -> None:
     run = new(folder, f"memory-{compiled}", compiled=compiled)
     write_request(run, ProfileRequest(steps=1, memory=True))
     assert train(run) == 0, run.log(0).read_text()
@@ -96,7 +96,7 @@ def test_a_picture_of_memory_knows_the_peak_and_the_lines_behind_it(folder: Path
 
 
 @pytest.mark.parametrize("history", [False, True])
-def test_when_memory_runs_out_the_picture_is_of_that_moment(folder: Path, history: bool) -> None:
+def test_an_out_of_memory_error_writes_a_snapshot_of_that_moment(folder: Path, history: bool) -> None:
     run = new(folder, f"oom-{history}", memory_snapshots=history)
     assert train(run, "-c", GREEDY) == 1
     tree = json.loads(snapshot_file(run, step=3, rank=0).read_text())

@@ -1,4 +1,4 @@
-"""A state that lives on a GPU, or beside it on the host, is kept and loaded bit by bit."""
+"""A state on a GPU, or offloaded to the host, is saved and loaded bit for bit."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from tests.parity import plan_for
-from tests.resume import LEG, recipe_for, sail_leg_here
+from tests.resume import SEGMENT_STEPS, recipe_for, train_segment_here
 from trimaran.core import Mesh
 from trimaran.parallel import build_mesh
-from trimaran.train.process.rank_info import join, read_rank_info
+from trimaran.train.process.rank_info import join_process_group, read_rank_info
 
 pytestmark = pytest.mark.gpu
 
@@ -36,18 +36,18 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ],
     ids=["fused", "host", "host-8bit", "bf16", "parameters-on-host"],
 )
-def test_a_break_leaves_no_trace(fields: dict[str, Any], states: str) -> None:
+def test_a_resume_is_exact(fields: dict[str, Any], states: str) -> None:
     recipe = recipe_for(shape={"hidden": 128, "head_dim": 32, "ffn": 384}, optimizer={"states": states})
     plan = plan_for(recipe, grad_accum=2, **fields)
-    whole = sail_leg_here(recipe, plan, steps=2 * LEG)
-    again = sail_leg_here(recipe, plan, steps=LEG, after=whole.midway)
-    again.assert_loaded(whole.midway)
-    again.assert_same_end(replace(whole, losses=whole.losses[LEG:]))
+    full = train_segment_here(recipe, plan, steps=2 * SEGMENT_STEPS)
+    again = train_segment_here(recipe, plan, steps=SEGMENT_STEPS, after=full.midway)
+    again.assert_loaded(full.midway)
+    again.assert_same_end(replace(full, losses=full.losses[SEGMENT_STEPS:]))
 
 
-def test_random_numbers_on_the_gpu_depend_on_the_step_alone() -> None:
+def test_random_numbers_on_the_gpu_depend_on_the_step_only() -> None:
     if not dist.is_initialized():
-        join(read_rank_info({}))
+        join_process_group(read_rank_info({}))
     ranks, drawn = build_mesh(Mesh(), device_type="cuda"), []
     for step in (7, 8, 7):
         ranks.reseed(3, step)

@@ -115,7 +115,7 @@ class Ragged:
         draw = np.random.default_rng(step)
         patches = draw.integers(0, 255, (step**3 % 1000, 48), dtype=np.uint8)
         arrays = {"tokens": draw.integers(0, 9, (1, 2, 8)), "patches": patches}
-        return LoadedArrays(arrays=arrays, num_valid=16, cuts={"patches": (0, len(patches))})
+        return LoadedArrays(arrays=arrays, num_valid=16, offsets={"patches": (0, len(patches))})
 
     def samples(self, step: int, data_ranks: Sequence[int]) -> tuple[int, ...]:
         return (step,)
@@ -127,11 +127,11 @@ class Ragged:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_land_in_pinned_memory_and_arrive_whole(workers: int) -> None:
     torch.zeros(1, device=GPU)  # the processes are forked from one that has touched the GPU, and must not mind
-    room = LoaderLimits(cores=4, free_bytes=1 << 30, pin_memory=GPU.type == "cuda")
+    limits = LoaderLimits(cores=4, free_bytes=1 << 30, pin_memory=GPU.type == "cuda")
     there = []
-    with Loader(Ragged(), steps=40, workers=workers, room=room) as loader:
+    with Loader(Ragged(), steps=40, workers=workers, limits=limits) as loader:
         for batch in loader:
-            assert all(each.is_pinned() == room.pin_memory for each in batch.arrays.values() if each.numel())
+            assert all(each.is_pinned() == limits.pin_memory for each in batch.arrays.values() if each.numel())
             there.append(batch.to(GPU))  # all at once in flight: memory that is used again too early would show
     assert len(there) == 40
     for step, batch in enumerate(there):

@@ -1,4 +1,4 @@
-"""What a GPU tells of itself, and what a run on one leaves behind of it."""
+"""NVML samples of a GPU, and the samples of a run on one."""
 
 import os
 import subprocess
@@ -13,14 +13,14 @@ import torch
 from tests.environment import environment
 from tests.fault.harness import lines
 from trimaran.run import RunDirectory
-from trimaran.telemetry.nvml import Gpus
+from trimaran.telemetry.nvml import GpuSampler
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("pynvml", reason="GPUs are sampled with the extra `metrics`")
 
 
-def test_a_gpu_tells_of_itself_in_a_moment() -> None:
-    gpus = Gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
+def test_sampling_a_gpu_is_fast() -> None:
+    gpus = GpuSampler(os.environ.get("CUDA_VISIBLE_DEVICES"))
     held = torch.zeros(1 << 30, dtype=torch.uint8, device="cuda")
     gpus.sample()
     began = time.monotonic()

@@ -62,7 +62,7 @@ def step_of(spec: VlmSpec, shapes: Grids) -> StepBatch:
     if spec.sections:
         arrays["positions"] = torch.randint(0, 64, (1, 3, 2, 64), generator=random)
     num_valid = int((labels >= 0).sum())
-    return StepBatch(0, arrays, num_valid, cuts={"patches": (0, total), "grids": (0, len(shapes))})
+    return StepBatch(0, arrays, num_valid, offsets={"patches": (0, total), "grids": (0, len(shapes))})
 
 
 def network_on(spec: VlmSpec, device: torch.device, freeze: Sequence[str] = ()) -> Network:
@@ -74,7 +74,7 @@ def network_on(spec: VlmSpec, device: torch.device, freeze: Sequence[str] = ()) 
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class TrainedParameters:
     """What a step left behind, on the CPU: its mean loss, and the gradients of what is trained."""
 
     loss: float
@@ -98,10 +98,10 @@ def backward(network: Network, batch: StepBatch, device: torch.device, *, half: 
     return loss
 
 
-def trained(network: Network, batch: StepBatch, device: torch.device, *, half: bool = False) -> Trained:
+def trained(network: Network, batch: StepBatch, device: torch.device, *, half: bool = False) -> TrainedParameters:
     loss = backward(network, batch.to(device), device, half=half)
     named = network.module.named_parameters()
-    return Trained(loss.item(), {name: each.grad.cpu().clone() for name, each in named if each.grad is not None})
+    return TrainedParameters(loss.item(), {name: each.grad.cpu().clone() for name, each in named if each.grad is not None})
 
 
 @IMAGES
@@ -152,7 +152,7 @@ def test_features_take_the_place_of_patches(spec: VlmSpec, half: bool) -> None:
         features = network.module.encode(batch.arrays["patches"].to(GPU), batch.arrays["grids"].to(GPU)).cpu()
     kept = features.view(torch.uint16) if features.dtype == torch.bfloat16 else features  # as they lie on the disk
     others = {name: each for name, each in batch.arrays.items() if name not in ("patches", "grids")}
-    cached = replace(batch, arrays=others | {"features": kept}, cuts={"features": (0, len(kept))})
+    cached = replace(batch, arrays=others | {"features": kept}, offsets={"features": (0, len(kept))})
     found = trained(network_on(spec, GPU, ["vision"]), cached, GPU, half=half)
     assert found.loss == pytest.approx(wanted.loss, rel=1e-3 if half else 1e-5)
     assert found.off(wanted) < (NEAR if half else 1e-4)

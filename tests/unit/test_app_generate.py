@@ -1,4 +1,4 @@
-"""A run that has no trained weights says how it stands, and which command leads to some."""
+"""`trimaran generate` on a run without weights shows its status, and which command leads to weights."""
 
 import subprocess
 import sys
@@ -13,13 +13,13 @@ from trimaran.core import EXIT_AGAIN, EXIT_DONE, EXIT_STUCK, dump_recipe, parse_
 from trimaran.run import Journal, RunDirectory
 from trimaran.run.attempts import AttemptLog
 
-RESUME, EXPORT = "`trimaran resume runs/toy`", "make step 3 a Hugging Face folder with `trimaran export runs/toy`"
+RESUME, EXPORT = "`trimaran resume runs/toy`", "export step 3 to a Hugging Face folder with `trimaran export runs/toy`"
 WATCH = "`trimaran watch runs/toy`"
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
-    """A run of ten steps that has made three, and is still at work."""
+    """A live run of ten steps that has made three."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["trimaran"])
     toy = new_run(Path("runs/toy"), world_size=1)
@@ -31,15 +31,15 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     return toy
 
 
-def keep(run: RunDirectory) -> None:
-    """Leave what looks like a checkpoint of the third step."""
+def add_checkpoint(run: RunDirectory) -> None:
+    """Create the files of a checkpoint of the third step."""
     folder = run.checkpoints / "step-00000003"
     folder.mkdir(parents=True)
     (folder / MANIFEST).touch()
 
 
 def answer(capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
-    """Return how the run stands, and the mend."""
+    """Return the status and the fix of the error."""
     assert main(["generate", "toy"]) == 2
     what, where, fix = capsys.readouterr().err.splitlines()
     assert where == "  where: runs/toy/model"
@@ -47,55 +47,57 @@ def answer(capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
     return what.removeprefix("A009: this run has no trained weights: "), fix.removeprefix("  fix:   ")
 
 
-def test_a_run_at_work_is_waited_for_or_its_checkpoint_taken(
+def test_for_a_live_run_the_fix_is_to_wait_or_to_export_its_checkpoint(
     run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wait = f"wait for its end: {WATCH} shows it"
+    wait = f"wait until it ends: {WATCH} shows it"
     assert answer(capsys) == ("it is training at step 3 of 10", wait)
-    keep(run)
+    add_checkpoint(run)
     assert answer(capsys) == ("it is training at step 3 of 10", f"{wait}, or {EXPORT}")
 
 
-def test_a_run_that_was_stopped_goes_on_or_its_checkpoint_is_taken(
+def test_for_a_stopped_run_the_fix_is_to_resume_or_to_export_its_checkpoint(
     run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     AttemptLog(run).over(EXIT_AGAIN, "asked to stop")
-    resume = f"go on to the last step with {RESUME}"
+    resume = f"train to the last step with {RESUME}"
     assert answer(capsys) == ("it was stopped at step 3 of 10", resume)
-    keep(run)
+    add_checkpoint(run)
     assert answer(capsys) == ("it was stopped at step 3 of 10", f"{resume}, or {EXPORT}")
 
 
-def test_a_run_that_failed_is_looked_at_first(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+def test_for_a_failed_run_the_fix_is_to_see_what_happened_first(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
     AttemptLog(run).over(EXIT_STUCK, "no progress")
-    keep(run)
-    look = f"see what happened with {WATCH}, then go on to the last step with {RESUME}"
+    add_checkpoint(run)
+    look = f"see what happened with {WATCH}, then train to the last step with {RESUME}"
     assert answer(capsys) == ("it failed at step 3 of 10", f"{look}, or {EXPORT}")
 
 
-def test_a_run_whose_supervisor_is_gone_is_not_waited_for(
+def test_a_run_without_a_supervisor_is_not_waited_for(
     run: RunDirectory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     monkeypatch.setattr("os.getpid", lambda: gone.pid)
     AttemptLog(run).begin(world_size=1)
-    standing, mend = answer(capsys)
-    assert standing == "its processes went away at step 3 of 10"
-    assert mend.startswith("see what happened")
+    status, fix = answer(capsys)
+    assert status == "its processes are gone at step 3 of 10"
+    assert fix.startswith("see what happened")
 
 
 @pytest.mark.parametrize("code", [EXIT_DONE, EXIT_AGAIN], ids=["done", "stopped"])
-def test_a_run_that_saves_nothing_is_told_how_it_would(
+def test_for_a_run_that_saves_no_weights_the_fix_sets_train_save(
     code: int, run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = parse_recipe(run.recipe.read_text(), name="toy", overrides=["train.save=false"])
     run.recipe.write_text(dump_recipe(recipe))
     AttemptLog(run).over(code, "")
-    standing, mend = answer(capsys)
-    assert standing.endswith("at step 3 of 10, and train.save is false")
+    status, fix = answer(capsys)
+    assert status.endswith("at step 3 of 10, and train.save is false")
     again = {EXIT_DONE: "train runs/toy/recipe.yaml", EXIT_AGAIN: "resume runs/toy"}[code]
-    assert f"`trimaran {again} --set train.save=true`" in mend
-    keep(run)
-    assert (again in answer(capsys)[1]) == (code == EXIT_AGAIN), "a checkpoint is enough where all steps are made"
+    assert f"`trimaran {again} --set train.save=true`" in fix
+    add_checkpoint(run)
+    assert (again in answer(capsys)[1]) == (code == EXIT_AGAIN), "a checkpoint is enough if all steps are done"
     assert EXPORT in answer(capsys)[1]

@@ -1,4 +1,4 @@
-"""`trimaran.plan`: a module in memory, planned for any cluster."""
+"""`trimaran.plan`: plans a live nn.Module for any cluster."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def test_a_module_is_planned_and_not_changed() -> None:
     assert all(torch.equal(each, before[name]) for name, each in module.state_dict().items())
 
 
-def test_pins_stay_and_contradictions_are_told() -> None:
+def test_pins_are_kept_and_invalid_arguments_are_errors() -> None:
     tokens = torch.zeros(1, 16, dtype=torch.long)
     pinned = trimaran.plan(net(), tokens, cluster="4xH100", pins=Plan(mesh=Mesh(dp_shard=4), sharding="parameters"))
     assert pinned.ranked[0].sharding == "parameters"
@@ -38,21 +38,21 @@ def test_pins_stay_and_contradictions_are_told() -> None:
 
 
 @pytest.mark.parametrize("batch", [0, -1])
-def test_a_batch_of_nothing_is_not_a_batch_that_nobody_gave(batch: int) -> None:
+def test_a_batch_of_zero_is_not_the_default_batch(batch: int) -> None:
     with pytest.raises(UserError, match="R013"):
         trimaran.plan(net(), torch.zeros(1, 16, dtype=torch.long), cluster="4xH100", global_batch=batch)
 
 
-def test_what_is_no_network_to_train_is_told_in_the_words_of_the_call() -> None:
-    for code, words in (
+def test_an_argument_that_cannot_be_trained_is_an_error_that_names_the_call() -> None:
+    for code, arguments in (
         ("M032", (nn.ReLU(), torch.zeros(1, 16))),
         ("M032", (nn.Embedding(8, 8), torch.zeros(1, 16, dtype=torch.long))),
         ("M033", ("llama-3-8b",)),
         ("M031", (net(),)),
     ):
-        with pytest.raises(UserError, match=code) as told:
-            trimaran.plan(*words, cluster="4xH100")  # type: ignore[arg-type]
-        assert "trimaran.plan(" in told.value.fix
-    with pytest.raises(UserError, match="M033") as told:
+        with pytest.raises(UserError, match=code) as caught:
+            trimaran.plan(*arguments, cluster="4xH100")  # type: ignore[arg-type]
+        assert "trimaran.plan(" in caught.value.fix
+    with pytest.raises(UserError, match="M033") as caught:
         trimaran.plan("llama-3-8b", cluster="4xH100")  # type: ignore[arg-type]
-    assert "`trimaran plan llama-3-8b`" in told.value.fix
+    assert "`trimaran plan llama-3-8b`" in caught.value.fix

@@ -1,4 +1,4 @@
-"""What the shell completes."""
+"""Shell completion."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from trimaran.app.request.options import complete_recipe, complete_run, complete
 from trimaran.core import UserError, parse_recipe
 
 
-def test_every_completed_field_is_one_that_set_takes() -> None:
+def test_every_completed_field_is_accepted_by_set() -> None:
     fields = [setting.removesuffix("=") for setting in complete_setting("")]
     assert len(fields) == len(set(fields)) > 40
     for field in fields:
@@ -17,7 +17,7 @@ def test_every_completed_field_is_one_that_set_takes() -> None:
         assert caught.value.code in ("R012", "R013"), f"{field} is unknown, or takes a date"
 
 
-def test_words_and_presets_complete_after_the_equals_sign() -> None:
+def test_values_and_presets_complete_after_the_equals_sign() -> None:
     assert complete_setting("model.preset=tiny-") == ["model.preset=tiny-moe", "model.preset=tiny-tiled"]
     assert complete_setting("plan.precision=") == [f"plan.precision={each}" for each in ("fp32", "bf16", "fp16", "fp8")]
     assert complete_setting("train.lr=") == []

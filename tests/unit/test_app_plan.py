@@ -1,4 +1,4 @@
-"""What `plan` answers and how it is drawn, from answers made by hand."""
+"""The answer of `trimaran plan` and how it is printed, with hand-made answers."""
 
 import io
 import json
@@ -10,25 +10,31 @@ import pytest
 from rich.console import Console
 
 from tests.runs import PREDICTION
-from trimaran.app.request.emit_files import SlowerBy, search_for, show_slower
-from trimaran.app.request.options import complete_cluster, complete_goal, complete_lines, complete_tool, complete_what
-from trimaran.app.request.plan_answer import Report, as_dict, with_files, with_goal, with_top
-from trimaran.app.request.plan_request import Asked, ask_about
-from trimaran.app.request.run_cost import Terms, account_of, read_terms
+from trimaran.app.request.emit_files import SlowerBy, search_for_tool, show_slower
+from trimaran.app.request.options import (
+    complete_cluster,
+    complete_goal,
+    complete_lines,
+    complete_model_or_recipe,
+    complete_tool,
+)
+from trimaran.app.request.plan_answer import PlanReport, as_dict, with_files, with_goal, with_top
+from trimaran.app.request.plan_request import PlanRequest, read_plan_request
+from trimaran.app.request.run_cost import CostTerms, read_cost_terms, run_cost_of
 from trimaran.app.views.plan_answer_view import show_report
 from trimaran.app.views.plan_view import show_terms
 from trimaran.core import GIB, Bytes, Mesh, Pipeline, Plan, Seconds, UserError
 from trimaran.core.plan import TowerPlan
 from trimaran.hardware import parse_cluster
 from trimaran.planner import NearMiss, PlanAnswer
-from trimaran.planner.choose import refusal
+from trimaran.planner.choose import no_fit_error
 from trimaran.planner.explain import MEANING, PHASE_MEANING
 
 CASES = Path(__file__).parents[2] / "recipes" / "case-studies"
 
 
-def asked_about(what: str = "llama-3-8b", *settings: str, cluster: str = "8xH100") -> Asked:
-    return ask_about(what, {"cluster": cluster}, settings)
+def request_for(what: str = "llama-3-8b", *settings: str, cluster: str = "8xH100") -> PlanRequest:
+    return read_plan_request(what, {"cluster": cluster}, settings)
 
 
 def predicted(plan: Plan, *, gib: float = 40, seconds: float = 2.0) -> Plan:
@@ -48,10 +54,12 @@ PIPED = predicted(
 )
 
 
-def report(*, asked: Asked | None = None, ranked: tuple[Plan, ...] = (BEST, SECOND), **rest: object) -> Report:
-    asked = asked or asked_about()
+def report(
+    *, request: PlanRequest | None = None, ranked: tuple[Plan, ...] = (BEST, SECOND), **rest: object
+) -> PlanReport:
+    request = request or request_for()
     answer = PlanAnswer(
-        question=asked.question,
+        question=request.question,
         ranked=ranked,
         misses=(NearMiss(plan=PIPED, why="6.0 GiB over"),),
         hints=("one more node: 1.9x as fast",),
@@ -59,36 +67,36 @@ def report(*, asked: Asked | None = None, ranked: tuple[Plan, ...] = (BEST, SECO
         num_considered=1234,
         **rest,  # type: ignore[arg-type]
     )
-    return Report(asked=asked, answer=answer, terms=Terms(tokens=1e12, price=2.0))
+    return PlanReport(request=request, answer=answer, terms=CostTerms(tokens=1e12, price=2.0))
 
 
-def drawn(told: Report, *, width: int = 100, top: int = 8) -> str:
+def printed(shown: PlanReport, *, width: int = 100, top: int = 8) -> str:
     console = Console(file=io.StringIO(), width=width, highlight=False)
-    show_report(told, console, top=top)
+    show_report(shown, console, top=top)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 
 @pytest.mark.parametrize("width", [80, 140])
-def test_the_drawing_tells_the_plans_why_others_lost_and_what_would_help(width: int) -> None:
-    text = drawn(report(), width=width)
+def test_the_printed_answer_has_the_plans_why_others_lost_and_what_would_help(width: int) -> None:
+    text = printed(report(), width=width)
     flat = " ".join(text.split())
     assert max(map(len, text.splitlines())) <= width
     for words in ("1,234 plans", "40.0 GiB 51%", "72.0 GiB 91%", "every 2", "1 x 64", "dp_shard 2 x pp 4 interleaved",
-                  "6.0 GiB over", "one more node", "warning above 88 %", "give or take 30%"):  # fmt: skip
+                  "6.0 GiB over", "one more node", "warning above 88 %", "±30%"):  # fmt: skip
         assert words in flat, words
 
 
-def test_only_as_many_plans_are_drawn_as_were_asked_for() -> None:
-    assert "every 2" not in drawn(report(), top=1)
+def test_only_the_requested_number_of_plans_is_printed() -> None:
+    assert "every 2" not in printed(report(), top=1)
 
 
-def test_without_a_plan_the_leanest_and_the_smallest_cluster_are_told() -> None:
+def test_if_nothing_fits_the_smallest_plan_and_cluster_are_shown() -> None:
     missing = report(ranked=(), missing_bytes=Bytes(6 * GIB), smallest=parse_cluster("2x8xH100"))
-    text = drawn(missing)
-    for words in ("does not fit", "6.0 GiB a device", "2x8xH100 would do"):
+    text = printed(missing)
+    for words in ("does not fit", "6.0 GiB a device", "2x8xH100 is enough"):
         assert words in text
-    error = refusal(missing.answer)
+    error = no_fit_error(missing.answer)
     assert error.code == "P007"
     assert "too big for the 79.1 GiB of H100" in error.what
     assert "2x8xH100" in error.fix
@@ -97,7 +105,7 @@ def test_without_a_plan_the_leanest_and_the_smallest_cluster_are_told() -> None:
     assert found["error"] == error.as_dict()
 
 
-def test_json_has_everything_that_is_drawn() -> None:
+def test_json_has_everything_that_is_printed() -> None:
     found = as_dict(report(), top=1)
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     assert [each["plan"]["mesh"]["dp_shard"] for each in found["ranked"]] == [8]
@@ -107,7 +115,7 @@ def test_json_has_everything_that_is_drawn() -> None:
 
 
 def test_another_goal_pins_its_plan_in_the_next_command() -> None:
-    plain, thrifty = report(), report(asked=with_goal(asked_about(), "cost"), part=parse_cluster("4xH100"))
+    plain, thrifty = report(), report(request=with_goal(request_for(), "cost"), part=parse_cluster("4xH100"))
     assert "plan=" not in plain.next_command
     small = predicted(Plan(mesh=Mesh(dp_shard=4), sharding="parameters", precision="bf16", grad_accum=64))
     words = shlex.split(replace(thrifty, answer=replace(thrifty.answer, ranked=(small,))).next_command)
@@ -116,16 +124,16 @@ def test_another_goal_pins_its_plan_in_the_next_command() -> None:
     assert Plan.model_validate(json.loads(pins.removeprefix("plan="))) == small.model_copy(update={"prediction": None})
 
 
-def test_several_nodes_are_started_by_torchrun() -> None:
-    asked = asked_about(cluster="2x8xH100")
+def test_several_nodes_are_started_with_torchrun() -> None:
+    request = request_for(cluster="2x8xH100")
     best = predicted(Plan(mesh=Mesh(dp_shard=16), sharding="parameters", precision="bf16", grad_accum=16))
-    assert report(asked=asked, ranked=(best,)).next_command.startswith("torchrun --nnodes=2 --nproc-per-node=8")
+    assert report(request=request, ranked=(best,)).next_command.startswith("torchrun --nnodes=2 --nproc-per-node=8")
 
 
-def test_a_plan_that_our_trainer_does_not_run_is_for_other_tools() -> None:
-    asked = asked_about()
+def test_a_plan_that_our_trainer_does_not_support_is_emitted_for_a_tool() -> None:
+    request = request_for()
     odd = predicted(Plan(mesh=Mesh(dp_shard=8), sharding="parameters", precision="bf16"))  # no batch of 256
-    command = report(asked=asked, ranked=(odd,)).next_command
+    command = report(request=request, ranked=(odd,)).next_command
     assert shlex.split(command)[1] == "plan"
     assert shlex.split(command)[-2:] == ["--emit", "accelerate"]
 
@@ -134,118 +142,120 @@ def test_a_plan_that_our_trainer_does_not_run_is_for_other_tools() -> None:
     ("text", "tokens"), [("1T", 1e12), ("300B", 3e11), ("1.5t", 1.5e12), ("15e12", 15e12), ("2,000", 2000), ("7", 7)]
 )
 def test_tokens_are_counts_with_suffixes(text: str, tokens: float) -> None:
-    assert read_terms(tokens=text, price=None, mtbf=None).tokens == tokens
+    assert read_cost_terms(tokens=text, price=None, mtbf=None).tokens == tokens
 
 
 @pytest.mark.parametrize("text", ["", "T", "-3B", "1Q", "nan", "inf", "0", "1e99"])
-def test_what_is_no_count_of_tokens_is_told(text: str) -> None:
+def test_an_invalid_number_of_tokens_is_an_error(text: str) -> None:
     with pytest.raises(UserError, match="A013"):
-        read_terms(tokens=text, price=None, mtbf=None)
+        read_cost_terms(tokens=text, price=None, mtbf=None)
 
 
-def test_an_account_is_days_hours_and_money() -> None:
-    question, cluster = asked_about().question, parse_cluster("8xH100")
-    account = account_of(BEST, question, cluster, Terms(tokens=2**20 * 43200, price=3.0))
-    assert account.bill is not None
-    assert (account.bill.days, account.bill.device_hours, account.bill.cost) == pytest.approx((1.0, 192.0, 576.0))
-    assert account.goodput is None
-    assert account_of(BEST, question, cluster, Terms()).as_dict() == {"goodput": None, "bill": None}
+def test_the_cost_of_a_run_is_days_hours_and_money() -> None:
+    question, cluster = request_for().question, parse_cluster("8xH100")
+    cost = run_cost_of(BEST, question, cluster, CostTerms(tokens=2**20 * 43200, price=3.0))
+    assert cost.bill is not None
+    assert (cost.bill.days, cost.bill.device_hours, cost.bill.cost) == pytest.approx((1.0, 192.0, 576.0))
+    assert cost.goodput is None
+    assert run_cost_of(BEST, question, cluster, CostTerms()).as_dict() == {"goodput": None, "bill": None}
 
 
-def test_failures_make_a_run_longer_and_say_how_often_to_save() -> None:
-    question, cluster = asked_about().question, parse_cluster("8xH100")
-    account = account_of(BEST, question, cluster, Terms(tokens=2**20 * 43200, mtbf_hours=1000.0))
-    assert account.goodput is not None
-    assert account.bill is not None
-    assert account.bill.days == pytest.approx(1.0 / account.goodput.share)
+def test_failures_make_a_run_longer_and_give_a_save_interval() -> None:
+    question, cluster = request_for().question, parse_cluster("8xH100")
+    cost = run_cost_of(BEST, question, cluster, CostTerms(tokens=2**20 * 43200, mtbf_hours=1000.0))
+    assert cost.goodput is not None
+    assert cost.bill is not None
+    assert cost.bill.days == pytest.approx(1.0 / cost.goodput.share)
     # 12 bytes of each of 8.03e9 parameters at 2 GB/s are 48 s. A failure each 125 h; Young: sqrt(2 x 48 x 45e4).
-    assert account.goodput.interval == pytest.approx((2 * 48.2 * 450_000) ** 0.5, rel=0.02)
-    words = dict(account.words)
-    assert "save every 1 h 4" in words["goodput"]
-    assert "at" not in words["bill"]
-    told = account.as_dict()
-    assert told["bill"]["cost"] is None
-    assert told["goodput"]["assumed"]["restart_seconds"] == 600
+    assert cost.goodput.interval == pytest.approx((2 * 48.2 * 450_000) ** 0.5, rel=0.02)
+    rows = dict(cost.rows)
+    assert "save every 1 h 4" in rows["goodput"]
+    assert "at" not in rows["bill"]
+    answer = cost.as_dict()
+    assert answer["bill"]["cost"] is None
+    assert answer["goodput"]["assumed"]["restart_seconds"] == 600
 
 
-def test_a_tool_gets_the_best_plan_that_it_can_express() -> None:
-    asked = asked_about("llama-3-8b", "plan.mesh.pp=2")
+def test_a_tool_gets_the_best_plan_that_it_supports() -> None:
+    request = request_for("llama-3-8b", "plan.mesh.pp=2")
     with pytest.raises(UserError, match="P061"):
-        search_for("accelerate", asked.question)  # a person pinned what the tool lacks
+        search_for_tool("accelerate", request.question)  # the user pinned what the tool lacks
     with pytest.raises(UserError, match="P060"):
-        search_for("keras", asked.question)
-    _, form = search_for("accelerate", asked_about().question)
-    assert form is not None
-    assert form.plan.mesh.pp == 1
+        search_for_tool("keras", request.question)
+    _, emitted = search_for_tool("accelerate", request_for().question)
+    assert emitted is not None
+    assert emitted.plan.mesh.pp == 1
 
 
-def test_a_tool_that_cannot_have_the_best_plan_says_why_and_what_that_costs(tmp_path: Path) -> None:
-    _, form = search_for("deepspeed", asked_about().question)
-    assert form is not None
+def test_a_tool_that_does_not_support_the_best_plan_shows_why_and_the_loss(tmp_path: Path) -> None:
+    _, emitted = search_for_tool("deepspeed", request_for().question)
+    assert emitted is not None
     loss = SlowerBy(why="deepspeed cannot express mesh.tp 2: it has no slices", times=4.2)
-    told = replace(report(), form=replace(form, loss=loss))
-    text = drawn(with_files(told, tmp_path, force=True), width=200)
+    shown = replace(report(), emitted=replace(emitted, loss=loss))
+    text = printed(with_files(shown, tmp_path, force=True), width=200)
     assert "deepspeed cannot express mesh.tp 2: it has no slices; this one is 4.2 times slower" in text
-    assert as_dict(with_files(told, tmp_path, force=True), top=1)["emission"]["loss"]["times_slower"] == 4.2
+    assert as_dict(with_files(shown, tmp_path, force=True), top=1)["emission"]["loss"]["times_slower"] == 4.2
 
 
 @pytest.mark.parametrize(
     ("times", "words"), [(4.2, "4.2 times slower"), (1.08, "8% slower"), (1.0, "as fast"), (0.9, "10% faster")]
 )
-def test_how_much_slower_is_said_in_words(times: float, words: str) -> None:
+def test_a_ratio_of_step_times_as_text(times: float, words: str) -> None:
     assert show_slower(times) == words
 
 
-def test_a_plan_that_no_tool_takes_is_not_promised() -> None:
-    asked = asked_about(str(CASES / "vlm-26b-8xh100.yaml"), cluster="8xH100")
+def test_a_plan_that_no_tool_supports_has_a_caution() -> None:
+    request = request_for(str(CASES / "vlm-26b-8xh100.yaml"), cluster="8xH100")
     odd = {"vision": TowerPlan(sharding="none")}
     best = BEST.model_copy(update={"towers": odd, "grad_accum": 16})
     second = BEST.model_copy(update={"grad_accum": 16})
-    told = report(asked=asked, ranked=(best, predicted(second, seconds=8.4)))
-    assert "cannot express its towers" in told.caution
-    assert "4.2 times slower" in told.caution
-    assert told.next_command.endswith("--emit accelerate")
-    assert as_dict(told, top=1)["caution"] == told.caution
+    shown = report(request=request, ranked=(best, predicted(second, seconds=8.4)))
+    assert "cannot express its towers" in shown.caution
+    assert "4.2 times slower" in shown.caution
+    assert shown.next_command.endswith("--emit accelerate")
+    assert as_dict(shown, top=1)["caution"] == shown.caution
     assert report().caution == ""
-    assert "another" in report(asked=asked, ranked=(best,)).caution
+    assert "another" in report(request=request, ranked=(best,)).caution
 
 
-def test_a_vision_model_is_asked_about_and_drawn_in_its_positions(tmp_path: Path) -> None:
+def test_a_vision_model_is_planned_and_printed_in_positions(tmp_path: Path) -> None:
     config = {"model_type": "vit", "architectures": ["ViTForImageClassification"], "hidden_size": 64,
               "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 256, "image_size": 224,
               "patch_size": 14, "num_channels": 3}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    asked = asked_about(str(tmp_path))
-    assert asked.question.recipe.data.seq_len == 257
-    assert asked.question.recipe.train.global_batch == 8 * (2**20 // (257 * 8))
-    text = drawn(report(asked=asked))
+    request = request_for(str(tmp_path))
+    assert request.question.recipe.data.seq_len == 257
+    assert request.question.recipe.train.global_batch == 8 * (2**20 // (257 * 8))
+    text = printed(report(request=request))
     assert "4,080 samples of 257: 1.0M positions" in " ".join(text.split())
     assert "positions/s" in text
     assert "tokens/s" not in text
 
 
-def test_a_recipe_finds_its_files_here_and_then_beside_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recipe_finds_its_files_in_this_folder_and_then_in_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     beside = tmp_path / "recipes"
     beside.mkdir()
     (beside / "mine.yaml").write_text("cluster: machines.yaml\n")
     (beside / "machines.yaml").write_bytes((CASES / "clusters" / "dgx-a100-2.yaml").read_bytes())
     monkeypatch.chdir(tmp_path)
-    assert ask_about("recipes/mine.yaml", {}, []).question.recipe.cluster == str(beside / "machines.yaml")
+    assert read_plan_request("recipes/mine.yaml", {}, []).question.recipe.cluster == str(beside / "machines.yaml")
     (tmp_path / "machines.yaml").write_bytes((CASES / "clusters" / "dgx-a100-4.yaml").read_bytes())
-    question = ask_about("recipes/mine.yaml", {}, []).question
+    question = read_plan_request("recipes/mine.yaml", {}, []).question
     assert (question.recipe.cluster, question.cluster.world_size) == ("machines.yaml", 4)
 
 
-def test_more_plans_than_usual_are_asked_for_and_never_fewer() -> None:
-    assert with_top(asked_about(), 20).question.most_shown == 20
-    assert with_top(asked_about(), 1).question.most_shown == 8
+def test_top_requests_more_plans_than_the_default_but_never_fewer() -> None:
+    assert with_top(request_for(), 20).question.max_plans == 20
+    assert with_top(request_for(), 1).question.max_plans == 8
 
 
-def test_failures_that_leave_no_time_are_told_in_words() -> None:
-    question, cluster = asked_about().question, parse_cluster("8xH100")
-    account = account_of(BEST, question, cluster, Terms(tokens=1e12, mtbf_hours=0.1))
-    assert "the run would never end" in dict(account.words)["goodput"]
-    assert account.bill is None
+def test_too_frequent_failures_are_explained() -> None:
+    question, cluster = request_for().question, parse_cluster("8xH100")
+    cost = run_cost_of(BEST, question, cluster, CostTerms(tokens=1e12, mtbf_hours=0.1))
+    assert "the run would never end" in dict(cost.rows)["goodput"]
+    assert cost.bill is None
 
 
 def test_names_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,9 +263,9 @@ def test_names_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     for name in ("mine.yaml", "config.json", "other.json", "lines.jsonl"):
         (tmp_path / name).touch()
     (tmp_path / "folder").mkdir()
-    assert complete_what("llama-3.2") == ["llama-3.2-1b", "llama-3.2-3b"]
-    assert {"tiny", "mine.yaml", "config.json", "folder/"} <= set(complete_what(""))
-    assert "other.json" not in complete_what("")
+    assert complete_model_or_recipe("llama-3.2") == ["llama-3.2-1b", "llama-3.2-3b"]
+    assert {"tiny", "mine.yaml", "config.json", "folder/"} <= set(complete_model_or_recipe(""))
+    assert "other.json" not in complete_model_or_recipe("")
     assert complete_lines("l") == ["lines.jsonl"]
     assert complete_goal("f") == ["fewest-gpus"]
     assert complete_tool("mega") == ["megatron"]
@@ -264,7 +274,7 @@ def test_names_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("width", [60, 80, 110, 120, 200])
-def test_no_word_about_a_term_takes_the_room_of_its_name_or_its_figure(width: int) -> None:
+def test_a_long_meaning_never_truncates_the_name_or_the_value_of_a_term(width: int) -> None:
     cost = {"memory": dict.fromkeys(MEANING, Bytes(17 * GIB)), "time": dict.fromkeys(PHASE_MEANING, Seconds(0.144))}
     drawn = io.StringIO()
     plan = BEST.model_copy(update={"prediction": PREDICTION.model_copy(update=cost)})

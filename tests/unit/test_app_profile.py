@@ -1,4 +1,4 @@
-"""What people type and see about profiles, and about ranks that are asked what they do."""
+"""`trimaran profile`, its output, and the description of ranks on SIGUSR1."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from trimaran.app.main import main
 from trimaran.app.views.profile_view import show_profile
 from trimaran.core import UserError, dump_recipe, parse_recipe
 from trimaran.launch.show_ranks import describe_ranks
-from trimaran.launch.signals import HEARD, Signals
+from trimaran.launch.signals import HANDLED_SIGNALS, Signals
 from trimaran.run.profile_request import request_file
 
 GIB = 1 << 30
@@ -32,7 +32,7 @@ def shown(answer: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     "settings", [profile_settings("10:13", "0,3"), ["telemetry.profile=10:13", "telemetry.profile_ranks=0,3"]]
 )
-def test_steps_of_a_profile_are_no_number_to_the_base_of_60(settings: list[str]) -> None:
+def test_steps_of_a_profile_are_not_a_base_60_number(settings: list[str]) -> None:
     recipe = parse_recipe("", name="-", overrides=settings)
     assert (recipe.telemetry.profile, recipe.telemetry.profile_ranks) == ("10:13", "0,3")
     assert parse_recipe(dump_recipe(recipe), name="-") == recipe
@@ -40,7 +40,7 @@ def test_steps_of_a_profile_are_no_number_to_the_base_of_60(settings: list[str])
 
 
 @pytest.mark.parametrize("steps", ["3:3", "0:3", "9:2"])
-def test_a_profile_of_no_steps_is_refused(steps: str) -> None:
+def test_a_profile_without_steps_is_refused(steps: str) -> None:
     with pytest.raises(UserError, match="R013"):
         parse_recipe("", name="-", overrides=profile_settings(steps, ""))
 
@@ -49,7 +49,7 @@ def test_a_profile_of_no_steps_is_refused(steps: str) -> None:
     ("options", "where"),
     [(["--profile=101:103"], "telemetry.profile"), (["--profile=3:5", "--profile-ranks=7"], "telemetry.profile_ranks")],
 )
-def test_steps_and_ranks_that_the_run_will_not_have_are_refused_before_it_starts(
+def test_steps_and_ranks_that_the_run_does_not_have_are_refused_before_it_starts(
     options: list[str], where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["train", "--set=cluster=2xcpu", *options, f"--run-dir={tmp_path / 'run'}"]
@@ -58,7 +58,7 @@ def test_steps_and_ranks_that_the_run_will_not_have_are_refused_before_it_starts
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_that_is_over_or_has_no_such_rank_cannot_be_asked(
+def test_a_finished_run_or_a_missing_rank_cannot_be_profiled(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = new_run(tmp_path / "run")
@@ -68,19 +68,17 @@ def test_a_run_that_is_over_or_has_no_such_rank_cannot_be_asked(
     assert not request_file(run).exists()
 
 
-def test_a_trace_is_told_in_a_line_and_a_table() -> None:
+def test_a_trace_is_printed_as_a_line_and_a_table() -> None:
     row = {"name": "void at::native::" + 200 * "x", "seconds": 0.0123, "share": 0.41, "calls": 1234}
     trace = {"rank": 3, "steps": [5, 7], "on_device": True, "seconds": 0.03, "idle": 0.003, "communication": 0.006,
              "exposed": 0.0015, "rows": [row]}  # fmt: skip
     text = shown({"files": ["a.json.gz"], "traces": [trace]})
-    assert (
-        "steps 5 to 7 of rank 3: 0.030 s; device idle 10.0%; communication 20.0%, and 5.0% that nothing hides" in text
-    )
+    assert "steps 5 to 7 of rank 3: 0.030 s; device idle 10.0%; communication 20.0%, exposed 5.0%" in text
     assert "12.30 ms  41.0%  1,234  void at::native::x" in text
     assert max(map(len, text.splitlines()[2:])) <= 80
 
 
-def test_memory_is_told_by_holder_and_by_line() -> None:
+def test_memory_is_printed_by_module_and_by_line() -> None:
     lines = [{"file": "/repo/loss.py", "line": 12, "function": "loss", "bytes": 4 * GIB, "count": 2}]
     memory = {"step": 9, "device": "cuda:0", "allocated": 5 * GIB, "total": 80 * GIB, "lines": [],
               "kinds": {"parameters": GIB}, "peak": {"allocated": 9 * GIB, "from_before": 4 * GIB, "lines": lines},
@@ -88,15 +86,15 @@ def test_memory_is_told_by_holder_and_by_line() -> None:
               "within": {"kinds": {"gradients": GIB}, "holders": []}}  # fmt: skip
     text = shown({"files": ["m.json"], "memory": [memory]})
     assert "step 9 on cuda:0: 5.0 GiB allocated of 80.0 GiB" in text
-    assert "peak: 9.0 GiB, of which 4.0 GiB was there before the history began" in text
+    assert "peak: 9.0 GiB, of which 4.0 GiB was allocated before the history began" in text
     assert "parameters  layers.0" in text
     assert "loss.py:12" in text
 
 
-def test_ranks_are_told_in_order_and_a_silent_one_by_its_process(tmp_path: Path) -> None:
-    told = {"host": "a", "pid": 11, "step": 7, "section": "step", "entered_seconds_ago": 0.25,
+def test_ranks_are_described_in_order_and_an_unresponsive_one_by_its_process(tmp_path: Path) -> None:
+    report = {"host": "a", "pid": 11, "step": 7, "section": "step", "entered_seconds_ago": 0.25,
             "memory": {"resident": 3 * GIB, "allocated": 2 * GIB, "reserved": 4 * GIB}}  # fmt: skip
-    (tmp_path / "rank-0.json").write_text(json.dumps(told))
+    (tmp_path / "rank-0.json").write_text(json.dumps(report))
     (tmp_path / "rank-0.stacks.txt").write_text("thread MainThread\n  File x\n")
     (tmp_path / "rank-2.json").write_text("{ half")
     (tmp_path / "process-0.json").write_text(json.dumps([{"rank": 2, "pid": 13, "state": "T", "memory": "9 kB"}]))
@@ -113,8 +111,8 @@ def test_ranks_are_told_in_order_and_a_silent_one_by_its_process(tmp_path: Path)
     ]
 
 
-def test_a_question_is_no_wish_to_end() -> None:
-    before = {number: signal.getsignal(number) for number in HEARD}
+def test_sigusr1_is_not_a_stop_request() -> None:
+    before = {number: signal.getsignal(number) for number in HANDLED_SIGNALS}
     signals = Signals()
     try:
         signals.listen()
@@ -122,4 +120,4 @@ def test_a_question_is_no_wish_to_end() -> None:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    assert (signals.curious, signals.asked, signals.urgent) == (True, False, False)
+    assert (signals.show_requested, signals.stop_requested, signals.kill_requested) == (True, False, False)

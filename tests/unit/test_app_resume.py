@@ -1,4 +1,4 @@
-"""What may change on the way, and what a run looks like that was started more than once."""
+"""Which fields may change on resume, and the state of a run that was started more than once."""
 
 import json
 import time
@@ -13,7 +13,7 @@ from trimaran.app.views.run_state import RunState
 from trimaran.core import UserError, parse_recipe
 from trimaran.run import IncidentLog, Journal, RunDirectory
 from trimaran.run.attempts import AttemptLog
-from trimaran.run.lease import take
+from trimaran.run.lease import take_lease
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from trimaran.run.lease import take
     ["train.steps=7", "cluster=2xcpu", "plan.mesh.tp=2", "checkpoint.every=5", "faults.cycles=9", "train.save=false",
      "train.evaluate.every=3", "train.sample.tokens=1", "data.workers=2"],
 )  # fmt: skip
-def test_how_long_and_where_may_change(setting: str) -> None:
+def test_steps_cluster_plan_and_checkpoints_may_change(setting: str) -> None:
     refuse_other_run(parse_recipe("", name="a"), parse_recipe("", name="b", overrides=[setting]), where="runs/a")
 
 
@@ -30,7 +30,7 @@ def test_how_long_and_where_may_change(setting: str) -> None:
     ["train.lr=0.5", "train.seed=3", "train.global_batch=64", "data.seq_len=16", "model.preset=gpt2", "name=other",
      "model.shape={layers: 1}", "train.optimizer.beta1=0.5", "train.precision={lm_head: fp32}"],
 )  # fmt: skip
-def test_what_is_trained_may_not(setting: str) -> None:
+def test_model_data_and_optimizer_may_not_change(setting: str) -> None:
     with pytest.raises(UserError, match="S001") as caught:
         refuse_other_run(parse_recipe("", name="a"), parse_recipe("", name="b", overrides=[setting]), where="runs/a")
     assert setting.partition("=")[0] in caught.value.what
@@ -39,25 +39,25 @@ def test_what_is_trained_may_not(setting: str) -> None:
 def test_a_finished_run_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = finished_run(tmp_path / "run")
     assert main(["resume", str(run.path)]) == 0
-    assert "this run is done: all of its 10 steps" in capsys.readouterr().out
+    assert "this run is done: all 10 steps" in capsys.readouterr().out
     assert main(["resume", str(run.path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["status"] == "done"
 
 
-def test_a_finished_run_that_is_to_go_on_tells_the_whole_command(
+def test_for_a_finished_run_the_command_to_train_longer_is_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = finished_run(tmp_path / "run")
     main(["resume", str(run.path)])
-    assert capsys.readouterr().out.endswith(f"To train on: trimaran resume {run.path} --set train.steps=20\n")
+    assert capsys.readouterr().out.endswith(f"To train longer: trimaran resume {run.path} --set train.steps=20\n")
 
 
-def test_a_run_that_somebody_runs_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_running_run_is_not_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = new_run(tmp_path / "run")
     before = run.recipe.read_text()
-    with take(run):
+    with take_lease(run):
         assert main(["resume", str(run.path), "--set", "train.steps=99"]) == 2
-    assert "S020: this run is at work" in capsys.readouterr().err
+    assert "S020: this run is already running" in capsys.readouterr().err
     assert run.recipe.read_text() == before
 
 
@@ -79,32 +79,32 @@ def train(run: RunDirectory, attempt: int, steps: range) -> None:
 def test_the_status_is_that_of_the_newest_attempt(tmp_path: Path) -> None:
     run = new_run(tmp_path / "run", world_size=1)
     log, state = AttemptLog(run), RunState(run)
-    seen = []
+    statuses = []
 
-    def look() -> None:
+    def record() -> None:
         state.refresh()
-        seen.append(state.status)
+        statuses.append(state.status)
 
     log.begin(world_size=1)
-    look()
+    record()
     train(run, 0, range(1, 6))
-    look()
+    record()
     with Journal(run, 0) as journal:
         journal.event("error", type="RuntimeError", message="broken")
     log.end("trouble", step=5)
-    look()
+    record()
     log.begin(world_size=1)
-    look()
+    record()
     train(run, 1, range(4, 8))
-    look()
+    record()
     log.end("stopped", step=7)
     log.over(75, "asked")
-    look()
+    record()
     log.begin(world_size=1)
-    look()
+    record()
     log.over(93, "no progress")
-    look()
-    assert seen == [
+    record()
+    assert statuses == [
         "starting", "training", "restarting", "restarting", "training", "stopped", "starting", "failed",
     ]  # fmt: skip
     assert [step.step for step in state.steps] == [1, 2, 3, 4, 5, 6, 7]
@@ -131,17 +131,17 @@ def test_incidents_attempts_and_goodput_are_part_of_the_answer(tmp_path: Path) -
     assert 0 < answer["goodput"] <= 1
 
 
-def test_a_run_that_came_farther_says_how_far(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_with_more_steps_than_requested_is_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = finished_run(tmp_path / "run")
     assert main(["resume", str(run.path), "--set", "train.steps=4"]) == 0
-    assert "this run has made 10 steps already, and 4 were asked for" in capsys.readouterr().out
+    assert "this run has already made 10 steps, more than the requested 4" in capsys.readouterr().out
 
 
-def test_a_batch_that_does_not_split_is_answered_with_numbers_of_ranks(
+def test_for_a_batch_that_does_not_split_the_fix_lists_numbers_of_ranks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = new_run(tmp_path / "run")
     assert main(["resume", str(run.path), "--set", "cluster=3xcpu", "--set", "plan.mesh.dp_replicate=3"]) == 2
     shown = capsys.readouterr().err
     assert "P006" in shown
-    assert "go on with 1 or 2 or 4 or 8 or 32 data ranks" in shown
+    assert "resume with 1 or 2 or 4 or 8 or 32 data ranks" in shown

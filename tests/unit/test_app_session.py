@@ -1,4 +1,4 @@
-"""A run on this machine from its start to its last line, with ranks that only write what ranks write."""
+"""A run on this machine from start to result, with fake ranks that only write the files of a run."""
 
 import json
 import os
@@ -48,8 +48,8 @@ with Journal(run, 0) as journal:
 """
 
 
-class Stage:
-    """`trimaran train` in a folder of its own, with ranks that run a few lines of Python."""
+class FakeTraining:
+    """`trimaran train` in its own folder, with ranks that run a few lines of Python."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ranks: list[LocalRun] = []
@@ -74,12 +74,14 @@ class Stage:
 
 
 @pytest.fixture
-def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
-    return Stage(tmp_path, monkeypatch)
+def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeTraining:
+    return FakeTraining(tmp_path, monkeypatch)
 
 
-def test_a_run_ends_with_its_result_and_three_commands(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
-    assert stage.train("train(journal)") == 0
+def test_a_run_ends_with_its_result_and_three_commands(
+    training: FakeTraining, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert training.train("train(journal)") == 0
     shown = capsys.readouterr()
     assert shown.err == ""
     assert "step 10/10  loss 1.0000" in shown.out
@@ -88,8 +90,8 @@ def test_a_run_ends_with_its_result_and_three_commands(stage: Stage, capsys: pyt
     assert "finding" not in shown.out
 
 
-def test_with_json_standard_output_is_one_object(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
-    assert stage.train("train(journal)", "--json") == 0
+def test_with_json_standard_output_is_one_object(training: FakeTraining, capsys: pytest.CaptureFixture[str]) -> None:
+    assert training.train("train(journal)", "--json") == 0
     shown = capsys.readouterr()
     answer = json.loads(shown.out)
     assert (answer["exit"], answer["status"], answer["steps"], answer["run_dir"]) == (0, "done", 10, "run")
@@ -98,8 +100,8 @@ def test_with_json_standard_output_is_one_object(stage: Stage, capsys: pytest.Ca
     assert "step 10/10" in shown.err
 
 
-def test_a_quiet_run_shows_only_the_end(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
-    assert stage.train("train(journal)", "--quiet") == 0
+def test_a_quiet_run_shows_only_the_result(training: FakeTraining, capsys: pytest.CaptureFixture[str]) -> None:
+    assert training.train("train(journal)", "--quiet") == 0
     shown = capsys.readouterr().out
     assert "step 10/10" not in shown
     assert "loss 5.5000 -> 1.0000" in shown
@@ -111,133 +113,141 @@ ALONE = ("--set", "cluster=1xcpu")
 
 
 @pytest.fixture
-def curious(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The doctor looks as often as the files are read."""
-    monkeypatch.setattr(run_findings, "LOOK_SECONDS", 0.0)
-    monkeypatch.setattr(run_findings, "MAX_SHARE", 1.0)
+def frequent_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The doctor is polled whenever the files are read."""
+    monkeypatch.setattr(run_findings, "POLL_SECONDS", 0.0)
+    monkeypatch.setattr(run_findings, "MAX_CPU_FRACTION", 1.0)
 
 
-@pytest.mark.usefixtures("curious")
-def test_a_finding_is_told_once_while_the_run_goes_on_and_counted_at_its_end(
-    stage: Stage, capsys: pytest.CaptureFixture[str]
+@pytest.mark.usefixtures("frequent_polls")
+def test_a_finding_is_printed_once_while_the_run_is_live_and_counted_at_its_end(
+    training: FakeTraining, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert stage.train(f"{STARVED}; time.sleep(0.8)", *ALONE) == 0
+    assert training.train(f"{STARVED}; time.sleep(0.8)", *ALONE) == 0
     live, _, end = capsys.readouterr().out.partition("done  loss")
     assert live.count("! F001 the trainer waits 50% of its time for data") == 1
     assert live.count("\n  fix: trimaran train run/recipe.yaml --set data.workers=") == 1
     assert main(["doctor", "run", "--json"]) == 0
     codes = [each["code"] for each in json.loads(capsys.readouterr().out)["findings"]]
     count = f"{len(codes)} finding{'s' * (len(codes) > 1)}"
-    assert end.endswith(f"\nfound {count} ({', '.join(codes)}); more: trimaran doctor run\n")
+    assert end.endswith(f"\n{count} ({', '.join(codes)}); details: trimaran doctor run\n")
 
 
-@pytest.mark.usefixtures("curious")
-def test_a_quiet_run_has_its_findings_in_the_answer_only(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
-    assert stage.train(STARVED, *ALONE, "--quiet", "--json") == 0
+@pytest.mark.usefixtures("frequent_polls")
+def test_a_quiet_run_has_its_findings_in_the_json_result_only(
+    training: FakeTraining, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert training.train(STARVED, *ALONE, "--quiet", "--json") == 0
     shown = capsys.readouterr()
     found = next(each for each in json.loads(shown.out)["findings"] if each["code"] == "F001")
     assert found["command"].startswith("trimaran train run/recipe.yaml --set data.workers=")
     assert shown.err == ""
 
 
-@pytest.mark.usefixtures("curious")
-def test_a_doctor_that_fails_leaves_the_run_alone(
-    stage: Stage, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.usefixtures("frequent_polls")
+def test_a_failing_doctor_does_not_disturb_the_run(
+    training: FakeTraining, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fall(*_: object, **__: object) -> None:
-        raise RuntimeError("the doctor fell over")
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("a broken doctor")
 
-    monkeypatch.setattr(evidence, "read_evidence", fall)
-    assert stage.train(STARVED) == 0
+    monkeypatch.setattr(evidence, "read_evidence", fail)
+    assert training.train(STARVED) == 0
     shown = capsys.readouterr()
-    assert (shown.out.count("the doctor fell over"), shown.err) == (1, "")
+    assert (shown.out.count("a broken doctor"), shown.err) == (1, "")
     assert "done  loss" in shown.out
 
 
-def test_a_mistake_that_a_rank_finds_is_told_like_ours(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_user_error_of_a_rank_is_printed_like_our_own(
+    training: FakeTraining, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = 'journal.event("error", code="T030", what="odd tokens", where="data", fix="use others"); sys.exit(1)'
-    assert stage.train(script) == 2
+    assert training.train(script) == 2
     assert capsys.readouterr().err == "T030: odd tokens\n  where: data\n  fix:   use others\n"
 
 
-def test_a_fault_is_told_with_its_log_and_exit_code(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fault_is_printed_with_its_log_and_exit_code(
+    training: FakeTraining, capsys: pytest.CaptureFixture[str]
+) -> None:
     log = 'run.log(0).write_text("Traceback\\nOverflow: too much\\n")'
-    assert stage.train(f'{log}; journal.event("error", type="Overflow", message="too much"); sys.exit(9)') == 9
+    assert training.train(f'{log}; journal.event("error", type="Overflow", message="too much"); sys.exit(9)') == 9
     shown = capsys.readouterr()
     assert shown.err == ""
     assert "Overflow: too much" in shown.out
     assert "log   run/logs/rank-0.log" in shown.out
 
 
-def test_ranks_that_die_at_once_leave_the_launchers_words(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
-    assert stage.train('raise SystemExit("no such device")', "--json") == 1
+def test_if_ranks_die_at_once_the_launcher_log_is_printed(
+    training: FakeTraining, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert training.train('raise SystemExit("no such device")', "--json") == 1
     shown = capsys.readouterr()
     assert json.loads(shown.out)["exit"] == 1
     assert "no such device" in shown.err
 
 
-def press_when(*files: Path, number: signal.Signals = signal.SIGINT) -> threading.Thread:
-    """Press Ctrl-C, or send another signal, when the first of `files` appears, and again for each that follows."""
+def signal_when(*files: Path, number: signal.Signals = signal.SIGINT) -> threading.Thread:
+    """Send Ctrl-C, or another signal, when the first of `files` appears, and again for each of the others."""
 
-    def press() -> None:
+    def send() -> None:
         for file in files:
             while not file.exists():
                 time.sleep(0.02)
             os.kill(os.getpid(), number)
 
-    thread = threading.Thread(target=press, daemon=True)
+    thread = threading.Thread(target=send, daemon=True)
     thread.start()
     return thread
 
 
-def test_ctrl_c_stops_after_the_step_and_keeps_the_result(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
-    press_when(Path("run/events/rank-0.jsonl").absolute())
-    assert stage.train("steps = 1000; train(journal, pause=0.02)", "--set", "train.steps=1000") == 75
+def test_ctrl_c_stops_after_the_step_with_a_result(training: FakeTraining, capsys: pytest.CaptureFixture[str]) -> None:
+    signal_when(Path("run/events/rank-0.jsonl").absolute())
+    assert training.train("steps = 1000; train(journal, pause=0.02)", "--set", "train.steps=1000") == 75
     shown = capsys.readouterr().out
     assert "stopping after this step, with a checkpoint; Ctrl-C again to stop at once" in shown
     assert "stopped  loss" in shown
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_scheduler_may_ask_twice_and_is_still_left_a_result(stage: Stage) -> None:
-    press_when(Path("run/events/rank-0.jsonl").absolute(), Path("run/stop").absolute(), number=signal.SIGTERM)
+def test_two_sigterms_still_stop_with_a_result(training: FakeTraining) -> None:
+    signal_when(Path("run/events/rank-0.jsonl").absolute(), Path("run/stop").absolute(), number=signal.SIGTERM)
     script = "steps = 1000; run.stop_request.touch(); time.sleep(1); train(journal, pause=0.02)"
-    assert stage.train(script, "--set", "train.steps=1000") == 75
+    assert training.train(script, "--set", "train.steps=1000") == 75
 
 
-def test_ctrl_c_twice_ends_the_ranks_at_once(
-    stage: Stage, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_second_ctrl_c_kills_the_ranks_at_once(
+    training: FakeTraining, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    press_when(Path("run/events/rank-0.jsonl").absolute(), Path("run/stop").absolute())
+    signal_when(Path("run/events/rank-0.jsonl").absolute(), Path("run/stop").absolute())
     monkeypatch.setattr(local, "END_SECONDS", 0.1)
-    assert stage.train("signal.signal(signal.SIGQUIT, signal.SIG_IGN); time.sleep(600)", "--quiet") == 130
+    assert training.train("signal.signal(signal.SIGQUIT, signal.SIG_IGN); time.sleep(600)", "--quiet") == 130
     assert "stopping at once" in capsys.readouterr().out
-    assert stage.ranks[0].poll() == -signal.SIGKILL
+    assert training.ranks[0].poll() == -signal.SIGKILL
 
 
-def test_no_rank_is_left_behind_when_the_show_fails(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fall(*_: object, **__: object) -> None:
-        raise RuntimeError("the show fell over")
+def test_no_rank_is_left_behind_if_the_live_view_fails(training: FakeTraining, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("a broken view")
 
-    monkeypatch.setattr(session, "follow", fall)
-    with pytest.raises(RuntimeError, match="fell over"):
-        stage.train("time.sleep(600)")
-    assert stage.ranks[0].poll() == -signal.SIGKILL
-
-
-def test_a_run_can_be_gone_on_with_from_any_folder(stage: Stage) -> None:
-    assert stage.train("train(journal)") == 0
-    assert stage.ranks[0].run.read_recipe().data.path == str(Path("text.txt").absolute())
+    monkeypatch.setattr(session, "follow", fail)
+    with pytest.raises(RuntimeError, match="a broken view"):
+        training.train("time.sleep(600)")
+    assert training.ranks[0].poll() == -signal.SIGKILL
 
 
-def test_a_killed_supervisor_is_named(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
-    assert stage.train("import os; os.kill(os.getpid(), signal.SIGKILL)") == 1
+def test_a_run_can_be_resumed_from_any_folder(training: FakeTraining) -> None:
+    assert training.train("train(journal)") == 0
+    assert training.ranks[0].run.read_recipe().data.path == str(Path("text.txt").absolute())
+
+
+def test_a_killed_supervisor_is_named(training: FakeTraining, capsys: pytest.CaptureFixture[str]) -> None:
+    assert training.train("import os; os.kill(os.getpid(), signal.SIGKILL)") == 1
     assert "the supervisor was killed by SIGKILL, and the ranks with it" in capsys.readouterr().out
 
 
-def test_a_supervisor_that_a_signal_holds_is_told_of_once(stage: Stage, monkeypatch: pytest.MonkeyPatch,
+def test_a_paused_supervisor_is_reported_once(training: FakeTraining, monkeypatch: pytest.MonkeyPatch,
                                                           capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
-    monkeypatch.setattr(stop_signals, "HELD_SECONDS", 0.1)
+    monkeypatch.setattr(stop_signals, "PAUSED_NOTICE_SECONDS", 0.1)
     wake = "subprocess.Popen(['sh', '-c', f'sleep 2; kill -CONT {os.getpid()}'])"
-    assert stage.train(f"import os, subprocess; {wake}; os.kill(os.getpid(), signal.SIGSTOP); train(journal)") == 0
-    assert capsys.readouterr().out.count(f"kill -CONT {stage.ranks[0].process.pid}") == 1
+    assert training.train(f"import os, subprocess; {wake}; os.kill(os.getpid(), signal.SIGSTOP); train(journal)") == 0
+    assert capsys.readouterr().out.count(f"kill -CONT {training.ranks[0].process.pid}") == 1

@@ -14,7 +14,7 @@ from trimaran.core import GIB, Bytes, Mesh, Plan, Prediction, Recipe
 from trimaran.cost import predict
 from trimaran.models import Outline
 from trimaran.planner import PlanAnswer, Question, search
-from trimaran.planner.hints import frozen
+from trimaran.planner.hints import with_frozen_tower
 
 CASES = Path(__file__).parents[2] / "recipes" / "case-studies"
 
@@ -23,7 +23,7 @@ CASES = Path(__file__).parents[2] / "recipes" / "case-studies"
 def question(name: str) -> Question:
     asked = ask(str(CASES / f"{name}.yaml"), [])
     ours = asked.recipe.model.family == "decoder"
-    return replace(asked, spec=asked.spec if ours else None, trains=ours)
+    return replace(asked, spec=asked.spec if ours else None, for_trainer=ours)
 
 
 @lru_cache
@@ -103,7 +103,7 @@ def test_a_26b_vlm_on_8_gpus_is_sharded_whole_and_each_tower_has_its_own_way() -
         assert told.memory[term] == pytest.approx(each * parameters / 8, rel=0.01)
     # What is frozen has no gradients and no moments: 12 bytes of 5.5e9 parameters over 8 devices, 7.7 GiB of each.
     asked = question("vlm-26b-8xh100")
-    still = replace(asked, outline=frozen(outline("vlm-26b-8xh100"), "vision"))
+    still = replace(asked, outline=with_frozen_tower(outline("vlm-26b-8xh100"), "vision"))
     freed = predict(still.job, still.cluster, plan)
     assert told.memory["optimizer"] - freed.memory["optimizer"] == pytest.approx(8 * seeing.parameters / 8, rel=0.01)
     assert freed.step_seconds < told.step_seconds

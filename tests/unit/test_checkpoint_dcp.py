@@ -1,4 +1,4 @@
-"""DCP folders: what torch wrote is read bit by bit, and what an attacker wrote is not obeyed."""
+"""DCP folders: what torch wrote is read bit for bit, and what an attacker wrote is not executed."""
 
 import io
 import os
@@ -25,19 +25,19 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 
 from tests.ranks import run_ranks
-from trimaran.checkpoint.convert import dcp_source, read_whole
+from trimaran.checkpoint.convert import read_full_tensor
 from trimaran.checkpoint.dcp_read import DcpSource
 from trimaran.checkpoint.dcp_write import dcp_key, write_dcp
 from trimaran.checkpoint.rank_share import DTYPE_NAMES, TORCH_DTYPES
-from trimaran.checkpoint.safe_pickle import Table, read_opcodes
-from trimaran.checkpoint.tensor_regions import Whole
+from trimaran.checkpoint.safe_pickle import PickledDict, read_pickle
+from trimaran.checkpoint.tensor_regions import TensorMeta
 from trimaran.core import UserError
 
 CANARY = "canary"
 
 
 class Attack:
-    """What a pickle of this would call when it is loaded."""
+    """Makes a pickle that calls a function when it is loaded."""
 
     def __init__(self, *call: Any) -> None:
         self.call = call
@@ -52,20 +52,20 @@ def touch() -> Attack:
 
 def refusal(program: bytes, names: set[str] | None = None) -> str:
     with pytest.raises(UserError) as caught:
-        read_opcodes(program, names=names or {"torch.Size"}, where="here")
+        read_pickle(program, names=names or {"torch.Size"}, where="here")
     return caught.value.code
 
 
-def contents(size: tuple[int, ...] = (2,), **changes: Any) -> Metadata:
-    """Return the contents of a folder with one tensor `w`, as torch would write them, but for `changes`."""
-    told = {"file": "__0_0.distcp", "offset": 0, "length": 4000, "boxes": [((0,) * len(size), size)]} | changes
-    chunks = [ChunkStorageMetadata(torch.Size(start), torch.Size(extent)) for start, extent in told["boxes"]]
+def metadata_of(size: tuple[int, ...] = (2,), **changes: Any) -> Metadata:
+    """Return the metadata of a folder with one tensor `w`, as torch writes it, with `changes`."""
+    fields = {"file": "__0_0.distcp", "offset": 0, "length": 4000, "boxes": [((0,) * len(size), size)]} | changes
+    chunks = [ChunkStorageMetadata(torch.Size(start), torch.Size(extent)) for start, extent in fields["boxes"]]
     tensor = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size(size), chunks)
-    places = {
-        MetadataIndex("w", torch.Size(start)): _StorageInfo(told["file"], told["offset"], told["length"])
-        for start, _ in told["boxes"]
+    storage = {
+        MetadataIndex("w", torch.Size(start)): _StorageInfo(fields["file"], fields["offset"], fields["length"])
+        for start, _ in fields["boxes"]
     }
-    return Metadata({"w": tensor}, storage_data=places)
+    return Metadata({"w": tensor}, storage_data=storage)
 
 
 def folder_of(path: Path, metadata: Any, data: bytes = bytes(8000)) -> Path:
@@ -78,8 +78,8 @@ def folder_of(path: Path, metadata: Any, data: bytes = bytes(8000)) -> Path:
 def read_all(path: Path) -> None:
     source = DcpSource(path)
     for key, entry in source.index.items():
-        for part in entry.parts:
-            source.read(key, part)
+        for region in entry.regions:
+            source.read(key, region)
 
 
 def refused_folder(path: Path) -> str:
@@ -89,7 +89,7 @@ def refused_folder(path: Path) -> str:
 
 
 def sharded_save(folder: str) -> dict[str, Tensor]:
-    """Train a model over two ranks for two steps, save it as torch does, and return what was saved."""
+    """Train an FSDP model for two steps, save it with torch, and return the full tensors."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 7), nn.Linear(7, 5), nn.LayerNorm(5))
@@ -104,52 +104,52 @@ def sharded_save(folder: str) -> dict[str, Tensor]:
         optimizer.zero_grad()
     weights, states = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": states, "step": 2}, checkpoint_id=folder)
-    whole = {f"model.{name}": each.full_tensor() for name, each in weights.items()}
+    full = {f"model.{name}": each.full_tensor() for name, each in weights.items()}
     for name, moments in states["state"].items():
         for state, each in moments.items():
-            whole[f"optimizer.state.{name}.{state}"] = each.full_tensor() if hasattr(each, "full_tensor") else each
+            full[f"optimizer.state.{name}.{state}"] = each.full_tensor() if hasattr(each, "full_tensor") else each
     dist.barrier()
-    return {name: each.clone() for name, each in whole.items()} if dist.get_rank() == 0 else {}
+    return {name: each.clone() for name, each in full.items()} if dist.get_rank() == 0 else {}
 
 
-def test_what_fsdp_saved_on_two_ranks_is_read_bit_by_bit(tmp_path: Path) -> None:
+def test_an_fsdp_checkpoint_of_two_ranks_is_read_bit_for_bit(tmp_path: Path) -> None:
     saved = run_ranks(2, sharded_save, str(tmp_path / "dcp"))[0]
-    source = dcp_source(tmp_path / "dcp")
-    assert source.index.keys() == saved.keys()
-    assert any(len(entry.parts) == 2 for entry in source.index.values())
-    for key, tensor in saved.items():
-        assert read_whole(source, key).dtype == tensor.dtype
-        assert torch.equal(read_whole(source, key), tensor), key
-    assert "step" in source.passed_over
-
-
-def test_every_kind_of_value_goes_to_dcp_and_back(tmp_path: Path) -> None:
-    kept = {f"model/{name}": torch.arange(6).view(2, 3).to(dtype) for name, dtype in TORCH_DTYPES.items()}
-    kept |= {"optimizer/exp_avg/a.b": torch.randn(3, 2), "optimizer/step/a.b": torch.tensor(3.0)}
-    kept |= {"model/empty": torch.empty(0, 3), "model/scalar": torch.tensor(1.5)}
-    wholes = {key: Whole(DTYPE_NAMES[each.dtype], tuple(each.shape)) for key, each in kept.items()}
-    write_dcp(wholes, tmp_path / "dcp", kept.__getitem__)
     source = DcpSource(tmp_path / "dcp")
-    assert source.index.keys() == {dcp_key(key) for key in kept}
-    for key, tensor in kept.items():
-        found = read_whole(source, dcp_key(key))
+    assert source.index.keys() == saved.keys()
+    assert any(len(entry.regions) == 2 for entry in source.index.values())
+    for key, tensor in saved.items():
+        assert read_full_tensor(source, key).dtype == tensor.dtype
+        assert torch.equal(read_full_tensor(source, key), tensor), key
+    assert "step" in source.skipped_keys
+
+
+def test_every_dtype_goes_to_dcp_and_back(tmp_path: Path) -> None:
+    tensors = {f"model/{name}": torch.arange(6).view(2, 3).to(dtype) for name, dtype in TORCH_DTYPES.items()}
+    tensors |= {"optimizer/exp_avg/a.b": torch.randn(3, 2), "optimizer/step/a.b": torch.tensor(3.0)}
+    tensors |= {"model/empty": torch.empty(0, 3), "model/scalar": torch.tensor(1.5)}
+    metas = {key: TensorMeta(DTYPE_NAMES[each.dtype], tuple(each.shape)) for key, each in tensors.items()}
+    write_dcp(metas, tmp_path / "dcp", tensors.__getitem__)
+    source = DcpSource(tmp_path / "dcp")
+    assert source.index.keys() == {dcp_key(key) for key in tensors}
+    for key, tensor in tensors.items():
+        found = read_full_tensor(source, dcp_key(key))
         assert found.dtype == tensor.dtype
         assert torch.equal(
             found.view(torch.uint8) if found.ndim else found, tensor.view(torch.uint8) if tensor.ndim else tensor
         )
 
 
-def test_torch_reads_what_is_written_for_it(tmp_path: Path) -> None:
-    kept = {"model/0.weight": torch.randn(3, 2), "optimizer/exp_avg/0.weight": torch.randn(3, 2)}
-    wholes = {key: Whole("F32", (3, 2)) for key in kept}
-    write_dcp(wholes, tmp_path / "dcp", kept.__getitem__)
+def test_torch_loads_the_dcp_that_is_written(tmp_path: Path) -> None:
+    tensors = {"model/0.weight": torch.randn(3, 2), "optimizer/exp_avg/0.weight": torch.randn(3, 2)}
+    metas = {key: TensorMeta("F32", (3, 2)) for key in tensors}
+    write_dcp(metas, tmp_path / "dcp", tensors.__getitem__)
     state = {
         "model": {"0.weight": torch.zeros(3, 2)},
         "optimizer": {"state": {"0.weight": {"exp_avg": torch.zeros(3, 2)}}},
     }
     dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    assert torch.equal(state["model"]["0.weight"], kept["model/0.weight"])
-    assert torch.equal(state["optimizer"]["state"]["0.weight"]["exp_avg"], kept["optimizer/exp_avg/0.weight"])
+    assert torch.equal(state["model"]["0.weight"], tensors["model/0.weight"])
+    assert torch.equal(state["optimizer"]["state"]["0.weight"]["exp_avg"], tensors["optimizer/exp_avg/0.weight"])
 
 
 @pytest.mark.parametrize("protocol", range(6))
@@ -165,7 +165,7 @@ def test_torch_reads_what_is_written_for_it(tmp_path: Path) -> None:
     ],
     ids=["system", "eval", "getattr", "nested", "key", "class"],
 )
-def test_a_program_in_place_of_data_is_not_obeyed(
+def test_a_pickle_that_calls_functions_is_not_executed(
     attack: Any, protocol: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -180,7 +180,7 @@ def test_a_program_in_place_of_data_is_not_obeyed(
     [
         b"(S'touch canary'\nios\nsystem\n.",  # INST
         b"(cos\nsystem\nS'touch canary'\no.",  # OBJ
-        b"cposix\nsystem\n(S'touch canary'\ntR.",  # GLOBAL by another door
+        b"cposix\nsystem\n(S'touch canary'\ntR.",  # GLOBAL under another module name
         b"\x80\x02\x82\x01.",  # EXT1
         b"\x80\x04\x8c\x02os\x8c\x06system\x93.",  # STACK_GLOBAL
         b"\x80\x04\x8c\x05torch\x8c\x04Size\x93\x8c\x01x\x85}\x92.",  # NEWOBJ_EX
@@ -188,12 +188,12 @@ def test_a_program_in_place_of_data_is_not_obeyed(
         b"\x80\x05\x97.",  # NEXT_BUFFER
         b"\x80\x02K\x01K\x02\x85R.",  # a call of a number
         b"\x80\x02K\x01}b.",  # a state for a number
-        b"\x80\x02ctorch\nSize\n}b.",  # a state for what was not made
+        b"\x80\x02ctorch\nSize\n}b.",  # a state for what was not called
         b"\x80\x02K\x01K\x02a.",  # appending to a number
         b"\x80\x02K\x01K\x02K\x03s.",  # an item of a number
     ],
 )
-def test_an_instruction_that_data_does_not_need_is_refused(
+def test_an_opcode_that_data_does_not_need_is_refused(
     program: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -206,25 +206,25 @@ def test_an_instruction_that_data_does_not_need_is_refused(
     [b"", b"\x80\x04", b"garbage", b".", b"\x80\x02K\x01K\x02.", b"\x80\x02a.", b"\x80\x02(.", b"\x80\x02h\x05.",
      b"\x80\x02t.", b"\x80\x04\x8c\xff.", b"\x80\x02X\xff\xff\xff\x7fx."],
 )  # fmt: skip
-def test_a_broken_program_is_called_damaged(program: bytes) -> None:
+def test_a_broken_pickle_is_refused(program: bytes) -> None:
     assert refusal(program) in ("K021", "K022")
 
 
-def test_references_to_references_stay_small() -> None:
+def test_nested_references_take_linear_memory() -> None:
     bomb: Any = "lol"
     for _ in range(100):
         bomb = [bomb, bomb]
-    assert isinstance(read_opcodes(pickle.dumps(bomb), names=(), where="here"), list)
+    assert isinstance(read_pickle(pickle.dumps(bomb), names=(), where="here"), list)
     key: Any = ("lol",)
     for _ in range(60):
-        key = (key, key)  # a tuple whose hash would take for ever
+        key = (key, key)  # the hash of this tuple would never end
     program = b"\x80\x04}" + pickle.dumps(key, 4)[2:][9:-1] + b"K\x01s."
-    assert isinstance(read_opcodes(program, names=(), where="here"), Table)
+    assert isinstance(read_pickle(program, names=(), where="here"), PickledDict)
 
 
-def test_nesting_has_no_end_and_does_no_harm() -> None:
+def test_deep_nesting_is_read() -> None:
     depth = 300_000
-    value = read_opcodes(b"]" * depth + b"a" * (depth - 1) + b".", names=(), where="here")
+    value = read_pickle(b"]" * depth + b"a" * (depth - 1) + b".", names=(), where="here")
     assert isinstance(value, list)
     del value
 
@@ -232,20 +232,20 @@ def test_nesting_has_no_end_and_does_no_harm() -> None:
 @pytest.mark.parametrize(
     "metadata",
     [
-        contents(file="../outside"),
-        contents(file="/etc/hostname"),
-        contents(file="__9_0.distcp"),
-        contents(offset=7000),
-        contents(length=-1),
-        contents(length=9000),
-        contents(size=(1 << 40,)),
-        contents(size=(1 << 61,)),
-        contents(size=(-2,)),
-        contents(size=(4,), boxes=[((0,), (2,))]),
-        contents(size=(4,), boxes=[((0,), (3,)), ((2,), (1,))]),
-        contents(size=(4,), boxes=[((0,), (2,)), ((3,), (2,))]),
-        contents(size=(4, 1), boxes=[((0,), (4,))]),
-        contents(size=(1,) * 20),
+        metadata_of(file="../outside"),
+        metadata_of(file="/etc/hostname"),
+        metadata_of(file="__9_0.distcp"),
+        metadata_of(offset=7000),
+        metadata_of(length=-1),
+        metadata_of(length=9000),
+        metadata_of(size=(1 << 40,)),
+        metadata_of(size=(1 << 61,)),
+        metadata_of(size=(-2,)),
+        metadata_of(size=(4,), boxes=[((0,), (2,))]),
+        metadata_of(size=(4,), boxes=[((0,), (3,)), ((2,), (1,))]),
+        metadata_of(size=(4,), boxes=[((0,), (2,)), ((3,), (2,))]),
+        metadata_of(size=(4, 1), boxes=[((0,), (4,))]),
+        metadata_of(size=(1,) * 20),
         {"state_dict_metadata": 1},
         [],
         None,
@@ -253,14 +253,14 @@ def test_nesting_has_no_end_and_does_no_harm() -> None:
         Metadata({"w": TensorStorageMetadata(TensorProperties(), torch.Size([2]), [])}, storage_data={}),
     ],
 )
-def test_contents_that_do_not_fit_the_files_are_refused(metadata: Any, tmp_path: Path) -> None:
+def test_metadata_that_does_not_fit_the_files_is_refused(metadata: Any, tmp_path: Path) -> None:
     (tmp_path / "outside").write_bytes(bytes(8000))
     assert refused_folder(folder_of(tmp_path / "dcp", metadata)) in ("K020", "K021", "K022")
 
 
-def test_a_claim_of_more_than_the_files_hold_allocates_nothing(tmp_path: Path) -> None:
+def test_metadata_that_claims_more_than_the_files_hold_allocates_nothing(tmp_path: Path) -> None:
     boxes = [((row * 1000,), (1000,)) for row in range(4000)]
-    metadata = contents(size=(4_000_000,), boxes=boxes)  # every part says that it is the same bytes
+    metadata = metadata_of(size=(4_000_000,), boxes=boxes)  # every chunk claims the same bytes
     assert refused_folder(folder_of(tmp_path / "dcp", metadata)) == "K022"
 
 
@@ -272,35 +272,35 @@ def saved(tensor: Tensor | Any) -> bytes:
 
 def archive(files: dict[str, bytes]) -> bytes:
     file = io.BytesIO()
-    with zipfile.ZipFile(file, "w") as made:
+    with zipfile.ZipFile(file, "w") as target:
         for name, data in files.items():
-            made.writestr(f"archive/{name}", data)
+            target.writestr(f"archive/{name}", data)
     return file.getvalue()
 
 
 def single(path: Path, data: bytes) -> Path:
-    return folder_of(path, contents(length=len(data)), data)
+    return folder_of(path, metadata_of(length=len(data)), data)
 
 
 def test_a_tensor_as_torch_saves_it_is_read(tmp_path: Path) -> None:
     data = saved(torch.arange(6.0)[2:6:2].clone())
     source = DcpSource(single(tmp_path / "plain", data))
-    assert read_whole(source, "w").tolist() == [2.0, 4.0]
+    assert read_full_tensor(source, "w").tolist() == [2.0, 4.0]
     strided = DcpSource(single(tmp_path / "strided", saved(torch.arange(6.0)[1::3])))
-    assert read_whole(strided, "w").tolist() == [1.0, 4.0]
+    assert read_full_tensor(strided, "w").tolist() == [1.0, 4.0]
 
 
-def label(*, name: str = "0", offset: int = 0, stride: int = 1) -> bytes:
-    """Return the pickle of a tensor of two floats by hand: protocol 2, a persistent id, a call."""
+def tensor_pickle(*, name: str = "0", offset: int = 0, stride: int = 1) -> bytes:
+    """Return a handwritten pickle of a tensor of two floats: protocol 2, a persistent id, a call."""
     storage = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX" + struct.pack("<I", len(name)) + name.encode()
     storage += b"X\x03\x00\x00\x00cpuK\x02tQ"
     numbers = b"J" + struct.pack("<i", offset) + b"K\x02\x85J" + struct.pack("<i", stride) + b"\x85\x89"
     return b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(" + storage + numbers + b"ccollections\nOrderedDict\n)RtR."
 
 
-def test_the_label_by_hand_is_one_that_is_read(tmp_path: Path) -> None:
-    data = archive({"data.pkl": label(), "data/0": struct.pack("<2f", 1.0, 2.0)})
-    assert read_whole(DcpSource(single(tmp_path / "dcp", data)), "w").tolist() == [1.0, 2.0]
+def test_the_handwritten_pickle_is_read(tmp_path: Path) -> None:
+    data = archive({"data.pkl": tensor_pickle(), "data/0": struct.pack("<2f", 1.0, 2.0)})
+    assert read_full_tensor(DcpSource(single(tmp_path / "dcp", data)), "w").tolist() == [1.0, 2.0]
 
 
 @pytest.mark.parametrize(
@@ -311,30 +311,30 @@ def test_the_label_by_hand_is_one_that_is_read(tmp_path: Path) -> None:
         saved(torch.arange(2)),
         pickle.dumps(touch()),
         archive({"data.pkl": pickle.dumps(touch()), "data/0": bytes(8)}),
-        archive({"data.pkl": label(offset=1), "data/0": bytes(8)}),
-        archive({"data.pkl": label(offset=-1), "data/0": bytes(8)}),
-        archive({"data.pkl": label(stride=1 << 30), "data/0": bytes(8)}),
-        archive({"data.pkl": label(stride=-1), "data/0": bytes(8)}),
-        archive({"data.pkl": label(name="../../x"), "data/0": bytes(8)}),
-        archive({"data.pkl": label(), "data/0": bytes(4)}),
-        archive({"data.pkl": label()}),
-        archive({"data.pkl": label(), "data/0": bytes(8), "byteorder": b"big"}),
+        archive({"data.pkl": tensor_pickle(offset=1), "data/0": bytes(8)}),
+        archive({"data.pkl": tensor_pickle(offset=-1), "data/0": bytes(8)}),
+        archive({"data.pkl": tensor_pickle(stride=1 << 30), "data/0": bytes(8)}),
+        archive({"data.pkl": tensor_pickle(stride=-1), "data/0": bytes(8)}),
+        archive({"data.pkl": tensor_pickle(name="../../x"), "data/0": bytes(8)}),
+        archive({"data.pkl": tensor_pickle(), "data/0": bytes(4)}),
+        archive({"data.pkl": tensor_pickle()}),
+        archive({"data.pkl": tensor_pickle(), "data/0": bytes(8), "byteorder": b"big"}),
         archive({"data.pkl": bytes(1 << 20), "data/0": bytes(8)}),
         archive({"data/0": bytes(8)}),
         b"PK\3\4" + bytes(500),
         bytes(500),
     ],
 )
-def test_a_file_that_is_no_tensor_is_refused(data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_not_a_tensor_is_refused(data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert refused_folder(single(tmp_path / "dcp", data)) in ("K021", "K022")
     assert not Path(CANARY).exists()
 
 
-def test_a_flipped_bit_in_a_tensor_is_seen(tmp_path: Path) -> None:
+def test_a_flipped_bit_in_a_tensor_is_found(tmp_path: Path) -> None:
     data = bytearray(saved(torch.tensor([1.0, 2.0])))
-    place = data.index(struct.pack("<2f", 1.0, 2.0))
-    data[place + 2] ^= 1
+    position = data.index(struct.pack("<2f", 1.0, 2.0))
+    data[position + 2] ^= 1
     assert refused_folder(single(tmp_path / "dcp", bytes(data))) == "K022"
 
 
@@ -348,17 +348,17 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
         assert refused_folder(folder) == "K020"
 
 
-def test_a_pickled_object_beside_the_tensors_is_never_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pickled_object_next_to_the_tensors_is_never_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     dcp.save({"w": torch.ones(2), "note": touch()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     Path(CANARY).unlink(missing_ok=True)
     source = DcpSource(tmp_path / "dcp")
-    assert source.passed_over == ["note"]
-    assert read_whole(source, "w").tolist() == [1.0, 1.0]
+    assert source.skipped_keys == ["note"]
+    assert read_full_tensor(source, "w").tolist() == [1.0, 1.0]
     assert not Path(CANARY).exists()
 
 
-def test_a_folder_without_contents_is_named(tmp_path: Path) -> None:
+def test_a_folder_without_metadata_is_refused(tmp_path: Path) -> None:
     assert refused_folder(tmp_path) == "K020"
     (tmp_path / ".metadata").touch()
     assert refused_folder(tmp_path) == "K022"

@@ -1,4 +1,4 @@
-"""A checkpoint becomes a Hugging Face or a DCP folder, and a DCP folder a checkpoint, with not a bit changed."""
+"""Exports to Hugging Face and DCP folders, and imports from DCP, change no bit."""
 
 import json
 from pathlib import Path
@@ -13,17 +13,18 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 
-from tests.checkpoints import Quick, on_ranks, rows_of, staged
+from tests.checkpoints import UnsyncedDisk, copy_share, on_ranks, rows_of
 from tests.hf_models import save_model
 from tests.ranks import run_ranks
-from trimaran.checkpoint.convert import dcp_source, export_dcp, export_hf, hollow_network, read_whole
+from trimaran.checkpoint.convert import export_dcp, export_hf, meta_network, read_full_tensor
+from trimaran.checkpoint.dcp_read import DcpSource
 from trimaran.checkpoint.dcp_write import dcp_key
 from trimaran.checkpoint.disk_source import DiskSource
 from trimaran.checkpoint.export_hf import write_hf_folder
-from trimaran.checkpoint.import_dcp import find_arrivals, write_arrivals
+from trimaran.checkpoint.import_dcp import find_imported_tensors, write_imported_tensors
 from trimaran.checkpoint.manifest import Manifest
 from trimaran.checkpoint.step_dirs import draft_path, step_path
-from trimaran.checkpoint.tensor_shards import Source
+from trimaran.checkpoint.tensor_shards import CheckpointSource
 from trimaran.checkpoint.verify_checkpoint import verify
 from trimaran.checkpoint.write_checkpoint import commit, write_share
 from trimaran.core import ModelSection, Recipe, UserError, parse_recipe
@@ -51,51 +52,51 @@ def network_of(recipe: Recipe) -> Network:
 
 
 def state_of(module: torch.nn.Module) -> dict[str, Tensor]:
-    """Return what a run would keep of a module and of an AdamW that has made seven steps with it."""
-    kept = {f"model/{name}": each.detach().clone() for name, each in module.named_parameters()}
+    """Return the state that a run would save: a module, and AdamW states after seven steps."""
+    state = {f"model/{name}": each.detach().clone() for name, each in module.named_parameters()}
     draw = torch.Generator().manual_seed(4)
     for name, each in module.named_parameters():
-        kept[f"optimizer/exp_avg/{name}"] = torch.randn(each.shape, generator=draw)
-        kept[f"optimizer/exp_avg_sq/{name}"] = torch.rand(each.shape, generator=draw)
-        kept[f"optimizer/step/{name}"] = torch.tensor(7.0)
-    return kept
+        state[f"optimizer/exp_avg/{name}"] = torch.randn(each.shape, generator=draw)
+        state[f"optimizer/exp_avg_sq/{name}"] = torch.rand(each.shape, generator=draw)
+        state[f"optimizer/step/{name}"] = torch.tensor(7.0)
+    return state
 
 
-def keep(folder: Path, tensors: dict[str, Tensor], *, step: int = 7, world_size: int = 2) -> DiskSource:
-    """Write the tensors as ranks do that each hold some rows, and return the checkpoint."""
-    shares = on_ranks(world_size, lambda rank, gather: staged(
+def save(folder: Path, tensors: dict[str, Tensor], *, step: int = 7, world_size: int = 2) -> DiskSource:
+    """Write the tensors as ranks that hold some rows each, and return the checkpoint."""
+    shares = on_ranks(world_size, lambda rank, gather: copy_share(
         rows_of(tensors, rank, world_size), rank, world_size, gather))  # fmt: skip
-    draft, disk = draft_path(folder, step, "abc123"), Quick()
-    receipts = [
+    draft, disk = draft_path(folder, step, "abc123"), UnsyncedDisk()
+    reports = [
         write_share(draft, rank, share, memory, previous=None, disk=disk) for rank, (share, memory) in enumerate(shares)
     ]
-    commit(draft, step_path(folder, step), receipts, Manifest(step=step, world_size=world_size), disk)
+    commit(draft, step_path(folder, step), reports, Manifest(step=step, world_size=world_size), disk)
     return DiskSource(step_path(folder, step))
 
 
-def quiet(what: str, share: float) -> None:
+def no_progress(what: str, fraction: float) -> None:
     assert what
-    assert 0 <= share <= 1
+    assert 0 <= fraction <= 1
 
 
-def nothing_beside(folder: Path) -> None:
+def add_nothing(folder: Path) -> None:
     assert folder.is_dir()
 
 
-def same(source: Source, tensors: dict[str, Tensor]) -> None:
+def assert_same(source: CheckpointSource, tensors: dict[str, Tensor]) -> None:
     assert source.index.keys() == tensors.keys()
     for key, tensor in tensors.items():
-        found = read_whole(source, key)
+        found = read_full_tensor(source, key)
         assert found.dtype == tensor.dtype
         assert torch.equal(found, tensor), key
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-def test_a_decoder_speaks_from_its_export_as_it_did_before(model: str, tmp_path: Path) -> None:
+def test_an_exported_decoder_gives_the_same_logits(model: str, tmp_path: Path) -> None:
     recipe = recipe_of(model)
     network = network_of(recipe)
-    source = keep(tmp_path / "checkpoints", state_of(network.module))
-    export_hf(source, recipe.model, tmp_path / "hf", dtype="fp32", beside=nothing_beside, progress=quiet)
+    source = save(tmp_path / "checkpoints", state_of(network.module))
+    export_hf(source, recipe.model, tmp_path / "hf", dtype="fp32", add_files=add_nothing, progress=no_progress)
     section = ModelSection(path=str(tmp_path / "hf"))
     spec = spec_of(section)
     assert spec is not None
@@ -109,33 +110,33 @@ def test_a_decoder_speaks_from_its_export_as_it_did_before(model: str, tmp_path:
 def test_an_export_is_what_the_run_itself_would_save(model: str, tmp_path: Path) -> None:
     recipe = recipe_of(model)
     network = network_of(recipe)
-    source = keep(tmp_path / "checkpoints", state_of(network.module))
-    export_hf(source, recipe.model, tmp_path / "hf", dtype="fp32", beside=nothing_beside, progress=quiet)
-    write_hf_folder(tmp_path / "own", network.disk_config(), network.disk_tensors(), origin=None, beside=nothing_beside)
+    source = save(tmp_path / "checkpoints", state_of(network.module))
+    export_hf(source, recipe.model, tmp_path / "hf", dtype="fp32", add_files=add_nothing, progress=no_progress)
+    write_hf_folder(tmp_path / "own", network.disk_config(), network.disk_tensors(), origin=None, add_files=add_nothing)
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "hf" / name).read_bytes() == (tmp_path / "own" / name).read_bytes()
 
 
-def test_a_run_that_goes_on_replaces_the_weights_of_its_first_end(tmp_path: Path) -> None:
+def test_a_resumed_run_replaces_its_exported_weights(tmp_path: Path) -> None:
     network = network_of(recipe_of(MODELS["tied"]))
     for replace in (False, True):
         config = network.disk_config() | {"second": replace}
         write_hf_folder(
-            tmp_path / "model", config, network.disk_tensors(), origin=None, beside=nothing_beside, replace=replace
+            tmp_path / "model", config, network.disk_tensors(), origin=None, add_files=add_nothing, replace=replace
         )
     assert json.loads((tmp_path / "model" / "config.json").read_text())["second"] is True
     assert [each.name for each in tmp_path.iterdir()] == ["model"]
     with pytest.raises(OSError, match="not empty"):
-        write_hf_folder(tmp_path / "model", {}, network.disk_tensors(), origin=None, beside=nothing_beside)
+        write_hf_folder(tmp_path / "model", {}, network.disk_tensors(), origin=None, add_files=add_nothing)
     assert json.loads((tmp_path / "model" / "config.json").read_text())["second"] is True
 
 
-def test_a_large_export_is_several_files_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_export_has_several_files_and_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trimaran.checkpoint.export_hf.MAX_FILE_BYTES", 1 << 18)
     recipe = recipe_of(MODELS["untied"])
     network = network_of(recipe)
-    source = keep(tmp_path / "checkpoints", state_of(network.module))
-    export_hf(source, recipe.model, tmp_path / "hf", dtype="fp32", beside=nothing_beside, progress=quiet)
+    source = save(tmp_path / "checkpoints", state_of(network.module))
+    export_hf(source, recipe.model, tmp_path / "hf", dtype="fp32", add_files=add_nothing, progress=no_progress)
     assert len(list((tmp_path / "hf").glob("model-*-of-*.safetensors"))) > 1
     again = network_of(recipe)
     with torch.no_grad():
@@ -155,19 +156,19 @@ def test_a_hugging_face_model_is_exported_under_its_own_names(name: str, tmp_pat
     with torch.no_grad():
         for each in module.parameters():
             each.mul_(1.5)
-    source = keep(tmp_path / "checkpoints", state_of(module))
-    export_hf(source, recipe.model, tmp_path / "hf", dtype="fp32", beside=nothing_beside, progress=quiet)
+    source = save(tmp_path / "checkpoints", state_of(module))
+    export_hf(source, recipe.model, tmp_path / "hf", dtype="fp32", add_files=add_nothing, progress=no_progress)
     assert load_file(tmp_path / "hf" / "model.safetensors").keys() == load_file(folder / "model.safetensors").keys()
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     with torch.no_grad():
         assert torch.equal(again(TOKENS).logits, module(TOKENS).logits)
 
 
-def test_weights_may_be_rounded_on_the_way_out(tmp_path: Path) -> None:
+def test_weights_can_be_exported_in_bf16(tmp_path: Path) -> None:
     recipe = recipe_of(MODELS["tied"])
     network = network_of(recipe)
-    source = keep(tmp_path / "checkpoints", state_of(network.module))
-    export_hf(source, recipe.model, tmp_path / "hf", dtype="bf16", beside=nothing_beside, progress=quiet)
+    source = save(tmp_path / "checkpoints", state_of(network.module))
+    export_hf(source, recipe.model, tmp_path / "hf", dtype="bf16", add_files=add_nothing, progress=no_progress)
     weights = load_file(tmp_path / "hf" / "model.safetensors")
     exact = dict(network.disk_tensors())
     assert {name: each.bfloat16().tolist() for name, each in exact.items()} == {
@@ -176,37 +177,39 @@ def test_weights_may_be_rounded_on_the_way_out(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_an_export_never_overwrites_and_leaves_nothing_half_done(tmp_path: Path) -> None:
+def test_an_export_never_overwrites_and_leaves_no_partial_folder(tmp_path: Path) -> None:
     recipe = recipe_of(MODELS["tied"])
-    source = keep(tmp_path / "checkpoints", state_of(network_of(recipe).module))
+    source = save(tmp_path / "checkpoints", state_of(network_of(recipe).module))
     (tmp_path / "there").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for name in ("there", "link"):
         with pytest.raises(UserError, match="K024"):
-            export_dcp(source, tmp_path / name, progress=quiet)
+            export_dcp(source, tmp_path / name, progress=no_progress)
         with pytest.raises(UserError, match="K024"):
-            export_hf(source, recipe.model, tmp_path / name, dtype="fp32", beside=nothing_beside, progress=quiet)
+            export_hf(source, recipe.model, tmp_path / name, dtype="fp32", add_files=add_nothing, progress=no_progress)
 
     def full(folder: Path) -> None:
         raise OSError(28, "No space left on device")
 
     with pytest.raises(UserError, match="K026"):
-        export_hf(source, recipe.model, tmp_path / "hf", dtype="fp32", beside=full, progress=quiet)
+        export_hf(source, recipe.model, tmp_path / "hf", dtype="fp32", add_files=full, progress=no_progress)
     with pytest.raises(UserError, match="K026"):
-        export_dcp(source, Path("/proc/nowhere/dcp"), progress=quiet)
+        export_dcp(source, Path("/proc/nowhere/dcp"), progress=no_progress)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["checkpoints", "link", "there"]
 
 
 def test_a_checkpoint_of_another_model_is_not_exported(tmp_path: Path) -> None:
-    source = keep(tmp_path / "checkpoints", state_of(network_of(recipe_of(MODELS["tied"])).module))
+    source = save(tmp_path / "checkpoints", state_of(network_of(recipe_of(MODELS["tied"])).module))
     with pytest.raises(UserError, match="K025"):
         export_hf(source, recipe_of("{preset: tiny, shape: {layers: 3}}").model, tmp_path / "hf", dtype="fp32",
-                  beside=nothing_beside, progress=quiet)  # fmt: skip
+                  add_files=add_nothing, progress=no_progress)  # fmt: skip
 
 
 def imported(folder: Path, recipe: Recipe, run: Path, *, step: int = 9) -> DiskSource:
-    source = dcp_source(folder)
-    path = write_arrivals(find_arrivals(source, recipe), source, run, about=Manifest(step=step), progress=quiet)
+    source = DcpSource(folder)
+    path = write_imported_tensors(
+        find_imported_tensors(source, recipe), source, run, manifest=Manifest(step=step), progress=no_progress
+    )
     assert verify(path) == []
     return DiskSource(path)
 
@@ -214,26 +217,26 @@ def imported(folder: Path, recipe: Recipe, run: Path, *, step: int = 9) -> DiskS
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_a_checkpoint_goes_to_dcp_and_back(model: str, tmp_path: Path) -> None:
     recipe = recipe_of(model)
-    kept = state_of(network_of(recipe).module)
-    export_dcp(keep(tmp_path / "checkpoints", kept), tmp_path / "dcp", progress=quiet)
-    assert find_arrivals(dcp_source(tmp_path / "dcp"), recipe).step == 7
-    same(imported(tmp_path / "dcp", recipe, tmp_path / "again"), kept)
+    state = state_of(network_of(recipe).module)
+    export_dcp(save(tmp_path / "checkpoints", state), tmp_path / "dcp", progress=no_progress)
+    assert find_imported_tensors(DcpSource(tmp_path / "dcp"), recipe).step == 7
+    assert_same(imported(tmp_path / "dcp", recipe, tmp_path / "again"), state)
 
 
 def test_eight_bit_states_go_to_dcp_and_back(tmp_path: Path) -> None:
     recipe = recipe_of(MODELS["tied"], "train.optimizer.states=8bit")
-    kept = state_of(network_of(recipe).module)
+    state = state_of(network_of(recipe).module)
     name = "layers.0.mlp.up_proj.weight"
-    rows, columns = kept[f"model/{name}"].shape
+    rows, columns = state[f"model/{name}"].shape
     for moment in ("exp_avg", "exp_avg_sq"):
-        kept[f"optimizer/{moment}/{name}"] = torch.arange(rows * columns).view(rows, columns).to(torch.uint8)
-        kept[f"optimizer/{moment}_scale@128/{name}"] = torch.rand(rows, 2)
-    export_dcp(keep(tmp_path / "checkpoints", kept), tmp_path / "dcp", progress=quiet)
-    same(imported(tmp_path / "dcp", recipe, tmp_path / "again"), kept)
+        state[f"optimizer/{moment}/{name}"] = torch.arange(rows * columns).view(rows, columns).to(torch.uint8)
+        state[f"optimizer/{moment}_scale@128/{name}"] = torch.rand(rows, 2)
+    export_dcp(save(tmp_path / "checkpoints", state), tmp_path / "dcp", progress=no_progress)
+    assert_same(imported(tmp_path / "dcp", recipe, tmp_path / "again"), state)
 
 
 def train_with_fsdp(folder: str, path: str, tree: str) -> dict[str, Tensor]:
-    """Train a Hugging Face Llama by torch alone on two ranks, save it as a DCP under `tree`, return our view of it."""
+    """Train a Hugging Face Llama with torch FSDP, save it as DCP under `tree`, and return the tensors by our keys."""
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
     dist.init_process_group("gloo")
@@ -249,13 +252,13 @@ def train_with_fsdp(folder: str, path: str, tree: str) -> dict[str, Tensor]:
     weights, states = get_state_dict(model, optimizer)
     keys: dict[str, Any] = {"bare": weights, "nested": {"app": {"model": weights, "optim": states}}}
     dcp.save(keys[tree], checkpoint_id=folder)
-    whole = {f"model/{_ours(name)}": each.full_tensor() for name, each in weights.items()}
+    full_tensors = {f"model/{_ours(name)}": each.full_tensor() for name, each in weights.items()}
     for name, moments in states["state"].items():
         for state, each in moments.items():
             full = each.full_tensor() if hasattr(each, "full_tensor") else each
-            whole[f"optimizer/{state}/{_ours(name)}"] = full
+            full_tensors[f"optimizer/{state}/{_ours(name)}"] = full
     dist.barrier()
-    return {key: each.clone() for key, each in whole.items()} if dist.get_rank() == 0 else {}
+    return {key: each.clone() for key, each in full_tensors.items()} if dist.get_rank() == 0 else {}
 
 
 def _ours(name: str) -> str:
@@ -263,63 +266,63 @@ def _ours(name: str) -> str:
 
 
 @pytest.mark.parametrize("tree", ["nested", "bare"])
-def test_what_torch_fsdp_trained_is_taken_over_bit_by_bit(tree: str, tmp_path: Path) -> None:
+def test_a_torch_fsdp_checkpoint_is_imported_bit_for_bit(tree: str, tmp_path: Path) -> None:
     folder = save_model("llama", tmp_path / "origin")
     saved = run_ranks(2, train_with_fsdp, str(tmp_path / "dcp"), str(folder), tree)[0]
     recipe = recipe_of(f"{{path: {folder}}}")
-    if tree == "bare":  # weights alone: AdamW begins anew
+    if tree == "bare":  # only weights: the AdamW states start as zeros
         saved = {key: each if key.startswith("model/") else torch.zeros_like(each) for key, each in saved.items()}
-    found = find_arrivals(dcp_source(tmp_path / "dcp"), recipe)
+    found = find_imported_tensors(DcpSource(tmp_path / "dcp"), recipe)
     assert (found.step, found.with_moments) == ((3, True) if tree == "nested" else (0, False))
-    same(imported(tmp_path / "dcp", recipe, tmp_path / "run"), saved)
+    assert_same(imported(tmp_path / "dcp", recipe, tmp_path / "run"), saved)
 
 
-def test_experts_by_number_become_a_stack(tmp_path: Path) -> None:
+def test_numbered_experts_are_stacked(tmp_path: Path) -> None:
     recipe = recipe_of(MODELS["experts"])
     network = network_of(recipe)
     dcp.save({"model": dict(network.disk_tensors())}, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    kept = {key: each for key, each in state_of(network.module).items() if key.startswith("model/")}
+    state = {key: each for key, each in state_of(network.module).items() if key.startswith("model/")}
     source = imported(tmp_path / "dcp", recipe, tmp_path / "run")
-    for key, tensor in kept.items():
-        assert torch.equal(read_whole(source, key), tensor)
+    for key, tensor in state.items():
+        assert torch.equal(read_full_tensor(source, key), tensor)
 
 
-def test_weights_in_bf16_are_taken_over_in_fp32(tmp_path: Path) -> None:
+def test_bf16_weights_are_imported_in_fp32(tmp_path: Path) -> None:
     recipe = recipe_of(MODELS["tied"])
     weights = {name: each.detach().bfloat16() for name, each in network_of(recipe).module.named_parameters()}
     dcp.save({"model": weights}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     source = imported(tmp_path / "dcp", recipe, tmp_path / "run")
     for name, tensor in weights.items():
-        assert torch.equal(read_whole(source, f"model/{name}"), tensor.float())
+        assert torch.equal(read_full_tensor(source, f"model/{name}"), tensor.float())
 
 
 def test_a_dcp_of_another_model_is_refused_with_what_is_missing(tmp_path: Path) -> None:
-    export_dcp(keep(tmp_path / "checkpoints", state_of(network_of(recipe_of(MODELS["tied"])).module)),
-               tmp_path / "dcp", progress=quiet)  # fmt: skip
-    source = dcp_source(tmp_path / "dcp")
+    export_dcp(save(tmp_path / "checkpoints", state_of(network_of(recipe_of(MODELS["tied"])).module)),
+               tmp_path / "dcp", progress=no_progress)  # fmt: skip
+    source = DcpSource(tmp_path / "dcp")
     with pytest.raises(UserError, match=r"K023.*layers\.2\."):
-        find_arrivals(source, recipe_of("{preset: tiny, shape: {layers: 3, tied: true}}"))
+        find_imported_tensors(source, recipe_of("{preset: tiny, shape: {layers: 3, tied: true}}"))
     with pytest.raises(UserError, match=r"K023.*as \["):
-        find_arrivals(source, recipe_of("{preset: tiny, shape: {layers: 2, tied: true, vocab: 300}}"))
+        find_imported_tensors(source, recipe_of("{preset: tiny, shape: {layers: 2, tied: true, vocab: 300}}"))
     dcp.save({"x": torch.ones(2)}, checkpoint_id=tmp_path / "other", no_dist=True)
     with pytest.raises(UserError, match="K023"):
-        find_arrivals(dcp_source(tmp_path / "other"), recipe_of(MODELS["tied"]))
+        find_imported_tensors(DcpSource(tmp_path / "other"), recipe_of(MODELS["tied"]))
 
 
-def test_only_fp32_states_can_begin_as_zeros(tmp_path: Path) -> None:
+def test_only_fp32_states_can_start_as_zeros(tmp_path: Path) -> None:
     recipe = recipe_of(MODELS["tied"], "train.optimizer.states=8bit")
     weights = dict(network_of(recipe).module.named_parameters())
     dcp.save({"model": weights}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     with pytest.raises(UserError, match="K027"):
-        find_arrivals(dcp_source(tmp_path / "dcp"), recipe)
+        find_imported_tensors(DcpSource(tmp_path / "dcp"), recipe)
 
 
 def test_torch_loads_an_export_into_its_own_model_and_optimizer(tmp_path: Path) -> None:
     recipe = recipe_of(MODELS["tied"])
     network = network_of(recipe)
-    kept = state_of(network.module)
-    export_dcp(keep(tmp_path / "checkpoints", kept), tmp_path / "dcp", progress=quiet)
-    target = hollow_network(recipe.model).module.to_empty(device="cpu")
+    state = state_of(network.module)
+    export_dcp(save(tmp_path / "checkpoints", state), tmp_path / "dcp", progress=no_progress)
+    target = meta_network(recipe.model).module.to_empty(device="cpu")
     assert isinstance(target, Decoder)
     for each in target.parameters():
         each.grad = torch.zeros_like(each)
@@ -332,5 +335,5 @@ def test_torch_loads_an_export_into_its_own_model_and_optimizer(tmp_path: Path) 
     loaded |= {
         f"optimizer.state.{name}.{key}": each for name, of in states["state"].items() for key, each in of.items()
     }
-    for key, tensor in kept.items():
+    for key, tensor in state.items():
         assert torch.equal(loaded[dcp_key(key)], tensor), key

@@ -1,4 +1,4 @@
-"""Copies in memory: sealed and whole, or not there; and how much memory they may take."""
+"""Copies in memory: valid and complete, or not there; and how much memory they may take."""
 
 import os
 from collections.abc import Iterator
@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from trimaran.checkpoint.copier import Copier
-from trimaran.checkpoint.load_state import fill
-from trimaran.checkpoint.memory_budget import MemoryBudget, first_that_fits, rooms
-from trimaran.checkpoint.memory_copies import Label, MemorySlot, MemorySource, RankMemory, pack_items
-from trimaran.checkpoint.rank_share import RankShare, lay_out
+from trimaran.checkpoint.load_state import fill_shards
+from trimaran.checkpoint.memory_budget import MemoryBudget, budget_options, first_fitting_budget
+from trimaran.checkpoint.memory_copies import CopyMetadata, MemorySlot, MemorySource, RankMemory, encode_items
+from trimaran.checkpoint.rank_share import RankShare, build_share
 from trimaran.checkpoint.tensor_shards import TensorShard
 from trimaran.core import CheckpointSection, Seconds
-from trimaran.train.checkpointing.save_interval import SaveCost, SavePace, copy_every, is_look, save_interval
+from trimaran.train.checkpointing.save_interval import SaveCost, SaveSchedule, copy_every, is_review, save_interval
 
 GIB = 1 << 30
 
@@ -26,142 +26,144 @@ def rank_memory() -> Iterator[RankMemory]:
     os.close(fd)
 
 
-def pieces_of(*values: float) -> list[TensorShard]:
-    """Return weights of 3 x 5, and a frozen one at the end."""
+def shards_of(*values: float) -> list[TensorShard]:
+    """Return weights of 3 x 5; the last one is frozen."""
     made = [TensorShard(key=f"model/{index}", tensor=torch.full((3, 5), value), shape=(3, 5), start=(0, 0))
             for index, value in enumerate(values)]  # fmt: skip
     return [*made[:-1], replace(made[-1], frozen=True)]
 
 
-def share_of(pieces: list[TensorShard]) -> RankShare:
-    return lay_out(pieces, [(0, 3)] * len(pieces))
+def share_of(shards: list[TensorShard]) -> RankShare:
+    return build_share(shards, [(0, 3)] * len(shards))
 
 
-def label(step: int, *, rank: int = 0, world_size: int = 1) -> Label:
-    return Label(step=step, incarnation=(0, 0), rank=rank, world_size=world_size, progress={"seed": 7})
+def metadata(step: int, *, rank: int = 0, world_size: int = 1) -> CopyMetadata:
+    return CopyMetadata(step=step, incarnation=(0, 0), rank=rank, world_size=world_size, progress={"seed": 7})
 
 
-def laid_out(rank_memory: RankMemory, share: RankShare, *, slots: int = 2) -> tuple[MemorySlot, ...]:
-    rank_memory.lay_out(slots, num_bytes=share.num_bytes, items_bytes=len(pack_items(share.items)))
+def create_slots(rank_memory: RankMemory, share: RankShare, *, slots: int = 2) -> tuple[MemorySlot, ...]:
+    rank_memory.create_slots(slots, num_bytes=share.num_bytes, items_bytes=len(encode_items(share.items)))
     return rank_memory.slots
 
 
-def test_a_copy_is_found_again_by_whoever_opens_the_berth(rank_memory: RankMemory) -> None:
-    pieces = pieces_of(1.5, 2.5, 3.5)
-    share = share_of(pieces)
-    Copier(share).copy(laid_out(rank_memory, share)[0], label(12), pieces)
-    ((_, kept),) = RankMemory(rank_memory.fd).kept()
-    assert kept.verify()
-    assert kept.label == label(12)
-    source = MemorySource({0: kept})
-    found = pieces_of(0.0, 0.0, 0.0)
-    fill(found, source)
+def test_a_copy_is_found_again_when_the_rank_memory_is_reopened(rank_memory: RankMemory) -> None:
+    shards = shards_of(1.5, 2.5, 3.5)
+    share = share_of(shards)
+    Copier(share).copy(create_slots(rank_memory, share)[0], metadata(12), shards)
+    ((_, contents),) = RankMemory(rank_memory.fd).valid_slots()
+    assert contents.verify()
+    assert contents.metadata == metadata(12)
+    source = MemorySource({0: contents})
+    found = shards_of(0.0, 0.0, 0.0)
+    fill_shards(found, source)
     assert (source.step, source.progress) == (12, {"seed": 7})
-    assert [float(piece.tensor.mean()) for piece in found] == [1.5, 2.5, 3.5]
+    assert [float(shard.tensor.mean()) for shard in found] == [1.5, 2.5, 3.5]
 
 
 def test_shares_of_two_ranks_make_one_source(rank_memory: RankMemory) -> None:
-    whole = torch.arange(12.0).view(6, 2)
-    parts = [TensorShard(key="model/w", tensor=whole[row : row + 3], shape=(6, 2), start=(row, 0)) for row in (0, 3)]
-    shares = [lay_out([part], [(0, 3)]) for part in parts]
-    slots = laid_out(rank_memory, shares[0])
-    for rank, (part, share, slot) in enumerate(zip(parts, shares, slots, strict=True)):
-        Copier(share).copy(slot, label(1, rank=rank, world_size=2), [part])
-    source = MemorySource({kept.label.rank: kept for _, kept in rank_memory.kept()})
+    full = torch.arange(12.0).view(6, 2)
+    shards = [TensorShard(key="model/w", tensor=full[row : row + 3], shape=(6, 2), start=(row, 0)) for row in (0, 3)]
+    shares = [build_share([shard], [(0, 3)]) for shard in shards]
+    slots = create_slots(rank_memory, shares[0])
+    for rank, (shard, share, slot) in enumerate(zip(shards, shares, slots, strict=True)):
+        Copier(share).copy(slot, metadata(1, rank=rank, world_size=2), [shard])
+    source = MemorySource({contents.metadata.rank: contents for _, contents in rank_memory.valid_slots()})
     loaded = TensorShard(key="model/w", tensor=torch.zeros(6, 1), shape=(6, 2), start=(0, 1))
-    fill([loaded], source)
-    assert torch.equal(loaded.tensor, whole[:, 1:])
+    fill_shards([loaded], source)
+    assert torch.equal(loaded.tensor, full[:, 1:])
 
 
-def test_a_slot_that_was_opened_and_not_sealed_holds_nothing(rank_memory: RankMemory) -> None:
-    pieces = pieces_of(1.0, 2.0)
-    share = share_of(pieces)
-    first, second = laid_out(rank_memory, share)
-    Copier(share).copy(first, label(1), pieces)
-    Copier(share).copy(second, label(2), pieces)
-    first.open()
+def test_a_slot_that_was_invalidated_and_not_committed_is_empty(rank_memory: RankMemory) -> None:
+    shards = shards_of(1.0, 2.0)
+    share = share_of(shards)
+    first, second = create_slots(rank_memory, share)
+    Copier(share).copy(first, metadata(1), shards)
+    Copier(share).copy(second, metadata(2), shards)
+    first.invalidate()
     first.data[:8] = 255  # killed in the middle of the next copy
-    assert [kept.label.step for _, kept in rank_memory.kept()] == [2]
+    assert [contents.metadata.step for _, contents in rank_memory.valid_slots()] == [2]
 
 
 @pytest.mark.parametrize("where", [0, 8, 16, 24, 32, 60, 120])
-def test_a_damaged_head_hides_the_slot(rank_memory: RankMemory, where: int) -> None:
-    pieces = pieces_of(1.0, 2.0)
-    share = share_of(pieces)
-    (slot,) = laid_out(rank_memory, share, slots=1)
-    Copier(share).copy(slot, label(1), pieces)
+def test_a_slot_with_a_damaged_header_is_ignored(rank_memory: RankMemory, where: int) -> None:
+    shards = shards_of(1.0, 2.0)
+    share = share_of(shards)
+    (slot,) = create_slots(rank_memory, share, slots=1)
+    Copier(share).copy(slot, metadata(1), shards)
     slot.memory[where] ^= 4
-    assert rank_memory.kept() == []
+    assert rank_memory.valid_slots() == []
 
 
 def test_a_flipped_bit_of_the_values_is_found(rank_memory: RankMemory) -> None:
-    pieces = pieces_of(1.0, 2.0)
-    share = share_of(pieces)
-    (slot,) = laid_out(rank_memory, share, slots=1)
-    Copier(share).copy(slot, label(1), pieces)
-    ((_, kept),) = rank_memory.kept()
-    assert kept.verify()
+    shards = shards_of(1.0, 2.0)
+    share = share_of(shards)
+    (slot,) = create_slots(rank_memory, share, slots=1)
+    Copier(share).copy(slot, metadata(1), shards)
+    ((_, contents),) = rank_memory.valid_slots()
+    assert contents.verify()
     slot.data[17] ^= 1
-    assert not kept.verify()
+    assert not contents.verify()
 
 
-def test_what_is_frozen_is_copied_once_to_each_slot(rank_memory: RankMemory) -> None:
-    pieces = pieces_of(1.0, 2.0)
-    share = share_of(pieces)
-    slots, copier = laid_out(rank_memory, share), Copier(share)
+def test_frozen_tensors_are_copied_once_to_each_slot(rank_memory: RankMemory) -> None:
+    shards = shards_of(1.0, 2.0)
+    share = share_of(shards)
+    slots, copier = create_slots(rank_memory, share), Copier(share)
     for step in range(4):
-        pieces[0].tensor.fill_(step)
+        shards[0].tensor.fill_(step)
         if step == 2:
-            pieces[1].tensor.fill_(9.0)  # which no step does; so that it shows
-        copier.copy(slots[step % 2], label(step), pieces)
-    found = {kept.label.step: MemorySource({0: kept}) for _, kept in rank_memory.kept()}
+            shards[1].tensor.fill_(9.0)  # no step changes it; this makes a second copy visible
+        copier.copy(slots[step % 2], metadata(step), shards)
+    found = {contents.metadata.step: MemorySource({0: contents}) for _, contents in rank_memory.valid_slots()}
     for step, source in found.items():
-        loaded = pieces_of(0.0, 0.0)
-        fill(loaded, source)
+        loaded = shards_of(0.0, 0.0)
+        fill_shards(loaded, source)
         assert [float(each.tensor.mean()) for each in loaded] == [step, 2.0]
 
 
-def test_the_same_cut_leaves_everything_in_its_place(rank_memory: RankMemory) -> None:
-    pieces = pieces_of(1.0, 2.0)
-    share = share_of(pieces)
-    slots = laid_out(rank_memory, share)
-    Copier(share).copy(slots[1], label(5), pieces)
-    assert RankMemory(rank_memory.fd).lay_out(2, num_bytes=share.num_bytes, items_bytes=len(pack_items(share.items)))
-    assert [kept.label.step for _, kept in RankMemory(rank_memory.fd).kept()] == [5]
-    assert not RankMemory(rank_memory.fd).lay_out(
-        3, num_bytes=share.num_bytes, items_bytes=len(pack_items(share.items))
+def test_the_same_slot_layout_keeps_the_contents(rank_memory: RankMemory) -> None:
+    shards = shards_of(1.0, 2.0)
+    share = share_of(shards)
+    slots = create_slots(rank_memory, share)
+    Copier(share).copy(slots[1], metadata(5), shards)
+    assert RankMemory(rank_memory.fd).create_slots(
+        2, num_bytes=share.num_bytes, items_bytes=len(encode_items(share.items))
     )
-    assert RankMemory(rank_memory.fd).kept() == []
+    assert [contents.metadata.step for _, contents in RankMemory(rank_memory.fd).valid_slots()] == [5]
+    assert not RankMemory(rank_memory.fd).create_slots(
+        3, num_bytes=share.num_bytes, items_bytes=len(encode_items(share.items))
+    )
+    assert RankMemory(rank_memory.fd).valid_slots() == []
 
 
-def test_a_berth_full_of_garbage_is_an_empty_one(rank_memory: RankMemory) -> None:
+def test_a_rank_memory_full_of_garbage_has_no_slots(rank_memory: RankMemory) -> None:
     os.pwrite(rank_memory.fd, os.urandom(20_000), 0)
     assert RankMemory(rank_memory.fd).slots == ()
 
 
-def test_memory_is_divided_as_well_as_it_goes() -> None:
-    options = rooms(CheckpointSection(), has_rank_memory=True, pairs=False)
+def test_the_largest_budget_that_fits_is_chosen() -> None:
+    options = budget_options(CheckpointSection(), has_rank_memory=True, pairs=False)
     sizes, nodes = [GIB, GIB, GIB, GIB], [0, 0, 2, 2]
 
     def fit(free: float) -> MemoryBudget:
-        return first_that_fits(options, sizes, nodes, [100 * GIB, 100 * GIB, *[int(free * GIB)] * 2])
+        return first_fitting_budget(options, sizes, nodes, [100 * GIB, 100 * GIB, *[int(free * GIB)] * 2])
 
-    assert fit(12.0) == MemoryBudget(own=3)
-    assert fit(11.9) == MemoryBudget(own=2)
-    assert fit(7.9) == MemoryBudget(own=1, memory=False)
-    assert fit(3.9) == MemoryBudget(own=0, memory=False)
-
-
-def test_copies_that_nobody_wants_take_no_memory() -> None:
-    staging = [MemoryBudget(own=1, memory=False), MemoryBudget(own=0, memory=False)]
-    assert rooms(CheckpointSection(memory=0), has_rank_memory=True, pairs=True) == staging
-    assert rooms(CheckpointSection(), has_rank_memory=False, pairs=True) == staging
-    several = rooms(CheckpointSection(), has_rank_memory=True, pairs=True)
-    assert several[0] == MemoryBudget(own=5, foreign=2)
-    assert [room.num_slots for room in several] == sorted((room.num_slots for room in several), reverse=True)
+    assert fit(12.0) == MemoryBudget(own_slots=3)
+    assert fit(11.9) == MemoryBudget(own_slots=2)
+    assert fit(7.9) == MemoryBudget(own_slots=1, keeps_copies=False)
+    assert fit(3.9) == MemoryBudget(own_slots=0, keeps_copies=False)
 
 
-def test_the_interval_is_dalys_between_its_bounds() -> None:
+def test_copies_that_are_not_wanted_take_no_memory() -> None:
+    staging = [MemoryBudget(own_slots=1, keeps_copies=False), MemoryBudget(own_slots=0, keeps_copies=False)]
+    assert budget_options(CheckpointSection(memory=0), has_rank_memory=True, pairs=True) == staging
+    assert budget_options(CheckpointSection(), has_rank_memory=False, pairs=True) == staging
+    several = budget_options(CheckpointSection(), has_rank_memory=True, pairs=True)
+    assert several[0] == MemoryBudget(own_slots=5, peer_slots=2)
+    assert [each.num_slots for each in several] == sorted((each.num_slots for each in several), reverse=True)
+
+
+def test_the_save_interval_is_dalys_optimum_within_its_limits() -> None:
     hour = Seconds(3600.0)
     young = (2 * 1.0 * hour) ** 0.5
     assert save_interval(SaveCost(stall=Seconds(1.0), write=Seconds(5.0)), between=Seconds(16 * hour)) == pytest.approx(
@@ -172,11 +174,11 @@ def test_the_interval_is_dalys_between_its_bounds() -> None:
     assert save_interval(SaveCost(stall=Seconds(1.0), write=Seconds(5.0)), between=Seconds(1e9)) == 1800.0
 
 
-def test_copies_in_memory_take_a_two_hundredth_of_the_time_at_most() -> None:
+def test_copies_in_memory_take_at_most_half_a_percent_of_the_time() -> None:
     assert copy_every(Seconds(0.0005), Seconds(0.1)) == 1
     assert copy_every(Seconds(0.0006), Seconds(0.1)) == 2
     assert copy_every(Seconds(0.05), Seconds(0.1)) == 100
-    assert [count for count in range(400) if is_look(count)] == [3, 8, 32, 128, 256, 384]
+    assert [count for count in range(400) if is_review(count)] == [3, 8, 32, 128, 256, 384]
 
 
 class Clock:
@@ -189,37 +191,37 @@ class Clock:
 GUESS = SaveCost(stall=Seconds(0.01), write=Seconds(1.0))
 
 
-def saves(pace: SavePace, steps: range, *, stride: int = 1, busy: bool = False) -> list[int]:
-    """Return the steps that would be kept: a wish holds for the last step before the one at which it is acted upon."""
-    return [step + pace.lead for step in steps if step % stride == 0 and pace.wants(step, busy=busy)]
+def saved_steps(schedule: SaveSchedule, steps: range, *, stride: int = 1, busy: bool = False) -> list[int]:
+    """Return the steps that would be saved: a decision takes effect `lead` steps later."""
+    return [step + schedule.lead for step in steps if step % stride == 0 and schedule.wants(step, busy=busy)]
 
 
-def test_a_fixed_interval_is_kept_to_the_step() -> None:
-    pace = SavePace(CheckpointSection(every=5), world_size=2, guess=GUESS)
-    assert saves(pace, range(20)) == [5, 10, 15, 20]
-    pace = SavePace(CheckpointSection(every=6), world_size=2, guess=GUESS, stride=4)
-    assert saves(pace, range(25), stride=4) == [8, 12, 20, 24]
-    assert saves(SavePace(CheckpointSection(every=0), world_size=2, guess=GUESS), range(99)) == []
+def test_a_fixed_interval_is_exact() -> None:
+    schedule = SaveSchedule(CheckpointSection(every=5), world_size=2, guess=GUESS)
+    assert saved_steps(schedule, range(20)) == [5, 10, 15, 20]
+    schedule = SaveSchedule(CheckpointSection(every=6), world_size=2, guess=GUESS, stride=4)
+    assert saved_steps(schedule, range(25), stride=4) == [8, 12, 20, 24]
+    assert saved_steps(SaveSchedule(CheckpointSection(every=0), world_size=2, guess=GUESS), range(99)) == []
 
 
-def test_a_busy_disk_is_left_alone_and_that_is_counted() -> None:
-    pace = SavePace(CheckpointSection(every=5), world_size=2, guess=GUESS)
-    assert saves(pace, range(10), busy=True) == []
-    assert pace.num_skipped == 2
+def test_a_save_is_skipped_and_counted_while_the_disk_is_busy() -> None:
+    schedule = SaveSchedule(CheckpointSection(every=5), world_size=2, guess=GUESS)
+    assert saved_steps(schedule, range(10), busy=True) == []
+    assert schedule.num_skipped == 2
 
 
-def test_a_disk_that_became_slow_is_asked_less_often() -> None:
+def test_saves_become_rarer_when_the_disk_becomes_slow() -> None:
     clock = Clock()
-    pace = SavePace(CheckpointSection(), world_size=1000, guess=GUESS, now=clock)
-    before = pace.interval
+    schedule = SaveSchedule(CheckpointSection(), world_size=1000, guess=GUESS, now=clock)
+    before = schedule.interval
     clock.seconds = before + 1
-    assert pace.wants(10, busy=False)
-    assert not pace.wants(11, busy=False), "the first wish is still on its way"
-    pace.started()
+    assert schedule.wants(10, busy=False)
+    assert not schedule.wants(11, busy=False), "the first decision has not taken effect yet"
+    schedule.record_start()
     clock.seconds += before + 1
-    assert not pace.wants(20, busy=True)
-    assert (pace.num_skipped, pace.interval) == (1, pytest.approx(2 * (before + 1)))
-    assert not pace.wants(21, busy=True)
-    assert pace.num_skipped == 1
-    pace.ended(GUESS)
-    assert pace.interval == before
+    assert not schedule.wants(20, busy=True)
+    assert (schedule.num_skipped, schedule.interval) == (1, pytest.approx(2 * (before + 1)))
+    assert not schedule.wants(21, busy=True)
+    assert schedule.num_skipped == 1
+    schedule.record_cost(GUESS)
+    assert schedule.interval == before

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from trimaran.cost.collective import (
-    NETWORK_GATHER_SHARE,
-    NETWORK_SHARE,
-    RING_SHARE,
-    SUM_HOP,
+    NETWORK_GATHER_EFFICIENCY,
+    NETWORK_EFFICIENCY,
+    RING_EFFICIENCY,
+    REDUCE_HOP_FACTOR,
     Ring,
     all_gather_seconds,
     all_reduce_seconds,
@@ -22,7 +22,7 @@ FOUR = Ring(4, "wire", 1.0, reduce_bandwidth=100.0, gather_bandwidth=50.0, excha
 
 
 def test_an_all_reduce_goes_round_the_ring_twice() -> None:
-    assert all_reduce_seconds(400, FOUR) == 2 * 3 * (SUM_HOP * 1.0 + 100 / 100)
+    assert all_reduce_seconds(400, FOUR) == 2 * 3 * (REDUCE_HOP_FACTOR * 1.0 + 100 / 100)
 
 
 def test_an_all_reduce_of_many_ranks_climbs_a_tree() -> None:
@@ -59,7 +59,7 @@ def test_sharded_parameters_move_one_and_a_half_times_what_replicas_move() -> No
 def test_a_ring_inside_a_node_uses_its_links() -> None:
     ring = ring_of(parse_cluster("2x8xA100").levels, 8, 1)
     assert ring.link == "NVLink"
-    assert ring.gather_bandwidth == ring.reduce_bandwidth == pytest.approx(RING_SHARE * 300e9)
+    assert ring.gather_bandwidth == ring.reduce_bandwidth == pytest.approx(RING_EFFICIENCY * 300e9)
 
 
 def test_switches_that_add_up_make_sums_faster_than_gathers() -> None:
@@ -72,15 +72,15 @@ def test_a_ring_across_nodes_has_the_network_card_of_each_rank_in_them() -> None
     levels = parse_cluster("4x8xA100").levels
     replicas, pairs, everyone = ring_of(levels, 4, 8), ring_of(levels, 8, 4), ring_of(levels, 32, 1)
     assert replicas.link == pairs.link == everyone.link == "InfiniBand"
-    assert replicas.gather_bandwidth == pytest.approx(NETWORK_GATHER_SHARE * 25e9)
-    assert pairs.gather_bandwidth == pytest.approx(NETWORK_GATHER_SHARE * 2 * 25e9)
-    assert everyone.gather_bandwidth == pytest.approx(NETWORK_GATHER_SHARE * 8 * 25e9)
+    assert replicas.gather_bandwidth == pytest.approx(NETWORK_GATHER_EFFICIENCY * 25e9)
+    assert pairs.gather_bandwidth == pytest.approx(NETWORK_GATHER_EFFICIENCY * 2 * 25e9)
+    assert everyone.gather_bandwidth == pytest.approx(NETWORK_GATHER_EFFICIENCY * 8 * 25e9)
     assert replicas.latency > ring_of(levels, 8, 1).latency
 
 
 def test_a_message_to_one_rank_elsewhere_has_one_card() -> None:
     ring = ring_of(parse_cluster("4x8xA100").levels, 4, 8)
-    assert ring.send_bandwidth == pytest.approx(NETWORK_SHARE * 25e9)
+    assert ring.send_bandwidth == pytest.approx(NETWORK_EFFICIENCY * 25e9)
 
 
 def test_three_levels_are_crossed_by_those_who_have_to() -> None:

@@ -4,8 +4,7 @@ import math
 
 import pytest
 
-from trimaran.cost.goodput import Faults, best_interval, checkpoint_bytes, expected_goodput, write_seconds
-from trimaran.cost.price import bill_of
+from trimaran.cost.goodput import Faults, best_interval, bill_of, checkpoint_bytes, expected_goodput, write_seconds
 
 NEVER = Faults(device_hours=math.inf, restart=600)
 

@@ -7,11 +7,11 @@ import pytest
 
 from tests.unit.test_cost_memory import PAGE, memory, plan_of
 from trimaran.cost import STATE_BYTES, Job, find_stack, predict
-from trimaran.cost.loss_kind import piece_rows
-from trimaran.cost.step_time import seconds_of
+from trimaran.cost.loss_kind import chunk_rows
+from trimaran.cost.step_time import step_time_of
 from trimaran.hardware import parse_cluster
 from trimaran.models import PRESETS, outline_of
-from trimaran.train.loss.head_loss import piece_rows as trained_rows
+from trimaran.train.loss.head_loss import chunk_rows as trained_rows
 
 
 def test_a_fused_loss_has_one_buffer_of_logits_and_leaves_the_gradients_of_the_head() -> None:
@@ -42,7 +42,7 @@ def test_a_chunked_loss_has_some_rows_at_a_time_and_adds_up_in_fp32() -> None:
 
 @pytest.mark.parametrize(("vocab", "width"), [(128_256, 2), (32_000, 2), (256, 4), (262_144, 4)])
 def test_pieces_are_those_that_the_trainer_makes(vocab: int, width: int) -> None:
-    assert piece_rows(10**9, vocab, width) == trained_rows(vocab, width)
+    assert chunk_rows(10**9, vocab, width) == trained_rows(vocab, width)
 
 
 def test_other_systems_and_cut_networks_have_their_own_loss() -> None:
@@ -62,7 +62,7 @@ def terms_of(
         outline=outline_of(PRESETS[preset]), seq_len=4096, stack=find_stack(stack), state_bytes=STATE_BYTES[states]
     )
     plan = plan_of(**{"precision": "bf16", "micro_batch": 4, "compile": True} | fields)
-    return dict(seconds_of(job, parse_cluster("H200"), plan).terms)
+    return dict(step_time_of(job, parse_cluster("H200"), plan).terms)
 
 
 def test_a_fused_loss_makes_its_gradients_in_forward_and_is_faster_than_logits() -> None:

@@ -8,9 +8,9 @@ import torch
 
 from trimaran.core import GIB, Bytes, Comm, Flops, Mesh, Plan
 from trimaran.cost import STATE_BYTES, Job, find_stack
-from trimaran.cost.activation_memory import LayerBytes, kept_bytes, kept_on, layer_bytes
+from trimaran.cost.activation_memory import LayerBytes, saved_layer_bytes, saved_on_rank, layer_bytes
 from trimaran.cost.memory_inputs import MemoryInputs, memory_inputs_of
-from trimaran.cost.peak_memory import CONTEXT_BYTES, PROCESS_BYTES, Memory, memory_of
+from trimaran.cost.peak_memory import CONTEXT_BYTES, PROCESS_BYTES, Memory, peak_memory_of
 from trimaran.cost.rank_part import parts_of
 from trimaran.cost.states import States, states_of
 from trimaran.hardware import Cluster, find_device
@@ -30,25 +30,25 @@ def plan_of(**fields: Any) -> Plan:
     return Plan.model_validate(fields)
 
 
-def scene(plan: Plan, spec: ModelSpec = PAGE, stack: str = "trimaran") -> MemoryInputs:
+def inputs_of(plan: Plan, spec: ModelSpec = PAGE, stack: str = "trimaran") -> MemoryInputs:
     return memory_inputs_of(Job(outline=outline_of(spec), seq_len=64, stack=find_stack(stack)), H200, plan)
 
 
 def states(plan: Plan, spec: ModelSpec = PAGE, stack: str = "trimaran") -> States:
     """Return the states of the first rank of the pipeline."""
-    return states_of(scene(plan, spec, stack), parts_of(outline_of(spec), plan, seq_len=64)[0])
+    return states_of(inputs_of(plan, spec, stack), parts_of(outline_of(spec), plan, seq_len=64)[0])
 
 
 def layer(plan: Plan, spec: ModelSpec = PAGE, stack: str = "trimaran", *, cpu: bool = False) -> LayerBytes:
-    seen = scene(plan, spec, stack)
+    inputs = inputs_of(plan, spec, stack)
     block = outline_of(spec).main.runs[0][0]
     assert isinstance(block, OutlineLayer)
     parts = plan.mesh.cp if plan.comm.context == "gather" else 1
-    return layer_bytes(block, seen.saved, seen.width, seen.tp, parts, cpu)
+    return layer_bytes(block, inputs.saved, inputs.element_bytes, inputs.tp, parts, cpu)
 
 
 def memory(plan: Plan, outline: Outline, *, seq_len: int, gpu: str = "H200", stack: str = "trimaran") -> Memory:
-    return memory_of(
+    return peak_memory_of(
         Job(outline=outline, seq_len=seq_len, stack=find_stack(stack)), Cluster(device=find_device(gpu)), plan
     )
 
@@ -104,9 +104,9 @@ def test_a_pipeline_accumulates_whole_gradients_whatever_is_sharded() -> None:
 def test_at_the_loss_a_sharded_rank_has_its_root_whole_and_in_backward_two_layers_more() -> None:
     held = states(Plan(mesh=Mesh(dp_shard=4), sharding="parameters", precision="bf16"))
     root, one = 80, (388 - 80) / 2
-    assert held.gathered == 2 * root
-    assert held.working == 2 * root + 2 * 2 * one + (2 + 4) * one + 2 * root  # with gradients, and one to be reduced
-    assert states(Plan(precision="bf16")).gathered == 0
+    assert held.gathered_at_loss == 2 * root
+    assert held.gathered_in_backward == 2 * root + 2 * 2 * one + (2 + 4) * one + 2 * root  # with gradients, and one to be reduced
+    assert states(Plan(precision="bf16")).gathered_at_loss == 0
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_at_the_loss_a_sharded_rank_has_its_root_whole_and_in_backward_two_layer
 )
 def test_weights_are_whole_for_as_long_as_the_plan_keeps_them(sharding: str, comm: dict[str, Any], layers: int) -> None:
     held = states(plan_of(mesh={"dp_shard": 4}, sharding=sharding, comm=comm), replace(PAGE, layers=8))
-    assert held.gathered == pytest.approx(4 * (80 + layers * (152 + 0.5)), abs=20)  # the last norm is in no layer
+    assert held.gathered_at_loss == pytest.approx(4 * (80 + layers * (152 + 0.5)), abs=20)  # the last norm is in no layer
 
 
 def test_autocast_keeps_a_bf16_copy_of_every_matrix_that_multiplies() -> None:
@@ -189,7 +189,7 @@ def test_the_parts_of_a_sequence_split_its_tokens_but_gathered_keys_are_all_ther
     ],
 )
 def test_a_layer_that_is_computed_again_keeps_its_input(recompute: str | int, expected: int) -> None:
-    assert kept_bytes(layer(Plan()), recompute, 4) == expected
+    assert saved_layer_bytes(layer(Plan()), recompute, 4) == expected
 
 
 def test_torchtitan_keeps_every_first_product_and_megatron_all_of_them() -> None:
@@ -214,8 +214,8 @@ def test_the_layer_at_work_is_there_when_backward_computes_it_again() -> None:
 def test_a_device_of_its_own_keeps_matrices_in_two_halves_and_gradients_as_products_leave_them() -> None:
     alone, sums = (states(plan_of(precision="bf16", grad_accum=num)) for num in (1, 4))
     assert (alone.weights, alone.masters, alone.optimizer) == (2 * 388, 2 * 388, 8 * 388)
-    assert (alone.gradients, alone.early, alone.twice) == (2 * 388, 0, 0)
-    assert (sums.gradients, sums.early, sums.twice) == (4 * 388, 4 * 388, 2 * 40)  # one 16-bit gradient at a time
+    assert (alone.gradients, alone.gradients_at_loss, alone.duplicate_gradients) == (2 * 388, 0, 0)
+    assert (sums.gradients, sums.gradients_at_loss, sums.duplicate_gradients) == (4 * 388, 4 * 388, 2 * 40)  # one 16-bit gradient at a time
     assert "casts" not in memory(plan_of(precision="bf16", micro_batch=8), outline_of(PAGE), seq_len=64).terms
     for whole in (plan_of(), plan_of(precision="fp16"), plan_of(precision="bf16", offload="optimizer")):
         assert (states(whole).weights, states(whole).masters) == (4 * 388, 0)
@@ -225,11 +225,11 @@ def test_a_device_of_its_own_keeps_matrices_in_two_halves_and_gradients_as_produ
 def test_a_tied_embedding_and_what_is_frozen_stay_whole_beside_halves() -> None:
     tied = states(plan_of(precision="bf16"), replace(PAGE, tied=True))
     assert (tied.weights, tied.masters) == (2 * 308 + 4 * 40, 2 * 308)
-    assert (tied.gradients, tied.twice) == (2 * 308 + 4 * 40, 4 * 40)
+    assert (tied.gradients, tied.duplicate_gradients) == (2 * 308 + 4 * 40, 4 * 40)
     outline = outline_of(PAGE)
     frozen = replace(outline, towers=(replace(outline.main, frozen=True),))
-    seen = memory_inputs_of(Job(outline=frozen, seq_len=64), H200, plan_of(precision="bf16"))
-    held = states_of(seen, parts_of(frozen, seen.plan, seq_len=64)[0])
+    inputs = memory_inputs_of(Job(outline=frozen, seq_len=64), H200, plan_of(precision="bf16"))
+    held = states_of(inputs, parts_of(frozen, inputs.plan, seq_len=64)[0])
     assert (held.weights, held.masters, held.gradients) == (4 * 388, 0, 0)
 
 
@@ -284,9 +284,9 @@ def test_each_tower_is_sharded_and_computed_again_as_its_own_plan_says() -> None
     job, whole = Job(outline=vlm, seq_len=64), {"mesh": {"dp_shard": 4}, "sharding": "parameters"}
 
     def held(**towers: Any) -> tuple[float, float]:
-        seen = memory_inputs_of(job, H200, plan_of(**whole, towers=towers))
-        (part,) = parts_of(vlm, seen.plan, seq_len=64)
-        return states_of(seen, part).weights, kept_on(seen, part, gathered=0).layers
+        inputs = memory_inputs_of(job, H200, plan_of(**whole, towers=towers))
+        (part,) = parts_of(vlm, inputs.plan, seq_len=64)
+        return states_of(inputs, part).weights, saved_on_rank(inputs, part, gathered=0).layers
 
     weights, kept = held()
     assert held(vision={"sharding": "none"})[0] - weights == 3 * 3 * eye.parameters
@@ -298,7 +298,7 @@ def test_all_towers_of_a_rank_share_buckets_of_a_size() -> None:
     eye, mouth = (Tower(name=name, runs=((layer, 2),), hidden=64, vocab=64, outputs=64) for name in ("eye", "mouth"))
     plan = Plan.model_validate({"mesh": {"dp_shard": 8}, "sharding": "gradients", "precision": "bf16"})
     one, two = (
-        memory_of(
+        peak_memory_of(
             Job(outline=Outline(name="n", towers=towers), seq_len=64, stack=find_stack("deepspeed")), H200, plan
         ).peak
         for towers in ((mouth,), (eye, mouth))
@@ -394,7 +394,7 @@ def test_one_h200_needed_what_is_said(preset: str, states: str, fields: dict[str
     plan = plan_of(**{"micro_batch": 4, "precision": "bf16", "compile": True, "loss": "fused", **fields})
     outline = outline_of(replace(PRESETS[preset], tied=False))
     job = Job(outline=outline, seq_len=4096, stack=find_stack("trimaran"), state_bytes=STATE_BYTES[states])
-    assert memory_of(job, H200, plan).peak / GIB == pytest.approx(measured, rel=0.002)
+    assert peak_memory_of(job, H200, plan).peak / GIB == pytest.approx(measured, rel=0.002)
 
 
 @pytest.mark.parametrize(

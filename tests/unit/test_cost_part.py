@@ -7,9 +7,9 @@ import pytest
 
 from trimaran.core import Plan
 from trimaran.cost import Job, find_stack, predict
-from trimaran.cost.peak_memory import memory_of
-from trimaran.cost.rank_part import dealt, distinct_parts, parts_of
-from trimaran.cost.states import owned
+from trimaran.cost.peak_memory import peak_memory_of
+from trimaran.cost.rank_part import nanotron_stages, distinct_parts, parts_of
+from trimaran.cost.states import num_owned
 from trimaran.hardware import Cluster, find_device
 from trimaran.models import PRESETS, ModelSpec, Outline, OutlineLayer, Tower, outline_of
 
@@ -65,7 +65,7 @@ def test_slices_and_experts_divide_what_they_split() -> None:
     outline = outline_of(MIXTURE)
     (part,) = parts_of(outline, plan, seq_len=64)
     assert part.experts == 4 * 3 * 128 * 96 * 8 // 8
-    assert owned(plan.mesh, part.holdings[0], "parameters") == part.dense / 8 + part.experts / 2
+    assert num_owned(plan.mesh, part.holdings[0], "parameters") == part.dense / 8 + part.experts / 2
     (alone,) = parts_of(outline, Plan(), seq_len=64)
     assert part.dense < alone.dense < 2 * part.dense  # norms and routers are whole
 
@@ -80,7 +80,7 @@ def test_a_frozen_tower_is_not_trained_and_counts_apart() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "count", "flying"),
+    ("schedule", "count", "in_flight"),
     [
         ("gpipe", 8, [8, 8, 8, 8]),
         ("1f1b", 8, [4, 3, 2, 1]),
@@ -91,16 +91,16 @@ def test_a_frozen_tower_is_not_trained_and_counts_apart() -> None:
     ],
 )
 def test_as_many_micro_batches_are_in_flight_as_the_schedule_starts(
-    schedule: str, count: int, flying: list[float]
+    schedule: str, count: int, in_flight: list[float]
 ) -> None:
     deep = outline_of(replace(TINY, layers=8))
-    assert [part.flying for part in parts_of(deep, pipeline(schedule, pp=4, count=count), seq_len=64)] == flying
+    assert [part.in_flight for part in parts_of(deep, pipeline(schedule, pp=4, count=count), seq_len=64)] == in_flight
 
 
 def test_gpipe_has_the_logits_of_all_micro_batches_waiting() -> None:
     def logits(schedule: str) -> int:
         wide = Job(outline=outline_of(replace(TINY, vocab=32_000)), seq_len=64)
-        return memory_of(wide, H100, pipeline(schedule, pp=2, count=4)).terms["logits"]
+        return peak_memory_of(wide, H100, pipeline(schedule, pp=2, count=4)).terms["logits"]
 
     assert logits("1f1b") == 12 * 64 * 32_000
     assert logits("gpipe") == (12 + 3 * 8) * 64 * 32_000
@@ -108,15 +108,15 @@ def test_gpipe_has_the_logits_of_all_micro_batches_waiting() -> None:
 
 def test_ranks_that_hold_no_more_than_another_are_not_looked_at() -> None:
     deep = outline_of(replace(TINY, layers=8, vocab=16))
-    parts, works = distinct_parts(deep, pipeline("1f1b", pp=8, count=8), 64, "cheapest")
-    assert [(part.flying, part.head_tower is not None) for part in parts] == [(8, False), (1, True)]
-    assert works
+    parts, has_work = distinct_parts(deep, pipeline("1f1b", pp=8, count=8), 64, "cheapest")
+    assert [(part.in_flight, part.head_tower is not None) for part in parts] == [(8, False), (1, True)]
+    assert has_work
 
 
 def test_the_peak_is_that_of_the_fullest_rank() -> None:
     def terms(spec: ModelSpec) -> dict[str, int]:
         job = Job(outline=outline_of(spec), seq_len=256)
-        return dict(memory_of(job, H100, pipeline("1f1b", pp=4, count=8, micro_batch=8)).terms)
+        return dict(peak_memory_of(job, H100, pipeline("1f1b", pp=4, count=8, micro_batch=8)).terms)
 
     assert "logits" not in terms(TINY)  # the first rank, which has four micro-batches in flight
     assert "logits" in terms(replace(TINY, vocab=32_000))  # the last one, which has the vocabulary
@@ -124,9 +124,9 @@ def test_the_peak_is_that_of_the_fullest_rank() -> None:
 
 def test_nanotron_deals_layers_until_a_stage_has_more_than_its_share() -> None:
     # Weights are 16 layers and a head of 4: half is 10, and the eleventh layer is the first to exceed it.
-    assert dealt(LLAMA, 2) == ((11, 5), (12, 9))
+    assert nanotron_stages(LLAMA, 2) == ((11, 5), (12, 9))
     # Of 16 shares of 1.25 the first takes two layers. Norm and head make the 13th, cast and loss the next two.
-    layers, modules = dealt(LLAMA, 16)
+    layers, modules = nanotron_stages(LLAMA, 16)
     assert layers == (2, 1, 1, 2, 1, 1, 1, 2, 1, 1, 1, 2, 0, 0, 0, 0)
     assert modules[12:] == (2, 1, 1, 0)
 

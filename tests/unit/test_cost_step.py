@@ -14,10 +14,10 @@ from trimaran.core.plan import TowerPlan
 from trimaran.cost import Job, find_stack, predict
 from trimaran.cost.collective import all_gather_seconds, ring_of
 from trimaran.cost.peak_memory import Memory
-from trimaran.cost.roofline import attention_seconds, product_seconds, rates_of
-from trimaran.cost.stage_time import ask_of, stage_times_of
-from trimaran.cost.step import crowding_share
-from trimaran.cost.step_time import seconds_of
+from trimaran.cost.roofline import attention_seconds, matmul_seconds, rates_of
+from trimaran.cost.stage_time import stage_inputs_of, stage_times_of
+from trimaran.cost.step import allocator_slowdown
+from trimaran.cost.step_time import step_time_of
 from trimaran.hardware import DEVICES, Calibration, Cluster, apply_calibration, parse_cluster
 from trimaran.models import PRESETS, ModelSpec, Opaque, Outline, OutlineLayer, Tower, outline_of
 
@@ -34,19 +34,19 @@ def told(plan: dict[str, Any], *, text: str = "8xH100", **job: Any) -> Predictio
 
 
 def test_a_large_product_runs_at_the_sustained_rate() -> None:
-    seconds = product_seconds(16384, 8192, 8192, H200)
+    seconds = matmul_seconds(16384, 8192, 8192, H200)
     assert 2 * 16384 * 8192**2 / seconds / 1e12 == pytest.approx(709, rel=0.05)  # benchmarks/h200_kernels.json
 
 
 def test_a_product_of_more_tiles_than_there_are_processors_takes_a_second_round() -> None:
-    even = product_seconds(11 * 256, 12 * 128, 4096, H200)  # 132 tiles
-    assert product_seconds(11 * 256 - 100, 12 * 128, 4096, H200) == even
-    assert product_seconds(11 * 256 + 1, 12 * 128, 4096, H200) > 1.1 * even
+    even = matmul_seconds(11 * 256, 12 * 128, 4096, H200)  # 132 tiles
+    assert matmul_seconds(11 * 256 - 100, 12 * 128, 4096, H200) == even
+    assert matmul_seconds(11 * 256 + 1, 12 * 128, 4096, H200) > 1.1 * even
 
 
 def test_a_shallow_product_waits_for_memory() -> None:
     moved = 2 * (8192 * 16 + 16 * 8192 + 8192 * 8192)
-    assert product_seconds(8192, 8192, 16, H200) == pytest.approx(moved / H200.stream)
+    assert matmul_seconds(8192, 8192, 16, H200) == pytest.approx(moved / H200.bandwidth)
 
 
 def test_attention_is_slower_on_short_sequences_and_narrow_heads() -> None:
@@ -68,7 +68,7 @@ def test_every_axis_shortens_a_micro_batch_but_not_below_its_share(mesh: dict[st
     cluster, one, split = parse_cluster("8xH100"), Plan(precision="bf16"), Plan.model_validate({"mesh": mesh})
     rates = rates_of(cluster.device, "bf16")
     whole, part = (
-        stage_times_of(ask_of(job_of("llama-3-8b", seq_len=8192), rates, cluster.levels, each)).slowest
+        stage_times_of(stage_inputs_of(job_of("llama-3-8b", seq_len=8192), rates, cluster.levels, each)).slowest
         for each in (one, split)
     )
     busy, degree = part.forward + part.backward, split.mesh.world_size
@@ -80,7 +80,7 @@ def test_the_bubble_of_equal_stages_is_the_theoretical_share_of_a_busy_rank() ->
     tower = Tower(name="language", runs=((layer, 32),), hidden=4096)
     plan = Plan.model_validate({"mesh": {"dp_replicate": 2, "pp": 4}, "grad_accum": 8, "precision": "bf16"})
     job, cluster = Job(outline=Outline(name="headless", towers=(tower,)), seq_len=4096), parse_cluster("8xH100")
-    found = seconds_of(job, cluster, plan).terms
+    found = step_time_of(job, cluster, plan).terms
     busy = found["forward"] + found["backward"]
     assert found["bubble"] / (found["bubble"] + busy) == pytest.approx(plan.bubble, rel=0.05)
     assert "bubble" not in told({"mesh": {"dp_replicate": 8}}).time
@@ -194,7 +194,7 @@ def test_a_tower_that_stays_whole_sends_its_gradients_there_and_back() -> None:
     whole = plan.model_copy(update={"towers": {"vision": TowerPlan(sharding="none")}})
     job, cluster = Job(outline=two_towers(frozen=False), seq_len=256), parse_cluster("2x8xA100")
     key = "gradients on InfiniBand"
-    shared, own = (seconds_of(job, cluster, each) for each in (plan, whole))
+    shared, own = (step_time_of(job, cluster, each) for each in (plan, whole))
     assert own.exposed[key] > shared.exposed[key]
     assert own.terms["optimizer"] > 2 * shared.terms["optimizer"]
 
@@ -203,13 +203,13 @@ def test_what_was_measured_and_what_is_on_paper_are_never_mixed_up() -> None:
     paper = parse_cluster("8xH100")
     slow = apply_calibration(paper, Calibration(bf16_tflops=300, memory_gb_per_second=1000))
     plan = Plan(mesh=Mesh(dp_replicate=8), precision="bf16")
-    before, measured, after = (seconds_of(job_of(), each, plan).terms for each in (paper, slow, paper))
+    before, measured, after = (step_time_of(job_of(), each, plan).terms for each in (paper, slow, paper))
     assert before == after
     assert measured["forward"] > 1.5 * before["forward"]
 
 
 def test_variants_of_a_die_are_no_faster_and_an_unknown_device_is_no_new_one() -> None:
-    assert rates_of(DEVICES["H100-96GB"], "bf16").products < rates_of(DEVICES["H100"], "bf16").products
+    assert rates_of(DEVICES["H100-96GB"], "bf16").matmul_flops < rates_of(DEVICES["H100"], "bf16").matmul_flops
     assert rates_of(DEVICES["GH200"], "bf16")[0] == rates_of(DEVICES["H20"], "bf16")[0] == "hopper"
     assert rates_of(replace(DEVICES["T4"], name="GeForce GTX 1080"), "fp16").generation == "ampere"
 
@@ -238,14 +238,14 @@ def test_fp16_runs_like_bf16_and_fp8_makes_products_faster_alone() -> None:
     assert half.time == brain.time
     assert 0.5 * brain.time["forward"] < eight.time["forward"] < brain.time["forward"]
     bf16, fp8 = (rates_of(DEVICES["H100"], each) for each in ("bf16", "fp8"))
-    assert fp8.head_products == bf16.head_products == bf16.products < fp8.products
+    assert fp8.head_matmul_flops == bf16.head_matmul_flops == bf16.matmul_flops < fp8.matmul_flops
 
 
 def test_crowded_memory_makes_a_step_slower() -> None:
     def crowding(occupancy: float, text: str) -> float:
         cluster = parse_cluster(text)
         taken = Bytes(int(occupancy * cluster.device.memory_bytes))
-        return crowding_share(Memory({}, taken, taken, taken, Bytes(0)), cluster, job_of())
+        return allocator_slowdown(Memory({}, taken, taken, taken, Bytes(0)), cluster, job_of())
 
     assert crowding(0.87, "H100") == 0 < crowding(0.97, "H100") < crowding(1.0, "H100")
     assert crowding(1.0, "1xcpu") == 0
@@ -269,7 +269,7 @@ def two_towers(*, frozen: bool) -> Outline:
 def test_a_frozen_first_tower_has_no_backward_and_its_own_recompute_is_its_own() -> None:
     cluster, plan = parse_cluster("8xH100"), Plan(mesh=Mesh(dp_replicate=8), precision="bf16", micro_batch=4)
     thawed, frozen = (
-        seconds_of(Job(outline=two_towers(frozen=each), seq_len=2048), cluster, plan).terms for each in (False, True)
+        step_time_of(Job(outline=two_towers(frozen=each), seq_len=2048), cluster, plan).terms for each in (False, True)
     )
     assert frozen["forward"] == pytest.approx(thawed["forward"], rel=0.01)
     assert frozen["backward"] < 0.8 * thawed["backward"]
@@ -283,7 +283,7 @@ def test_a_frozen_first_tower_has_no_backward_and_its_own_recompute_is_its_own()
     own = plan.model_copy(update={"towers": {"vision": TowerPlan(recompute="full")}})
     job = Job(outline=two_towers(frozen=False), seq_len=2048)
     partly, whole = (
-        seconds_of(job, cluster, each).terms["backward"]
+        step_time_of(job, cluster, each).terms["backward"]
         for each in (own, plan.model_copy(update={"recompute": "full"}))
     )
     assert thawed["backward"] < partly < whole
@@ -295,10 +295,10 @@ def test_an_opaque_block_takes_its_arithmetic_or_its_bytes() -> None:
             name="block", parameters=10, sample_flops=flops, saved_bytes=0, moved_bytes=moved, output_bytes=8
         )
         job = Job(outline=Outline(name="net", towers=(Tower(name="net", runs=((block, 3),), hidden=8),)), seq_len=1)
-        return seconds_of(job, parse_cluster("H200"), Plan(precision="bf16", micro_batch=2)).terms["forward"]
+        return step_time_of(job, parse_cluster("H200"), Plan(precision="bf16", micro_batch=2)).terms["forward"]
 
-    assert forward(1e12, 0) == pytest.approx(6 * 1e12 / H200.products, rel=0.01)
-    assert forward(0, 10**10) == pytest.approx(6 * 1e10 / H200.stream, rel=0.01)
+    assert forward(1e12, 0) == pytest.approx(6 * 1e12 / H200.matmul_flops, rel=0.01)
+    assert forward(0, 10**10) == pytest.approx(6 * 1e10 / H200.bandwidth, rel=0.01)
 
 
 @pytest.mark.parametrize("text", ["H100", "2x8xH100", "2xcpu"])
@@ -328,10 +328,10 @@ def test_sharding_trades_bytes_for_seconds() -> None:
 def test_thousands_of_plans_that_were_seen_before_are_timed_in_a_second() -> None:
     job, cluster = job_of("llama-3-70b", seq_len=4096), parse_cluster("16x8xH100")
     plan = Plan.model_validate({"mesh": {"tp": 8, "pp": 8, "dp_shard": 2}, "sharding": "parameters", "grad_accum": 32})
-    seconds_of(job, cluster, plan)
+    step_time_of(job, cluster, plan)
     start = time.process_time()
     for _ in range(1000):
-        seconds_of(job, cluster, plan)
+        step_time_of(job, cluster, plan)
     assert time.process_time() - start < 0.5
 
 
@@ -341,7 +341,7 @@ def test_steps_of_one_h200_are_predicted_as_measured() -> None:
         row = json.loads(line)
         if "step_seconds" in row:
             job, plan = question_of(row)
-            seconds = sum(seconds_of(job, parse_cluster("H200"), plan).terms.values())
+            seconds = sum(step_time_of(job, parse_cluster("H200"), plan).terms.values())
             errors[row["name"]] = seconds / row["step_seconds"] - 1
     assert {name: error for name, error in errors.items() if abs(error) > 0.10} == {}
     assert sum(map(abs, errors.values())) / len(errors) < 0.03

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.curves import MEAN_OVER, SETTINGS, SHAPES, Line, loss_at, measure, plot, table, words_of
 
 from tests.cases import slow
-from trimaran.core.optional_packages import FP8_MULTIPLE, FP8_SMALLEST
+from trimaran.core.optional_packages import FP8_FEATURE_MULTIPLE, MIN_FP8_FEATURES
 from trimaran.core.recipe_parser import parse_recipe
 from trimaran.models import spec_of
 from trimaran.planner.legal import check_fp8
@@ -41,7 +41,7 @@ def test_the_model_has_layers_for_fp8_and_about_a_hundred_million_parameters() -
     spec: Any = spec_of(recipe.model)
     check_fp8(recipe.plan, spec)  # pyrefly: ignore[bad-argument-type]
     sizes = (spec.hidden, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.ffn)
-    assert all(size >= FP8_SMALLEST and size % FP8_MULTIPLE == 0 for size in sizes)
+    assert all(size >= MIN_FP8_FEATURES and size % FP8_FEATURE_MULTIPLE == 0 for size in sizes)
     assert 90e6 < spec.num_parameters < 120e6
 
 

@@ -1,4 +1,4 @@
-"""Batches of one rank, loaded while it computes."""
+"""Background loading of the batches of one rank."""
 
 import itertools
 import multiprocessing
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.loaders import ALONE, ROOMY, Loader, Slow, like, small_shards
+from tests.loaders import ALONE, LARGE_LIMITS, Loader, Slow, like, small_shards
 from trimaran.core import UserError
 from trimaran.data import IGNORED, Sequences, TokenShards
 from trimaran.data.feed import BadSample, DataShare, LoadedArrays
@@ -30,7 +30,7 @@ def sequences(shards: TokenShards) -> Sequences:
     return Sequences(shards, 8, True, 0, 41)
 
 
-def test_one_epoch_meets_each_sample_once(sequences: Sequences) -> None:
+def test_one_epoch_has_each_sample_once(sequences: Sequences) -> None:
     share = DataShare(rank=0, dp=1, micro_batch=1, grad_accum=1)
     with Loader(sequences, seed=3, share=share, steps=82) as loader:
         seen = [batch.sample_ids[0] for batch in loader]
@@ -64,7 +64,7 @@ def test_samples_and_their_order_do_not_depend_on_the_plan(
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_batch_holds_what_its_samples_hold(sequences: Sequences, workers: int) -> None:
+def test_a_batch_equals_its_samples(sequences: Sequences, workers: int) -> None:
     share = DataShare(rank=1, dp=2, micro_batch=2, grad_accum=3)
     with Loader(sequences, seed=0, share=share, steps=4, workers=workers) as loader:
         for batch in loader:
@@ -86,7 +86,7 @@ def test_without_isolation_every_label_counts_and_there_are_no_documents(shards:
     assert batch.num_valid == 16
 
 
-def test_the_samples_of_other_ranks_are_known_too(sequences: Sequences) -> None:
+def test_a_rank_knows_the_samples_of_other_ranks(sequences: Sequences) -> None:
     shares = [DataShare(rank=rank, dp=3, micro_batch=2, grad_accum=2) for rank in range(3)]
     loaders = [Loader(sequences, seed=0, share=share, steps=5) for share in shares]
     assert loaders[0].samples(4, [1]) == loaders[1].sample_ids(4)
@@ -95,38 +95,38 @@ def test_the_samples_of_other_ranks_are_known_too(sequences: Sequences) -> None:
         loader.close()
 
 
-def test_auto_adds_processes_when_the_trainer_waits_and_changes_no_batch(
+def test_auto_adds_processes_when_the_trainer_waits_without_changing_batches(
     sequences: Sequences, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trimaran.data.loader_waits.WINDOW_SECONDS", 0.1)
-    room = LoaderLimits(cores=3, free_bytes=1 << 30)
+    limits = LoaderLimits(cores=3, free_bytes=1 << 30)
     with Loader(sequences, seed=0, share=ALONE, steps=60) as loader:
         expected = [(batch.step, batch.sample_ids, batch.arrays["tokens"].tolist()) for batch in loader]
-        assert loader.facts()["workers"] == 0
+        assert loader.stats()["workers"] == 0
         assert not loader.changes
     found = []
-    with Loader(like(Slow, sequences), seed=0, share=ALONE, steps=60, workers="auto", room=room) as loader:
+    with Loader(like(Slow, sequences), seed=0, share=ALONE, steps=60, workers="auto", limits=limits) as loader:
         for batch in loader:
             found.append((batch.step, batch.sample_ids, batch.arrays["tokens"].tolist()))
             time.sleep(0.015)
         assert found == expected
-        assert loader.facts()["waited_seconds"] > 0.2
+        assert loader.stats()["waited_seconds"] > 0.2
     first = loader.changes[0]
     assert first.setting.workers == 3
     assert "spent waiting for batches" in first.reason
     assert len(loader.changes) <= 3
 
 
-def test_a_fixed_number_of_processes_stays(sequences: Sequences, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fixed_number_of_processes_does_not_change(sequences: Sequences, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trimaran.data.loader_waits.WINDOW_SECONDS", 0.05)
-    with Loader(like(Slow, sequences), seed=0, share=ALONE, steps=20, workers=1, room=ROOMY) as loader:
+    with Loader(like(Slow, sequences), seed=0, share=ALONE, steps=20, workers=1, limits=LARGE_LIMITS) as loader:
         assert len(list(loader)) == 20
         assert not loader.changes
-        assert loader.facts()["workers"] == 1
+        assert loader.stats()["workers"] == 1
 
 
-class Wide:
-    """A feed with arrays of many shapes and kinds, some ragged, some empty, the largest much larger than the first."""
+class MixedFeed:
+    """A feed with arrays of many shapes and dtypes, some ragged, some empty; later batches are much larger."""
 
     share = ALONE
 
@@ -140,9 +140,10 @@ class Wide:
             "flags": draw.random((1, 2)) > 0.5,
             "turned": draw.random((5, 3), dtype=np.float32).T,
         }
-        cuts = {"patches": (0, step**3 % 1000), "grids": (0, 0)}
+        offsets = {"patches": (0, step**3 % 1000), "grids": (0, 0)}
         bad = (BadSample(step, "torn"),) if step % 2 else ()
-        return LoadedArrays(arrays=arrays, num_valid=step, cuts=cuts, facts={"waste": np.float64(step / 3)}, bad=bad)
+        metrics = {"waste": np.float64(step / 3)}
+        return LoadedArrays(arrays=arrays, num_valid=step, offsets=offsets, metrics=metrics, bad=bad)
 
     def samples(self, step: int, data_ranks: Sequence[int]) -> tuple[int, ...]:
         return (step,)
@@ -152,13 +153,13 @@ class Wide:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_whatever_a_feed_loads_arrives_as_it_was(workers: int) -> None:
-    with AnyLoader(Wide(), steps=30, workers=workers, room=ROOMY) as loader:
+def test_all_arrays_of_a_feed_arrive_unchanged(workers: int) -> None:
+    with AnyLoader(MixedFeed(), steps=30, workers=workers, limits=LARGE_LIMITS) as loader:
         batches = list(loader)
     for step, batch in enumerate(batches):
-        load = Wide().load(step, lambda _: None)
-        assert (batch.step, batch.num_valid, batch.cuts, batch.bad) == (step, step, load.cuts, load.bad)
-        assert batch.facts == load.facts
+        load = MixedFeed().load(step, lambda _: None)
+        assert (batch.step, batch.num_valid, batch.offsets, batch.bad) == (step, step, load.offsets, load.bad)
+        assert batch.metrics == load.metrics
         assert batch.arrays.keys() == load.arrays.keys()
         for name, array in load.arrays.items():
             assert batch.arrays[name].numpy().dtype == array.dtype
@@ -169,81 +170,81 @@ def test_whatever_a_feed_loads_arrives_as_it_was(workers: int) -> None:
 def test_batches_are_loaded_while_the_trainer_computes(workers: int) -> None:
     third = multiprocessing.get_context("fork").Event()
 
-    class Telling(Wide):
+    class SignallingFeed(MixedFeed):
         def load(self, step: int, at: Callable[[int], None]) -> LoadedArrays:
             if step == 2:
                 third.set()
             return super().load(step, at)
 
-    with AnyLoader(Telling(), steps=10, workers=workers, room=ROOMY) as loader:
+    with AnyLoader(SignallingFeed(), steps=10, workers=workers, limits=LARGE_LIMITS) as loader:
         next(loader)
-        assert third.wait(timeout=10)  # nobody asks for it
+        assert third.wait(timeout=10)  # the trainer did not request it
 
 
 def test_two_processes_load_at_the_same_time() -> None:
-    meeting = multiprocessing.get_context("fork").Barrier(2, timeout=10)
+    barrier = multiprocessing.get_context("fork").Barrier(2, timeout=10)
 
-    class Meeting(Wide):
+    class BarrierFeed(MixedFeed):
         def load(self, step: int, at: Callable[[int], None]) -> LoadedArrays:
             if step < 2:
-                meeting.wait()  # breaks when nobody else comes
+                barrier.wait()  # times out unless another process arrives
             return super().load(step, at)
 
-    with AnyLoader(Meeting(), steps=9, workers=2, room=ROOMY) as loader:
+    with AnyLoader(BarrierFeed(), steps=9, workers=2, limits=LARGE_LIMITS) as loader:
         assert [batch.step for batch in loader] == list(range(9))
 
 
-def test_a_step_that_is_slow_holds_up_no_other_process() -> None:
-    """Step 2 is not done before step 10, which would be its own process's if they took turns."""
+def test_a_slow_step_does_not_block_the_other_process() -> None:
+    """Step 2 waits for step 10, which round-robin assignment would give to the same process."""
     reached = multiprocessing.get_context("fork").Event()
 
-    class Uneven(Wide):
+    class UnevenFeed(MixedFeed):
         def load(self, step: int, at: Callable[[int], None]) -> LoadedArrays:
             if step == 10:
                 reached.set()
             assert step != 2 or reached.wait(timeout=5)
             return super().load(step, at)
 
-    with AnyLoader(Uneven(), steps=13, workers=2, room=ROOMY) as loader:
+    with AnyLoader(UnevenFeed(), steps=13, workers=2, limits=LARGE_LIMITS) as loader:
         loader._tuner.setting = replace(loader._tuner.setting, depth=13)
         assert [batch.step for batch in loader] == list(range(13))
 
 
-class Heavy(Wide):
-    """A megabyte a step; tells the furthest step that was begun."""
+class LargeFeed(MixedFeed):
+    """One megabyte per step; records the steps that were started."""
 
     def __init__(self) -> None:
-        self.begun: list[int] = []
+        self.started: list[int] = []
 
     def load(self, step: int, at: Callable[[int], None]) -> LoadedArrays:
-        self.begun.append(step)
+        self.started.append(step)
         return LoadedArrays(arrays={"tokens": np.zeros((1, 2, 1 << 16))}, num_valid=1)
 
 
-def test_no_more_is_loaded_ahead_than_memory_has_room_for() -> None:
-    feed = Heavy()
-    room = LoaderLimits(cores=1, free_bytes=4 << 20)  # a quarter of it: one batch
-    with AnyLoader(feed, steps=9, room=room) as loader:
+def test_memory_limits_the_batches_loaded_ahead() -> None:
+    feed = LargeFeed()
+    limits = LoaderLimits(cores=1, free_bytes=4 << 20)  # a quarter of it is one batch
+    with AnyLoader(feed, steps=9, limits=limits) as loader:
         next(loader)
         time.sleep(0.1)
-        assert max(feed.begun) <= 1
+        assert max(feed.started) <= 1
         assert [batch.step for batch in loader] == list(range(1, 9))
 
 
-def test_batches_that_memory_has_no_room_for_are_refused_before_the_first_step() -> None:
+def test_batches_that_do_not_fit_in_memory_are_refused_before_the_first_step() -> None:
     with pytest.raises(UserError, match="T060: 4 loader processes and 6 batches ahead") as refusal:
-        next(AnyLoader(Heavy(), steps=9, workers=4, room=LoaderLimits(cores=4, free_bytes=16 << 20)))
+        next(AnyLoader(LargeFeed(), steps=9, workers=4, limits=LoaderLimits(cores=4, free_bytes=16 << 20)))
     assert "set data.workers to auto" in refusal.value.fix
     with pytest.raises(UserError, match="T060: the loader and 2 batches"):
-        next(AnyLoader(Heavy(), steps=9, workers="auto", room=LoaderLimits(cores=4, free_bytes=1 << 20)))
+        next(AnyLoader(LargeFeed(), steps=9, workers="auto", limits=LoaderLimits(cores=4, free_bytes=1 << 20)))
     assert not multiprocessing.active_children()
 
 
 @pytest.mark.parametrize("dp", [1, 2, 5])
-def test_an_epoch_ends_at_the_same_step_on_all_ranks_and_its_last_batch_is_filled_up(
+def test_an_epoch_ends_at_the_same_step_on_all_ranks_and_its_last_batch_is_padded(
     sequences: Sequences, dp: int
 ) -> None:
-    """41 sequences, twice and a half: 102 rows in batches of 10."""
+    """2.5 epochs of 41 sequences: 102 rows in batches of 10."""
     seen: Counter[int] = Counter()
     valid = 0
     for rank in range(dp):

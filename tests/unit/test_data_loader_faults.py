@@ -1,4 +1,4 @@
-"""Loaders that fail, hang, are killed or meet a bad sample: it is named, nothing is lost and nothing is left."""
+"""Loaders that fail, hang or are killed, and bad samples: the fault is named, and no batch or process is left over."""
 
 import gc
 import itertools
@@ -15,10 +15,10 @@ import psutil
 import pytest
 import torch
 
-from tests.loaders import ALONE, Broken, Deadly, Loader, Poisoned, Slow, Stuck, like, small_shards, within
+from tests.loaders import ALONE, Crashing, Damaged, Hanging, Loader, Raising, Slow, like, small_shards, within
 from trimaran.data import IGNORED, Sequences, TokenShards
 from trimaran.data.loader import LoaderFault
-from trimaran.data.quarantine import Screen
+from trimaran.data.quarantine import SampleReader
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def step_of_sample_five(sequences: Sequences) -> int:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_error_while_loading_is_raised_with_its_step_and_samples(sequences: Sequences, workers: int) -> None:
     step = step_of_sample_five(sequences)
-    loader = Loader(like(Broken, sequences), seed=0, share=ALONE, steps=21, workers=workers)
+    loader = Loader(like(Raising, sequences), seed=0, share=ALONE, steps=21, workers=workers)
     with within(2), pytest.raises(LoaderFault, match="the disk is on fire") as fault:
         list(loader)
     assert fault.value.step == step
@@ -50,10 +50,10 @@ def test_an_error_while_loading_is_raised_with_its_step_and_samples(sequences: S
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_loader_that_hangs_is_noticed_and_named(sequences: Sequences, workers: int) -> None:
+def test_a_hung_loader_is_detected_and_named(sequences: Sequences, workers: int) -> None:
     step = step_of_sample_five(sequences)
-    loader = Loader(like(Stuck, sequences), seed=0, share=ALONE, steps=21, workers=workers, timeout_seconds=0.3)
-    with within(6), pytest.raises(LoaderFault, match=r"has hung: nothing came for 0.3 s") as fault:
+    loader = Loader(like(Hanging, sequences), seed=0, share=ALONE, steps=21, workers=workers, timeout_seconds=0.3)
+    with within(6), pytest.raises(LoaderFault, match=r"has hung: no data for 0.3 s") as fault:
         list(loader)
     assert fault.value.step == step
     assert fault.value.sample_ids == (5,)
@@ -62,7 +62,7 @@ def test_a_loader_that_hangs_is_noticed_and_named(sequences: Sequences, workers:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_worker_that_dies_or_stands_still_is_replaced_and_nothing_is_lost(sequences: Sequences, number: int) -> None:
+def test_a_dead_or_stopped_worker_is_replaced_without_losing_batches(sequences: Sequences, number: int) -> None:
     with Loader(sequences, seed=0, share=ALONE, steps=30) as loader:
         expected = list(loader)
     found, pids = [], set()
@@ -84,9 +84,9 @@ def test_a_worker_that_dies_or_stands_still_is_replaced_and_nothing_is_lost(sequ
     assert len(pids) == 2
 
 
-def test_a_sample_that_kills_its_worker_is_named_after_a_few_tries(sequences: Sequences) -> None:
+def test_a_sample_that_kills_its_worker_is_named_after_the_restarts(sequences: Sequences) -> None:
     step = step_of_sample_five(sequences)
-    loader = Loader(like(Deadly, sequences), seed=0, share=ALONE, steps=21, workers=2)
+    loader = Loader(like(Crashing, sequences), seed=0, share=ALONE, steps=21, workers=2)
     with within(6), pytest.raises(LoaderFault, match=r"crashed \(killed by SIGSEGV\) at step") as fault:
         list(loader)
     assert (fault.value.step, fault.value.sample_ids) == (step, (5,))
@@ -94,14 +94,14 @@ def test_a_sample_that_kills_its_worker_is_named_after_a_few_tries(sequences: Se
     assert not multiprocessing.active_children()
 
 
-def test_a_sample_that_fails_now_and_then_is_loaded_in_the_end(sequences: Sequences) -> None:
-    kind = type("Moody", (Broken,), {"failures": [2]})
+def test_a_sample_that_fails_twice_is_loaded_at_the_third_attempt(sequences: Sequences) -> None:
+    kind = type("FailsTwice", (Raising,), {"failures": [2]})
     with Loader(like(kind, sequences), seed=0, share=ALONE, steps=21) as loader:
         assert len(list(loader)) == 21
 
 
 @pytest.mark.parametrize(
-    ("damage", "what"),
+    ("damage", "message"),
     [
         (lambda tokens: tokens[:5], r"shape \(5,\) instead of \(8,\)"),
         (lambda tokens: np.where(tokens == tokens[0], 300, tokens), "token id 300 is not one of the model's 257"),
@@ -109,29 +109,29 @@ def test_a_sample_that_fails_now_and_then_is_loaded_in_the_end(sequences: Sequen
     ],
 )
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_sample_that_the_model_cannot_take_is_named(
-    sequences: Sequences, workers: int, damage: Callable[[np.ndarray], np.ndarray], what: str
+def test_a_sample_with_invalid_tokens_is_named(
+    sequences: Sequences, workers: int, damage: Callable[[np.ndarray], np.ndarray], message: str
 ) -> None:
-    kind = type("Damaged", (Poisoned,), {"damage": staticmethod(damage)})
-    screen = Screen(vocabulary=257)
-    loader = Loader(like(kind, sequences), seed=0, share=ALONE, steps=21, workers=workers, screen=screen)
-    with pytest.raises(LoaderFault, match=what) as fault:
+    kind = type("DamagedHere", (Damaged,), {"damage": staticmethod(damage)})
+    reader = SampleReader(vocabulary=257)
+    loader = Loader(like(kind, sequences), seed=0, share=ALONE, steps=21, workers=workers, reader=reader)
+    with pytest.raises(LoaderFault, match=message) as fault:
         list(loader)
     assert fault.value.sample_ids == (5,)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_sample_in_quarantine_keeps_its_row_and_has_no_target(sequences: Sequences, workers: int) -> None:
+def test_a_quarantined_sample_keeps_its_row_without_targets(sequences: Sequences, workers: int) -> None:
     with Loader(sequences, seed=0, share=ALONE, steps=21) as loader:
         expected = list(loader)
-    screen = Screen(vocabulary=257, quarantined=frozenset({5, 6}))
-    with Loader(like(Broken, sequences), seed=0, share=ALONE, steps=21, workers=workers, screen=screen) as loader:
+    reader = SampleReader(vocabulary=257, quarantined=frozenset({5, 6}))
+    with Loader(like(Raising, sequences), seed=0, share=ALONE, steps=21, workers=workers, reader=reader) as loader:
         for ours, theirs in zip(loader, expected, strict=True):
             assert ours.sample_ids == theirs.sample_ids
             rows = [each in (5, 6) for each in ours.sample_ids]
             assert loader.num_quarantined(ours.step) == sum(rows)
-            for row, left_out in enumerate(rows):
-                if left_out:
+            for row, quarantined in enumerate(rows):
+                if quarantined:
                     assert not ours.arrays["tokens"][0, row].any()
                     assert (ours.arrays["labels"][0, row] == IGNORED).all()
                 else:
@@ -140,7 +140,7 @@ def test_a_sample_in_quarantine_keeps_its_row_and_has_no_target(sequences: Seque
             assert ours.num_valid == int((ours.arrays["labels"] != IGNORED).sum())
 
 
-def test_workers_outlive_the_signals_that_stop_a_trainer(sequences: Sequences) -> None:
+def test_workers_ignore_the_signals_that_stop_a_trainer(sequences: Sequences) -> None:
     with Loader(like(Slow, sequences), seed=0, share=ALONE, steps=10, workers=2) as loader:
         next(loader)
         for child in multiprocessing.active_children():
@@ -150,8 +150,8 @@ def test_workers_outlive_the_signals_that_stop_a_trainer(sequences: Sequences) -
         assert len(list(loader)) == 9
 
 
-def test_closing_is_prompt_and_leaves_no_process(sequences: Sequences) -> None:
-    for kind, workers in itertools.product((Sequences, Slow, Stuck), (0, 2)):
+def test_closing_is_fast_and_leaves_no_process(sequences: Sequences) -> None:
+    for kind, workers in itertools.product((Sequences, Slow, Hanging), (0, 2)):
         with within(2), Loader(like(kind, sequences), seed=0, share=ALONE, steps=1000, workers=workers) as loader:
             next(loader)
         assert not multiprocessing.active_children()
@@ -160,13 +160,13 @@ def test_closing_is_prompt_and_leaves_no_process(sequences: Sequences) -> None:
             next(loader)
 
 
-def test_no_memory_is_left_behind_by_processes_that_were_replaced(sequences: Sequences) -> None:
+def test_replaced_processes_leave_no_shared_memory(sequences: Sequences) -> None:
     def slots() -> int:
-        """How often this process holds memory that it shares with loaders."""
+        """Return how many loader memfds this process holds."""
         names = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
         return sum("memfd:trimaran-loader" in name for name in names)
 
-    gc.collect()  # what other tests have left
+    gc.collect()  # drop leftovers of other tests
     before = slots()
     with Loader(like(Slow, sequences), seed=0, share=ALONE, steps=30, workers=2) as loader:
         for batch in loader:
@@ -174,7 +174,7 @@ def test_no_memory_is_left_behind_by_processes_that_were_replaced(sequences: Seq
                 pid = multiprocessing.active_children()[0].pid
                 assert pid is not None
                 os.kill(pid, signal.SIGKILL)
-        assert slots() - before <= 2 * 2 * 2  # of two processes two slots each, as a file and as memory
+        assert slots() - before <= 2 * 2 * 2  # two processes with two slots each, as a file descriptor and as a mapping
     assert slots() <= before
 
 
@@ -182,12 +182,12 @@ SCRIPT = """
 import multiprocessing, os, signal, sys
 from pathlib import Path
 from trimaran.data import Sequences, TokenShards
-from trimaran.data.feed import Share
+from trimaran.data.feed import DataShare
 from trimaran.data.loader import Loader
 from trimaran.data.token_feed import TokenFeed
 
 sequences = Sequences(TokenShards.open(Path(sys.argv[1])), 8, True, 0, 41)
-share = Share(rank=0, dp=1, micro_batch=64, grad_accum=4)
+share = DataShare(rank=0, dp=1, micro_batch=64, grad_accum=4)
 loader = Loader(TokenFeed(sequences, seed=0, share=share), steps=9999, workers=2)
 next(loader)
 print(*(child.pid for child in multiprocessing.active_children()), flush=True)
@@ -198,14 +198,14 @@ if sys.argv[2] == "die":
 
 def ended(pid: int) -> bool:
     try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE  # nobody may be there to reap an orphan
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE  # an orphan may stay a zombie if no parent reaps it
     except psutil.NoSuchProcess:
         return True
 
 
 @pytest.mark.parametrize("how", ["die", "return"])
 def test_workers_end_with_their_rank(shards: TokenShards, how: str) -> None:
-    """Killed, or at its end without a close: nothing waits for ever and nothing is left."""
+    """The rank is killed, or returns without closing: nothing hangs and no process is left."""
     command = [sys.executable, "-c", SCRIPT, str(shards.path), how]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert answer.returncode == (-signal.SIGKILL if how == "die" else 0), answer.stderr

@@ -1,4 +1,4 @@
-"""Batches of samples of many lengths, with images and without."""
+"""Batches of samples of different lengths, with and without images."""
 
 import json
 from collections import Counter
@@ -17,8 +17,8 @@ from trimaran.data import sample_feed
 from trimaran.data.feed import DataShare, LoadedArrays
 from trimaran.data.loader import Loader
 from trimaran.data.row_packing import Batching, PackingRules, pack_samples
-from trimaran.data.sample_costs import SampleTable, measure
-from trimaran.data.sample_feed import SampleFeed, SampleRows, SampleTerms, sample_feeds
+from trimaran.data.sample_costs import SampleTable, measure_samples
+from trimaran.data.sample_feed import SampleFeed, SampleFeedOptions, SampleRows, sample_feeds
 from trimaran.data.samples.prepare_samples import prepare_samples
 from trimaran.data.samples.sample_index import SampleIndex
 from trimaran.data.sequences import IGNORED
@@ -32,11 +32,11 @@ SEQ_LEN = 32
 
 @pytest.fixture(autouse=True)
 def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sample_feed, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(sample_feed, "RETRY_PAUSE_SECONDS", 0.0)
 
 
 def some_table(count: int = 40, **options: Any) -> Table:
-    """Texts of 2 to 20 tokens; every third has an image in its middle, and every ninth another at its beginning."""
+    """Return texts of 2 to 20 tokens; every third has an image in the middle, every ninth another at the start."""
     draw = np.random.default_rng(0)
     texts, sizes = [], []
     for number in range(count):
@@ -54,14 +54,14 @@ def feed_of(
     *,
     batching: Batching = "pack",
     rules: ImageRules | None = RULES,
-    terms: dict[str, Any] | None = None,
-    **options: Any,
+    options: dict[str, Any] | None = None,
+    **arguments: Any,
 ) -> SampleFeed:
-    measures = measure(table, rules)
-    chart_rules = PackingRules(seq_len=SEQ_LEN, batching=batching, seed=5, images=rules)
-    chart = pack_samples(table, np.arange(table.num_samples), measures, chart_rules)
-    asked = SampleTerms(rules=rules, cost=COST, seed=5, **(terms or {}))
-    return SampleFeed(SampleRows(table, chart, measures), asked, share=share, **options)
+    sample_sizes = measure_samples(table, rules)
+    packing_rules = PackingRules(seq_len=SEQ_LEN, batching=batching, seed=5, images=rules)
+    packing = pack_samples(table, np.arange(table.num_samples), sample_sizes, packing_rules)
+    feed_options = SampleFeedOptions(rules=rules, cost=COST, seed=5, **(options or {}))
+    return SampleFeed(SampleRows(table, packing, sample_sizes), feed_options, share=share, **arguments)
 
 
 def load(feed: SampleFeed, step: int = 0) -> LoadedArrays:
@@ -69,16 +69,16 @@ def load(feed: SampleFeed, step: int = 0) -> LoadedArrays:
 
 
 def micro(found: LoadedArrays, number: int) -> dict[str, np.ndarray]:
-    """One micro-batch, cut as `StepBatch.micro` cuts it."""
-    cuts = found.cuts
+    """Return one micro-batch, sliced like `StepBatch.micro`."""
+    offsets = found.offsets
     return {
-        name: each[slice(*cuts[name][number : number + 2])] if name in cuts else each[number]
+        name: each[slice(*offsets[name][number : number + 2])] if name in offsets else each[number]
         for name, each in found.arrays.items()
     }
 
 
-def pieces(found: LoadedArrays) -> dict[tuple[int, ...], tuple[Any, ...]]:
-    """Every document by its tokens, with its labels; padding left out."""
+def documents_of(found: LoadedArrays) -> dict[tuple[int, ...], tuple[Any, ...]]:
+    """Return the labels of every document by its tokens, without padding."""
     result = {}
     flat = [found.arrays[name].reshape(-1, SEQ_LEN) for name in ("tokens", "labels", "documents")]
     for tokens, labels, documents in zip(*flat, strict=True):
@@ -89,12 +89,12 @@ def pieces(found: LoadedArrays) -> dict[tuple[int, ...], tuple[Any, ...]]:
     return result
 
 
-def num_pieces(batch: dict[str, np.ndarray]) -> int:
-    """How many samples a micro-batch has; the last document of a row may be padding."""
+def num_samples(batch: dict[str, np.ndarray]) -> int:
+    """Return the number of samples of a micro-batch; the last document of a row may be padding."""
     return sum(len(np.unique(ids[tokens > 0])) for tokens, ids in zip(batch["tokens"], batch["documents"], strict=True))
 
 
-def test_every_picture_has_its_tokens_and_its_patches_in_order() -> None:
+def test_every_image_has_its_tokens_and_patches_in_order() -> None:
     table = some_table()
     feed = feed_of(table)
     for step in range(4):
@@ -106,33 +106,33 @@ def test_every_picture_has_its_tokens_and_its_patches_in_order() -> None:
             assert batch["patches"].shape[1] == 3 * 2 * 2
             assert batch["grids"].prod(1).sum() == len(batch["patches"])
             assert (batch["tokens"] == IMAGE_TOKEN).sum() == len(batch["patches"]) // 4
-            here = [next(ids) for _ in range(num_pieces(batch))]
+            here = [next(ids) for _ in range(num_samples(batch))]
             colours = [each for sample in here for each in range(*table.first_image[sample : sample + 2].tolist())]
             starts = np.cumsum([0, *batch["grids"].prod(1)])
             shown = [np.unique(batch["patches"][a:b]).tolist() for a, b in pairwise(starts)]
             assert shown == [[colour] for colour in colours]
 
 
-def test_labels_are_the_next_tokens_of_answers_and_nothing_else() -> None:
+def test_labels_are_the_next_tokens_of_answers_only() -> None:
     table = Table([[1, 2, 3, 4, 5, 6], [7, 8, IMAGE_TOKEN, 9, 10, 11]], [(4, 8)])
-    found = pieces(load(feed_of(table, replace(ALONE, micro_batch=1, grad_accum=1))))
+    found = documents_of(load(feed_of(table, replace(ALONE, micro_batch=1, grad_accum=1))))
     none = IGNORED
     assert found[1, 2, 3, 4, 5, 6] == (none, 3, 4, 5, 6, none)
     image = IMAGE_TOKEN
     assert found[7, 8, image, image, 9, 10, 11] == (none, none, none, 9, 10, 11, none)
 
 
-def test_what_is_cut_keeps_the_last_target() -> None:
+def test_a_truncated_sample_keeps_its_last_target() -> None:
     found = load(feed_of(Table([list(range(1, 41))]), replace(ALONE, micro_batch=1, grad_accum=1)))
     assert found.arrays["tokens"][0, 0].tolist() == list(range(1, 33))
     assert found.arrays["labels"][0, 0, -1] == 33
 
 
-def test_padding_is_a_document_of_its_own_and_is_counted() -> None:
+def test_padding_is_a_separate_document_and_is_counted() -> None:
     found = load(feed_of(Table([[1] * 10, [2] * 10]), replace(ALONE, micro_batch=1, grad_accum=1)))
     assert found.arrays["documents"][0, 0].tolist() == [0] * 10 + [1] * 10 + [2] * 12
-    assert found.facts["tokens"] == 20
-    assert found.facts["padding"] == 12
+    assert found.metrics["tokens"] == 20
+    assert found.metrics["padding"] == 12
     assert found.num_valid == 14
 
 
@@ -163,23 +163,23 @@ def test_every_plan_trains_on_the_same_rows(batching: Batching, balance: bool) -
         assert all(rows(share, step) == alone for share in PLANS[1:])
 
 
-def test_what_is_loaded_depends_on_the_step_alone() -> None:
+def test_a_batch_depends_only_on_the_step() -> None:
     feed = feed_of(some_table(), PLANS[1])
     for step in range(5):
         load(feed, step)
     fresh = load(feed_of(some_table(), PLANS[1]), 5)
     later = load(feed, 5)
     assert all(np.array_equal(fresh.arrays[name], later.arrays[name]) for name in fresh.arrays)
-    assert fresh.cuts == later.cuts
+    assert fresh.offsets == later.offsets
 
 
-def test_every_sample_of_an_epoch_comes_once_and_the_rest_of_the_last_batch_is_empty() -> None:
+def test_an_epoch_has_every_sample_once_and_pads_the_last_batch_with_empty_rows() -> None:
     table = some_table()
     seen: Counter[int] = Counter()
     shares = [DataShare(rank=rank, dp=2, micro_batch=2, grad_accum=1) for rank in range(2)]
     feeds = [feed_of(table, share, epochs=1) for share in shares]
     steps = feeds[0].steps_in(1)
-    assert feeds[0].num_rows % 4, "the last batch has rows that are not there"
+    assert feeds[0].num_rows % 4, "the last batch has empty rows"
     assert steps == feeds[0].num_rows // 4 + 1
     for step in range(steps + 1):
         loads = [load(feed, step) for feed in feeds]
@@ -192,11 +192,11 @@ def test_every_sample_of_an_epoch_comes_once_and_the_rest_of_the_last_batch_is_e
     assert feeds[0].steps_in(0.5) < steps < feeds[0].steps_in(2.5)
 
 
-def test_a_sample_in_quarantine_keeps_its_place_without_a_target() -> None:
+def test_a_quarantined_sample_keeps_its_row_without_targets() -> None:
     table = some_table()
     plain = feed_of(table)
-    left_out = next(each for each in plain.samples(0, [0]) if each % 9 == 0)
-    feed = feed_of(table, quarantined=frozenset([left_out]))
+    quarantined = next(each for each in plain.samples(0, [0]) if each % 9 == 0)
+    feed = feed_of(table, quarantined=frozenset([quarantined]))
     without, with_it = load(feed), load(plain)
     assert feed.samples(0, [0]) == plain.samples(0, [0])
     assert feed.num_quarantined(0) == 1
@@ -213,52 +213,53 @@ def test_a_sample_in_quarantine_keeps_its_place_without_a_target() -> None:
     assert without.bad == ()
 
 
-def test_a_bad_picture_is_told_after_three_tries_and_spoils_nothing_else() -> None:
-    tries = []
+def test_a_bad_image_is_reported_after_three_attempts_and_affects_no_other_sample() -> None:
+    attempts = []
 
-    class Broken(Table):
+    class CountingTable(Table):
         def image_bytes(self, number: int, /) -> bytes:
-            tries.append(number)
+            attempts.append(number)
             return super().image_bytes(number)
 
-    whole = some_table()
-    first = next(each for each in feed_of(whole).samples(0, [0]) if each % 9 == 0)
-    second_image = int(whole.first_image[first]) + 1
-    table = Broken(whole.texts, whole.images, files={second_image: png((1, 2, 3), (9, 9))[:45]})
-    found, plain = load(feed_of(table)), load(feed_of(whole))
+    intact = some_table()
+    first = next(each for each in feed_of(intact).samples(0, [0]) if each % 9 == 0)
+    second_image = int(intact.first_image[first]) + 1
+    table = CountingTable(intact.texts, intact.images, files={second_image: png((1, 2, 3), (9, 9))[:45]})
+    found, plain = load(feed_of(table)), load(feed_of(intact))
     (bad,) = found.bad
     assert bad.sample == first
     assert bad.reason.startswith(f"texts:{first}: the image cannot be read")
-    assert tries.count(second_image) == 3
-    others = {tokens: labels for tokens, labels in pieces(plain).items() if tokens[-1] != whole.texts[first][-1]}
-    assert others.items() <= pieces(found).items()
+    assert attempts.count(second_image) == 3
+    others = {tokens: labels for tokens, labels in documents_of(plain).items() if tokens[-1] != intact.texts[first][-1]}
+    assert others.items() <= documents_of(found).items()
     assert found.num_valid < plain.num_valid
     assert found.arrays["patches"].shape == plain.arrays["patches"].shape
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"), [([5, 5, 70, 5], "token id 70 is not one of the model's 60"), ([5, 5, 5], "which is not what")]
+    ("text", "reason"),
+    [([5, 5, 70, 5], "token id 70 is not one of the model's 60"), ([5, 5, 5], "its index says otherwise")],
 )
-def test_a_sample_that_does_not_fit_its_index_is_a_bad_one(text: list[int], reason: str) -> None:
+def test_a_sample_that_contradicts_its_index_is_bad(text: list[int], reason: str) -> None:
     table = Table([[5] * 4, [6] * 4])
     _ = table.text_lengths
     table.texts = [text, [6] * 4]
-    found = load(feed_of(table, rules=None, terms={"vocabulary": 60}))
+    found = load(feed_of(table, rules=None, options={"vocabulary": 60}))
     assert any(reason in bad.reason for bad in found.bad)
     assert {bad.sample for bad in found.bad} == {0}
-    assert (6, 6, 6, 6) in pieces(found)
+    assert (6, 6, 6, 6) in documents_of(found)
 
 
-def test_a_text_with_fewer_places_than_pictures_is_a_bad_sample() -> None:
+def test_a_text_with_fewer_image_tokens_than_images_is_bad() -> None:
     table = Table([[5, IMAGE_TOKEN, 5, 5]], [(8, 8)])
     _ = table.first_image, table.text_lengths
     table.texts = [[5, 5, 5, 5]]
     found = load(feed_of(table))
-    assert "it has 1 images, and places for 0" in found.bad[0].reason
+    assert "it has 1 images and 0 image tokens" in found.bad[0].reason
     assert found.num_valid == 0
 
 
-def test_positions_begin_anew_in_every_document() -> None:
+def test_positions_restart_in_every_document() -> None:
     table = Table([[1, 2, IMAGE_TOKEN, 3, 4], [5, 6, 7]], [(12, 8)])
     rules = replace(RULES, positions="grid")
     found = load(feed_of(table, replace(ALONE, micro_batch=1, grad_accum=1), rules=rules))
@@ -271,44 +272,44 @@ def test_positions_begin_anew_in_every_document() -> None:
         assert np.array_equal(found.arrays["positions"][0, :, 0, here].T, rows[int(here.sum())])
 
 
-def test_tiles_of_a_picture_have_a_grid_each() -> None:
+def test_each_tile_of_an_image_has_a_grid() -> None:
     rules = ImageRules(patch=2, merge=2, image_token=IMAGE_TOKEN, variant="tiled", tile=4, max_tiles=4)
     found = load(feed_of(Table([[1, IMAGE_TOKEN, 2, 3]], [(8, 4)]), rules=rules))
     assert found.arrays["grids"][:3].tolist() == [[2, 2]] * 3
     assert (found.arrays["tokens"] == IMAGE_TOKEN).sum() == len(found.arrays["grids"])
 
 
-def test_a_micro_batch_without_pictures_has_no_patches() -> None:
+def test_a_micro_batch_without_images_has_no_patches() -> None:
     found = load(feed_of(Table([[1] * 30, [2] * 30])))
     assert found.arrays["patches"].shape == (0, 12)
     assert found.arrays["grids"].shape == (0, 2)
-    assert found.cuts == {"patches": (0, 0, 0), "grids": (0, 0, 0)}
+    assert found.offsets == {"patches": (0, 0, 0), "grids": (0, 0, 0)}
 
 
-def test_text_alone_needs_no_rules() -> None:
+def test_text_only_needs_no_image_rules() -> None:
     found = load(feed_of(Table([[1] * 20, [2] * 9]), rules=None))
     assert sorted(found.arrays) == ["documents", "labels", "tokens"]
-    assert found.cuts == {}
+    assert found.offsets == {}
 
 
-def test_kept_features_take_the_place_of_patches() -> None:
-    class Kept:
+def test_cached_features_replace_patches() -> None:
+    class CachedFeatures:
         width, dtype = 3, np.dtype(np.float16)
 
         def image(self, number: int, /) -> np.ndarray:
             return np.full((tokens[number], 3), number, dtype=np.float16)
 
     table = some_table()
-    tokens = measure(table, RULES).image_tokens
-    found, plain = load(feed_of(table, terms={"features": Kept()})), load(feed_of(table))
+    tokens = measure_samples(table, RULES).image_tokens
+    found, plain = load(feed_of(table, options={"features": CachedFeatures()})), load(feed_of(table))
     assert "patches" not in found.arrays
     assert found.arrays["features"].dtype == np.float16
     assert len(found.arrays["features"]) == (found.arrays["tokens"] == IMAGE_TOKEN).sum()
     assert np.array_equal(found.arrays["features"][:, 0], plain.arrays["patches"][::4, 0])
-    assert found.cuts["features"] == tuple(cut // 4 for cut in plain.cuts["patches"])
+    assert found.offsets["features"] == tuple(offset // 4 for offset in plain.offsets["patches"])
 
 
-def test_rows_of_a_bucket_have_places_of_one_size() -> None:
+def test_bucket_rows_have_slots_of_one_size() -> None:
     found = load(
         feed_of(Table([[7] * 9, [8] * 10, [9] * 8]), replace(ALONE, micro_batch=1, grad_accum=2), batching="bucket")
     )
@@ -316,25 +317,25 @@ def test_rows_of_a_bucket_have_places_of_one_size() -> None:
     assert rows == {(0,) * 10 + (1,) * 10 + (2,) * 12, (0,) * 8 + (1,) * 24}
 
 
-def test_tokens_of_several_sources_are_told_apart() -> None:
+def test_tokens_carry_their_source() -> None:
     table = some_table(sources=np.arange(40, dtype=np.int8) % 2, source_names=("even", "odd"))
     found = load(feed_of(table))
-    known = found.arrays["tokens"] > 0
-    known &= found.arrays["tokens"] != IMAGE_TOKEN
-    assert np.array_equal(found.arrays["sources"][known], (found.arrays["tokens"][known] - 1) % 2)
+    is_text = found.arrays["tokens"] > 0
+    is_text &= found.arrays["tokens"] != IMAGE_TOKEN
+    assert np.array_equal(found.arrays["sources"][is_text], (found.arrays["tokens"][is_text] - 1) % 2)
 
 
-def test_ranks_know_how_much_slower_the_slowest_is() -> None:
+def test_metrics_show_how_much_slower_the_slowest_rank_is() -> None:
     loads = [load(feed_of(some_table(), replace(PLANS[2], rank=rank))) for rank in range(4)]
-    cost = [found.facts["cost"] for found in loads]
-    slow = [found.facts["slowest"] for found in loads]
+    cost = [found.metrics["cost"] for found in loads]
+    slow = [found.metrics["slowest"] for found in loads]
     assert sum(slow) / sum(cost) == pytest.approx(max(cost) / np.mean(cost))
     plain = load(feed_of(some_table(), PLANS[2], balance=False))
-    assert plain.facts["slowest"] > slow[0]
+    assert plain.metrics["slowest"] > slow[0]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_loader_brings_the_same_batches(workers: int) -> None:
+def test_a_loader_yields_the_same_batches(workers: int) -> None:
     feed = feed_of(some_table(), PLANS[1])
     with Loader(feed, start_step=2, steps=5, workers=workers) as loader:
         for batch in loader:
@@ -346,11 +347,11 @@ def test_a_loader_brings_the_same_batches(workers: int) -> None:
                     assert np.array_equal(ours[name].numpy(), each), name
 
 
-SEEING = ImageRules(patch=8, merge=2, image_token=257, before=(258,), after=(259,), min_pixels=256)
+VLM_RULES = ImageRules(patch=8, merge=2, image_token=257, before=(258,), after=(259,), min_pixels=256)
 
 
 def chat_section(folder: Path, **options: Any) -> DataSection:
-    """200 chats in LLaVA's layout, every other about an image."""
+    """Write 200 conversations in LLaVA's format, every other one with an image."""
     for number in range(10):
         (folder / f"{number}.png").write_bytes(png((number, 0, 0), (32 + 8 * number, 48)))
     with (folder / "chat.jsonl").open("w") as file:
@@ -365,13 +366,13 @@ def chat_section(folder: Path, **options: Any) -> DataSection:
 @pytest.fixture(scope="module")
 def index(tmp_path_factory: pytest.TempPathFactory) -> SampleIndex:
     section = chat_section(tmp_path_factory.mktemp("chat"))
-    return SampleIndex.open(prepare_samples(section, rules=SEEING, cache=tmp_path_factory.mktemp("cache")))
+    return SampleIndex.open(prepare_samples(section, rules=VLM_RULES, cache=tmp_path_factory.mktemp("cache")))
 
 
-def test_prepared_samples_become_batches_to_train_and_to_evaluate_on(index: SampleIndex) -> None:
+def test_prepared_samples_give_training_and_holdout_batches(index: SampleIndex) -> None:
     section = DataSection(seq_len=256, holdout=0.1, epochs=1)
-    terms = SampleTerms(rules=SEEING, cost=COST, vocabulary=320)
-    training, holdout = sample_feeds(section, index, terms, share=ALONE)
+    options = SampleFeedOptions(rules=VLM_RULES, cost=COST, vocabulary=320)
+    training, holdout = sample_feeds(section, index, options, share=ALONE)
     assert holdout is not None
     assert training.num_rows > 5 * holdout.num_rows
     seen: set[int] = set()
@@ -385,17 +386,17 @@ def test_prepared_samples_become_batches_to_train_and_to_evaluate_on(index: Samp
         assert found.bad == ()
         assert found.num_valid > 50
         assert len(found.arrays["grids"]) > 2
-    assert load(training).facts["tokens"] + load(training).facts["padding"] == 4 * 256
+    assert load(training).metrics["tokens"] + load(training).metrics["padding"] == 4 * 256
     assert (index.path.parent / "charts").is_dir()
 
 
-def test_pictures_for_a_model_that_does_not_see_are_refused(index: SampleIndex) -> None:
-    with pytest.raises(UserError, match="this model does not see") as caught:
-        sample_feeds(DataSection(), index, SampleTerms(rules=None, cost=COST), share=ALONE)
+def test_images_are_refused_for_a_model_that_takes_none(index: SampleIndex) -> None:
+    with pytest.raises(UserError, match="this model takes no images") as caught:
+        sample_feeds(DataSection(), index, SampleFeedOptions(rules=None, cost=COST), share=ALONE)
     assert caught.value.code == "T051"
 
 
-def test_rows_that_no_sample_fits_in_are_refused(index: SampleIndex) -> None:
+def test_rows_too_short_for_any_sample_are_refused(index: SampleIndex) -> None:
     with pytest.raises(UserError, match=r"no sample is left to train on: .* times no target would be left") as caught:
-        sample_feeds(DataSection(seq_len=2), index, SampleTerms(rules=SEEING, cost=COST), share=ALONE)
+        sample_feeds(DataSection(seq_len=2), index, SampleFeedOptions(rules=VLM_RULES, cost=COST), share=ALONE)
     assert caught.value.code == "T050"

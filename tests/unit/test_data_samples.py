@@ -1,4 +1,4 @@
-"""Samples on disk: their tokens and targets, how they are mixed, and what happens when something is not as it was."""
+"""Samples on disk: tokens, targets, mixtures, damage and concurrent preparation."""
 
 import io
 import json
@@ -22,7 +22,7 @@ from trimaran.core import DataSection, ImageRules, UserError
 from trimaran.data.quarantine import BadSampleError
 from trimaran.data.samples import SampleIndex, prepare_samples
 from trimaran.data.samples.chat_templates import TEMPLATES
-from trimaran.data.samples.source_mixture import copies, repeat
+from trimaran.data.samples.sample_index import repeat_ids, repeats_per_epoch
 
 RULES = ImageRules(patch=8, merge=2, image_token=257)
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
@@ -30,7 +30,7 @@ TALK = [("system", "Be brief."), ("user", "Who is there? "), ("assistant", "Nobo
         ("assistant", "A dog.")]  # fmt: skip
 
 
-def talk(*turns: tuple[str, str], image: Any = None) -> dict[str, Any]:
+def conversation(*turns: tuple[str, str], image: Any = None) -> dict[str, Any]:
     row = {"messages": [{"role": role, "content": content} for role, content in turns]}
     return row if image is None else row | {"image": image}
 
@@ -69,7 +69,7 @@ def make_image(path: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("special", "written", "learnt"),
+    ("special", "written", "target_texts"),
     [
         (
             SPECIAL,
@@ -90,127 +90,128 @@ def make_image(path: Path) -> str:
         (
             ["<s>", "</s>"],
             "<s>Be brief. USER: Who is there?  ASSISTANT: Nobody, but thé cat.</s>USER: And? ASSISTANT: A dog.</s>",
-            [" Nobody, but thé cat.</s>", " A dog.</s>"],  # the space is part of the first word's token
+            [" Nobody, but thé cat.</s>", " A dog.</s>"],  # the space is part of the first token
         ),
     ],
     ids=["chatml", "llama3", "vicuna"],
 )  # fmt: skip
-def test_a_conversation_is_written_as_its_tokenizer_knows_it_and_only_answers_are_learnt(
-    special: list[str], written: str, learnt: list[str], tmp_path: Path
+def test_a_conversation_uses_the_template_of_its_tokenizer_and_only_answers_are_targets(
+    special: list[str], written: str, target_texts: list[str], tmp_path: Path
 ) -> None:
     tokenizer = train_tokenizer(tmp_path / "tokenizer.json", special)
-    data = chat(tmp_path, [talk(*TALK)], tokenizer=str(tmp_path / "tokenizer.json"))
+    data = chat(tmp_path, [conversation(*TALK)], tokenizer=str(tmp_path / "tokenizer.json"))
     sample = index_of(tmp_path / "cache", data).sample(0)
-    # The whole text at once is how everybody else reads it, special tokens and all.
+    # Other libraries tokenize the full text at once, including special tokens.
     assert sample.tokens.tolist() == tokenizer.encode(written, add_special_tokens=False).ids
     answers = np.split(sample.tokens, np.flatnonzero(np.diff(sample.targets, prepend=False)))[1::2]
-    assert [tokenizer.decode(each, skip_special_tokens=False) for each in answers] == learnt
+    assert [tokenizer.decode(each, skip_special_tokens=False) for each in answers] == target_texts
 
 
-def test_every_template_can_be_asked_for_and_is_written_with_bytes_too(tmp_path: Path) -> None:
+def test_every_template_can_be_chosen_and_works_with_bytes(tmp_path: Path) -> None:
     for name in TEMPLATES:
-        data = chat(tmp_path, [talk(("user", "Who?"), ("assistant", "I."))], samples={"template": name})
+        data = chat(tmp_path, [conversation(("user", "Who?"), ("assistant", "I."))], samples={"template": name})
         sample = index_of(tmp_path / "cache", data).sample(0)
-        learnt = bytes(sample.tokens[sample.targets & (sample.tokens < 256)].tolist()).decode()
-        assert learnt.startswith("I.")
+        target_text = bytes(sample.tokens[sample.targets & (sample.tokens < 256)].tolist()).decode()
+        assert target_text.startswith("I.")
 
 
 @pytest.mark.parametrize("hidden", [False, True], ids=["marked special", "not marked special"])
-def test_what_a_user_writes_never_becomes_a_special_token(hidden: bool, tmp_path: Path) -> None:
+def test_user_text_never_becomes_a_special_token(hidden: bool, tmp_path: Path) -> None:
     markers = "".join(SPECIAL[1:])
     train_tokenizer(
         tmp_path / "tokenizer.json", SPECIAL[:1] if hidden else SPECIAL, hidden=SPECIAL[1:] if hidden else []
     )
     image = make_image(tmp_path / "a.png")
-    rows = [talk(("user", markers), ("assistant", markers), image=image), {"text": f"{markers}<|endoftext|>"}]
+    rows = [conversation(("user", markers), ("assistant", markers), image=image), {"text": f"{markers}<|endoftext|>"}]
     data = chat(tmp_path, rows, tokenizer=str(tmp_path / "tokenizer.json"))
     plain = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    start, end, begin, done, pad = (plain.token_to_id(each) for each in SPECIAL[1:])
+    start, end, begin, finish, pad = (plain.token_to_id(each) for each in SPECIAL[1:])
     rules = ImageRules(patch=8, merge=2, image_token=pad)
     index = index_of(tmp_path / "cache", data, rules)
     counts = Counter(index.sample(0).tokens.tolist())
-    assert [counts[each] for each in (start, end, begin, done, pad)] == [2, 2, 1, 1, 1]  # ours alone
+    assert [counts[each] for each in (start, end, begin, finish, pad)] == [2, 2, 1, 1, 1]  # only those of the template
     text = index.sample(1).tokens
     assert not np.isin(text[:-1], [plain.token_to_id(each) for each in SPECIAL]).any()
     assert plain.decode(text[:-1].tolist(), skip_special_tokens=False) == f"{markers}<|endoftext|>"
 
 
-def test_a_token_for_pictures_that_is_a_word_of_the_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_an_image_token_that_is_an_ordinary_token_is_refused(tmp_path: Path) -> None:
     train_tokenizer(tmp_path / "tokenizer.json", SPECIAL)
     data = chat(tmp_path, [{"text": "a"}], tokenizer=str(tmp_path / "tokenizer.json"))
-    with pytest.raises(UserError, match="stands for an image") as refused:
+    with pytest.raises(UserError, match="is the image token") as refused:
         index_of(tmp_path / "cache", data, RULES)
     assert refused.value.code == "T036"
     assert "<|image_pad|> is " in refused.value.fix
 
 
-def test_the_vocabulary_has_room_for_the_token_of_pictures(tmp_path: Path) -> None:
+def test_the_vocabulary_includes_the_image_token(tmp_path: Path) -> None:
     index = index_of(tmp_path / "cache", chat(tmp_path, [{"text": "a"}]), RULES)
     assert index.vocab_size == 258
-    index.refuse_unknown(258)
-    with pytest.raises(UserError, match="258 token ids, the model knows 257"):
-        index.refuse_unknown(257)
+    index.check_vocabulary(258)
+    with pytest.raises(UserError, match="258 token ids, the model has 257"):
+        index.check_vocabulary(257)
 
 
 # Mixtures
 
 
-def test_weights_share_a_pass_that_shows_every_source_whole() -> None:
-    assert copies([100, 10], [1.0, 1.0], [None, None]) == [1, 10]
-    assert copies([100, 300], [0.5, 1.5], [None, None]) == [1, 1]
-    assert copies([100, 10, 7, 7], [1.0, 1.0, None, None], [None, None, 2.5, None]) == [1, 10, Fraction(5, 2), 1]
-    with pytest.raises(UserError, match="one pass over the mixture is") as refused:
-        copies([1_000_000, 10], [0.001, 0.999], [None, None])
+def test_an_epoch_follows_the_weights_and_contains_every_source_completely() -> None:
+    assert repeats_per_epoch([100, 10], [1.0, 1.0], [None, None]) == [1, 10]
+    assert repeats_per_epoch([100, 300], [0.5, 1.5], [None, None]) == [1, 1]
+    weights, epochs = [1.0, 1.0, None, None], [None, None, 2.5, None]
+    assert repeats_per_epoch([100, 10, 7, 7], weights, epochs) == [1, 10, Fraction(5, 2), 1]
+    with pytest.raises(UserError, match="one epoch of the mixture has") as refused:
+        repeats_per_epoch([1_000_000, 10], [0.001, 0.999], [None, None])
     assert refused.value.code == "T038"
 
 
-def test_a_fraction_of_an_epoch_is_a_choice_of_the_seed() -> None:
+def test_the_seed_chooses_the_samples_of_a_fractional_epoch() -> None:
     samples = np.arange(100, 200)
-    counts = Counter(repeat(samples, Fraction(9, 4), seed=1).tolist())
+    counts = Counter(repeat_ids(samples, Fraction(9, 4), seed=1).tolist())
     assert counts.keys() == set(range(100, 200))
     assert sorted(counts.values()) == [2] * 75 + [3] * 25
-    again, other = (repeat(samples, Fraction(1, 4), seed) for seed in (1, 2))
+    again, other = (repeat_ids(samples, Fraction(1, 4), seed) for seed in (1, 2))
     assert len(again) == len(set(again.tolist())) == 25
-    assert again.tolist() == repeat(samples, Fraction(1, 4), 1).tolist() != other.tolist()
+    assert again.tolist() == repeat_ids(samples, Fraction(1, 4), 1).tolist() != other.tolist()
 
 
 def mixture(folder: Path, **weights: dict[str, float]) -> DataSection:
     sources = []
-    for number, (name, share) in enumerate(weights.items()):
+    for number, (name, fields) in enumerate(weights.items()):
         rows = [{"text": f"{name} {each}"} for each in range(10 * (number + 1))]
-        sources.append({"name": name, "source": "chat", "path": chat(folder, rows, f"{name}.jsonl").path, **share})
+        sources.append({"name": name, "source": "chat", "path": chat(folder, rows, f"{name}.jsonl").path, **fields})
     return DataSection.model_validate({"mixture": sources})
 
 
-def test_held_out_samples_are_of_every_source_and_are_never_trained_on(tmp_path: Path) -> None:
+def test_samples_of_every_source_are_held_out_and_never_trained_on(tmp_path: Path) -> None:
     index = index_of(tmp_path / "cache", mixture(tmp_path, a={"epochs": 2}, b={}, c={"epochs": 0.5}))
-    held = index.holdout_mask(0.1, seed=3)
-    assert Counter(index.sources[held].tolist()) == {0: 1, 1: 2, 2: 3}
-    assert (held == index.holdout_mask(0.1, seed=3)).all()
+    held_out = index.holdout_mask(0.1, seed=3)
+    assert Counter(index.sources[held_out].tolist()) == {0: 1, 1: 2, 2: 3}
+    assert (held_out == index.holdout_mask(0.1, seed=3)).all()
     assert not index.holdout_mask(0.0, seed=3).any()
-    counts = Counter(index.mixed(3, keep=~held).tolist())
-    assert not counts.keys() & set(np.flatnonzero(held).tolist())
+    counts = Counter(index.mixed(3, keep=~held_out).tolist())
+    assert not counts.keys() & set(np.flatnonzero(held_out).tolist())
     assert Counter(index.sources[list(counts.elements())].tolist()) == {0: 18, 1: 18, 2: 14}  # round(13.5) is even
     assert Counter(index.mixed(3).tolist()).total() == 20 + 20 + 15
 
 
-def test_another_mixture_of_the_same_sources_reads_nothing_again(tmp_path: Path) -> None:
+def test_another_mixture_reuses_the_prepared_sources(tmp_path: Path) -> None:
     first = index_of(tmp_path / "cache", mixture(tmp_path, a={}, b={}))
     stats = {part.path: part.path.stat().st_ino for part in first.parts}
-    told: list[str] = []
+    reported: list[str] = []
     data = mixture(tmp_path, a={"epochs": 3}, b={})
     for name in "ab":
         os.utime(tmp_path / f"{name}.jsonl", ns=(1, 1))
-    first = index_of(tmp_path / "cache", data)  # the files were written again, so they are read again
+    first = index_of(tmp_path / "cache", data)  # the files have changed, so they are read again
     assert {part.path for part in first.parts}.isdisjoint(stats)
     sources = [*data.mixture, data.mixture[0].model_copy(update={"name": "c", "weight": 2.0, "epochs": None})]
     path = prepare_samples(
         DataSection(mixture=tuple(sources)),
         rules=None,
         cache=tmp_path / "cache",
-        progress=lambda what, _: told.append(what),
+        progress=lambda what, _: reported.append(what),
     )
-    assert told == []
+    assert reported == []
     assert [part.path for part in SampleIndex.open(path).parts[:2]] == [part.path for part in first.parts]
     assert SampleIndex.open(path).digest != first.digest
 
@@ -218,7 +219,7 @@ def test_another_mixture_of_the_same_sources_reads_nothing_again(tmp_path: Path)
 # On disk
 
 
-def test_pictures_and_samples_of_several_sources_are_numbered_as_one(tmp_path: Path) -> None:
+def test_images_and_samples_are_numbered_across_sources(tmp_path: Path) -> None:
     sources, files = [], []
     for name in "ab":
         folder = tmp_path / name
@@ -238,10 +239,10 @@ def test_pictures_and_samples_of_several_sources_are_numbered_as_one(tmp_path: P
     assert index.tokenizer.decode(index.sample(3).tokens) == "two in b"
 
 
-def test_a_picture_that_has_changed_is_a_bad_sample_and_not_other_pixels(tmp_path: Path) -> None:
+def test_a_changed_image_file_is_a_bad_sample(tmp_path: Path) -> None:
     image = make_image(tmp_path / "a.png")
     index = index_of(tmp_path / "cache", chat(tmp_path, [{"image": image, "caption": "black"}]), RULES)
-    (tmp_path / "a.png").write_bytes(b"something longer than it was, which is no image any more at all and so on" * 9)
+    (tmp_path / "a.png").write_bytes(b"longer than before, and no longer an image" * 15)
     with pytest.raises(BadSampleError, match=r"a\.png has changed"):
         index.image_bytes(0)
     (tmp_path / "a.png").unlink()
@@ -249,7 +250,7 @@ def test_a_picture_that_has_changed_is_a_bad_sample_and_not_other_pixels(tmp_pat
         index.image_bytes(0)
 
 
-def test_the_digest_is_of_what_is_learnt_and_not_of_where_it_lies(tmp_path: Path) -> None:
+def test_the_digest_depends_on_the_content_and_not_on_paths(tmp_path: Path) -> None:
     image = make_image(tmp_path / "a.png")
     data = chat(tmp_path / "here", [{"image": image, "caption": "black"}], samples={"images": str(tmp_path)})
     shutil.copytree(tmp_path / "here", tmp_path / "there")
@@ -260,7 +261,7 @@ def test_the_digest_is_of_what_is_learnt_and_not_of_where_it_lies(tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["tokens", "targets", "ends", "sizes", "mixture.json", "meta.json"])
-def test_damage_is_noticed(name: str, tmp_path: Path) -> None:
+def test_damage_is_detected(name: str, tmp_path: Path) -> None:
     index = index_of(
         tmp_path / "cache", chat(tmp_path, [{"image": make_image(tmp_path / "a.png"), "caption": "b"}]), RULES
     )
@@ -274,7 +275,7 @@ def test_damage_is_noticed(name: str, tmp_path: Path) -> None:
         SampleIndex.open(index.path)
 
 
-def test_many_processes_prepare_the_same_samples_at_once(tmp_path: Path) -> None:
+def test_concurrent_processes_prepare_the_same_samples(tmp_path: Path) -> None:
     data = chat(tmp_path, [{"text": f"row {number}"} for number in range(3000)])
     context = multiprocessing.get_context("fork")
     others = [context.Process(target=prepare_samples, args=(data,), kwargs={"rules": None, "cache": tmp_path / "cache"})
@@ -286,18 +287,18 @@ def test_many_processes_prepare_the_same_samples_at_once(tmp_path: Path) -> None
         process.join()
     assert [process.exitcode for process in others] == [0, 0, 0]
     index.verify()
-    assert len(list((tmp_path / "cache").iterdir())) == 2  # the source's folder and the mixture's, and no draft
+    assert len(list((tmp_path / "cache").iterdir())) == 2  # the folders of the source and the mixture, and no draft
 
 
-def test_a_disk_that_is_full_is_a_persons_mistake(tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("where a folder should be")
     with pytest.raises(UserError) as mistake:
         index_of(tmp_path / "file" / "cache", chat(tmp_path, [{"text": "a"}]))
     assert mistake.value.code == "T037"
 
 
-def test_pictures_are_read_at_their_place_by_many_forks(tmp_path: Path) -> None:
-    """One open file is shared by all: were its position moved, they would read each other's bytes."""
+def test_forks_read_images_from_a_shared_file_descriptor(tmp_path: Path) -> None:
+    """All forks share one open file: reads that move its position would return wrong bytes."""
     images = []
     for number in range(40):
         file = io.BytesIO()
@@ -306,7 +307,7 @@ def test_pictures_are_read_at_their_place_by_many_forks(tmp_path: Path) -> None:
     rows = {"image": [{"bytes": each, "path": None} for each in images], "text": ["a"] * 40}
     pq.write_table(pa.table(rows), tmp_path / "rows.parquet")
     index = index_of(tmp_path / "cache", DataSection(source="parquet", path=str(tmp_path / "rows.parquet")), RULES)
-    assert index.image_bytes(0) == images[0]  # opens the file before there are forks
+    assert index.image_bytes(0) == images[0]  # opens the file before the forks
 
     def read() -> None:
         for _ in range(20):

@@ -1,4 +1,4 @@
-"""Fixed-length pieces of the token stream."""
+"""Fixed-length sequences of the token stream."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def section(**fields: object) -> DataSection:
     return DataSection.model_validate({"seq_len": 4, **fields})
 
 
-def test_a_sample_is_a_piece_of_the_stream_and_its_labels_are_one_ahead(tmp_path: Path) -> None:
+def test_labels_are_the_tokens_shifted_by_one(tmp_path: Path) -> None:
     shards = write(tmp_path / "shards", "abcdefgh")
     sample = Sequences(shards, 4, False, 0, 2)[1]
     assert bytes(sample.tokens.tolist()) == b"efgh"
@@ -31,7 +31,7 @@ def test_a_sample_is_a_piece_of_the_stream_and_its_labels_are_one_ahead(tmp_path
     assert sample.tokens.dtype == sample.labels.dtype == np.int64
 
 
-def test_isolation_names_documents_and_drops_targets_in_another_document(tmp_path: Path) -> None:
+def test_isolation_numbers_documents_and_drops_targets_across_documents(tmp_path: Path) -> None:
     shards = write(tmp_path / "shards", "ab", "c", "defg")
     first, second = (Sequences(shards, 4, True, 0, 2)[index] for index in range(2))
     assert first.tokens.tolist() == [97, 98, 256, 99]
@@ -44,12 +44,12 @@ def test_isolation_names_documents_and_drops_targets_in_another_document(tmp_pat
     assert second.documents.tolist() == [0, 1, 1, 1]
 
 
-@pytest.mark.parametrize(("holdout", "held"), [(0.0, 0), (0.01, 1), (0.3, 3), (0.99, 9)])
-def test_the_last_share_of_the_sequences_is_held_out(tmp_path: Path, holdout: float, held: int) -> None:
+@pytest.mark.parametrize(("holdout", "num_held_out"), [(0.0, 0), (0.01, 1), (0.3, 3), (0.99, 9)])
+def test_the_last_fraction_of_the_sequences_is_held_out(tmp_path: Path, holdout: float, num_held_out: int) -> None:
     shards = write(tmp_path / "shards", "x" * 40)
     train, test = split(shards, section(holdout=holdout))
-    assert (len(train), len(test)) == (10 - held, held)
-    assert (train.first, train.last, test.first, test.last) == (0, 10 - held, 10 - held, 10)
+    assert (len(train), len(test)) == (10 - num_held_out, num_held_out)
+    assert (train.first, train.last, test.first, test.last) == (0, 10 - num_held_out, 10 - num_held_out, 10)
 
 
 def test_no_target_of_training_is_a_target_of_evaluation(tmp_path: Path) -> None:
@@ -61,12 +61,12 @@ def test_no_target_of_training_is_a_target_of_evaluation(tmp_path: Path) -> None
     assert seen + held == shards.tokens(1, 41).tolist()
 
 
-def test_a_single_sequence_is_trained_on(tmp_path: Path) -> None:
+def test_a_single_sequence_is_never_held_out(tmp_path: Path) -> None:
     train, test = split(write(tmp_path / "shards", "abcd"), section(holdout=0.5))
     assert (len(train), len(test)) == (1, 0)
 
 
-def test_fewer_tokens_than_a_sequence_are_a_persons_mistake(tmp_path: Path) -> None:
+def test_fewer_tokens_than_one_sequence_are_a_user_error(tmp_path: Path) -> None:
     shards = write(tmp_path / "shards", "abc")
     with pytest.raises(UserError, match="at most 3") as error:
         split(shards, section())

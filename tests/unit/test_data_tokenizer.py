@@ -1,4 +1,4 @@
-"""Text to token ids and back."""
+"""Tokenizers: text to token ids and back."""
 
 import sys
 from pathlib import Path
@@ -13,8 +13,8 @@ from trimaran.data import ByteTokenizer, load_tokenizer
 from trimaran.data.tokenizer import open_tokenizer
 
 
-def train_bpe(path: Path, *, special: tuple[str, ...] = ("<|endoftext|>",), cut: bool = False) -> Path:
-    """Write a tokenizer of a few hundred tokens; `cut` leaves truncation and padding on, as files from the hub do."""
+def train_bpe(path: Path, *, special: tuple[str, ...] = ("<|endoftext|>",), truncate: bool = False) -> Path:
+    """Write a small tokenizer. `truncate` enables truncation and padding, as files from the hub do."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -25,7 +25,7 @@ def train_bpe(path: Path, *, special: tuple[str, ...] = ("<|endoftext|>",), cut:
         show_progress=False,
     )
     tokenizer.train_from_iterator(["the boat and the sea and the boat"] * 10, trainer)
-    if cut:
+    if truncate:
         tokenizer.enable_truncation(4)
         tokenizer.enable_padding(length=4)
     tokenizer.save(str(path))
@@ -33,14 +33,14 @@ def train_bpe(path: Path, *, special: tuple[str, ...] = ("<|endoftext|>",), cut:
 
 
 @pytest.mark.parametrize("text", ["", "def f(x):\n\treturn x\n", "drei Rümpfe, 三体船, 🛶"])
-def test_bytes_come_back_as_they_went_in(text: str) -> None:
+def test_bytes_round_trip(text: str) -> None:
     tokenizer = ByteTokenizer()
     ids = tokenizer.encode(text)
     assert ids.tolist() == list(text.encode())
     assert tokenizer.decode(ids) == text
 
 
-def test_bytes_skip_what_is_no_byte_and_mark_broken_letters() -> None:
+def test_decoding_skips_non_byte_ids_and_marks_invalid_utf8() -> None:
     assert ByteTokenizer().decode([104, 256, 105, 300, 0xFF]) == "hi\ufffd"
 
 
@@ -54,15 +54,15 @@ def test_a_json_tokenizer_encodes_and_decodes(tmp_path: Path) -> None:
     assert all(np.array_equal(one, ids) for one in tokenizer.encode_many([text, text]))
 
 
-def test_a_json_tokenizer_never_cuts_or_pads(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(str(train_bpe(tmp_path / "tokenizer.json", cut=True)))
+def test_a_json_tokenizer_never_truncates_or_pads(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(train_bpe(tmp_path / "tokenizer.json", truncate=True)))
     assert (
         tokenizer.decode(tokenizer.encode("the boat and the sea and the boat")) == "the boat and the sea and the boat"
     )
     assert len(tokenizer.encode("a")) == 1
 
 
-def test_the_vocabulary_reaches_to_the_largest_id(tmp_path: Path) -> None:
+def test_the_vocabulary_size_covers_the_largest_id(tmp_path: Path) -> None:
     path = train_bpe(tmp_path / "tokenizer.json")
     text = path.read_text().replace('"id": 0', '"id": 5000').replace('"<|endoftext|>": 0', '"<|endoftext|>": 5000')
     path.write_text(text)
@@ -71,12 +71,12 @@ def test_the_vocabulary_reaches_to_the_largest_id(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["</s>", "<|end_of_text|>", "<eos>", "<|im_end|>"])
-def test_the_end_of_a_document_is_found_by_its_usual_names(tmp_path: Path, name: str) -> None:
+def test_the_end_token_is_found_by_its_usual_names(tmp_path: Path, name: str) -> None:
     tokenizer = load_tokenizer(str(train_bpe(tmp_path / "tokenizer.json", special=("<pad>", name))))
     assert tokenizer.end_id == 1
 
 
-def test_an_unusual_end_of_document_has_to_be_named(tmp_path: Path) -> None:
+def test_an_unusual_end_token_has_to_be_named(tmp_path: Path) -> None:
     path = str(train_bpe(tmp_path / "tokenizer.json", special=("<stop>",)))
     with pytest.raises(UserError, match="--end-token") as error:
         load_tokenizer(path)
@@ -92,7 +92,7 @@ def test_the_byte_level_tokenizer_takes_no_end_token() -> None:
     assert error.value.code == "T012"
 
 
-def test_files_that_are_no_tokenizer_are_a_persons_mistake(tmp_path: Path) -> None:
+def test_invalid_tokenizer_files_are_user_errors(tmp_path: Path) -> None:
     train_bpe(tmp_path / "tokenizer.json")
     (tmp_path / "other.json").write_text('{"a": 1}')
     (tmp_path / "binary.json").write_bytes(bytes(range(256)))
@@ -102,7 +102,7 @@ def test_files_that_are_no_tokenizer_are_a_persons_mistake(tmp_path: Path) -> No
         assert error.value.code == "T011"
 
 
-def test_a_saved_tokenizer_is_found_again_and_a_changed_one_refused(tmp_path: Path) -> None:
+def test_a_saved_tokenizer_reopens_and_a_changed_one_is_refused(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(train_bpe(tmp_path / "mine.json")))
     folder = tmp_path / "shards"
     folder.mkdir()
@@ -115,7 +115,7 @@ def test_a_saved_tokenizer_is_found_again_and_a_changed_one_refused(tmp_path: Pa
     assert error.value.code == "T015"
 
 
-def test_a_package_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "tokenizers")
     monkeypatch.setattr(sys, "path", [])
     with pytest.raises(UserError, match=r"trimaran\[hf\]") as error:

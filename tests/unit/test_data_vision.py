@@ -1,4 +1,4 @@
-"""From the bytes of an image to patches, grids and places, as the models' own processors make them."""
+"""Image decoding, patches, grids and positions, compared with the processors of the models."""
 
 import io
 import struct
@@ -36,8 +36,8 @@ def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
     return file.getvalue()
 
 
-def scenery(width: int, height: int, seed: int = 0) -> Image.Image:
-    """An image with large and small things on it, and no symmetry."""
+def noise_image(width: int, height: int, seed: int = 0) -> Image.Image:
+    """Return an image with coarse and fine structure and no symmetry."""
     draw = np.random.default_rng(seed)
     coarse = Image.fromarray(draw.integers(0, 256, (5, 7, 3), dtype=np.uint8)).resize((width, height))
     noise = draw.integers(-12, 13, (height, width, 3))
@@ -56,7 +56,7 @@ def test_native_grids_are_those_of_qwen2_vl() -> None:
     measured = measure_images(sizes, QWEN)
     for number, (width, height) in enumerate(sizes.tolist()):
         if max(width, height) > 200 * min(width, height):
-            continue  # theirs refuses those
+            continue  # Qwen2-VL refuses those
         tall, wide = smart_resize(height, width, 28, QWEN.min_pixels, QWEN.max_pixels)
         assert grids_of((width, height), QWEN).tolist() == [[tall // 14, wide // 14]]
         assert measured.patches[number] == tall * wide // 14**2
@@ -77,7 +77,7 @@ def test_tiles_are_those_of_internvl() -> None:
         assert measured.patch_pairs[number] == tiles * 1024**2
 
 
-def test_one_tile_is_the_whole_picture() -> None:
+def test_a_single_tile_is_the_full_image() -> None:
     assert grids_of((1000, 300), LLAVA).tolist() == [[24, 24]]
     assert measure_images(np.array([[1000, 300]]), LLAVA).tokens.tolist() == [576]
 
@@ -86,7 +86,7 @@ def test_one_tile_is_the_whole_picture() -> None:
 def test_patches_are_those_of_qwen2_vl(size: tuple[int, int]) -> None:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil  # noqa: PLC0415
 
-    image = scenery(*size)
+    image = noise_image(*size)
     theirs = Qwen2VLImageProcessorPil(do_rescale=False, do_normalize=False)(images=image, return_tensors="np")
     _, rows, columns = theirs["image_grid_thw"][0].tolist()
     assert grids_of(size, QWEN).tolist() == [[rows, columns]]
@@ -96,7 +96,7 @@ def test_patches_are_those_of_qwen2_vl(size: tuple[int, int]) -> None:
     assert np.array_equal(ours, wanted)
 
 
-def test_tiles_come_after_a_small_whole() -> None:
+def test_tiles_come_after_a_thumbnail() -> None:
     rules = ImageRules(patch=2, merge=2, image_token=0, variant="tiled", tile=8, max_tiles=4)
     colours = np.zeros((16, 16, 3), dtype=np.uint8)
     colours[:8, :8], colours[:8, 8:], colours[8:, :8], colours[8:, 8:] = 10, 20, 30, 40
@@ -108,7 +108,7 @@ def test_tiles_come_after_a_small_whole() -> None:
     assert [corners[row, column].mean().round() for row in (0, 1) for column in (0, 1)] == [10, 20, 30, 40]
 
 
-def test_patches_of_a_group_lie_together_by_channel_row_and_column() -> None:
+def test_patches_of_a_merge_group_are_adjacent() -> None:
     rules = ImageRules(patch=2, merge=2, image_token=0)
     pixels = np.arange(4 * 8 * 3, dtype=np.uint8).reshape(4, 8, 3)
     out = np.empty((8, 12), dtype=np.uint8)
@@ -136,9 +136,9 @@ def test_positions_are_those_of_qwen2_vl() -> None:
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_a_picture_is_turned_as_its_camera_says(orientation: int) -> None:
-    upright = scenery(90, 60)
-    turns = {1: None, 2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}  # the reverse of what the viewer has to do
+def test_exif_orientation_is_applied(orientation: int) -> None:
+    upright = noise_image(90, 60)
+    turns = {1: None, 2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}  # the inverse of the viewer's rotation
     method = turns[orientation]
     stored = upright if method is None else upright.transpose(Image.Transpose(method))
     for kind in ("JPEG", "PNG", "WEBP", "TIFF"):
@@ -153,12 +153,12 @@ def test_a_picture_is_turned_as_its_camera_says(orientation: int) -> None:
             assert np.abs(ours.astype(int) - wanted).mean() < (6 if kind == "JPEG" else 0.6), kind
 
 
-def test_the_size_of_a_picture_is_in_its_first_bytes() -> None:
+def test_the_size_is_read_from_the_first_bytes() -> None:
     for kind in ("JPEG", "PNG", "GIF", "BMP", "TIFF"):
-        assert upright_size(encoded(scenery(640, 480), kind)[:4096]) == (640, 480), kind
+        assert upright_size(encoded(noise_image(640, 480), kind)[:4096]) == (640, 480), kind
 
 
-def test_pictures_of_every_kind_become_rgb() -> None:
+def test_all_pixel_modes_become_rgb() -> None:
     def first(image: Image.Image, kind: str = "PNG", **options: Any) -> list[int]:
         (pixels,) = pixels_of(encoded(image, kind, **options), [(4, 4)])
         assert pixels.shape == (4, 4, 3)
@@ -182,26 +182,26 @@ def test_pictures_of_every_kind_become_rgb() -> None:
     assert np.abs(cyan - [0, 255, 255]).max() <= 4
 
 
-def test_a_large_photograph_is_decoded_in_part_and_looks_the_same() -> None:
-    image = scenery(1600, 1200)
+def test_a_reduced_decode_of_a_large_jpeg_looks_the_same() -> None:
+    image = noise_image(1600, 1200)
     data = encoded(image, "JPEG", quality=90)
     (ours,) = pixels_of(data, [(112, 84)])
     exact = np.asarray(Image.open(io.BytesIO(data)).resize((112, 84), Image.Resampling.BICUBIC))
     assert np.abs(ours.astype(int) - exact).mean() < 1.0
 
 
-def test_several_sizes_of_one_picture_are_each_made_from_it() -> None:
-    image = scenery(64, 48)
+def test_several_sizes_are_resized_from_the_original() -> None:
+    image = noise_image(64, 48)
     large, small = pixels_of(encoded(image), [(64, 48), (16, 12)])
     assert np.array_equal(large, np.asarray(image))
     assert np.array_equal(small, np.asarray(image.resize((16, 12), Image.Resampling.BICUBIC, reducing_gap=3.0)))
 
 
 def broken() -> dict[str, bytes]:
-    whole = {kind: encoded(scenery(200, 150), kind) for kind in ("JPEG", "PNG", "WEBP")}
+    complete = {kind: encoded(noise_image(200, 150), kind) for kind in ("JPEG", "PNG", "WEBP")}
     floats = Image.fromarray(np.full((4, 4), 0.5, dtype=np.float32))
     return {
-        **{f"half a {kind}": data[: len(data) // 2] for kind, data in whole.items()},
+        **{f"half a {kind}": data[: len(data) // 2] for kind, data in complete.items()},
         "nothing": b"",
         "text": b"this is not an image" * 20,
         "a program": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n",
@@ -210,8 +210,8 @@ def broken() -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", broken())
-def test_what_is_no_whole_picture_is_a_bad_one(name: str) -> None:
-    with pytest.raises(BadImageError, match=r"picture cannot be read|no colours"):
+def test_a_damaged_image_is_a_bad_image(name: str) -> None:
+    with pytest.raises(BadImageError, match=r"image cannot be read|cannot be converted to RGB"):
         pixels_of(broken()[name], [(20, 20)])
 
 
@@ -221,6 +221,6 @@ def test_a_small_file_with_too_many_pixels_is_refused_before_it_is_decoded() -> 
     tiny = encoded(Image.new("1", (8, 8)))
     head = b"IHDR" + struct.pack(">II", side, side) + tiny[24:29]
     bomb = tiny[:12] + head + struct.pack(">I", zlib.crc32(head)) + tiny[33:]
-    for look in (upright_size, partial(pixels_of, sizes=[(20, 20)])):
+    for read in (upright_size, partial(pixels_of, sizes=[(20, 20)])):
         with pytest.raises(BadImageError, match="more than"):
-            look(bomb)
+            read(bomb)

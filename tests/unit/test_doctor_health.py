@@ -1,4 +1,4 @@
-"""Rules about health on lines that real runs have left: a finding where something is wrong, none where nothing is."""
+"""Health rules on lines of real runs: a finding if something is wrong, none if not."""
 
 from functools import cache
 from typing import Any
@@ -7,18 +7,18 @@ import pytest
 
 from trimaran.core import Finding, Plan, Recipe, parse_recipe
 from trimaran.doctor.diagnose import diagnose
-from trimaran.doctor.evidence import Evidence, question_of
-from trimaran.doctor.predicted_gain import patched
+from trimaran.doctor.evidence import Evidence, read_planner_inputs
+from trimaran.doctor.predicted_gain import apply_patch
 from trimaran.doctor.rules.health import RULES
 from trimaran.hardware import parse_cluster
-from trimaran.models import outline_if_told, spec_of
+from trimaran.models import outline_if_known, spec_of
 from trimaran.planner import choose
 
-# Every fourth step of two runs of the tiny decoder, at a learning rate of 1e-3 and of 1.0, and what their groups told.
+# Every fourth loss of two runs of the tiny decoder, at learning rates of 1e-3 and 1.0, and update ratios by group.
 FALLING = [5.52, 5.4, 5.12, 4.79, 4.53, 4.36, 4.12, 3.94, 3.94, 3.9]
 RISING = [5.52, 10.9, 10.57, 19.92, 11.84, 12.01, 8.34, 5.04, 4.43, 3.77]
-SOUND = {"embed_tokens": 0.0208, "layers.0": 0.0039, "layers.1": 0.0034, "layers.2": 0.003, "norm": 0.00056}
-LARGE = {"embed_tokens": 0.7, "layers.0": 0.8568, "layers.1": 0.4675, "layers.2": 0.2609, "norm": 0.99}
+GOOD_RATIOS = {"embed_tokens": 0.0208, "layers.0": 0.0039, "layers.1": 0.0034, "layers.2": 0.003, "norm": 0.00056}
+LARGE_RATIOS = {"embed_tokens": 0.7, "layers.0": 0.8568, "layers.1": 0.4675, "layers.2": 0.2609, "norm": 0.99}
 NORMS = {"embed_tokens": 2.096, "layers.0": 0.129, "layers.1": 0.105, "layers.2": 0.096, "norm": 0.154}
 
 
@@ -27,7 +27,7 @@ def recipe_with(*settings: str) -> Recipe:
 
 
 RECIPE = recipe_with("model.preset=tiny", "train.global_batch=32", "plan.micro_batch=16", "plan.grad_accum=1")
-PLAN = choose(RECIPE, spec_of(RECIPE.model), parse_cluster("2xcpu"), outline_if_told(RECIPE.model, RECIPE.data))
+PLAN = choose(RECIPE, spec_of(RECIPE.model), parse_cluster("2xcpu"), outline_if_known(RECIPE.model, RECIPE.data))
 
 
 def step(number: int, *, loss: float | None, **keys: Any) -> dict[str, Any]:
@@ -35,10 +35,10 @@ def step(number: int, *, loss: float | None, **keys: Any) -> dict[str, Any]:
 
 
 def steps(losses: list[float], ratios: dict[str, float] | None = None, **keys: Any) -> tuple[dict[str, Any], ...]:
-    """Return four steps for each loss; every second tells of groups."""
+    """Return four steps for each loss; every second has group metrics."""
     groups = {name: {"update_ratio": ratio, "grad_norm": NORMS[name]} for name, ratio in (ratios or {}).items()}
-    told = [keys, keys | {"groups": groups}] if groups else [keys, keys]
-    return tuple(step(number + 1, loss=losses[number // 4], **told[number % 2]) for number in range(4 * len(losses)))
+    details = [keys, keys | {"groups": groups}] if groups else [keys, keys]
+    return tuple(step(number + 1, loss=losses[number // 4], **details[number % 2]) for number in range(4 * len(losses)))
 
 
 def event(kind: str, *, at: int = 3, rank: int = 0, **data: Any) -> dict[str, Any]:
@@ -61,91 +61,93 @@ def sample(at: float = 0.0, **keys: Any) -> dict[str, Any]:
 
 
 def evidence(recipe: Recipe = RECIPE, plan: Plan = PLAN, **lines: Any) -> Evidence:
-    asked = cache(lambda: question_of(recipe, plan))
-    return Evidence(recipe=recipe, plan=plan, ask=asked, **{"steps": steps(FALLING, SOUND)} | lines)
+    inputs = cache(lambda: read_planner_inputs(recipe, plan))
+    return Evidence(recipe=recipe, plan=plan, planner_inputs=inputs, **{"steps": steps(FALLING, GOOD_RATIOS)} | lines)
 
 
 def only(code: str, **lines: Any) -> Finding:
-    """Return the one finding about health that these lines give, which must have a patch that parses, or a fix."""
+    """Return the only finding of the health rules for these lines. It must have a valid patch or a fix."""
     found = evidence(**lines)
     (finding,) = [each for rule in RULES for each in rule(found)]
     assert finding.code == code
     assert finding.patch or finding.fix
-    patched(found.recipe, finding.patch)
+    apply_patch(found.recipe, finding.patch)
     return finding
 
 
 def test_a_healthy_run_gets_no_finding() -> None:
-    on = [sample(at, gpus=[gpu()]) for at in range(0, 600, 5)]
+    samples = [sample(at, gpus=[gpu()]) for at in range(0, 600, 5)]
     started = [event("started", rank=rank, seconds=1.0) for rank in range(2)]
     memory = {"allocated": 60 << 30, "reserved": 66 << 30, "fragmentation": 0.03, "retries": 0, "total": 80 << 30}
-    calm = evidence(steps=steps(FALLING, SOUND, memory=memory, peak_bytes=62 << 30), samples=on, events=started)
+    calm = evidence(
+        steps=steps(FALLING, GOOD_RATIOS, memory=memory, peak_bytes=62 << 30), samples=samples, events=started
+    )
     assert [each for rule in RULES for each in rule(calm)] == []
-    assert diagnose(evidence(steps=())) == []  # nor one of which nothing is known
+    assert diagnose(evidence(steps=())) == []  # nor does an empty run
 
 
-BORN = {"module": "layers.1.mlp", "what": "output", "rank": 1, "ranks": [1]}
+ORIGIN = {"module": "layers.1.mlp", "what": "output", "rank": 1, "ranks": [1]}
 
 
 @pytest.mark.parametrize(
-    ("precision", "born", "culprit", "patch"),
+    ("precision", "origin", "culprit", "patch"),
     [
-        ("fp32", BORN, "layers.1.mlp on rank 1", {"faults.not_finite": "rewind"}),
-        ("fp16", BORN, "layers.1.mlp on rank 1", {"plan.precision": "bf16"}),
-        ("fp32", BORN | {"what": "weight", "module": "norm.weight"}, "norm.weight on rank 1", {}),
+        ("fp32", ORIGIN, "layers.1.mlp on rank 1", {"faults.not_finite": "rewind"}),
+        ("fp16", ORIGIN, "layers.1.mlp on rank 1", {"plan.precision": "bf16"}),
+        ("fp32", ORIGIN | {"what": "weight", "module": "norm.weight"}, "norm.weight on rank 1", {}),
         ("fp32", {"module": "", "what": "not again", "rank": None}, "rank 1", {}),
         ("fp32", {}, "rank 1", {"faults.not_finite": "rewind"}),
     ],
 )
-def test_a_nan_is_told_with_its_module_and_rank(
-    precision: str, born: dict[str, Any], culprit: str, patch: dict[str, Any]
+def test_a_nan_is_reported_with_its_module_and_rank(
+    precision: str, origin: dict[str, Any], culprit: str, patch: dict[str, Any]
 ) -> None:
     data = {"reason": "the loss is nan", "loss": None, "grad_norm": None, "ranks": [1], "sample_ids": [7, 9]}
-    skip = event("skip", **data, **({"born": born} if born else {}))
+    skip = event("skip", **data, **({"born": origin} if origin else {}))
     found = only("F050", plan=PLAN.model_copy(update={"precision": precision}), events=(skip,))
     assert (found.culprit, found.patch, found.severity) == (culprit, patch, "fault")
     assert "at step 3" in found.verdict
 
 
-def test_a_jump_of_the_loss_is_told_whether_it_was_refused_or_not() -> None:
+def test_a_loss_spike_is_reported_whether_its_update_was_skipped_or_applied() -> None:
     data = {"reason": "the loss jumped from 2.3 to 2300", "loss": 2300.0, "grad_norm": 9.0, "ranks": [1]}
-    refused = only("F051", events=(event("skip", **data, sample_ids=[4]),))
-    assert (refused.culprit, refused.patch) == ("rank 1", {"faults.not_finite": "rewind"})
-    applied = only("F051", steps=(*steps(FALLING, SOUND), step(41, loss=9.7)))
+    skipped = only("F051", events=(event("skip", **data, sample_ids=[4]),))
+    assert (skipped.culprit, skipped.patch) == ("rank 1", {"faults.not_finite": "rewind"})
+    applied = only("F051", steps=(*steps(FALLING, GOOD_RATIOS), step(41, loss=9.7)))
     assert applied.patch == {"train.lr": 5e-4}
     assert "step 41, from 3.94 to 9.7" in applied.verdict
 
 
-def test_learning_rates_that_are_too_high_and_too_low_are_told_with_a_better_one() -> None:
-    high = only("F056", recipe=recipe_with("train.lr=1.0"), steps=steps(RISING, LARGE, lr=1.0))
+def test_a_learning_rate_too_high_or_too_low_gets_a_better_one() -> None:
+    high = only("F056", recipe=recipe_with("train.lr=1.0"), steps=steps(RISING, LARGE_RATIOS, lr=1.0))
     assert high.culprit == "train.lr 1, most in norm"
     assert high.patch == {"train.lr": 0.03}
-    fast = only("F056", steps=steps(FALLING, dict.fromkeys(SOUND, 0.25)))  # a loss that falls is no excuse
+    fast = only("F056", steps=steps(FALLING, dict.fromkeys(GOOD_RATIOS, 0.25)))  # even if the loss falls
     assert fast.patch == {"train.lr": 8e-5}
     flat = [5.56, 5.6, 5.56, 5.56, 5.57, 5.6, 5.6, 5.55, 5.51, 5.61]
-    tiny = dict.fromkeys(SOUND, 1e-7)
+    tiny = dict.fromkeys(GOOD_RATIOS, 1e-7)
     low = only("F057", recipe=recipe_with("train.lr=1e-8"), steps=steps(flat, tiny, lr=1e-8))
     assert low.patch == {"train.lr": 1e-4}
 
 
-def test_a_start_without_a_warm_up_that_stumbles_is_told() -> None:
+def test_a_loss_that_rises_without_warm_up_is_reported() -> None:
     recipe = recipe_with("train.schedule.warmup_steps=0")
-    found = only("F058", recipe=recipe, steps=steps([5.52, 5.9, 5.7, 5.5, 5.2, 4.9], SOUND))
+    found = only("F058", recipe=recipe, steps=steps([5.52, 5.9, 5.7, 5.5, 5.2, 4.9], GOOD_RATIOS))
     assert found.patch == {"train.schedule.warmup_steps": 10}
 
 
-def test_gradients_that_explode_or_vanish_are_told_with_the_group() -> None:
+def test_exploding_and_vanishing_gradients_are_reported_with_the_group() -> None:
     growing = tuple(step(number + 1, loss=4.0, grad_norm=0.8 * 1.3**number) for number in range(30))
     found = only("F052", steps=growing)
     assert found.patch == {"train.lr": 1e-4}
     unclipped = only("F052", recipe=recipe_with("train.clip_norm=0"), steps=growing)
     assert unclipped.patch == {"train.clip_norm": 1.0}
     norms = {"layers.0": {"grad_norm": 3e-9, "update_ratio": 1e-3}, "lm_head": {"grad_norm": 1.2, "update_ratio": 1e-3}}
-    faint = only("F053", steps=tuple(step(number, loss=4.0, groups=norms) for number in range(1, 6)))
-    assert (faint.culprit, faint.patch) == ("layers.0", {})
+    vanishing = only("F053", steps=tuple(step(number, loss=4.0, groups=norms) for number in range(1, 6)))
+    assert (vanishing.culprit, vanishing.patch) == ("layers.0", {})
 
 
-def test_a_loss_scale_that_collapses_is_told_and_one_that_finds_its_size_is_not() -> None:
+def test_a_collapsing_loss_scale_is_reported_and_its_initial_search_is_not() -> None:
     fp16 = PLAN.model_copy(update={"precision": "fp16"})
     collapsing = tuple(
         step(number, loss=4.0, grad_norm=None, skipped=True, loss_scale=2.0 ** (17 - number)) for number in range(1, 18)
@@ -163,10 +165,10 @@ def test_parameters_without_a_gradient_are_named() -> None:
     assert only("F055", events=events).culprit == "layers.1.spare"
 
 
-def test_memory_in_pieces_and_memory_that_is_full_end_in_a_leaner_plan() -> None:
+def test_fragmented_and_full_memory_get_a_plan_with_less_memory() -> None:
     memory = {"reserved": 71 << 30, "fragmentation": 0.34, "total": 79 << 30}
-    pieces = tuple(step(n, loss=4.0, memory=memory | {"retries": n // 8}) for n in range(1, 101))
-    assert only("F060", steps=pieces).patch
+    fragmented = tuple(step(n, loss=4.0, memory=memory | {"retries": n // 8}) for n in range(1, 101))
+    assert only("F060", steps=fragmented).patch
     full = tuple(step(n, loss=4.0, memory=memory | {"fragmentation": 0.01}, peak_bytes=77 << 30) for n in range(1, 30))
     found = only("F061", steps=full)
     assert found.patch
@@ -174,57 +176,62 @@ def test_memory_in_pieces_and_memory_that_is_full_end_in_a_leaner_plan() -> None
     assert found.culprit == "the device of rank 0"
 
 
-def test_memory_that_ran_out_ends_in_the_cheapest_plan_that_needs_less() -> None:
+def test_out_of_memory_gets_the_cheapest_plan_that_fits() -> None:
     what = "rank 1 raised OutOfMemoryError: CUDA out of memory. Tried to allocate 7.00 GiB"
     found = only("F062", incidents=(incident("oom", what, action="stopped"),))
     assert (found.culprit, found.severity) == ("rank 1", "fault")
     assert found.patch
-    assert patched(RECIPE, found.patch).plan != RECIPE.plan
+    assert apply_patch(RECIPE, found.patch).plan != RECIPE.plan
     assert "instead of" in found.expected_effect
-    shot = {"rank": 1, "file": "memory-step-00000006-rank-1.json", "oom": {"wanted": 7 << 30}, "time": 1.0}
+    snapshot = {"rank": 1, "file": "memory-step-00000006-rank-1.json", "oom": {"wanted": 7 << 30}, "time": 1.0}
     holders = [{"kind": "activations", "module": "layers.0", "bytes": 18 << 30, "count": 5}]
-    held = only("F062", incidents=(incident("oom", what),), snapshots=(shot | {"holders": holders},))
+    held = only("F062", incidents=(incident("oom", what),), snapshots=(snapshot | {"holders": holders},))
     assert "activations of layers.0 held most, 18.0 GiB" in held.verdict
-    helped = only(
+    replanned = only(
         "F062", incidents=(incident("oom", what, action="replanned", evidence={"why": "micro-batch 16 -> 8"}),)
     )
-    assert helped.patch["plan.micro_batch"] == PLAN.micro_batch
+    assert replanned.patch["plan.micro_batch"] == PLAN.micro_batch
 
 
 @pytest.mark.parametrize(
     ("code", "cause", "what", "evidence_of"),
     [
-        ("F063", "hang", "rank 1 did not come on, and waits for no other rank", {"facts": ["rank 1 stands at a.py:3"]}),
-        ("F064", "mismatch", "rank 0 called all_reduce [7], but rank 1 called barrier", {"sites": {"1": "at a.py:3"}}),
+        ("F063", "hang", "rank 1 makes no progress and waits for no other rank", {"facts": ["rank 1 is at a.py:3"]}),
+        (
+            "F064",
+            "mismatch",
+            "rank 0 called all_reduce [7], but rank 1 called barrier",
+            {"sites": {"1": "is at a.py:3"}},
+        ),
         ("F065", "crash", "rank 1 died of SIGABRT", {}),
-        ("F065", "exit", "rank 1 left early and said that all was well (exit code 0)", {}),
-        ("F067", "network", "ranks 0 and 1 lost the others, and no rank had failed before", {}),
+        ("F065", "exit", "rank 1 exited early (exit code 0)", {}),
+        ("F067", "network", "ranks 0 and 1 lost their connection, and no rank had failed before", {}),
     ],
 )
-def test_incidents_become_findings_with_the_rank_that_did_it(
+def test_incidents_become_findings_with_the_rank_at_fault(
     code: str, cause: str, what: str, evidence_of: dict[str, Any]
 ) -> None:
     first = incident(cause, "nothing is known yet", suspects=[], action=None)
     found = only(code, incidents=(first, incident(cause, what, evidence=evidence_of)))
     assert (found.culprit, found.severity) == ("rank 1", "warning")
     assert what in found.verdict
-    over = only(code, incidents=(incident(cause, what, action="stopped"),))
-    assert over.severity == "fault"
+    ended = only(code, incidents=(incident(cause, what, action="stopped"),))
+    assert ended.severity == "fault"
 
 
-def test_starts_without_a_new_step_are_counted() -> None:
+def test_attempts_without_progress_are_counted() -> None:
     ends = [{"attempt": n, "ended": float(n), "how": "trouble", "step": 6} for n in range(3)]
     found = {each.code: each for rule in RULES for each in rule(evidence(
         attempts=ends, incidents=[incident("crash", "rank 1 was killed by SIGKILL", id=f"i-{n}") for n in range(3)]
     ))}  # fmt: skip
     assert found.keys() == {"F065", "F066"}
     assert (found["F066"].culprit, found["F066"].patch) == ("rank 1", {"faults.ranks": [1, 2]})
-    assert "last 2 starts" in found["F066"].verdict  # the first had brought six
-    going = [{"attempt": n, "ended": float(n), "how": "trouble", "step": 6 + n} for n in range(3)]
-    assert [each for rule in RULES for each in rule(evidence(attempts=going))] == []
+    assert "last 2 attempts" in found["F066"].verdict  # the first reached step 6
+    progressing = [{"attempt": n, "ended": float(n), "how": "trouble", "step": 6 + n} for n in range(3)]
+    assert [each for rule in RULES for each in rule(evidence(attempts=progressing))] == []
 
 
-def test_disks_that_are_full_or_fill_up_are_told() -> None:
+def test_disks_that_are_full_or_fill_up_are_reported() -> None:
     saved = event("checkpoint", bytes=300 << 20)
     full = only("F068", samples=(sample(disk_free=512 << 20),), events=(saved,))
     assert (full.culprit, full.patch) == ("disk of node-a", {"checkpoint.keep": 1})
@@ -232,7 +239,7 @@ def test_disks_that_are_full_or_fill_up_are_told() -> None:
     assert "full in" in only("F068", samples=filling).verdict
 
 
-def test_gpus_that_are_hot_or_broken_are_told_and_the_power_limit_is_not() -> None:
+def test_hot_gpus_and_memory_errors_are_reported() -> None:
     hot = tuple(sample(gpus=[gpu(temperature=91, sm_clock=1.2e9, throttle=["hw_thermal"])]) for _ in range(5))
     assert only("F069", samples=hot).culprit == "GPU 3 of node-a"
     broken = tuple(sample(at, gpus=[gpu(ecc_uncorrected=errors)]) for at, errors in enumerate((1, 1, 4)))
@@ -240,20 +247,20 @@ def test_gpus_that_are_hot_or_broken_are_told_and_the_power_limit_is_not() -> No
     assert (found.severity, found.evidence["new"]) == ("fault", 3)
 
 
-def test_a_machine_that_swaps_is_told_and_old_swap_is_not() -> None:
+def test_swapping_is_reported_and_old_swap_is_not() -> None:
     swaps = tuple(sample(ram_used=61 << 30, swap_used=used << 30) for used in (0, 1, 3))
     assert only("F071", samples=swaps).patch == {"checkpoint.memory": 0}
     old = tuple(sample(swap_used=3 << 30) for _ in range(3))
     assert [each for rule in RULES for each in rule(evidence(samples=old))] == []
 
 
-def test_samples_that_cannot_be_used_are_counted() -> None:
+def test_unusable_samples_are_counted() -> None:
     bad = [event("bad_sample", sample=n, reason="the image is damaged") for n in range(12)]
     found = only("F072", events=bad)
     assert "12 of 1280 samples" in found.verdict
     assert [each for rule in RULES for each in rule(evidence(events=bad[:3]))] == []
 
 
-def test_replicas_that_differ_are_told() -> None:
+def test_differing_replicas_are_reported() -> None:
     data = {"message": "rank 2 differs from the others", "ranks": [2], "keys": ["norm.weight"], "since": 30}
     assert only("F073", events=(event("differ", at=40, **data),)).culprit == "rank 2"

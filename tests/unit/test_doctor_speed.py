@@ -1,6 +1,6 @@
-"""Rules about speed, asked about runs that something was wrong with (`ailing/`) and about clusters on paper.
+"""Speed rules on recorded runs with one injected problem each (`recorded_runs/`), and on predicted runs on GPUs.
 
-The runs were made by the injections of tests/fault/test_doctor_speed.py, on two CPU cores, and are trimmed.
+The runs were recorded with the injections of tests/fault/test_doctor_speed.py, on two CPU cores, and are trimmed.
 """
 
 import json
@@ -15,40 +15,41 @@ from trimaran.app.main import main
 from trimaran.app.views.diagnosis import command_of, diagnose_run
 from trimaran.core import Finding, Plan, Recipe, UserError, parse_recipe
 from trimaran.doctor.diagnose import diagnose
-from trimaran.doctor.evidence import Evidence, question_of, read_evidence
-from trimaran.doctor.predicted_gain import forecast, patched
+from trimaran.doctor.evidence import Evidence, read_evidence, read_planner_inputs
+from trimaran.doctor.predicted_gain import apply_patch, forecast
 from trimaran.doctor.rules import speed
-from trimaran.doctor.step_breakdown import measure
+from trimaran.doctor.step_breakdown import step_breakdown
 from trimaran.hardware import parse_cluster
-from trimaran.models import outline_if_told, spec_of
+from trimaran.models import outline_if_known, spec_of
 from trimaran.planner import choose
 from trimaran.run import RunDirectory, create_run
 
-AILING = Path(__file__).parent / "ailing"
+RECORDED_RUNS = Path(__file__).parent / "recorded_runs"
 
 
 def findings(evidence: Evidence) -> dict[str, Finding]:
-    """Return what the rules about speed find, by code; each patch must make a recipe."""
+    """Return the findings of the speed rules by code. Each patch must give a valid recipe."""
     found = {each.code: each for each in diagnose(evidence)}
     for each in found.values():
-        assert patched(evidence.recipe, each.patch)
-        assert each.patch or each.fix, f"{each.code} ends in nothing"
+        assert apply_patch(evidence.recipe, each.patch)
+        assert each.patch or each.fix, f"{each.code} has neither patch nor fix"
         assert 0 < each.confidence <= 1
     return {code: each for code, each in found.items() if code < "F050"}
 
 
 def recorded(name: str) -> Evidence:
-    return read_evidence(RunDirectory(AILING / name))
+    return read_evidence(RunDirectory(RECORDED_RUNS / name))
 
 
-def on_paper(*settings: str, slower: dict[str, float] | None = None, **keys: Any) -> Evidence:
-    """Return a run that goes as predicted on the recipe's cluster, but for phases that are so many times slower.
+def predicted_run(*settings: str, slower: dict[str, float] | None = None, **keys: Any) -> Evidence:
+    """Return a run with the predicted times on the recipe's cluster; phases in `slower` are that many times slower.
 
-    `keys` are of every line of the metrics; `waited` seconds are for the loader, `stall` for every tenth checkpoint.
+    `keys` are added to every line of the metrics. A step waits `waited` seconds for the loader; every tenth stalls
+    `stall` seconds for a checkpoint.
     """
     recipe = parse_recipe("", name="test", overrides=settings)
     plan = planned(recipe)
-    question = question_of(recipe, plan)
+    question = read_planner_inputs(recipe, plan)
     assert question is not None
     prediction = forecast(question, plan)
     terms = {name: prediction.time.get(name, 0.0) * (slower or {}).get(name, 1.0) for name in prediction.time}
@@ -67,19 +68,19 @@ def on_paper(*settings: str, slower: dict[str, float] | None = None, **keys: Any
         loader = {"loader": {"waited": waited, "workers": 2, "depth": 4}} if waited else {}
         steps.append(line | loader | keys)
     plan = plan.model_copy(update={"prediction": prediction})
-    return Evidence(recipe=recipe, plan=plan, steps=tuple(steps), ask=lambda: question)
+    return Evidence(recipe=recipe, plan=plan, steps=tuple(steps), planner_inputs=lambda: question)
 
 
 def planned(recipe: Recipe) -> Plan:
-    outline = outline_if_told(recipe.model, recipe.data)
+    outline = outline_if_known(recipe.model, recipe.data)
     return choose(recipe, spec_of(recipe.model), parse_cluster(recipe.cluster), outline)
 
 
 GPUS = ("model.preset=llama-3.2-1b", "cluster=8xH100", "data.seq_len=2048", "train.global_batch=64")
 
 
-def test_a_run_that_goes_as_planned_has_no_finding() -> None:
-    assert findings(on_paper(*GPUS)) == {}
+def test_a_run_as_predicted_has_no_finding() -> None:
+    assert findings(predicted_run(*GPUS)) == {}
     assert findings(recorded("healthy")) == {}
 
 
@@ -95,13 +96,13 @@ def test_too_few_steps_are_no_evidence() -> None:
         ("slow-network", "F002", "gradients on loopback", {"plan.comm.compression"}),
         ("throttled-rank", "F005", "rank 1", set()),
         ("small-micro-batch", "F006", "micro-batch 1 x accumulation 16", {"plan.micro_batch", "plan.grad_accum"}),
-        ("checkpoints-in-the-way", "F007", "written while all wait", {"checkpoint.asynchronous"}),
+        ("blocking-checkpoints", "F007", "synchronous checkpoints", {"checkpoint.asynchronous"}),
         ("uneven-stages", "F011", "rank 0", {"plan.pipeline.stages"}),
         ("padding", "F012", "data.samples.batching=pad", {"data.samples.batching"}),
-        ("unequal-pictures", "F013", "patches of images", {"data.samples.balance"}),
+        ("unequal-images", "F013", "image patches", {"data.samples.balance"}),
     ],
 )
-def test_what_was_done_to_a_run_is_found(name: str, code: str, culprit: str, patch: set[str]) -> None:
+def test_an_injected_problem_is_found(name: str, code: str, culprit: str, patch: set[str]) -> None:
     found = findings(recorded(name))[code]
     assert found.culprit == culprit
     assert found.patch.keys() == patch
@@ -110,16 +111,16 @@ def test_what_was_done_to_a_run_is_found(name: str, code: str, culprit: str, pat
     assert 0.05 < found.gain < 1
 
 
-def test_copies_whose_pace_was_found_out_in_the_first_steps_are_no_finding() -> None:
-    evidence = on_paper(*GPUS)
+def test_stalls_in_the_first_steps_only_are_no_finding() -> None:
+    evidence = predicted_run(*GPUS)
     steps = evidence.steps
-    kept = [each | {"phases": each["phases"] | {"checkpoint": 9 * each["step_seconds"]}} for each in steps]
-    kept = [each | {"step_seconds": sum(each["phases"].values())} for each in kept]
-    assert "F007" not in findings(replace(evidence, steps=(*kept[:8], *steps[8:])))
-    assert "F007" in findings(replace(evidence, steps=(*steps[:8], *kept[8:12], *steps[12:-4], *kept[-4:])))
+    saving = [each | {"phases": each["phases"] | {"checkpoint": 9 * each["step_seconds"]}} for each in steps]
+    saving = [each | {"step_seconds": sum(each["phases"].values())} for each in saving]
+    assert "F007" not in findings(replace(evidence, steps=(*saving[:8], *steps[8:])))
+    assert "F007" in findings(replace(evidence, steps=(*steps[:8], *saving[8:12], *steps[12:-4], *saving[-4:])))
 
 
-def test_many_ranks_that_do_little_are_split_into_what_they_lose() -> None:
+def test_lost_scaling_is_split_by_cause() -> None:
     found = findings(recorded("throttled-rank"))["F014"]
     assert found.culprit == "imbalance: rank 1"
     lost = found.evidence["lost"]
@@ -127,8 +128,8 @@ def test_many_ranks_that_do_little_are_split_into_what_they_lose() -> None:
     assert sum(lost.values()) == pytest.approx(1 - found.evidence["efficiency"], abs=1e-3)
 
 
-def test_a_run_is_compared_with_one_of_the_same_on_fewer_ranks_only(capsys: pytest.CaptureFixture[str]) -> None:
-    slow, other = RunDirectory(AILING / "throttled-rank"), RunDirectory(AILING / "unequal-pictures")
+def test_a_run_is_only_compared_with_the_same_model_on_fewer_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    slow, other = RunDirectory(RECORDED_RUNS / "throttled-rank"), RunDirectory(RECORDED_RUNS / "unequal-images")
     with pytest.raises(UserError, match="different models") as refused:
         read_evidence(slow, against=other)
     assert refused.value.code == "A019"
@@ -136,55 +137,55 @@ def test_a_run_is_compared_with_one_of_the_same_on_fewer_ranks_only(capsys: pyte
         read_evidence(slow, against=slow)
     assert main(["doctor", "--against", str(slow.path)]) == 2
     assert "RUN --against" in capsys.readouterr().err
-    compared = read_evidence(slow, against=RunDirectory(AILING / "healthy"))
+    compared = read_evidence(slow, against=RunDirectory(RECORDED_RUNS / "healthy"))
     found = {each.code: each for each in diagnose(compared)}["F014"]
     assert found.evidence["compared"]
     assert found.culprit == "imbalance: rank 1"
 
 
-def test_a_slow_rank_with_more_tokens_is_the_datas_fault() -> None:
+def test_a_slow_rank_with_more_tokens_is_blamed_on_the_data() -> None:
     evidence = recorded("throttled-rank")
     tokens = {"min": 512.0, "median": 512.0, "max": 1600.0, "at": 1}
     steps = tuple(
         each | {"ranks": each["ranks"] | {"tokens": tokens}} if "ranks" in each else each for each in evidence.steps
     )
-    recipe = patched(evidence.recipe, {"data.samples.balance": False})
+    recipe = apply_patch(evidence.recipe, {"data.samples.balance": False})
     found = findings(replace(evidence, steps=steps, recipe=recipe))["F005"]
     assert found.evidence["kind"] == "data"
     assert found.patch == {"data.samples.balance": True}
 
 
-def test_a_slow_rank_whose_gpus_are_throttled_is_told_so() -> None:
+def test_a_slow_rank_with_throttled_gpus_names_the_throttle_reason() -> None:
     evidence = recorded("throttled-rank")
     samples = ({"time": 1.0, "node": 0, "ranks": {"1": {}}, "gpus": [{"throttle": ["thermal"]}]},)
-    assert "held back by thermal" in findings(replace(evidence, samples=samples))["F005"].verdict
+    assert "throttled (thermal)" in findings(replace(evidence, samples=samples))["F005"].verdict
 
 
-def test_what_the_supervisor_noticed_is_told_where_ranks_cannot() -> None:
+def test_a_straggler_incident_of_the_supervisor_becomes_a_finding() -> None:
     evidence = recorded("healthy")
-    noticed = {"id": "3", "cause": "straggler", "what": "rank 1 is 2.1 times as slow", "suspects": [1], "time": 1.0,
+    incident = {"id": "3", "cause": "straggler", "what": "rank 1 is 2.1 times as slow", "suspects": [1], "time": 1.0,
                "evidence": {"slowdown": 2.1}}  # fmt: skip
-    found = findings(replace(evidence, incidents=(noticed,)))["F005"]
+    found = findings(replace(evidence, incidents=(incident,)))["F005"]
     assert found.culprit == "rank 1"
     assert found.gain == pytest.approx(1 - 1 / 2.1)
 
 
-def test_small_kernels_on_a_gpu_are_the_hosts_fault() -> None:
+def test_small_kernels_on_a_gpu_are_launch_bound() -> None:
     pins = ("plan.micro_batch=1", "plan.grad_accum=64", "plan.compile=false")
     small = ("model.preset=tinyllama-1.1b", "cluster=1xH100", "data.seq_len=256", "train.global_batch=64")
-    evidence = on_paper(*small, *pins)
+    evidence = predicted_run(*small, *pins)
     found = findings(evidence)["F003"]
     assert found.culprit == "the host"
     assert found.patch["plan.micro_batch"] > 1
     assert found.gain is not None
     assert found.gain > 0.2
-    as_fast = on_paper(*small, *pins, slower={"forward": 0.5, "backward": 0.5})
-    assert "F003" not in findings(as_fast), "a run that is faster than its host can be has another host"
+    as_fast = predicted_run(*small, *pins, slower={"forward": 0.5, "backward": 0.5})
+    assert "F003" not in findings(as_fast), "a run faster than the predicted launch overhead is not launch-bound"
 
 
-def test_a_gpu_that_moves_bytes_is_told_to_multiply() -> None:
+def test_a_memory_bound_gpu_gets_a_patch() -> None:
     pins = ("plan.micro_batch=8", "plan.grad_accum=1", "plan.precision=bf16", "plan.loss=logits", "plan.compile=false")
-    evidence = on_paper(
+    evidence = predicted_run(
         "model.preset=qwen2.5-0.5b", "cluster=1xH100", "data.seq_len=2048", "train.global_batch=8", *pins
     )
     found = findings(evidence)["F004"]
@@ -195,15 +196,15 @@ def test_a_gpu_that_moves_bytes_is_told_to_multiply() -> None:
 def test_a_bucket_of_one_mebibyte_is_too_small() -> None:
     pins = ("plan.mesh.dp_replicate=8", "plan.sharding=none", "plan.comm.bucket_mb=1")
     asked = ("model.preset=tinyllama-1.1b", "cluster=8xA100-80GB", "data.seq_len=512", "train.global_batch=64")
-    evidence = on_paper(*asked, *pins, slower={"comm": 20.0})
+    evidence = predicted_run(*asked, *pins, slower={"comm": 20.0})
     found = findings(evidence)["F010"]
     assert "too small" in found.verdict
     assert found.patch["plan.comm.bucket_mb"] > 1
-    usual = on_paper(*asked, *pins[:2], "plan.comm.bucket_mb=25", slower={"comm": 20.0})
+    usual = predicted_run(*asked, *pins[:2], "plan.comm.bucket_mb=25", slower={"comm": 20.0})
     assert "F010" not in findings(usual)
 
 
-def test_a_storm_of_compilations_is_found_with_its_reason() -> None:
+def test_repeated_recompilations_are_found_with_their_reason() -> None:
     evidence = recorded("healthy")
     why = "tensor 'x' size mismatch at index 0. expected 4, actual 5"
     events = tuple(
@@ -220,12 +221,12 @@ def test_a_storm_of_compilations_is_found_with_its_reason() -> None:
     found = findings(replace(evidence, events=events))["F008"]
     assert (found.culprit, found.evidence["why"]) == ("forward (a.py:7)", why)
     assert found.patch == {"plan.compile": False}
-    padded = patched(evidence.recipe, {"data.samples.batching": "bucket"})
+    padded = apply_patch(evidence.recipe, {"data.samples.batching": "bucket"})
     assert findings(replace(evidence, events=events, recipe=padded))["F008"].patch == {"data.samples.batching": "pack"}
 
 
-def test_a_host_that_waits_in_forward_is_found_by_a_profile() -> None:
-    # What doctor/profile_evidence.py said of a real trace of three steps with an .item() in each of four layers.
+def test_host_syncs_in_forward_are_found_in_a_profile() -> None:
+    # The summary of a real trace of three steps with an .item() in each of four layers (doctor/profile_evidence.py).
     trace = {"file": "step-00000010-rank-0.trace.json.gz", "steps": 3, "waits": {"aten::_local_scalar_dense": 12},
              "places": {"forward, after aten::max": 12}, "wait_seconds": 1.6e-05}  # fmt: skip
     evidence = recorded("healthy")
@@ -235,42 +236,42 @@ def test_a_host_that_waits_in_forward_is_found_by_a_profile() -> None:
     assert "F009" not in findings(replace(evidence, traces=(trace | {"waits": {}, "places": {}},)))
 
 
-def test_a_prediction_that_is_off_is_told_with_the_part_that_is() -> None:
-    found = findings(on_paper(*GPUS, slower={"forward": 1.6, "backward": 1.6}))["F015"]
-    assert found.culprit == "computing"
+def test_a_wrong_prediction_names_the_part_that_is_off() -> None:
+    found = findings(predicted_run(*GPUS, slower={"forward": 1.6, "backward": 1.6}))["F015"]
+    assert found.culprit == "compute"
     assert "error bar" in found.verdict
 
 
-def test_loader_processes_that_would_bring_nothing_are_no_patch() -> None:
-    """Two cores have room for one process beside the rank, and one loads no faster than the thread did."""
+def test_no_patch_for_loader_processes_that_would_not_help() -> None:
+    """Two cores allow one loader process beside the rank, which loads no faster than the thread."""
     sample = {"time": 1.0, "node": 0, "cores": 2, "ranks": {"0": {"cpu": 1.0}}}
     slow = recorded("slow-loader")
     assert findings(replace(slow, samples=(sample | {"cores": 8},)))["F001"].gain > 0.3
     found = findings(replace(slow, samples=(sample,)))["F001"]
     assert (found.patch, found.gain, found.expected_effect) == ({}, None, "")
-    assert "no core is left" in found.fix
+    assert "no free cores" in found.fix
 
 
-def test_a_busy_cpu_is_blamed_on_who_uses_it() -> None:
+def test_a_busy_cpu_is_blamed_on_other_processes() -> None:
     evidence = recorded("healthy")
     assert evidence.plan.prediction is not None
     slow = evidence.plan.prediction.model_copy(update={"step_seconds": 0.06})
     evidence = replace(evidence, plan=evidence.plan.model_copy(update={"prediction": slow}),
                        steps=tuple(each | {"step_seconds": 0.2} for each in evidence.steps))  # fmt: skip
-    assert "F015" not in findings(evidence), "nobody looked at the machine"
+    assert "F015" not in findings(evidence), "there are no samples of the node"
     sample = {"time": 1.0, "node": 0, "cpu": 1.0, "cores": 8, "ranks": {"0": {"cpu": 1.0}, "1": {"cpu": 1.0}}}
     found = findings(replace(evidence, samples=(sample,) * 3))["F015"]
     assert (found.culprit, found.evidence["cores_of_others"]) == ("other processes", 6.0)
 
 
-def test_dips_every_ten_steps_and_busy_loaders_are_data_and_checkpoints_and_idle_memory() -> None:
-    """The textbook's first exercise: utilisation of 70 to 90 %, dips every 10 steps, loaders at 100 % CPU."""
+def test_busy_loaders_checkpoint_stalls_and_unused_memory_are_found_together() -> None:
+    """First exercise of the textbook: utilisation of 70 to 90 %, dips every 10 steps, loaders at 100 % CPU."""
     pins = ("plan.micro_batch=1", "plan.grad_accum=8", "plan.compile=true", "plan.recompute=full")
     settings = ("checkpoint.every=10", "data.workers=2", *GPUS, *pins)
     step = forecast_of(*settings)
     ranks = {str(rank): {"cpu": 1.0, "loader_cpu": 2.0} for rank in range(8)}
     sample = {"time": 1.0, "node": 0, "cores": 64, "cpu": 0.5, "ranks": ranks, "gpus": [{"utilisation": 0.8}]}
-    evidence = replace(on_paper(*settings, waited=0.2 * step, stall=step), samples=(sample,) * 3)
+    evidence = replace(predicted_run(*settings, waited=0.2 * step, stall=step), samples=(sample,) * 3)
     found = findings(evidence)
     assert {"F001", "F006", "F007"} <= found.keys()
     assert found["F001"].culprit == "2 loader processes"
@@ -282,17 +283,17 @@ def test_dips_every_ten_steps_and_busy_loaders_are_data_and_checkpoints_and_idle
 
 
 def test_a_speedup_of_5_2_on_8_ranks_is_split_into_its_causes() -> None:
-    """The textbook's second exercise: 65 % efficiency, of which communication is most."""
+    """Second exercise of the textbook: 65 % efficiency, with communication as the largest loss."""
     usual = forecast_of(*GPUS)
-    whole = usual / 0.65
-    late = {"busy_seconds": {"min": usual, "median": usual, "max": usual + 0.07 * whole, "at": 3}}
-    waits = {"comm": 0.17 * whole, "straggler": 0.07 * whole, "data": 0.0}
-    evidence = on_paper(*GPUS, ranks=late, waits=waits, waited=0.05 * whole, stall=0.6 * whole)
+    total = usual / 0.65
+    late = {"busy_seconds": {"min": usual, "median": usual, "max": usual + 0.07 * total, "at": 3}}
+    waits = {"comm": 0.17 * total, "straggler": 0.07 * total, "data": 0.0}
+    evidence = predicted_run(*GPUS, ranks=late, waits=waits, waited=0.05 * total, stall=0.6 * total)
     steps = []
     for each in evidence.steps:
-        phases = {**each["phases"], "comm": 0.24 * whole}
+        phases = {**each["phases"], "comm": 0.24 * total}
         own = usual - sum(phases[name] for name in ("forward", "backward", "optimizer"))
-        phases["optimizer"] += own  # all that is not waiting is computing
+        phases["optimizer"] += own  # all time that is not waiting is compute
         steps.append(each | {"phases": phases, "step_seconds": sum(phases.values())})
     found = findings(replace(evidence, steps=tuple(steps)))["F014"]
     assert found.evidence["speedup"] == pytest.approx(5.2, abs=0.05)
@@ -305,12 +306,12 @@ def test_a_speedup_of_5_2_on_8_ranks_is_split_into_its_causes() -> None:
 def forecast_of(*settings: str) -> float:
     recipe = parse_recipe("", name="test", overrides=settings)
     plan = planned(recipe)
-    question = question_of(recipe, plan)
+    question = read_planner_inputs(recipe, plan)
     assert question is not None
     return forecast(question, plan).step_seconds
 
 
-def test_every_rule_has_a_code_of_its_own() -> None:
+def test_every_speed_rule_has_its_own_code() -> None:
     folder = Path(speed.__file__).parent
     codes = [
         path.read_text().partition('"""')[2][:4] for path in sorted(folder.glob("*.py")) if path.stem != "__init__"
@@ -320,52 +321,52 @@ def test_every_rule_has_a_code_of_its_own() -> None:
 
 
 def test_the_parts_of_a_step_add_up() -> None:
-    for path in sorted(AILING.iterdir()):
-        found = measure(recorded(path.name))
+    for path in sorted(RECORDED_RUNS.iterdir()):
+        found = step_breakdown(recorded(path.name))
         assert found is not None
         parts = found.data + found.comm + found.straggler + found.bubble + found.checkpoint + found.compute
         assert parts == pytest.approx(found.step)
 
 
 @pytest.fixture
-def ailing_run(tmp_path: Path) -> RunDirectory:
-    old = RunDirectory(AILING / "slow-network")
+def slow_network_run(tmp_path: Path) -> RunDirectory:
+    old = RunDirectory(RECORDED_RUNS / "slow-network")
     run = create_run(tmp_path / "a run", old.read_recipe(), old.read_plan())
     run.metrics.write_text(old.metrics.read_text())
     run.events(0).write_text(old.events(0).read_text())
     return run
 
 
-def test_the_verb_prints_the_command_and_leaves_the_findings(ailing_run: RunDirectory, capsys: Any) -> None:
-    assert main(["doctor", str(ailing_run.path), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    kept = json.loads(ailing_run.findings.read_text())
-    assert [each["code"] for each in kept["findings"]] == [each["code"] for each in told["findings"]]
-    assert told["step"] == kept["step"] == 25
-    words = shlex.split(told["findings"][0]["command"])
-    assert words[1:] == ["train", str(ailing_run.recipe), "--set", "plan.comm.compression=bf16"]
-    parse_recipe(ailing_run.recipe.read_text(), name="test", overrides=[words[-1]])
-    assert main(["doctor", str(ailing_run.path)]) == 0
+def test_the_doctor_command_prints_the_fix_and_saves_the_findings(slow_network_run: RunDirectory, capsys: Any) -> None:
+    assert main(["doctor", str(slow_network_run.path), "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    saved = json.loads(slow_network_run.findings.read_text())
+    assert [each["code"] for each in saved["findings"]] == [each["code"] for each in printed["findings"]]
+    assert printed["step"] == saved["step"] == 25
+    arguments = shlex.split(printed["findings"][0]["command"])
+    assert arguments[1:] == ["train", str(slow_network_run.recipe), "--set", "plan.comm.compression=bf16"]
+    parse_recipe(slow_network_run.recipe.read_text(), name="test", overrides=[arguments[-1]])
+    assert main(["doctor", str(slow_network_run.path)]) == 0
     shown = capsys.readouterr().out
     assert "F002 warning: 5" in shown
     assert "--set plan.comm.compression=bf16" in shown
-    assert not list(ailing_run.path.glob("*.tmp"))
+    assert not list(slow_network_run.path.glob("*.tmp"))
 
 
-def test_strange_files_are_passed_over(ailing_run: RunDirectory, capsys: Any) -> None:
-    with ailing_run.metrics.open("a") as file:
+def test_damaged_files_are_skipped(slow_network_run: RunDirectory, capsys: Any) -> None:
+    with slow_network_run.metrics.open("a") as file:
         file.write('{"step": "x"}\n{"step": 26, "step_seconds": null, "phases": {}}\n[]\nnonsense\n')
         file.write('{"step": 27, "step_seconds": 1.0, "phases": {"data": "a"}, "ranks": 7}\n')
-    (ailing_run.path / "incidents.jsonl").write_text('{"cause": "straggler", "suspects": null, "time": "now"}\n')
-    ailing_run.profiles.mkdir()
-    (ailing_run.profiles / "step-1-rank-0.trace.json.gz").write_bytes(b"not gzip")
-    assert diagnose_run(str(ailing_run.path), as_json=True) == 0
+    (slow_network_run.path / "incidents.jsonl").write_text('{"cause": "straggler", "suspects": null, "time": "now"}\n')
+    slow_network_run.profiles.mkdir()
+    (slow_network_run.profiles / "step-1-rank-0.trace.json.gz").write_bytes(b"not gzip")
+    assert diagnose_run(str(slow_network_run.path), as_json=True) == 0
     assert "F002" in {each["code"] for each in json.loads(capsys.readouterr().out)["findings"]}
 
 
-def test_a_finding_without_a_patch_has_no_command(ailing_run: RunDirectory) -> None:
-    assert command_of(Finding(code="F005", severity="warning", verdict="slow"), ailing_run) == ""
+def test_a_finding_without_a_patch_has_no_command(slow_network_run: RunDirectory) -> None:
+    assert command_of(Finding(code="F005", severity="warning", verdict="slow"), slow_network_run) == ""
     several = Finding(
         code="F011", severity="note", verdict="x", patch={"plan.pipeline.stages": [4, 4], "plan.compile": True}
     )
-    assert command_of(several, ailing_run).endswith("--set 'plan.pipeline.stages=[4, 4]' --set plan.compile=true")
+    assert command_of(several, slow_network_run).endswith("--set 'plan.pipeline.stages=[4, 4]' --set plan.compile=true")

@@ -16,7 +16,7 @@ from trimaran.core import Plan, UserError
 from trimaran.models import PRESETS, ModelSpec
 from trimaran.nets import Network, decoder_network, initialise
 from trimaran.parallel import autocast, override_precision
-from trimaran.parallel.fp8 import convert, refuse_device
+from trimaran.parallel.fp8 import convert_linears, require_fp8_device
 from trimaran.parallel.fp8_linear import Fp8Linear, linear
 from trimaran.parallel.memory.recompute import apply_recompute
 
@@ -206,7 +206,7 @@ def test_what_is_frozen_costs_nothing() -> None:
 
 def test_large_layers_of_the_blocks_become_fp8_under_their_names() -> None:
     network, plain = network_of(layers__1__mlp="bf16"), network_of()
-    convert(network)
+    convert_linears(network)
     names = {name for name, each in network.module.named_modules() if isinstance(each, Fp8Linear)}
     few = {f"layers.0.mlp.{part}_proj" for part in ("gate", "up", "down")}
     # Two key-value heads of 64 make 128 features: too few.
@@ -219,7 +219,7 @@ def test_large_layers_of_the_blocks_become_fp8_under_their_names() -> None:
 
 def test_a_copy_of_the_network_is_a_copy() -> None:
     network = network_of()
-    convert(network)
+    convert_linears(network)
     copied = copy.deepcopy(network.module)
     with torch.no_grad():
         copied.layers[0].mlp.gate_proj.weight.zero_()
@@ -247,7 +247,7 @@ def all_of(module: nn.Linear) -> list[Tensor]:
 def test_a_compiled_block_is_one_graph_and_as_near_to_bf16_as_a_plain_one() -> None:
     spec = replace(SPEC, layers=1)
     plain, compiled = network_of(spec), network_of(spec)
-    convert(compiled)
+    convert_linears(compiled)
     apply_recompute(compiled, Plan(recompute="selective"), None)
     compiled.blocks[0].compile(backend="aot_eager", fullgraph=True)
     ours, theirs = gradients(compiled), gradients(plain)
@@ -260,7 +260,7 @@ def test_a_compiled_block_is_one_graph_and_as_near_to_bf16_as_a_plain_one() -> N
 def test_recompute_knows_products_in_fp8_and_changes_no_bit(mode: Any, again: int) -> None:
     plain, network = network_of(), network_of()
     for each in (plain, network):
-        convert(each)
+        convert_linears(each)
     apply_recompute(network, Plan(recompute=mode), None)
     with Products() as seen:
         ours = gradients(network)
@@ -273,6 +273,6 @@ def test_recompute_knows_products_in_fp8_and_changes_no_bit(mode: Any, again: in
 
 def test_a_device_without_fp8_and_a_model_without_large_layers_are_refused() -> None:
     with pytest.raises(UserError, match="P031: a CPU does not compute in fp8"):
-        refuse_device("cpu")
+        require_fp8_device("cpu")
     with pytest.raises(UserError, match="P034"):
-        convert(network_of(replace(SPEC, hidden=64, head_dim=16, ffn=128)))
+        convert_linears(network_of(replace(SPEC, hidden=64, head_dim=16, ffn=128)))

@@ -1,4 +1,4 @@
-"""Measured rates: a file, a cluster that carries them, and a real measurement of this CPU."""
+"""Calibration: the file, a cluster with measured rates, and a real measurement of this CPU."""
 
 import json
 import logging
@@ -33,12 +33,12 @@ MEASURED = {
 }
 
 
-def test_measured_rates_take_the_place_of_those_on_paper() -> None:
+def test_measured_rates_replace_those_of_the_catalogue() -> None:
     cluster = apply_calibration(parse_cluster("2x8xH100"), Calibration.model_validate(MEASURED))
     device = cluster.device
     assert device.achievable_flops("bf16") == 700e12
     assert device.achievable_flops("fp8") == 1200e12
-    assert device.achievable_flops("fp32") == DEVICES["H100"].achievable_flops("fp32")  # nobody measured that
+    assert device.achievable_flops("fp32") == DEVICES["H100"].achievable_flops("fp32")  # not measured
     assert device.peak("bf16") == DEVICES["H100"].peak("bf16")  # the data sheet stays, for mfu
     assert device.stream_bandwidth == 2900e9
     assert device.pcie_bandwidth == 55e9
@@ -80,7 +80,7 @@ def test_a_cluster_file_names_a_calibration_or_holds_one(tmp_path: Path) -> None
         ('{"shapes": {"bf16": "fast"}}', "shapes.bf16"),
     ],
 )
-def test_a_wrong_calibration_is_one_clear_error(tmp_path: Path, text: str, words: str) -> None:
+def test_an_invalid_calibration_is_one_clear_error(tmp_path: Path, text: str, words: str) -> None:
     file = tmp_path / "node.json"
     file.write_text(text, encoding="latin-1")
     with pytest.raises(UserError, match="C006") as caught:
@@ -99,11 +99,11 @@ def test_a_broken_file_in_the_cache_is_a_warning(tmp_path: Path, caplog: pytest.
     (tmp_path / f"{machine_name(parse_cluster('2xcpu'))}.json").write_text("{broken")
     with caplog.at_level(logging.WARNING):
         cluster = parse_cluster("2xcpu", calibrations=tmp_path)
-    assert "first guess" in cluster.device.note
+    assert "quick estimate" in cluster.device.note
     assert "ignored" in caplog.text
 
 
-def test_the_cache_is_where_people_expect_it() -> None:
+def test_the_calibration_folder_follows_the_environment() -> None:
     assert calibration_folder({"TRIMARAN_CACHE": "/c"}) == Path("/c/calibration")
     assert calibration_folder({"XDG_CACHE_HOME": "/x"}) == Path("/x/trimaran/calibration")
 
@@ -139,14 +139,14 @@ def test_this_machine_is_measured_and_the_planner_uses_it(
     assert prediction["device_peak_flops"] == pytest.approx(told.fp32_tflops * 1e12 / 2)
 
 
-def test_a_place_that_cannot_be_written_is_told_before_measuring(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unwritable_path_is_an_error_before_measuring(capsys: pytest.CaptureFixture[str]) -> None:
     began = time.monotonic()
     assert main(["bench", "calibrate", "--output", "/proc/nowhere/here.json"]) == 2
     assert "C009" in capsys.readouterr().err
     assert time.monotonic() - began < 5
 
 
-def test_a_device_is_not_faster_than_its_data_sheet() -> None:
+def test_a_rate_above_the_data_sheet_is_refused() -> None:
     cluster = parse_cluster("8xH100")
     assert apply_calibration(cluster, Calibration(bf16_tflops=1000.0)).device.reached["bf16"] == 1e15
     with pytest.raises(UserError, match="C006") as caught:

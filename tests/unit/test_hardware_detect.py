@@ -1,4 +1,4 @@
-"""This machine, asked through a driver tool that is a small script of ours."""
+"""Detecting this machine, with a fake nvidia-smi script."""
 
 import json
 import os
@@ -8,13 +8,12 @@ import pytest
 
 from trimaran.core import GIB
 from trimaran.hardware import DEVICES, detect
-from trimaran.hardware.calibrate import cpu_flops
-from trimaran.hardware.detect import gpu_device
+from trimaran.hardware.detect import cpu_flops, gpu_device
 
 
 @pytest.fixture
 def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Put a `nvidia-smi` first on the path that answers as told."""
+    """Put a fake `nvidia-smi` that runs the given script first on the path."""
 
     def answer(script: str) -> None:
         tool = tmp_path / "nvidia-smi"
@@ -32,20 +31,20 @@ def test_gpus_are_counted_and_named_by_the_driver(driver) -> None:
     assert cluster.device.memory_bytes / GIB == pytest.approx(139.8, rel=0.005)  # as torch reports it there
 
 
-def test_only_the_visible_gpus_are_asked_for(driver) -> None:
+def test_only_the_visible_gpus_are_queried(driver) -> None:
     driver('case "$*" in *--id=0,2*) echo "NVIDIA A100-SXM4-80GB, 81920";; *) exit 6;; esac')
     assert str(detect(visible_devices="0,2")) == "1xA100-80GB"
 
 
 @pytest.mark.parametrize("script", ["exit 9", "echo 'NVIDIA Thor, [N/A]'"])
-def test_a_driver_without_an_answer_leaves_the_cpu(driver, script: str) -> None:
+def test_without_an_answer_of_the_driver_the_cpu_is_used(driver, script: str) -> None:
     driver(script)
     cluster = detect()
     assert cluster.device.kind == "cpu"
     assert 1 <= cluster.world_size <= min(len(os.sched_getaffinity(0)), 8)
 
 
-def test_hidden_gpus_leave_the_cpu(driver) -> None:
+def test_with_hidden_gpus_the_cpu_is_used(driver) -> None:
     driver("echo 'NVIDIA H200, 143771'")
     assert detect(visible_devices="").device.kind == "cpu"
 
@@ -94,7 +93,7 @@ def test_the_topology_of_the_driver_becomes_links(driver) -> None:
     assert detect().host_bytes > GIB
 
 
-def test_only_the_visible_gpus_are_wired(driver) -> None:
+def test_only_the_visible_gpus_have_links(driver) -> None:
     names = "\\n".join(["NVIDIA RTX A6000, 49140"] * 2)
     rows = "\\n".join(["GPU0 X NV4 SYS SYS", "GPU1 NV4 X SYS SYS", "GPU2 SYS SYS X NV4", "GPU3 SYS SYS NV4 X"])
     driver(f"case \"$1\" in topo) printf '{rows}\\n';; *) printf '{names}\\n';; esac")
@@ -102,7 +101,7 @@ def test_only_the_visible_gpus_are_wired(driver) -> None:
         assert [link.name for link in detect(visible_devices=visible).levels] == [way]
 
 
-def test_amd_gpus_are_asked_for_when_there_are_no_others(driver, tmp_path: Path) -> None:
+def test_amd_gpus_are_queried_if_there_are_no_others(driver, tmp_path: Path) -> None:
     driver("exit 9")
     cards = {f"card{place}": {"Card Series": "AMD Instinct MI300X OAM", "VRAM Total Memory (B)": "206141652992"}
              for place in range(2)}  # fmt: skip
@@ -115,19 +114,19 @@ def test_amd_gpus_are_asked_for_when_there_are_no_others(driver, tmp_path: Path)
     assert detect().device.kind == "cpu"
 
 
-def test_an_unknown_gpu_is_said_to_be_a_guess() -> None:
+def test_the_rates_of_an_unknown_gpu_are_marked_as_a_guess() -> None:
     device = gpu_device([("NVIDIA RTX A1000", 8192)])
     assert device.name == "NVIDIA RTX A1000"
     assert device.memory_bytes < 8 * GIB
     assert "guess" in device.note
 
 
-def test_unlike_gpus_are_planned_as_the_smallest() -> None:
+def test_mixed_gpus_are_planned_as_the_smallest() -> None:
     device = gpu_device([("NVIDIA H200", 143771), ("NVIDIA A100-SXM4-40GB", 40960)])
     assert device.name == "A100-40GB"
     assert "mixes" in device.note
 
 
-def test_the_measured_rate_is_one_of_this_century() -> None:
+def test_the_estimated_cpu_rate_is_plausible() -> None:
     assert 1e9 < cpu_flops() < 1e12
     assert cpu_flops(4) == 4 * cpu_flops()

@@ -1,4 +1,4 @@
-"""The supervisor's channel: what torch's stores mean, for those who know the token; nothing for strangers."""
+"""The supervisor's channel: a torch store for clients with the token, and nothing for others."""
 
 import json
 import os
@@ -15,12 +15,12 @@ import pytest
 import torch.distributed as dist
 
 from trimaran.core import UserError
-from trimaran.launch.channel import SILENT_SECONDS, STRANGERS, Channel
+from trimaran.launch.channel import MAX_UNAUTHENTICATED, SILENT_SECONDS, Channel
 from trimaran.run.wire import (
-    Line,
-    Reader,
+    ChannelClient,
+    FrameAuthenticator,
+    FrameReader,
     RefusedError,
-    Seal,
     WireError,
     fingerprint,
     frame,
@@ -44,7 +44,7 @@ def store(channel: Channel) -> TokenStore:
     return TokenStore(channel.address, TOKEN, attempt=0, timeout=timedelta(seconds=5))
 
 
-def knock(channel: Channel) -> socket.socket:
+def connect(channel: Channel) -> socket.socket:
     return socket.create_connection(split_address(channel.address), timeout=5.0)
 
 
@@ -55,19 +55,19 @@ def until(condition: Callable[[], Any], seconds: float = 10.0) -> None:
         time.sleep(0.01)
 
 
-def hear_all(stranger: socket.socket) -> bytes:
-    """Return what is said until the other side hangs up."""
-    heard = b""
+def receive_all(client: socket.socket) -> bytes:
+    """Return everything received until the other side closes the connection."""
+    received = b""
     try:
-        while data := stranger.recv(4096):
-            heard += data
+        while data := client.recv(4096):
+            received += data
     except ConnectionResetError:
         pass
-    return heard
+    return received
 
 
-def test_the_store_means_what_torch_s_own_means(store: TokenStore) -> None:
-    """The same calls on both, also through the prefix that torch puts before its keys."""
+def test_the_store_behaves_like_torchs_own(store: TokenStore) -> None:
+    """The same calls on both, through the prefix store that torch uses."""
     theirs = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=5))
     answers = []
     for one in (dist.PrefixStore("p", store), dist.PrefixStore("p", theirs)):
@@ -84,7 +84,7 @@ def test_the_store_means_what_torch_s_own_means(store: TokenStore) -> None:
     assert answers[0] == answers[1]
 
 
-def test_a_wait_ends_when_the_last_key_comes_and_does_not_hold_up_other_threads(store: TokenStore) -> None:
+def test_a_wait_ends_with_the_last_key_and_does_not_block_other_threads(store: TokenStore) -> None:
     got: list[list[bytes]] = []
     waiter = threading.Thread(target=lambda: got.append(store.multi_get(["x", "y"])))
     waiter.start()
@@ -96,7 +96,7 @@ def test_a_wait_ends_when_the_last_key_comes_and_does_not_hold_up_other_threads(
     assert got == [[b"1", b"2"]]
 
 
-def test_a_wait_in_vain_says_what_is_missing(store: TokenStore) -> None:
+def test_a_wait_that_times_out_names_the_missing_key(store: TokenStore) -> None:
     store.set("there", "1")
     began = time.monotonic()
     with pytest.raises(dist.DistStoreError, match="missing-key"):
@@ -104,7 +104,7 @@ def test_a_wait_in_vain_says_what_is_missing(store: TokenStore) -> None:
     assert 0.3 <= time.monotonic() - began < 3.0
 
 
-def test_an_attempt_that_is_over_takes_and_gives_nothing(channel: Channel, store: TokenStore) -> None:
+def test_an_attempt_that_is_over_accepts_no_requests(channel: Channel, store: TokenStore) -> None:
     store.set("address", "old")
     errors: list[BaseException] = []
 
@@ -117,15 +117,15 @@ def test_an_attempt_that_is_over_takes_and_gives_nothing(channel: Channel, store
     waiter = threading.Thread(target=wait)
     waiter.start()
     time.sleep(0.1)
-    channel.forget(0)
+    channel.end_attempt(0)
     waiter.join(2.0)
     assert "over" in str(errors)
     with pytest.raises(dist.DistStoreError, match="over"):
-        store.set("address", "a ghost's")
+        store.set("address", "new")
     assert TokenStore(channel.address, TOKEN, attempt=1).num_keys() == 0
 
 
-def test_big_values_and_many_keys_go_through(store: TokenStore) -> None:
+def test_large_values_and_many_keys_work(store: TokenStore) -> None:
     data = secrets.token_bytes(8 * 2**20)
     store.set("big", data)
     assert store.get("big") == data
@@ -134,12 +134,12 @@ def test_big_values_and_many_keys_go_through(store: TokenStore) -> None:
 
 
 def test_a_store_of_another_run_is_refused_by_name(channel: Channel) -> None:
-    with pytest.raises(UserError, match=r"S023: run [0-9a-f]{12} answers here"):
+    with pytest.raises(UserError, match=r"S023: the supervisor here belongs to another run, [0-9a-f]{12}"):
         TokenStore(channel.address, "the token of another run", attempt=0).get("x")
 
 
 @pytest.mark.parametrize(
-    "words",
+    "data",
     [
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
         os.urandom(4096),
@@ -151,58 +151,62 @@ def test_a_store_of_another_run_is_refused_by_name(channel: Channel) -> None:
         frame({"nonce": ["n"], "proof": {"a": 1}}),
     ],
 )
-def test_a_stranger_is_hung_up_on_and_counted(channel: Channel, store: TokenStore, words: bytes) -> None:
+def test_a_client_without_the_token_is_disconnected_and_counted(
+    channel: Channel, store: TokenStore, data: bytes
+) -> None:
     store.set("k", "ours")
-    with knock(channel) as stranger:
-        stranger.sendall(words)
-        assert TOKEN.encode() not in hear_all(stranger)
+    with connect(channel) as client:
+        client.sendall(data)
+        assert TOKEN.encode() not in receive_all(client)
     until(lambda: sum(channel.refused.values()) == 1)
     assert (store.get("k"), store.num_keys()) == (b"ours", 1)
 
 
-def test_half_a_frame_is_waited_for_two_seconds(channel: Channel) -> None:
-    with knock(channel) as stranger:
-        stranger.sendall(b"\0\0")
+def test_an_incomplete_frame_times_out_after_two_seconds(channel: Channel) -> None:
+    with connect(channel) as client:
+        client.sendall(b"\0\0")
         began = time.monotonic()
-        hear_all(stranger)
+        receive_all(client)
     assert 1.5 < time.monotonic() - began < 8.0
-    assert channel.refused["slow"] == 1
+    assert channel.refused["timeout"] == 1
 
 
-def test_a_thousand_idle_strangers_do_not_disturb(channel: Channel, store: TokenStore) -> None:
+def test_a_thousand_idle_connections_do_not_disturb(channel: Channel, store: TokenStore) -> None:
     store.set("k", "v")
-    crowd = [knock(channel) for _ in range(1000)]
-    until(lambda: channel.num_strangers <= STRANGERS)
+    idle = [connect(channel) for _ in range(1000)]
+    until(lambda: channel.num_unauthenticated <= MAX_UNAUTHENTICATED)
     began = time.monotonic()
     for _ in range(50):
         assert store.get("k") == b"v"
     newcomer = TokenStore(channel.address, TOKEN, attempt=0)
     assert newcomer.get("k") == b"v"
     assert time.monotonic() - began < 2.0
-    for each in crowd:
+    for each in idle:
         each.close()
-    assert channel.refused["crowd"] >= 1000 - STRANGERS
+    assert channel.refused["overload"] >= 1000 - MAX_UNAUTHENTICATED
 
 
-def test_a_frame_that_was_changed_on_the_way_ends_the_conversation(channel: Channel, store: TokenStore) -> None:
-    """Somebody who knows the token opens the line, somebody on the way writes into it."""
+def test_a_frame_that_was_changed_in_transit_closes_the_connection(channel: Channel, store: TokenStore) -> None:
+    """A client with the token connects, and its frame is changed on the way."""
     store.set("k", "ours")
-    reader = Reader()
-    with knock(channel) as line:
+    reader = FrameReader()
+    with connect(channel) as client:
         while (hello := reader.next()) is None:
-            reader.feed(line.recv(4096))
-        line.sendall(frame({"nonce": "n", "proof": proof(TOKEN, "client", hello["nonce"], "n")}))
+            reader.feed(client.recv(4096))
+        client.sendall(frame({"nonce": "n", "proof": proof(TOKEN, "client", hello["nonce"], "n")}))
         while reader.next() is None:
-            reader.feed(line.recv(4096))
-        good = frame({"op": "delete", "attempt": 0, "keys": ["x"]}, Seal(TOKEN, "client", hello["nonce"], "n"))
-        line.sendall(good.replace(b'"x"', b'"k"'))
-        assert hear_all(line) == b""
+            reader.feed(client.recv(4096))
+        good = frame(
+            {"op": "delete", "attempt": 0, "keys": ["x"]}, FrameAuthenticator(TOKEN, "client", hello["nonce"], "n")
+        )
+        client.sendall(good.replace(b'"x"', b'"k"'))
+        assert receive_all(client) == b""
     assert store.get("k") == b"ours"
-    assert channel.refused["garbage"] == 1
+    assert channel.refused["malformed"] == 1
 
 
-def test_a_server_that_does_not_know_the_token_is_not_believed() -> None:
-    """It copies the name of the run, which is no secret, and hopes to be told something."""
+def test_a_server_without_the_token_is_refused() -> None:
+    """It knows the fingerprint of the run, which is not secret."""
     with socket.create_server(("127.0.0.1", 0)) as fake:
 
         def serve() -> None:
@@ -215,24 +219,24 @@ def test_a_server_that_does_not_know_the_token_is_not_believed() -> None:
 
         threading.Thread(target=serve, daemon=True).start()
         with pytest.raises(RefusedError):
-            Line(f"127.0.0.1:{fake.getsockname()[1]}", TOKEN, seconds=5.0)
+            ChannelClient(f"127.0.0.1:{fake.getsockname()[1]}", TOKEN, seconds=5.0)
 
 
-def test_friends_who_talk_nonsense_are_hung_up_on(channel: Channel) -> None:
-    for nonsense in ({"op": "format"}, {"op": "get", "attempt": 0, "keys": [1], "seconds": 1}, {"op": "add"}):
-        with Line(channel.address, TOKEN, seconds=5.0) as line, pytest.raises(WireError):
-            line.ask(nonsense, seconds=5.0)
-    assert channel.refused["garbage"] == 3
+def test_an_authenticated_client_with_malformed_requests_is_disconnected(channel: Channel) -> None:
+    for request in ({"op": "format"}, {"op": "get", "attempt": 0, "keys": [1], "seconds": 1}, {"op": "add"}):
+        with ChannelClient(channel.address, TOKEN, seconds=5.0) as client, pytest.raises(WireError):
+            client.request(request, seconds=5.0)
+    assert channel.refused["malformed"] == 3
 
 
-def test_the_channel_listens_on_its_one_address(channel: Channel) -> None:
+def test_the_channel_listens_on_one_address_only(channel: Channel) -> None:
     host, port = split_address(channel.address)
     assert host == "127.0.0.1"
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", port), timeout=2.0)
 
 
-def test_an_address_of_another_machine_is_a_mistake() -> None:
+def test_an_address_of_another_machine_is_an_error() -> None:
     with pytest.raises(UserError, match="S022"):
         Channel("203.0.113.7", TOKEN)
 
@@ -243,36 +247,36 @@ def test_a_port_is_free_again_after_close(channel: Channel) -> None:
     Channel("127.0.0.1", TOKEN, port=port).close()
 
 
-def test_nodes_leave_letters_and_take_theirs(channel: Channel) -> None:
+def test_nodes_exchange_messages_with_the_coordinator(channel: Channel) -> None:
     hello = {"op": "exchange", "node": "b", "session": "s1", "messages": [{"num_ranks": 2}]}
-    with Line(channel.address, TOKEN, seconds=5.0) as line:
-        assert line.ask(hello, seconds=5.0) == {"messages": []}
-        mailbox = channel.desks["b"]
+    with ChannelClient(channel.address, TOKEN, seconds=5.0) as client:
+        assert client.request(hello, seconds=5.0) == {"messages": []}
+        mailbox = channel.mailboxes["b"]
         assert mailbox.inbox.popleft() == {"num_ranks": 2}
-        mailbox.outbox.append({"do": "start"})
-        assert line.ask(hello | {"messages": []}, seconds=5.0) == {"messages": [{"do": "start"}]}
-        with Line(channel.address, TOKEN, seconds=5.0) as second:
-            assert "error" in second.ask(hello | {"session": "s2"}, seconds=5.0)
+        mailbox.outbox.append({"command": "start"})
+        assert client.request(hello | {"messages": []}, seconds=5.0) == {"messages": [{"command": "start"}]}
+        with ChannelClient(channel.address, TOKEN, seconds=5.0) as second:
+            assert "error" in second.request(hello | {"session": "s2"}, seconds=5.0)
         assert not mailbox.broken
     until(lambda: mailbox.broken, SILENT_SECONDS)
-    with Line(channel.address, TOKEN, seconds=5.0) as line:
-        assert line.ask(hello | {"session": "s3"}, seconds=5.0) == {"messages": []}
-    assert channel.desks["b"] is not mailbox
+    with ChannelClient(channel.address, TOKEN, seconds=5.0) as client:
+        assert client.request(hello | {"session": "s3"}, seconds=5.0) == {"messages": []}
+    assert channel.mailboxes["b"] is not mailbox
 
 
-def test_what_is_said_is_json_and_the_token_is_not_in_it(channel: Channel) -> None:
-    """Everything that goes over the wire in a conversation, recorded by a relay."""
-    said: list[bytes] = []
+def test_frames_are_json_and_never_contain_the_token(channel: Channel) -> None:
+    """A relay records everything that is sent."""
+    sent: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as relay:
 
         def pump(source: socket.socket, target: socket.socket) -> None:
             while data := source.recv(65536):
-                said.append(data)
+                sent.append(data)
                 target.sendall(data)
 
         def serve() -> None:
             connection, _ = relay.accept()
-            inner = knock(channel)
+            inner = connect(channel)
             threading.Thread(target=pump, args=(inner, connection), daemon=True).start()
             pump(connection, inner)
 
@@ -280,5 +284,5 @@ def test_what_is_said_is_json_and_the_token_is_not_in_it(channel: Channel) -> No
         store = TokenStore(f"127.0.0.1:{relay.getsockname()[1]}", TOKEN, attempt=0)
         store.set("k", "v")
         assert store.get("k") == b"v"
-    assert TOKEN.encode() not in b"".join(said)
-    assert json.loads(said[0][4:])["run"]
+    assert TOKEN.encode() not in b"".join(sent)
+    assert json.loads(sent[0][4:])["run"]

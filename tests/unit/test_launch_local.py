@@ -1,4 +1,4 @@
-"""The environment of local ranks follows the plan; what a person set wins."""
+"""The environment of local ranks and the signals of their supervisor."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ import pytest
 
 from trimaran.core import Plan
 from trimaran.launch.local import allocator_settings, worker_environment
-from trimaran.launch.signals import HEARD, NAMES, Signals
+from trimaran.launch.signals import HANDLED_SIGNALS, SIGNAL_TEXTS, Signals
 
 SHARDED = Plan.model_validate({"mesh": {"dp_shard": 2}, "sharding": "parameters"})
 
@@ -27,24 +27,24 @@ def environment(plan: Plan, *, on_cpu: bool = False, **outer: str) -> dict[str, 
         {"offload": "activations"},
     ],
 )
-def test_plans_that_allocate_unsteadily_get_segments_that_grow(fields: dict[str, Any]) -> None:
+def test_plans_that_fragment_memory_get_expandable_segments(fields: dict[str, Any]) -> None:
     settings = allocator_settings(Plan.model_validate(fields))
     assert settings == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     assert settings.items() <= environment(Plan.model_validate(fields)).items()
 
 
-def test_plain_plans_and_cpus_get_none() -> None:
+def test_plain_plans_and_cpus_get_no_allocator_settings() -> None:
     assert allocator_settings(Plan.model_validate({"mesh": {"dp_replicate": 8, "tp": 2}, "grad_accum": 4})) == {}
     assert "PYTORCH_ALLOC_CONF" not in environment(SHARDED, on_cpu=True)
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_a_persons_own_setting_wins_under_either_name(name: str) -> None:
+def test_the_users_own_setting_wins_under_either_name(name: str) -> None:
     mine = environment(SHARDED, **{name: "max_split_size_mb:512"})
     assert {key: value for key, value in mine.items() if "ALLOC_CONF" in key} == {name: "max_split_size_mb:512"}
 
 
-def test_deepspeed_is_told_that_it_runs_on_a_cpu() -> None:
+def test_deepspeed_gets_the_cpu_accelerator() -> None:
     plan = Plan(engine="deepspeed")
     assert environment(plan, on_cpu=True)["DS_ACCELERATOR"] == "cpu"
     assert environment(plan, on_cpu=True, DS_ACCELERATOR="mine")["DS_ACCELERATOR"] == "mine"
@@ -58,7 +58,7 @@ def test_ranks_share_the_cores_and_a_cpu_run_sees_no_gpu() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sent", "urgent"),
+    ("sent", "kill"),
     [
         ([signal.SIGTERM, signal.SIGTERM], False),
         ([signal.SIGINT, signal.SIGTERM], False),
@@ -67,17 +67,19 @@ def test_ranks_share_the_cores_and_a_cpu_run_sees_no_gpu() -> None:
         ([signal.SIGQUIT], True),
     ],
 )
-def test_a_scheduler_may_ask_as_often_as_it_likes_and_a_person_means_it_twice(
-    sent: list[signal.Signals], urgent: bool
-) -> None:
-    before = {number: signal.getsignal(number) for number in HEARD}
+def test_repeated_sigterms_request_one_stop_and_a_second_sigint_a_kill(sent: list[signal.Signals], kill: bool) -> None:
+    before = {number: signal.getsignal(number) for number in HANDLED_SIGNALS}
     signals = Signals()
     try:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which is ignored where these tests run under `nohup`
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # it is ignored if these tests run under `nohup`
         signals.listen()
         for number in sent:
             os.kill(os.getpid(), number)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    assert (signals.asked, signals.urgent, signals.name) == (True, urgent, NAMES.get(sent[-1], sent[-1].name))
+    assert (signals.stop_requested, signals.kill_requested, signals.name) == (
+        True,
+        kill,
+        SIGNAL_TEXTS.get(sent[-1], sent[-1].name),
+    )

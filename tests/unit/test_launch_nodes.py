@@ -1,4 +1,4 @@
-"""What nodes are told and tell each other, and when a network is called slow."""
+"""The options of nodes, the events they send, and when a network is below plan."""
 
 import argparse
 import json
@@ -6,40 +6,40 @@ import json
 import pytest
 
 from trimaran.core import UserError
-from trimaran.launch.network_check import STEPS, below_plan
-from trimaran.launch.node import Ended, Lost, News, Silent
-from trimaran.launch.node_options import NodeOptions, add_flags, node_options_of
-from trimaran.launch.remote_node import news_of, record_of_news
+from trimaran.launch.network_check import NUM_STEPS, is_below_plan
+from trimaran.launch.node import NodeEvent, NodeLost, RankEnded, RankSilent
+from trimaran.launch.node_options import NodeOptions, add_node_flags, parse_node_options
+from trimaran.launch.remote_node import event_of_record, record_of_event
 from trimaran.run import Heartbeat
 
 
-def flags(*words: str) -> NodeOptions | None:
+def parse(*arguments: str) -> NodeOptions | None:
     parser = argparse.ArgumentParser()
-    add_flags(parser)
-    return node_options_of(parser.parse_args(words))
+    add_node_flags(parser)
+    return parse_node_options(parser.parse_args(arguments))
 
 
-def test_without_flags_a_run_has_one_machine() -> None:
-    assert flags() is None
+def test_without_options_a_run_has_one_machine() -> None:
+    assert parse() is None
 
 
 def test_all_nodes_are_needed_unless_fewer_are_allowed() -> None:
-    asked = flags("--nodes", "4", "--address", "127.0.0.1")
-    assert asked == NodeOptions(nodes=4, min_nodes=4, address="127.0.0.1", wait_seconds=300.0)
-    fewer = flags("--nodes", "4", "--min-nodes", "2", "--address", "127.0.0.1")
+    options = parse("--nodes", "4", "--address", "127.0.0.1")
+    assert options == NodeOptions(nodes=4, min_nodes=4, address="127.0.0.1", wait_seconds=300.0)
+    fewer = parse("--nodes", "4", "--min-nodes", "2", "--address", "127.0.0.1")
     assert fewer is not None
     assert fewer.min_nodes == 2
 
 
-@pytest.mark.parametrize("words", [["--min-nodes", "3"], ["--min-nodes", "0"]])
-def test_numbers_of_nodes_that_cannot_be_are_refused(words: list[str]) -> None:
+@pytest.mark.parametrize("arguments", [["--min-nodes", "3"], ["--min-nodes", "0"]])
+def test_an_invalid_minimum_of_nodes_is_refused(arguments: list[str]) -> None:
     with pytest.raises(UserError, match="S024"):
-        flags("--nodes", "2", "--address", "127.0.0.1", *words)
+        parse("--nodes", "2", "--address", "127.0.0.1", *arguments)
 
 
 def test_several_nodes_need_an_address() -> None:
     with pytest.raises(UserError, match="S024"):
-        flags("--nodes", "2")
+        parse("--nodes", "2")
 
 
 def test_the_interface_is_the_one_that_has_the_address() -> None:
@@ -48,7 +48,7 @@ def test_the_interface_is_the_one_that_has_the_address() -> None:
         _ = NodeOptions(nodes=2, min_nodes=1, address="203.0.113.7").interface
 
 
-def test_nodes_on_one_machine_have_names_of_their_own_that_are_file_names() -> None:
+def test_nodes_on_one_machine_have_unique_names_that_are_valid_file_names() -> None:
     names = {
         NodeOptions(nodes=2, min_nodes=1, address=address).name for address in ("127.0.0.1", "127.0.0.2", "fe80::1")
     }
@@ -57,31 +57,31 @@ def test_nodes_on_one_machine_have_names_of_their_own_that_are_file_names() -> N
 
 
 @pytest.mark.parametrize(
-    "news",
+    "event",
     [
-        Ended(rank=3, code=-9, time=90.0),
-        Silent(
+        RankEnded(rank=3, code=-9, time=90.0),
+        RankSilent(
             rank=1,
             heartbeat=Heartbeat(section="save", step=5, entered=80.0, alive=99.0, answered=2),
             seconds=20.0,
             deadline=6.0,
         ),
-        Lost(node="b", what="the process that forks the ranks ended", ranks=(2, 3)),
+        NodeLost(node="b", what="the fork server exited with code -9", ranks=(2, 3)),
     ],
 )
-def test_news_arrive_as_they_were_sent_by_the_clock_of_whoever_hears_them(news: News) -> None:
-    letter = json.loads(json.dumps(record_of_news(news, 100.0)))
-    assert news_of("b", letter, 100.0) == news
-    later = news_of("b", letter, 5000.0)
-    if isinstance(news, Ended):
-        assert isinstance(later, Ended)
+def test_events_survive_a_round_trip_with_times_of_the_receivers_clock(event: NodeEvent) -> None:
+    record = json.loads(json.dumps(record_of_event(event, 100.0)))
+    assert event_of_record("b", record, 100.0) == event
+    later = event_of_record("b", record, 5000.0)
+    if isinstance(event, RankEnded):
+        assert isinstance(later, RankEnded)
         assert later.time == 4990.0
 
 
-def test_a_network_is_below_plan_when_steps_are_mostly_unforeseen_waiting() -> None:
-    assert below_plan([1.0] * STEPS, [1.2] * STEPS, expected=0.01)
-    assert not below_plan([1.0] * (STEPS - 1), [1.2] * (STEPS - 1), expected=0.01)  # too early to tell
-    assert not below_plan([0.05] * STEPS, [0.06] * STEPS, expected=0.001)  # nothing that anybody would feel
-    assert not below_plan([1.0] * STEPS, [9.0] * STEPS, expected=0.01)  # something else is slower
-    assert not below_plan([1.0] * STEPS, [1.2] * STEPS, expected=0.5)  # as foreseen, nearly
-    assert not below_plan([0.01] * (STEPS - 1) + [30.0], [1.0] * STEPS, expected=0.01)  # one bad step
+def test_a_network_is_below_plan_if_communication_dominates_steps_unpredicted() -> None:
+    assert is_below_plan([1.0] * NUM_STEPS, [1.2] * NUM_STEPS, expected=0.01)
+    assert not is_below_plan([1.0] * (NUM_STEPS - 1), [1.2] * (NUM_STEPS - 1), expected=0.01)  # too few steps
+    assert not is_below_plan([0.05] * NUM_STEPS, [0.06] * NUM_STEPS, expected=0.001)  # a small absolute difference
+    assert not is_below_plan([1.0] * NUM_STEPS, [9.0] * NUM_STEPS, expected=0.01)  # something else takes longer
+    assert not is_below_plan([1.0] * NUM_STEPS, [1.2] * NUM_STEPS, expected=0.5)  # close to the prediction
+    assert not is_below_plan([0.01] * (NUM_STEPS - 1) + [30.0], [1.0] * NUM_STEPS, expected=0.01)  # one bad step

@@ -1,4 +1,4 @@
-"""Plans for a run that is under way: leaner, or for another number of ranks."""
+"""Plans for a started run: with less memory, or for another number of ranks."""
 
 import json
 from pathlib import Path
@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from trimaran.core import Plan, Recipe
-from trimaran.launch.next_attempt import fit_plan, larger_size, read_wanted_size
+from trimaran.launch.next_attempt import fit_plan, larger_size, read_resize_request
 from trimaran.launch.node import Node
-from trimaran.launch.replace_plan import keep_plan
-from trimaran.launch.replan import leaner, resized, smaller_sizes, with_prediction
+from trimaran.launch.replace_plan import replace_plan
+from trimaran.launch.replan import less_memory, resized, smaller_sizes, with_prediction
+from trimaran.planner.memory_ladder import next_rung
 from trimaran.run import RunDirectory, create_run
 
 SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64}
@@ -33,25 +34,25 @@ def plan_of(**fields: Any) -> Plan:
     return Plan.model_validate(fields)
 
 
-def test_a_leaner_plan_keeps_the_global_batch_and_ends_with_recompute() -> None:
+def test_a_plan_with_less_memory_keeps_the_global_batch_and_ends_with_recompute() -> None:
     plan, seen = plan_of(mesh={"dp_replicate": 2}, micro_batch=6, grad_accum=1), []
-    while found := leaner(plan):
+    while found := next_rung(plan):
         plan = found[0]
         seen.append((plan.micro_batch, plan.grad_accum, plan.recompute))
         assert plan.global_batch == 12
     assert seen == [(3, 2, "none"), (1, 6, "none"), (1, 6, "full")]
 
 
-def test_a_leaner_plan_gets_a_prediction_of_its_own() -> None:
+def test_a_plan_with_less_memory_gets_its_own_prediction() -> None:
     plan = plan_of(mesh={"dp_replicate": 3}, micro_batch=4)
-    found = leaner(with_prediction(plan, recipe_with()))
+    found = less_memory(with_prediction(plan, recipe_with()), recipe_with())
     assert found is not None
     assert found[0].prediction is None
     assert with_prediction(found[0], recipe_with()).prediction is not None
 
 
 @pytest.mark.parametrize("pins", ["auto", {"mesh": {"dp_replicate": 3}, "micro_batch": 4, "precision": "bf16"}])
-def test_another_number_of_ranks_trains_the_same(pins: Any) -> None:
+def test_another_number_of_ranks_keeps_batch_and_precision(pins: Any) -> None:
     recipe = recipe_with(pins)
     plan = plan_of(mesh={"dp_replicate": 3}, micro_batch=4, precision="bf16", comm={"bucket_mb": 50})
     for size in (1, 2, 4):
@@ -61,7 +62,7 @@ def test_another_number_of_ranks_trains_the_same(pins: Any) -> None:
         assert new.comm == plan.comm
 
 
-def test_sizes_that_the_batch_cannot_be_split_over_still_find_a_plan_or_none() -> None:
+def test_a_size_that_does_not_divide_the_batch_gives_a_plan_with_the_same_batch_or_none() -> None:
     new = resized(plan_of(mesh={"dp_replicate": 3}, micro_batch=4), recipe_with(), 5)
     assert new is None or new.global_batch == 12
 
@@ -72,15 +73,15 @@ def test_a_run_gets_smaller_only_within_the_recipes_range() -> None:
     assert list(smaller_sizes(plan, recipe_with(ranks=(1, 3)))) == [2, 1]
 
 
-class Room:
-    """A node of which only the room is asked."""
+class FakeNode:
+    """A node with a capacity only."""
 
     def __init__(self, num_ranks: int) -> None:
         self.name, self.num_ranks = "here", num_ranks
 
 
-def nodes(*rooms: int) -> list[Node]:
-    return [Room(each) for each in rooms]  # type: ignore[misc]
+def nodes(*capacities: int) -> list[Node]:
+    return [FakeNode(each) for each in capacities]  # type: ignore[misc]
 
 
 @pytest.fixture
@@ -88,16 +89,16 @@ def run(tmp_path: Path) -> RunDirectory:
     return create_run(tmp_path / "run", recipe_with(ranks=(1, 4)), plan_of(mesh={"dp_replicate": 3}, micro_batch=4))
 
 
-def test_the_plan_before_stays_beside_the_new_one(run: RunDirectory) -> None:
+def test_earlier_plans_are_kept_as_numbered_files(run: RunDirectory) -> None:
     old = run.plan.read_text()
-    keep_plan(run, plan_of(micro_batch=12))
-    keep_plan(run, plan_of(micro_batch=6, grad_accum=2))
+    replace_plan(run, plan_of(micro_batch=12))
+    replace_plan(run, plan_of(micro_batch=6, grad_accum=2))
     assert (run.path / "plan-0.json").read_text() == old
     assert json.loads((run.path / "plan-1.json").read_text())["plan"]["micro_batch"] == 12
     assert run.read_plan().micro_batch == 6
 
 
-def test_a_plan_that_fits_stays_and_one_that_does_not_is_made_anew(run: RunDirectory) -> None:
+def test_a_plan_that_fits_stays_and_another_is_replaced(run: RunDirectory) -> None:
     assert fit_plan(run, nodes(2, 2)) == ""
     assert not (run.path / "plan-0.json").exists()
     assert fit_plan(run, nodes(2)) == ""
@@ -109,18 +110,18 @@ def test_a_plan_that_fits_stays_and_one_that_does_not_is_made_anew(run: RunDirec
 @pytest.mark.parametrize(
     ("text", "size"), [("2", 2), ("4\n", 4), ("3", None), ("9", None), ("two", None), ("-1", None)]
 )
-def test_a_size_that_cannot_be_had_is_refused(run: RunDirectory, text: str, size: int | None) -> None:
+def test_an_impossible_resize_request_is_refused(run: RunDirectory, text: str, size: int | None) -> None:
     run.resize_request.write_text(text)
-    assert read_wanted_size(run, nodes(2, 2)) == size
+    assert read_resize_request(run, nodes(2, 2)) == size
     assert run.resize_request.exists() == (size is not None)
 
 
-def test_a_run_grows_as_far_as_room_recipe_and_batch_allow(run: RunDirectory) -> None:
-    assert larger_size(run, room=9) == 4
-    assert larger_size(run, room=3) is None
+def test_a_run_grows_as_far_as_capacity_recipe_and_batch_allow(run: RunDirectory) -> None:
+    assert larger_size(run, capacity=9) == 4
+    assert larger_size(run, capacity=3) is None
 
 
-def test_where_the_work_cannot_be_split_over_all_that_there_is_fewer_have_to_do(tmp_path: Path) -> None:
+def test_without_a_plan_for_the_full_capacity_fewer_ranks_are_used(tmp_path: Path) -> None:
     recipe = recipe_with(ranks=(1, 12))
     run = create_run(tmp_path / "run", recipe, plan_of(mesh={"dp_replicate": 12}))
     assert resized(run.read_plan(), recipe, 11) is None

@@ -137,7 +137,7 @@ def test_what_looks_at_values_or_has_no_example_is_refused() -> None:
         def forward(self, input: Tensor) -> Tensor:
             return super().forward(input) if input.sum().item() > 0 else input
 
-    with pytest.raises(UserError, match=r"M030.*Peeking does not run without numbers"):
+    with pytest.raises(UserError, match=r"M030.*Peeking does not run on fake tensors"):
         outline_from_module(Peeking(4, 4), torch.randn(2, 4))
     with pytest.raises(UserError, match="M031"):
         outline_from_module(nn.Linear(4, 4))

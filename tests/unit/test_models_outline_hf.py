@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from trimaran.core import UserError
 from trimaran.models import PRESETS, ImageLimits, Outline, OutlineLayer, outline_from_hf, outline_of, spec_to_hf
-from trimaran.models.hf_language import PROFILE
+from trimaran.models.hf_language import FAMILY_TRAITS
 from trimaran.models.hf_vision import USUAL
 from trimaran.models.outline_hf import VISION_OUTLINES
 
@@ -151,7 +151,7 @@ def test_an_outline_has_exactly_the_parameters_that_transformers_builds(
 
 
 def test_what_a_part_leaves_out_is_what_its_class_assumes() -> None:
-    assumed = {kind: habit.usual for kind, habit in PROFILE.items()} | USUAL
+    assumed = {kind: habit.usual for kind, habit in FAMILY_TRAITS.items()} | USUAL
     for kind, usual in assumed.items():
         if kind in ("internlm2", "intern_vit_6b"):  # not in transformers
             continue
@@ -250,9 +250,9 @@ def test_a_detector_has_its_boxes_beside_the_patches() -> None:
         ({"model_type": "mistral", **LLAMA, "vocab_size": "many"}, "M007", "'many' is not a whole number"),
         ({"model_type": "vit", **VIT, "num_attention_heads": 5}, "M007", "5 heads do not divide"),
         ({"model_type": "vit", **VIT, "patch_size": 0}, "M007", "patch_size: [0] is not a size in pixels"),
-        ({"model_type": "vit", **VIT, "patch_size": 99}, "M007", "cannot be cut into patches of 99"),
+        ({"model_type": "vit", **VIT, "patch_size": 99}, "M007", "cannot be split into patches of 99"),
         ({"model_type": "llava", "vision_config": 3, "text_config": QWEN_2}, "M007", "3 is not a mapping"),
-        ({"model_type": ["llama"]}, "M007", "is not a word"),
+        ({"model_type": ["llama"]}, "M007", "is not a string"),
         ({"model_type": "opt", **PLAIN, "word_embed_proj_dim": 16}, "M011", "narrower than its layers"),
         ({"model_type": "deepseek_v3", **DEEPSEEK, "num_experts_per_tok": 5}, "M007", "5 is not between 1 and 4"),
     ],

@@ -1,7 +1,7 @@
 import pytest
 
 from trimaran.models import PRESETS
-from trimaran.models.validate_spec import first_flaw
+from trimaran.models.validate_spec import first_invalid_field
 
 PUBLISHED = {  # distinct weights; a tied head counts once
     "llama-2-7b": 6_738_415_616,
@@ -43,7 +43,7 @@ def test_every_preset_is_possible_and_only_the_toys_are_unpublished() -> None:
     assert set(PRESETS) - set(PUBLISHED) == {"tiny", "tiny-moe"}
     for name, spec in PRESETS.items():
         assert spec.name == name
-        assert first_flaw(spec) is None
+        assert first_invalid_field(spec) is None
 
 
 def test_a_token_of_qwen3_30b_a3b_passes_three_billion_weights() -> None:

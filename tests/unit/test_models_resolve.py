@@ -13,7 +13,7 @@ from trimaran.models import (
     ExpertSpec,
     ModelSpec,
     outline_for,
-    outline_if_told,
+    outline_if_known,
     outline_named,
     outline_of,
     refuse_freezing,
@@ -171,10 +171,10 @@ def test_a_config_that_does_not_tell_is_refused_or_passed_over(folder: Path) -> 
     section = ModelSection(path=str(folder), family="hf")
     with pytest.raises(UserError, match=r"M011.*layers \(num_hidden_layers \|.*heads \("):
         outline_for(section)
-    assert outline_if_told(section) is None
+    assert outline_if_known(section) is None
     (folder / "config.json").write_text("{")
     with pytest.raises(UserError, match="M005"):
-        outline_if_told(section)
+        outline_if_known(section)
 
 
 def test_a_name_is_a_preset_a_folder_or_a_file(folder: Path) -> None:

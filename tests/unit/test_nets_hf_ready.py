@@ -32,13 +32,13 @@ from trimaran.core import Plan
 from trimaran.models import outline_from_hf
 from trimaran.nets.hf import HfNetwork, hf_network
 from trimaran.nets.hf_attention import is_sighted
-from trimaran.train.loss.head_loss import loss_head
+from trimaran.train.loss.head_loss import build_loss_head
 
 ENDS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-WIDE = SMALL | {"head_dim": 8} | ENDS
-FEW = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4} | ENDS
-LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
-SPARSE = {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+WIDE: dict[str, Any] = SMALL | {"head_dim": 8} | ENDS
+FEW: dict[str, Any] = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4} | ENDS
+LATENT: dict[str, Any] = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+SPARSE: dict[str, Any] = {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
 MORE: dict[str, Any] = {
     "gemma": GemmaConfig(**WIDE),
     "gemma2": Gemma2Config(**WIDE),
@@ -87,7 +87,7 @@ def test_a_head_is_told_only_where_the_logits_are_its_output(name: str) -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_config_json_says_whether_the_head_can_end_in_the_loss(name: str) -> None:
-    ends = loss_head(hf_network(model_of(name), None), Plan(loss="fused")) is not None
+    ends = build_loss_head(hf_network(model_of(name), None), Plan(loss="fused")) is not None
     assert ends == (name not in CHANGED | {"phi"}), "a head with a bias is more than a product as well"
     for told in (ALL[name].to_dict(), ALL[name].to_diff_dict()):  # in full, and as it is saved
         assert outline_from_hf(told, where="config.json", name=name).main.bare_head == ends

@@ -31,7 +31,7 @@ from trimaran.models import VlmSpec
 from trimaran.models.from_hf_vlm import vlm_from_disk
 from trimaran.nets.hf_vision_adapter import placed
 from trimaran.nets.hf_vlm import HfVlmNetwork, network_of_hf
-from trimaran.planner.axis_rules import check_foreign
+from trimaran.planner.axis_rules import check_hf_model
 
 ROWS = [[None, 0, None, 1, None], [None, None, 2, None]]  # words, and images by their number
 TEXT = [[None, None, None, None], [None, None]]
@@ -203,6 +203,6 @@ def test_no_axis_cuts_it(axis: str) -> None:
     _, spec = model_of("qwen2-vl")
     mesh = {axis: 2} | ({"dp_replicate": 2} if axis == "ep" else {})
     with pytest.raises(UserError, match="P013") as error:
-        check_foreign(Plan.model_validate({"mesh": mesh}), spec)
+        check_hf_model(Plan.model_validate({"mesh": mesh}), spec)
     assert error.value.where == f"plan.mesh.{axis}"
-    check_foreign(Plan.model_validate({"mesh": {"dp_shard": 2}, "sharding": "parameters"}), spec)
+    check_hf_model(Plan.model_validate({"mesh": {"dp_shard": 2}, "sharding": "parameters"}), spec)

@@ -198,7 +198,7 @@ def test_many_short_documents_are_computed_apart_and_small_rows_under_a_mask() -
 
 def test_a_batch_on_a_device_still_has_its_outlines_on_the_host() -> None:
     documents, grids = torch.arange(8).view(2, 1, 4), torch.tensor([[2, 2], [4, 2], [2, 6]])
-    batch = StepBatch(0, {"documents": documents, "grids": grids}, 0, cuts={"grids": (0, 1, 3)})
+    batch = StepBatch(0, {"documents": documents, "grids": grids}, 0, offsets={"grids": (0, 1, 3)})
     micro = batch.to(torch.device("meta")).micro(1)
     assert micro["documents"].is_meta
     assert torch.equal(micro["host_documents"], documents[1])

@@ -1,4 +1,4 @@
-"""The dashboard and the alerts are whole: they name what a run shows, and all of it."""
+"""The dashboard and the alerts use only existing metrics, and all of them are shown."""
 
 import json
 import re
@@ -9,24 +9,24 @@ import pytest
 import yaml
 
 from tests.prometheus_server import DASHBOARD, OPS, alerts, panels
-from trimaran.telemetry.nvml import FAULTS, THROTTLES
+from trimaran.telemetry.nvml import HARDWARE_THROTTLE_REASONS, THROTTLE_REASONS
 from trimaran.telemetry.sinks.metric_catalogue import CATALOGUE
 
 
-def test_queries_name_metrics_of_the_catalogue_and_all_of_it_is_shown() -> None:
+def test_queries_use_metrics_of_the_catalogue_and_show_all_of_them() -> None:
     endings = {"counter": ("_total",), "summary": ("_sum", "_count"), "histogram": ("_sum", "_count", "_bucket")}
-    known = {
+    metric_of = {
         f"trimaran_{name}{ending}": name
         for name, metric in CATALOGUE.items()
         for ending in endings.get(metric.kind, ("",))
     }
     asked = {query for _, query in panels()} | {rule["expr"] for rule in alerts().values()}
     used = {name for query in asked for name in re.findall(r"\btrimaran_\w+", query)}
-    assert used <= known.keys()
-    assert {known[name] for name in used} == CATALOGUE.keys()
+    assert used <= metric_of.keys()
+    assert {metric_of[name] for name in used} == CATALOGUE.keys()
 
 
-def test_grafana_raises_the_same_alerts() -> None:
+def test_grafana_has_the_same_alerts() -> None:
     tree = yaml.safe_load((OPS / "grafana" / "provisioning" / "alerting" / "trimaran.yaml").read_text())
     theirs = {rule["title"]: rule for group in tree["groups"] for rule in group["rules"]}
     assert theirs.keys() == alerts().keys()
@@ -36,13 +36,13 @@ def test_grafana_raises_the_same_alerts() -> None:
         assert theirs[name]["labels"] == rule["labels"]
 
 
-def test_the_alert_about_slow_gpus_names_every_fault_that_samples_do_and_not_the_power_limit() -> None:
+def test_the_gpu_alert_names_every_hardware_throttle_reason_but_not_the_power_limit() -> None:
     (reasons,) = re.findall(r'reason=~"([^"]+)"', alerts()["TrimaranGpuThrottled"]["expr"])
-    assert set(reasons.split("|")) == set(FAULTS)
-    assert set(FAULTS) < set(THROTTLES.values()) - {"power_cap"}
+    assert set(reasons.split("|")) == set(HARDWARE_THROTTLE_REASONS)
+    assert set(HARDWARE_THROTTLE_REASONS) < set(THROTTLE_REASONS.values()) - {"power_cap"}
 
 
-def test_the_dashboard_has_a_fixed_name_and_asks_for_its_source() -> None:
+def test_the_dashboard_has_a_fixed_uid_and_a_data_source_variable() -> None:
     tree = json.loads(DASHBOARD.read_text())
     assert tree["uid"] == "trimaran-run"
     assert [each["type"] for each in tree["templating"]["list"]] == ["datasource", "query"]
@@ -52,7 +52,7 @@ def test_the_dashboard_has_a_fixed_name_and_asks_for_its_source() -> None:
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs the Debian package prometheus")
-def test_promtool_takes_the_configuration_and_the_rules() -> None:
+def test_promtool_accepts_the_configuration_and_the_rules() -> None:
     done = subprocess.run(["promtool", "check", "config", OPS / "prometheus" / "prometheus.yaml"], capture_output=True)
     assert done.returncode == 0, done.stderr
     assert f"{len(alerts())} rules found" in done.stdout.decode()

@@ -21,7 +21,7 @@ from trimaran.models import PRESETS, ModelSpec
 from trimaran.nets import Network, decoder_network, initialise
 from trimaran.nets.hf import hf_network
 from trimaran.optim.split_weights import split_weights
-from trimaran.parallel.memory.activation_offload import Copies, Offload, offload_blocks
+from trimaran.parallel.memory.activation_offload import SynchronousCopies, ActivationOffload, offload_blocks
 from trimaran.parallel.memory.recompute import apply_recompute
 
 MODES = ("selective", "full", 2)
@@ -215,7 +215,7 @@ def test_dropout_falls_alike_when_a_compiled_block_is_computed_again() -> None:
     assert_same_bits(gradients(network), gradients(plain))
 
 
-class Record(Copies):
+class Record(SynchronousCopies):
     """Writes down which bytes went where, and which storages are away."""
 
     def __init__(self) -> None:
@@ -233,9 +233,9 @@ class Record(Copies):
         return sum(each == what for each, _ in self.log)
 
 
-def offloaded(network: Network, *, least_bytes: int = 1024) -> Record:
+def offloaded(network: Network, *, min_bytes: int = 1024) -> Record:
     record = Record()
-    offload_blocks(network, Offload(record, device="cpu", least_bytes=least_bytes))
+    offload_blocks(network, ActivationOffload(record, device="cpu", min_bytes=min_bytes))
     return record
 
 
@@ -280,7 +280,7 @@ def test_what_all_blocks_share_goes_once_and_weights_not_at_all() -> None:
     for layers in (2, 3):
         network = decoder(replace(DENSE, layers=layers))
         weights = {each.untyped_storage().data_ptr() for each in network.module.parameters()}
-        record = offloaded(network, least_bytes=0)
+        record = offloaded(network, min_bytes=0)
         loss_of(network, TOKENS[:2]).backward()
         assert not weights & {pointer for what, pointer in record.log if what == "away"}
         num_away.append(record.count("away"))
@@ -307,7 +307,7 @@ def test_a_block_comes_back_while_the_one_after_it_is_in_backward() -> None:
 
 def test_only_the_last_block_is_on_the_device_after_forward() -> None:
     network = decoder(DENSE)
-    offload = Offload(Copies(), device="cpu", least_bytes=1024)
+    offload = ActivationOffload(SynchronousCopies(), device="cpu", min_bytes=1024)
     offload_blocks(network, offload)
     loss = loss_of(network, TOKENS)
     calls, call = [], offload.latest
@@ -315,11 +315,11 @@ def test_only_the_last_block_is_on_the_device_after_forward() -> None:
         calls.append(call)
         call = call.previous
     assert len(calls) == 4
-    assert all(each() is not None for call in calls for each in call.parcels)
-    here = [any(each().here is not None for each in call.parcels) for call in calls]
+    assert all(each() is not None for call in calls for each in call.storages)
+    here = [any(each().on_device is not None for each in call.storages) for call in calls]
     assert here == [True, False, False, False]
     del loss
-    assert all(each() is None for call in calls for each in call.parcels), "they live as long as the graph"
+    assert all(each() is None for call in calls for each in call.storages), "they live as long as the graph"
 
 
 def test_what_needs_no_gradient_goes_nowhere() -> None:

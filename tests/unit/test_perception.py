@@ -16,14 +16,14 @@ from trimaran.core.scene_rules import OBJECTS, SceneRules
 from trimaran.data.feed import DataShare
 from trimaran.data.loader import Loader
 from trimaran.data.scene_feed import SceneFeed, scene_feeds
-from trimaran.data.simulated_scenes import GROUND_HIT, LIDAR_METRES, Rig, _cameras, cast, make_scene
+from trimaran.data.simulated_scenes import GROUND_HIT, LIDAR_METRES, SensorRays, _cameras, cast, make_scene
 from trimaran.data.step_batch import Inputs
 from trimaran.models import module_names, outline_for, spec_of
 from trimaran.models.perception_spec import PERCEPTION_PRESETS, PerceptionSpec, perception_config
 from trimaran.nets import initialise
 from trimaran.nets.perception import PerceptionNetwork, perception_network
 from trimaran.nets.perception.geometry import sight_bias
-from trimaran.train.loss.perception_objective import PerceptionObjective, box_numbers
+from trimaran.train.loss.perception_objective import PerceptionObjective, box_targets
 
 TINY = PERCEPTION_PRESETS["tiny"]
 RULES = TINY.scenes()
@@ -81,7 +81,7 @@ def test_points_lie_on_the_ground_or_on_a_box() -> None:
 
 
 def test_of_two_boxes_in_line_a_ray_hits_the_nearer() -> None:
-    ahead = Rig(np.zeros(1), np.array([[[1.0, 0, 0], [0.6, 0, -0.8]]], dtype=np.float32), LIDAR_METRES)
+    ahead = SensorRays(np.zeros(1), np.array([[[1.0, 0, 0], [0.6, 0, -0.8]]], dtype=np.float32), LIDAR_METRES)
     near, far = ([x, 0, 1.0, 2.0, 2.0, 2.5, 0.3, 0] for x in (5.0, 9.0))
     distances, hits, _ = cast(ahead, np.array([far, near], dtype=np.float32))
     assert hits.tolist() == [[1, GROUND_HIT]]
@@ -143,7 +143,7 @@ def test_perfect_answers_score_one_and_blank_ones_nothing() -> None:
     heat = torch.full((4, len(OBJECTS), rules.cells, rules.cells), -9.0)
     heat[rows, boxes[:, -1].long(), x, y] = 9.0
     numbers = torch.zeros(4, 8, rules.cells, rules.cells)
-    numbers[rows, :, x, y] = box_numbers(boxes, rules)
+    numbers[rows, :, x, y] = box_targets(boxes, rules)
     ground = torch.nn.functional.one_hot(inputs["segmentation"], 3).permute(0, 3, 1, 2) * 20.0
     made, objective = network(TINY), PerceptionObjective(TINY)
     right = objective.score(made, torch.cat([heat, numbers, ground], dim=1), inputs)

@@ -119,13 +119,13 @@ def test_a_foreign_models_degrees_are_left_to_the_worker() -> None:
 @pytest.mark.parametrize(
     ("schedule", "stages", "what"),
     [
-        ("1f1b", (1, 1, 1, 1), "1f1b on pp 2 does not take 4 stages"),
-        ("gpipe", (4,), "gpipe on pp 2 does not take 1 stages"),
-        ("zero-bubble", (2, 2), "does not take 2 stages"),
-        ("interleaved", (2, 2), "does not take 2 stages"),
-        ("interleaved", (2, 1, 1), "does not take 3 stages"),
-        ("1f1b", (3, 2), "stages of 3, 2 layers do not make up the 4 of tiny"),
-        ("1f1b", (4, 0), "stages of 4, 0 layers do not make up the 4 of tiny"),
+        ("1f1b", (1, 1, 1, 1), "1f1b with pp 2 does not allow 4 stages"),
+        ("gpipe", (4,), "gpipe with pp 2 does not allow 1 stages"),
+        ("zero-bubble", (2, 2), "does not allow 2 stages"),
+        ("interleaved", (2, 2), "does not allow 2 stages"),
+        ("interleaved", (2, 1, 1), "does not allow 3 stages"),
+        ("1f1b", (3, 2), "stages of 3, 2 layers do not add up to the 4 of tiny"),
+        ("1f1b", (4, 0), "stages of 4, 0 layers do not add up to the 4 of tiny"),
     ],
 )
 def test_stages_by_hand_must_be_what_the_schedule_takes(schedule: str, stages: tuple[int, ...], what: str) -> None:
@@ -161,7 +161,7 @@ def test_interleaved_rounds_are_all_alike() -> None:
     deep, rounds = replace(TINY, layers=8), {"schedule": "interleaved"}
     check({"pp": 4}, spec=deep, grad_accum=10, pipeline=rounds)  # two rounds of five, as torch has it
     error = refusal({"pp": 4}, spec=deep, grad_accum=13, pipeline=rounds)
-    assert "no multiple of its 3 rounds" in error.what
+    assert "not a multiple of its 3 rounds" in error.what
     check({"pp": 4}, spec=deep, grad_accum=13)
 
 

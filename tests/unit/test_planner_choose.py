@@ -303,7 +303,7 @@ def test_an_explanation_ranks_the_terms_and_says_what_they_are() -> None:
         assert plan.prediction is not None
         assert {row.term: row.value for row in told.memory} == plan.prediction.memory
         for rows in (told.memory, told.time):
-            assert sum(row.share for row in rows) == pytest.approx(1)
+            assert sum(row.fraction for row in rows) == pytest.approx(1)
             assert [row.value for row in rows] == sorted((row.value for row in rows), reverse=True)
             assert all(row.meaning for row in rows)
 

@@ -142,7 +142,7 @@ def test_what_megatron_cannot_say_is_refused(change: dict[str, Any], where: str)
 
 
 def test_networks_that_it_does_not_have_are_refused() -> None:
-    with pytest.raises(UserError, match="P062: megatron has no network for tiny-moe: its shared expert has no gate"):
+    with pytest.raises(UserError, match="P062: megatron has no model for tiny-moe: its shared expert has no gate"):
         options(changed(mesh={"dp_shard": 8}), "tiny-moe")
     foreign = replace(question("llama-3.1-8b", "8xH100", SLICED), spec=None)
     with pytest.raises(UserError, match="P062"):

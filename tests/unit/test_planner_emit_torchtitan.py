@@ -122,7 +122,7 @@ def test_what_torchtitan_cannot_say_is_refused(change: dict[str, Any], where: st
 
 def test_networks_that_it_does_not_have_are_refused() -> None:
     for preset in ("qwen2.5-7b", "llama-3.2-1b", "tiny-moe"):
-        with pytest.raises(UserError, match="P062: torchtitan has no network"):
+        with pytest.raises(UserError, match="P062: torchtitan has no model"):
             job(SHARDED, preset)
     with pytest.raises(UserError, match="P061") as caught:
         job(PIPED, "qwen3-8b")

@@ -90,7 +90,7 @@ def test_degrees_must_multiply_to_the_devices() -> None:
 
 
 def test_the_other_axes_leave_the_data_what_remains() -> None:
-    assert "tp x pp x cp be 1 or 2 or 4 or 8, not 3" in refusal({"mesh": {"tp": 3}}).fix
+    assert "tp x pp x cp to 1 or 2 or 4 or 8, not 3" in refusal({"mesh": {"tp": 3}}).fix
     assert "tp x pp x cp be 1 or 2 or 4 or 8, not 16" in refusal({"mesh": {"tp": 2, "pp": 8}}).fix
     error = refusal({"mesh": {"tp": 2, "cp": 2, "dp_replicate": 4}})
     assert "16 ranks" in error.what

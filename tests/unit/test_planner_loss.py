@@ -46,7 +46,7 @@ def test_a_pinned_loss_stays_and_cuts_nothing_that_it_cannot_have(loss: str) -> 
 
 
 def test_other_systems_keep_their_logits() -> None:
-    question = replace(ask(EIGHT_B, "8xH100", batch=64, seq_len=4096), trains=False, stack=find_stack("megatron"))
+    question = replace(ask(EIGHT_B, "8xH100", batch=64, seq_len=4096), for_trainer=False, stack=find_stack("megatron"))
     assert {plan.loss for plan in search(question).ranked} == {"logits"}
 
 
@@ -62,7 +62,7 @@ def about(outline: Outline, **pins: Any) -> Question:
 
 @pytest.mark.parametrize("trains", [True, False], ids=["trainer", "paper"])
 def test_a_network_that_caps_its_scores_is_planned_and_costed_with_logits(trains: bool) -> None:
-    question = replace(about(gemma(), micro_batch=1), trains=trains)
+    question = replace(about(gemma(), micro_batch=1), for_trainer=trains)
     best = search(question).ranked[0]
     assert best.loss == "logits"
     assert search(replace(question, outline=gemma(final_logit_softcapping=None))).ranked[0].loss != "logits"
@@ -73,11 +73,11 @@ def test_a_network_that_caps_its_scores_is_planned_and_costed_with_logits(trains
 @pytest.mark.parametrize("loss", ["fused", "chunked"])
 @pytest.mark.parametrize("trains", [True, False], ids=["trainer", "paper"])
 def test_a_loss_that_a_capped_head_cannot_end_in_is_refused(loss: str, trains: bool) -> None:
-    question = replace(about(gemma(), loss=loss), trains=trains)
-    with pytest.raises(UserError, match=r"P056.*more than a product for its logits"):
+    question = replace(about(gemma(), loss=loss), for_trainer=trains)
+    with pytest.raises(UserError, match=r"P056.*logits are more than one matmul"):
         search(question)
     assert search(replace(question, outline=gemma(final_logit_softcapping=None))).ranked[0].loss == loss
-    assert search(replace(question, trains=False, stack=find_stack("torchtitan"))).ranked, "it has a loss of its own"
+    assert search(replace(question, for_trainer=False, stack=find_stack("torchtitan"))).ranked, "it has a loss of its own"
 
 
 def test_pieces_are_taken_where_whole_logits_would_fill_the_device() -> None:

@@ -25,9 +25,9 @@ from trimaran.models import (
     split_outline,
 )
 from trimaran.planner import GOALS, Question, check_plan, search
-from trimaran.planner.branch_and_bound import ALIKE, find
-from trimaran.planner.evaluator import Evaluator
-from trimaran.planner.least_memory import fits_on, resized, smallest_cluster
+from trimaran.planner.branch_and_bound import TIE_RATIO, find_plans
+from trimaran.planner.evaluator import PlanEvaluator
+from trimaran.planner.least_memory import fits_on, resized_cluster, smallest_cluster
 from trimaran.planner.space import Space
 
 
@@ -122,8 +122,8 @@ def test_no_plan_of_a_small_space_beats_the_one_that_was_found(
     cluster = Cluster(device=device, num_nodes=nodes[0], devices_per_node=nodes[1], host_bytes=Bytes(64 * GIB))
     question = replace(ask(spec, "H100", batch=batch, seq_len=seq_len), cluster=cluster)
     space = Space(question)
-    found = find(space, Evaluator(space)).ranked()
-    assert [each.plan for each in found] == [each.plan for each in find(space, Evaluator(space)).ranked()]
+    found = find_plans(space, PlanEvaluator(space)).ranked()
+    assert [each.plan for each in found] == [each.plan for each in find_plans(space, PlanEvaluator(space)).ranked()]
     fitting = [each for each in (predict(question.job, cluster, plan) for plan in every_plan(question)) if each.fits]
     assert bool(found) == bool(fitting)
     if fitting:
@@ -132,7 +132,7 @@ def test_no_plan_of_a_small_space_beats_the_one_that_was_found(
         told = predict(question.job, cluster, best.plan)
         assert told.fits
         assert told.step_seconds == pytest.approx(best.seconds)
-        assert best.seconds <= ALIKE * min(each.step_seconds for each in fitting) * (1 + 1e-9)
+        assert best.seconds <= TIE_RATIO * min(each.step_seconds for each in fitting) * (1 + 1e-9)
 
 
 def test_every_goal_gets_what_it_asks_for() -> None:
@@ -146,7 +146,7 @@ def test_every_goal_gets_what_it_asks_for() -> None:
     assert used[1] == min(used)
     worlds = [answer.ranked[0].mesh.world_size for answer in (fast, lean, cheap, few)]
     assert worlds[:2] == [16, 16]
-    assert seconds[2] * worlds[2] <= ALIKE * min(time * world for time, world in zip(seconds, worlds, strict=True))
+    assert seconds[2] * worlds[2] <= TIE_RATIO * min(time * world for time, world in zip(seconds, worlds, strict=True))
     # One device: weights, gradients and moments are 120 GiB, and an H100 has 79; on the host they have room.
     assert (worlds[3], few.ranked[0].offload != "none", str(few.part)) == (1, True, "1xH100")
 
@@ -163,7 +163,7 @@ def test_the_ranked_plans_are_of_different_meshes_and_the_losers_say_why() -> No
     assert any(miss.why.endswith("GiB over") for miss in answer.misses)
     assert any("recompute costs" in miss.why for miss in answer.misses)
     slower = [plan.prediction.step_seconds for plan in answer.ranked[1:] if plan.prediction]
-    assert best.prediction.step_seconds <= ALIKE * min(slower)
+    assert best.prediction.step_seconds <= TIE_RATIO * min(slower)
 
 
 def test_a_hint_was_searched_and_keeps_its_word() -> None:
@@ -197,10 +197,10 @@ def test_the_smallest_cluster_may_have_any_number_of_nodes() -> None:
     question = ask(PRESETS["llama-3-70b"], "1xA100-40GB", batch=5040, seq_len=4096, plan={"offload": "none"})
     found = smallest_cluster(question)
     assert found is not None
-    sizes = [resized(found, num, found.devices_per_node) for num in range(1, found.num_nodes)]
+    sizes = [resized_cluster(found, num, found.devices_per_node) for num in range(1, found.num_nodes)]
     assert fits_on(question, found)
     assert not any(fits_on(question, each) for each in sizes)
-    few = search(replace(question, cluster=resized(found, 16, found.devices_per_node), goal="fewest-gpus"))
+    few = search(replace(question, cluster=resized_cluster(found, 16, found.devices_per_node), goal="fewest-gpus"))
     assert few.part == found
 
 
@@ -225,9 +225,9 @@ def test_each_mesh_of_the_table_is_about_as_good_as_when_it_is_pinned() -> None:
     for plan, seconds in zip(others, times, strict=True):
         mesh = Mesh(tp=plan.mesh.tp, pp=plan.mesh.pp, cp=plan.mesh.cp, ep=plan.mesh.ep)
         space = Space(replace(question, recipe=question.recipe.model_copy(update={"plan": Plan(mesh=mesh)})))
-        assert seconds <= 1.1 * find(space, Evaluator(space)).ranked()[0].seconds
+        assert seconds <= 1.1 * find_plans(space, PlanEvaluator(space)).ranked()[0].seconds
     for most in (1, 3, 12):
-        shown = search(replace(question, most_shown=most)).ranked
+        shown = search(replace(question, max_plans=most)).ranked
         assert shown[0] == first
         assert len(shown) == most or 8 <= len(shown) < most
 
@@ -247,7 +247,7 @@ def test_the_length_of_the_data_means_nothing_to_a_network_of_fixed_positions() 
     answers = []
     for seq_len in (128, 65_536):
         recipe = Recipe.model_validate({"data": {"seq_len": seq_len}, "train": {"global_batch": 4096}})
-        question = Question(recipe=recipe, spec=None, outline=outline, cluster=parse_cluster("8xH100"), trains=False)
+        question = Question(recipe=recipe, spec=None, outline=outline, cluster=parse_cluster("8xH100"), for_trainer=False)
         answers.append(search(question))
     short, long = answers
     assert short.ranked == long.ranked
@@ -286,19 +286,19 @@ def test_a_foreign_network_is_cut_on_paper_and_sharded_in_training() -> None:
     question = Question(recipe=recipe, spec=None, outline=towers(), cluster=parse_cluster("2x8xA100-40GB"))
     trained = search(question)
     assert {(plan.mesh.tp, plan.mesh.pp, plan.mesh.cp) for plan in trained.ranked} == {(1, 1, 1)}
-    paper = search(replace(question, trains=False))
+    paper = search(replace(question, for_trainer=False))
     assert {plan.mesh.pp for plan in paper.ranked} > {1}
     before, after = trained.ranked[0].prediction, paper.ranked[0].prediction
     assert before is not None
     assert after is not None
-    assert after.step_seconds <= ALIKE * before.step_seconds
+    assert after.step_seconds <= TIE_RATIO * before.step_seconds
     assert any("freeze vision" in hint for hint in paper.hints)
 
 
 def test_slices_divide_the_heads_of_every_tower() -> None:
     recipe = Recipe.model_validate({"data": {"seq_len": 4096}, "train": {"global_batch": 32}})
     question = Question(
-        recipe=recipe, spec=None, outline=towers(heads=5), cluster=parse_cluster("8xH100"), trains=False
+        recipe=recipe, spec=None, outline=towers(heads=5), cluster=parse_cluster("8xH100"), for_trainer=False
     )
     assert {plan.mesh.tp for plan in search(question).ranked} == {1}
     wish = recipe.model_copy(update={"plan": Plan(mesh=Mesh(tp=2))})
@@ -313,7 +313,7 @@ def test_a_block_of_which_only_totals_are_known_is_not_cut_by_slices() -> None:
     )  # fmt: skip
     outline = Outline(name="odd", towers=(Tower(name="all", runs=((block, 12),), hidden=1, positions=1),))
     recipe = Recipe.model_validate({"train": {"global_batch": 64}})
-    question = Question(recipe=recipe, spec=None, outline=outline, cluster=parse_cluster("8xH100"), trains=False)
+    question = Question(recipe=recipe, spec=None, outline=outline, cluster=parse_cluster("8xH100"), for_trainer=False)
     assert {(plan.mesh.tp, plan.mesh.cp) for plan in search(question).ranked} == {(1, 1)}
     with pytest.raises(UserError, match="P021"):
         search(replace(question, recipe=recipe.model_copy(update={"plan": Plan(mesh=Mesh(tp=2))})))

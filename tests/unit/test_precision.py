@@ -13,9 +13,9 @@ from trimaran.core import Plan, TrainSection, UserError
 from trimaran.models import PRESETS, ModelSpec, module_names, refuse_unmatched
 from trimaran.nets import Network, decoder_network, initialise
 from trimaran.nets.attention import RMSNorm
-from trimaran.optim.loss_scale import LARGEST, LossScale, build_loss_scale
+from trimaran.optim.loss_scale import MAX_SCALE, LossScale, build_loss_scale
 from trimaran.parallel import autocast, override_precision
-from trimaran.parallel.precision import gathered
+from trimaran.parallel.precision import fsdp_modules
 
 CPU = torch.device("cpu")
 DENSE = replace(PRESETS["tiny"], layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=64, tied=False)
@@ -117,7 +117,7 @@ def test_blocks_with_an_arithmetic_of_their_own_are_one_graph() -> None:
 def test_weights_are_gathered_in_the_arithmetic_of_their_module() -> None:
     network = network_of(DENSE, lm_head="fp32", layers__0="fp16", layers__1__mlp__up_proj="fp32")
     names = {id(module): name for name, module in network.module.named_modules()}
-    units = [(names[id(module)], dtype) for module, dtype in gathered(network, Plan(precision="bf16"))]
+    units = [(names[id(module)], dtype) for module, dtype in fsdp_modules(network, Plan(precision="bf16"))]
     assert units == [
         ("layers.0", torch.float16),
         ("layers.1.mlp.up_proj", None),
@@ -129,7 +129,7 @@ def test_weights_are_gathered_in_the_arithmetic_of_their_module() -> None:
 
 def test_a_tied_head_stays_with_what_it_is_tied_to() -> None:
     network = network_of(replace(DENSE, tied=True), lm_head="fp32")
-    units = gathered(network, Plan(precision="bf16"))
+    units = fsdp_modules(network, Plan(precision="bf16"))
     assert units == [(network.blocks[0], torch.bfloat16), (network.blocks[1], torch.bfloat16), (network.module, None)]
 
 
@@ -167,7 +167,7 @@ def test_the_router_is_fp32_whatever_is_asked(precision: str, patterns: dict[str
 
 
 def test_the_loss_scale_halves_when_gradients_overflow_and_doubles_after_good_steps() -> None:
-    scale = LossScale(start=8.0, grow_after=3)
+    scale = LossScale(initial=8.0, growth_interval=3)
     good, bad = torch.tensor(1.0), torch.tensor(torch.inf)
     history = []
     for norm in (good, good, bad, good, good, good, torch.tensor(torch.nan), good):
@@ -177,10 +177,10 @@ def test_the_loss_scale_halves_when_gradients_overflow_and_doubles_after_good_st
 
 
 def test_the_loss_scale_has_bounds() -> None:
-    scale = LossScale(start=LARGEST, grow_after=1)
+    scale = LossScale(initial=MAX_SCALE, growth_interval=1)
     assert scale.accepts(torch.tensor(1.0))
-    assert scale.value == LARGEST
-    lost = LossScale(start=1.0)
+    assert scale.value == MAX_SCALE
+    lost = LossScale(initial=1.0)
     with pytest.raises(UserError, match="P030"):
         lost.accepts(torch.tensor(torch.inf))
 

@@ -1,4 +1,4 @@
-"""The recipes that we ship: they parse, they have a plan, and editors know their fields."""
+"""The shipped recipes: they parse, have a plan, and match the JSON Schema for editors."""
 
 import json
 from pathlib import Path
@@ -24,6 +24,6 @@ def test_every_recipe_has_a_plan_that_fits_here(path: Path) -> None:
     assert plan.prediction.fits
 
 
-def test_the_schema_for_editors_is_the_recipes_own() -> None:
+def test_the_shipped_schema_is_up_to_date() -> None:
     shipped = json.loads((RECIPES / "recipe.schema.json").read_text())
     assert shipped == Recipe.model_json_schema(), "run: trimaran schema > recipes/recipe.schema.json"

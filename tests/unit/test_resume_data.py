@@ -1,4 +1,4 @@
-"""The data position is a pure function of the step (law 4): resizes at any step lose and repeat no sample."""
+"""The data position is a pure function of the step (principle 4, docs/principles.md): resizes lose and repeat no sample."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -13,15 +13,15 @@ def divisors(number: int) -> list[int]:
 
 
 @st.composite
-def legs(draw: st.DrawFn) -> tuple[int, list[tuple[int, int, int]]]:
-    """A global batch and a life of up to six legs: how many ranks, rows of a micro-batch, and steps until a resize."""
+def phased_runs(draw: st.DrawFn) -> tuple[int, list[tuple[int, int, int]]]:
+    """A global batch and up to six phases of a run: ranks, micro-batch size, and steps until the next resize."""
     batch = draw(st.integers(1, 48))
-    life = []
+    phases = []
     for _ in range(draw(st.integers(1, 6))):
         ranks = draw(st.sampled_from(divisors(batch)))
         micro_batch = draw(st.sampled_from(divisors(batch // ranks)))
-        life.append((ranks, micro_batch, draw(st.integers(0, 9))))
-    return batch, life
+        phases.append((ranks, micro_batch, draw(st.integers(0, 9))))
+    return batch, phases
 
 
 def global_order(batch: int, ranks: int, micro_batch: int, step: int) -> np.ndarray:
@@ -31,26 +31,26 @@ def global_order(batch: int, ranks: int, micro_batch: int, step: int) -> np.ndar
     return np.stack([share.indices(step) for share in shares], axis=1).reshape(-1)
 
 
-@given(legs())
+@given(phased_runs())
 @settings(max_examples=300, deadline=None)
-def test_resizes_change_neither_the_samples_nor_their_order(life: tuple[int, list[tuple[int, int, int]]]) -> None:
-    batch, stretches = life
+def test_resizes_change_neither_the_samples_nor_their_order(run: tuple[int, list[tuple[int, int, int]]]) -> None:
+    batch, phases = run
     seen, step = [], 0
-    for ranks, micro_batch, steps in stretches:
+    for ranks, micro_batch, steps in phases:
         seen += [global_order(batch, ranks, micro_batch, each) for each in range(step, step + steps)]
         step += steps
     assert np.array_equal(np.concatenate([np.empty(0, dtype=int), *seen]), np.arange(step * batch))
 
 
-@given(legs(), st.integers(1, 400), st.integers(0, 2**63 - 1))
+@given(phased_runs(), st.integers(1, 400), st.integers(0, 2**63 - 1))
 @settings(max_examples=200, deadline=None)
-def test_every_epoch_sees_each_sample_once_whatever_happens_in_it(
-    life: tuple[int, list[tuple[int, int, int]]], length: int, seed: int
+def test_every_epoch_sees_each_sample_once_with_any_resizes(
+    run: tuple[int, list[tuple[int, int, int]]], length: int, seed: int
 ) -> None:
-    batch, stretches = life
+    batch, phases = run
     seen, step = [np.empty(0, dtype=int)], 0
-    while step * batch < 2 * length:  # lives that begin again until two epochs are over
-        for ranks, micro_batch, steps in stretches:
+    while step * batch < 2 * length:  # repeat the phases until two epochs are over
+        for ranks, micro_batch, steps in phases:
             for each in range(step, step + max(1, steps)):
                 seen.append(positions(seed, global_order(batch, ranks, micro_batch, each), length))
             step += max(1, steps)
@@ -59,10 +59,10 @@ def test_every_epoch_sees_each_sample_once_whatever_happens_in_it(
         assert np.array_equal(np.sort(samples[epoch * length : (epoch + 1) * length]), np.arange(length))
 
 
-@given(legs())
+@given(phased_runs())
 @settings(max_examples=100, deadline=None)
-def test_a_step_that_is_taken_again_takes_the_same_samples(life: tuple[int, list[tuple[int, int, int]]]) -> None:
+def test_a_repeated_step_sees_the_same_samples(run: tuple[int, list[tuple[int, int, int]]]) -> None:
     """After a rewind, under another number of ranks."""
-    batch, stretches = life
-    orders = [global_order(batch, ranks, micro_batch, 7) for ranks, micro_batch, _ in stretches]
+    batch, phases = run
+    orders = [global_order(batch, ranks, micro_batch, 7) for ranks, micro_batch, _ in phases]
     assert all(np.array_equal(order, orders[0]) for order in orders)

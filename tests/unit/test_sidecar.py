@@ -1,4 +1,4 @@
-"""The process beside the ranks: samples of the machine, and sinks that may do as they like."""
+"""The sidecar process: samples of the node, and sinks that may fail or hang."""
 
 import json
 import os
@@ -22,14 +22,14 @@ from tests.runs import step_metrics
 from trimaran.core import Plan, parse_recipe
 from trimaran.launch import sidecar_process
 from trimaran.launch.sidecar_process import SidecarProcess
-from trimaran.run import Follower, IncidentLog, Journal, RunDirectory, append_line, create_run
+from trimaran.run import IncidentLog, Journal, JsonlFollower, RunDirectory, append_line, create_run
 from trimaran.telemetry.host_sampler import CounterRates, HostSampler
-from trimaran.telemetry.nvml import Gpus
-from trimaran.telemetry.run_tail import Tail
+from trimaran.telemetry.nvml import GpuSampler
+from trimaran.telemetry.run_tail import RunTail
 from trimaran.telemetry.sampler import Sampler
 from trimaran.telemetry.sink_feed import SinkFeed
 
-# A rank that does nothing, whose loader is always busy.
+# An idle rank with a busy loader process.
 RANK = """
 import ctypes, os, time
 ctypes.CDLL(None).prctl(15, b"trimaran-3")
@@ -44,7 +44,7 @@ def new_run(path: Path, *overrides: str) -> RunDirectory:
     return create_run(path, parse_recipe("", name="test", overrides=overrides), Plan())
 
 
-def test_a_sample_tells_of_the_machine_and_of_the_ranks_and_loaders_on_it(tmp_path: Path) -> None:
+def test_a_sample_has_the_node_its_ranks_and_their_loaders(tmp_path: Path) -> None:
     rank = subprocess.Popen([sys.executable, "-S", "-c", RANK])
     try:
         wait_for(lambda: psutil.Process(rank.pid).name() == "trimaran-3" and psutil.Process(rank.pid).children())
@@ -71,7 +71,7 @@ def test_a_counter_that_is_new_or_was_reset_has_no_rate() -> None:
 
 
 class Nvml:
-    """Answers as NVML does for two GPUs, of which the second has no ECC and has fallen back to half its clock."""
+    """A fake NVML with two GPUs; the second has no ECC and runs at half its clock."""
 
     NVML_TEMPERATURE_GPU, NVML_CLOCK_SM, NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = 0, 1, 1, 0
 
@@ -100,8 +100,8 @@ class Nvml:
         return lambda gpu, *_: answers[name](gpu)
 
 
-def test_gpus_tell_what_they_can_and_what_they_do_not_tell_is_left_out() -> None:
-    first, second = Gpus(library=Nvml()).sample()
+def test_unsupported_gpu_values_are_left_out() -> None:
+    first, second = GpuSampler(library=Nvml()).sample()
     assert first == {
         "index": 0, "uuid": "GPU-0", "name": "H200", "utilisation": 0.75, "memory_used": 3 << 30, "memory": 141 << 30,
         "power": 650.0, "power_limit": 700.0, "power_limit_default": 700.0, "temperature": 60,
@@ -112,30 +112,30 @@ def test_gpus_tell_what_they_can_and_what_they_do_not_tell_is_left_out() -> None
 
 
 def test_gpus_are_numbered_as_the_ranks_see_them() -> None:
-    assert [gpu["uuid"] for gpu in Gpus("GPU-1,0", library=Nvml()).sample()] == ["GPU-1", "GPU-0"]
-    assert Gpus("", library=Nvml()).sample() == []
+    assert [gpu["uuid"] for gpu in GpuSampler("GPU-1,0", library=Nvml()).sample()] == ["GPU-1", "GPU-0"]
+    assert GpuSampler("", library=Nvml()).sample() == []
 
 
-def test_a_machine_without_nvml_has_no_gpus_to_tell_of() -> None:
+def test_a_machine_without_nvml_has_no_gpu_samples() -> None:
     missing = SimpleNamespace(nvmlInit=lambda: 1 / 0)
-    assert Gpus(library=missing).sample() == []
+    assert GpuSampler(library=missing).sample() == []
 
 
 class Recorder:
-    """A sink that keeps what it is told, and does `trouble` first."""
+    """A sink that records its lines, and calls `before` first."""
 
     name = "recorder"
 
-    def __init__(self, trouble: Callable[[int], Any] = lambda number: None) -> None:
-        self.told: list[tuple[str, Any]] = []
+    def __init__(self, before: Callable[[int], Any] = lambda number: None) -> None:
+        self.received: list[tuple[str, Any]] = []
         self.calls, self.closed = 0, False
-        self._trouble = trouble
+        self._before = before
 
     def __getattr__(self, kind: str) -> Callable[[Any], None]:
         def take(line: Any) -> None:
             self.calls += 1
-            self._trouble(self.calls)
-            self.told.append((kind, line))
+            self._before(self.calls)
+            self.received.append((kind, line))
 
         return take
 
@@ -143,25 +143,25 @@ class Recorder:
         self.closed = True
 
 
-def test_a_sink_that_fails_is_told_once_tried_again_and_loses_only_what_never_worked(
+def test_a_failing_sink_is_logged_once_and_retried_and_loses_only_failed_lines(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def trouble(call: int) -> None:
+    def fail(call: int) -> None:
         if call in (2, 3, 5, 6, 7):
-            raise ConnectionError("nobody listens")
+            raise ConnectionError("connection refused")
 
-    sink = Recorder(trouble)
+    sink = Recorder(fail)
     feed = SinkFeed(sink, first_delay=0.01)
     for number in range(4):
         feed.put("step", {"step": number})
-    wait_for(lambda: len(sink.told) == 3, 5)
+    wait_for(lambda: len(sink.received) == 3, 5)
     assert feed.close(seconds=5)
-    assert ([line["step"] for _, line in sink.told], feed.lost, sink.closed) == ([0, 1, 3], 1, True)
-    assert caplog.text.count("nobody listens") == 2  # two spells of trouble, with a line in between that worked
+    assert ([line["step"] for _, line in sink.received], feed.lost, sink.closed) == ([0, 1, 3], 1, True)
+    assert caplog.text.count("connection refused") == 2  # two failures, with a successful line in between
 
 
-def test_a_sink_that_hangs_holds_up_nobody_and_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trimaran.telemetry.sink_feed.MOST_LINES", 10)
+def test_a_hanging_sink_blocks_nothing_and_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trimaran.telemetry.sink_feed.MAX_QUEUED_LINES", 10)
     for_good = threading.Event()
     feed = SinkFeed(Recorder(lambda number: for_good.wait()))
     began = time.monotonic()
@@ -173,38 +173,38 @@ def test_a_sink_that_hangs_holds_up_nobody_and_is_left_behind(monkeypatch: pytes
     for_good.set()
 
 
-def test_a_tail_goes_on_where_the_one_before_has_ended(tmp_path: Path) -> None:
+def test_a_tail_continues_where_the_previous_one_stopped(tmp_path: Path) -> None:
     run = new_run(tmp_path / "run")
-    first = Tail(run)
+    first = RunTail(run)
     with Journal(run, 0) as journal:
         journal.event("start")
         journal.step(step_metrics(1, loss=1.0))
         assert [kind for kind, _ in first.new()] == ["step", "event"]
-        first.keep()
+        first.save_position()
         append_line(run.samples(1), {"time": time.time(), "node": 1})
         IncidentLog(run).notice("hang", "a rank stood still")
         journal.event("stop")
-    found = [(kind, line.get("kind")) for kind, line in Tail(run).new()]
+    found = [(kind, line.get("kind")) for kind, line in RunTail(run).new()]
     assert found == [("incident", None), ("event", "stop"), ("sample", None)]
     assert sorted(kind for kind, _ in first.new()) == ["event", "incident", "sample"]
     assert list(first.new()) == []
 
 
-def test_a_disk_that_takes_no_samples_costs_samples_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_only_loses_samples(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with mounted(tmp_path / "disk", "size=64k") as disk:
         run = RunDirectory(disk)
         sampler = Sampler(run, 0, supervisor=os.getpid(), visible="")
         remount(disk, "ro")
-        sampler.take()  # not even a file could be made
+        sampler.take()  # the file cannot be created
         remount(disk, "rw")
         (disk / "ballast").write_bytes(bytes(60 << 10))
         for _ in range(30):
             sampler.take()
-        told = run.samples(0).stat().st_size
+        size = run.samples(0).stat().st_size
         (disk / "ballast").unlink()
         sampler.take()
-        assert len(run.samples(0).read_bytes()) > told
-        assert 2 < len([*Follower(run.samples(0)).new()]) < 31  # readers pass over what was cut off
+        assert len(run.samples(0).read_bytes()) > size
+        assert 2 < len([*JsonlFollower(run.samples(0)).new()]) < 31  # readers skip truncated lines
     assert "Read-only file system" in caplog.text
     assert "node-0.jsonl are lost: no space" in caplog.text
 
@@ -220,7 +220,7 @@ def sidecar(run: RunDirectory) -> Iterator[SidecarProcess]:
 
 
 def pid_of(run: RunDirectory) -> int:
-    """Return the process of the run's sidecar, a child of ours."""
+    """Return the PID of the run's sidecar, a child of this process."""
     for each in psutil.Process().children():
         with suppress(psutil.Error):
             if str(run.path) in each.cmdline():
@@ -228,44 +228,44 @@ def pid_of(run: RunDirectory) -> int:
     return 0
 
 
-def test_a_sidecar_that_is_killed_is_started_again_and_tells_sinks_the_rest(
+def test_a_killed_sidecar_is_restarted_and_feeds_the_sinks_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sidecar_process, "FIRST_DELAY", 0.0)
+    monkeypatch.setattr(sidecar_process, "FIRST_RESTART_SECONDS", 0.0)
     run = new_run(tmp_path / "run", "telemetry.sample_seconds=0.1", "telemetry.ecs=true")
     with Journal(run, 0) as journal, sidecar(run) as line:
         wait_for(lambda: len(lines(run.samples(0))) > 1, 20)
         first = pid_of(run)
         assert psutil.Process(first).nice() == min(19, os.nice(0) + 10)
         line.start(0)
-        assert pid_of(run) == first  # the ranks were started again: it goes on
+        assert pid_of(run) == first  # it survives a restart of the ranks
         os.kill(first, signal.SIGKILL)
-        wait_for(lambda: line.look() or pid_of(run) not in (0, first), 20)
-        known = len(lines(run.samples(0)))
-        wait_for(lambda: len(lines(run.samples(0))) > known, 20)
+        wait_for(lambda: line.restart_if_dead() or pid_of(run) not in (0, first), 20)
+        count = len(lines(run.samples(0)))
+        wait_for(lambda: len(lines(run.samples(0))) > count, 20)
         journal.event("done", step=9)
         ended = time.monotonic()
         line.end()
         assert time.monotonic() - ended < 4
         assert pid_of(run) == 0
-    told = [each for each in lines(run.path / "logs" / "ecs.jsonl") if each.get("event.action") == "done"]
-    assert len(told) == 1
+    done = [each for each in lines(run.path / "logs" / "ecs.jsonl") if each.get("event.action") == "done"]
+    assert len(done) == 1
     assert "Traceback" not in (run.path / "logs" / "sidecar.log").read_text()
 
 
-def test_a_sidecar_without_anything_to_do_leaves_and_stays_away(tmp_path: Path) -> None:
+def test_a_sidecar_without_work_exits_and_is_not_restarted(tmp_path: Path) -> None:
     run = new_run(tmp_path / "run", "telemetry.sample_seconds=0")
     with sidecar(run) as line:
         wait_for(lambda: not pid_of(run), 20)
-        line.look()
+        line.restart_if_dead()
         assert not pid_of(run)
     assert not run.samples(0).exists()
 
 
-def test_a_run_directory_that_takes_no_log_has_no_sidecar(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_writable_log_there_is_no_sidecar(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with sidecar(RunDirectory(tmp_path / "missing")) as line:
-        line.look()
-    assert "there is no sidecar" in caplog.text
+        line.restart_if_dead()
+    assert "the sidecar cannot be started" in caplog.text
 
 
 def test_a_sidecar_dies_with_its_supervisor(tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ def test_a_sidecar_dies_with_its_supervisor(tmp_path: Path) -> None:
     code = (
         "import os, sys, time; from pathlib import Path; from trimaran.run import RunDirectory\n"
         "from trimaran.launch.sidecar_process import SidecarProcess\n"
-        "SidecarLine(RunDirectory(Path(sys.argv[1])), os.environ).start(0)\ntime.sleep(60)"
+        "SidecarProcess(RunDirectory(Path(sys.argv[1])), os.environ).start(0)\ntime.sleep(60)"
     )
     supervisor = subprocess.Popen([sys.executable, "-c", code, str(run.path)])
     try:
@@ -285,7 +285,7 @@ def test_a_sidecar_dies_with_its_supervisor(tmp_path: Path) -> None:
     wait_for(lambda: not child.is_running() or child.status() == "zombie", 5)
 
 
-def test_samples_are_lines_that_every_reader_can_parse(tmp_path: Path) -> None:
+def test_samples_are_valid_json_lines(tmp_path: Path) -> None:
     sampler = Sampler(RunDirectory(tmp_path), 2, supervisor=os.getpid(), visible="")
     sampler.take()
     (line,) = RunDirectory(tmp_path).samples(2).read_text().splitlines()

@@ -1,4 +1,4 @@
-"""What a Prometheus server finds on the page of a run."""
+"""The metrics that a run exports to Prometheus."""
 
 import socket
 import urllib.request
@@ -13,7 +13,7 @@ from tests.sink_lines import GIB, event_line, feed, gpu_line, incident_line, rec
 from trimaran.core.recipe import PrometheusSection
 from trimaran.run import RunDirectory
 from trimaran.telemetry.sinks import prometheus
-from trimaran.telemetry.sinks.metric_catalogue import CATALOGUE, MOST_EACH, MOST_SERIES
+from trimaran.telemetry.sinks.metric_catalogue import CATALOGUE, MAX_INDIVIDUAL_SERIES, MAX_SERIES_PER_METRIC
 from trimaran.telemetry.sinks.prometheus import PrometheusSink
 
 
@@ -32,7 +32,7 @@ def sink(tmp_path: Path) -> PrometheusSink:
 
 
 def shown(sink: PrometheusSink, name: str, **labels: str) -> list[float]:
-    """Return the values of the series of this name that have these labels."""
+    """Return the values of the series with this name and these labels."""
     return [
         sample.value
         for family in sink.series.registry.collect()
@@ -56,8 +56,8 @@ def test_names_have_one_prefix_base_units_and_few_labels(sink: PrometheusSink) -
         assert family.name.startswith("trimaran_")
 
 
-def test_a_page_tells_the_last_step_and_the_sums_of_all(tmp_path: Path) -> None:
-    run, lines = recorded(tmp_path / "toy", is_well=True)
+def test_gauges_show_the_last_step_and_counters_the_total(tmp_path: Path) -> None:
+    run, lines = recorded(tmp_path / "toy", is_healthy=True)
     port = free_port()
     sink = new_sink(run, port)
     feed(sink, lines)
@@ -71,7 +71,7 @@ def test_a_page_tells_the_last_step_and_the_sums_of_all(tmp_path: Path) -> None:
     assert (run.path / "telemetry" / "metrics.prom").read_text().startswith("# HELP trimaran_build_info")
 
 
-def test_a_step_that_is_done_again_is_counted_as_a_replay(sink: PrometheusSink) -> None:
+def test_a_repeated_step_is_counted_as_a_replay(sink: PrometheusSink) -> None:
     for step in (1, 2, 3, 2, 3, 4):
         sink.step(step_line(step, 1000.0 + step))
     assert shown(sink, "replayed_steps_total") == [2.0]
@@ -79,7 +79,7 @@ def test_a_step_that_is_done_again_is_counted_as_a_replay(sink: PrometheusSink) 
     assert shown(sink, "step") == [4.0]
 
 
-def test_a_loss_that_is_not_finite_leaves_the_last_one(sink: PrometheusSink) -> None:
+def test_a_nan_loss_keeps_the_last_value(sink: PrometheusSink) -> None:
     sink.step(step_line(1, 1000.0))
     sink.step(step_line(2, 1001.0) | {"loss": None})
     sink.event(event_line("skip", 1001.0, step=2, loss=None, grad_norm=None))
@@ -89,7 +89,7 @@ def test_a_loss_that_is_not_finite_leaves_the_last_one(sink: PrometheusSink) -> 
     assert shown(sink, "skipped_steps_total", reason="spike") == [1.0]
 
 
-def test_an_incident_counts_once_under_what_was_found_out(sink: PrometheusSink) -> None:
+def test_an_incident_is_counted_once_under_its_final_cause(sink: PrometheusSink) -> None:
     now = 1000.0
     sink.incident(incident_line(1, now))
     sink.incident(incident_line(1, now, cause="oom", action="restarted"))
@@ -99,12 +99,12 @@ def test_an_incident_counts_once_under_what_was_found_out(sink: PrometheusSink) 
     assert sum(shown(sink, "incidents_total")) == 1.0
 
 
-def test_an_incident_that_nobody_acts_upon_counts_after_a_while(sink: PrometheusSink) -> None:
-    sink.incident(incident_line(1, 1000.0, cause="a text that somebody wrote"))
+def test_an_incident_without_an_action_is_counted_after_a_while(sink: PrometheusSink) -> None:
+    sink.incident(incident_line(1, 1000.0, cause="not one of our causes"))
     assert shown(sink, "incidents_total", kind="unknown", severity="warning") == [1.0]
 
 
-def test_what_a_process_counts_from_its_start_is_added_up(sink: PrometheusSink) -> None:
+def test_counters_add_up_over_restarts_of_the_process(sink: PrometheusSink) -> None:
     for step, retries in enumerate((0, 3, 3, 1), start=1):
         line = step_line(step, 1000.0)
         line["memory"]["retries"] = retries
@@ -118,10 +118,10 @@ def test_the_straggler_score_is_the_median_over_the_slowest(sink: PrometheusSink
     assert shown(sink, "rank_outlier_ratio", rank="3", what="busy_seconds") == [2.0]
 
 
-def test_more_ranks_than_a_chart_shows_are_told_by_their_spread(sink: PrometheusSink) -> None:
-    sample = sample_line(1000.0, ranks=MOST_EACH)
+def test_many_ranks_are_summarised_by_min_median_and_max(sink: PrometheusSink) -> None:
+    sample = sample_line(1000.0, ranks=MAX_INDIVIDUAL_SERIES)
     sink.sample(sample)
-    assert len(shown(sink, "rank_cpu_cores")) == MOST_EACH
+    assert len(shown(sink, "rank_cpu_cores")) == MAX_INDIVIDUAL_SERIES
     sample["ranks"]["77"] = {"cpu": 9.0}
     sink.sample(sample)
     assert shown(sink, "rank_cpu_cores", stat="max") == [9.0]
@@ -130,7 +130,7 @@ def test_more_ranks_than_a_chart_shows_are_told_by_their_spread(sink: Prometheus
     assert len(shown(sink, "rank_cpu_cores")) == 6
 
 
-def test_a_node_that_is_gone_is_shown_no_more(sink: PrometheusSink) -> None:
+def test_a_lost_node_is_not_shown(sink: PrometheusSink) -> None:
     sink.sample(sample_line(1000.0, node=0))
     sink.sample(sample_line(1000.0, node=1))
     assert len(shown(sink, "disk_free_bytes")) == 2
@@ -140,21 +140,21 @@ def test_a_node_that_is_gone_is_shown_no_more(sink: PrometheusSink) -> None:
     assert len(shown(sink, "gpu_power_watts")) == 1
 
 
-def test_gpus_that_are_held_down_are_counted_by_reason(sink: PrometheusSink) -> None:
+def test_throttled_gpus_are_counted_by_reason(sink: PrometheusSink) -> None:
     hot = [gpu_line(0), gpu_line(1, throttle=["thermal", "power_cap"]), gpu_line(2, throttle=["thermal"])]
     sink.sample(sample_line(1000.0) | {"gpus": hot})
     assert shown(sink, "gpu_throttled", reason="thermal") == [2.0]
     assert shown(sink, "gpu_throttled", reason="none") == [1.0]
 
 
-def test_a_metric_has_no_more_series_than_it_may(sink: PrometheusSink) -> None:
+def test_the_number_of_series_per_metric_is_limited(sink: PrometheusSink) -> None:
     losses = {f"part {number}": 1.0 for number in range(10_000)}
     sink.step(step_line(1, 1000.0) | {"losses": losses})
-    assert len(shown(sink, "part_loss")) == MOST_SERIES
-    assert shown(sink, "dropped_series_total") == [10_000.0 - MOST_SERIES]
+    assert len(shown(sink, "part_loss")) == MAX_SERIES_PER_METRIC
+    assert shown(sink, "dropped_series_total") == [10_000.0 - MAX_SERIES_PER_METRIC]
 
 
-def test_a_port_that_is_taken_is_told_once_and_tried_again(
+def test_a_taken_port_is_logged_once_and_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(prometheus, "RETRY_SECONDS", 0.0)
@@ -163,7 +163,7 @@ def test_a_port_that_is_taken_is_told_once_and_tried_again(
         sink = new_sink(new_run(tmp_path / "toy"), port)
         sink.step(step_line(1, 1000.0))
         assert [record.message for record in caplog.records] == [
-            f"Prometheus has no page at 127.0.0.1:{port} yet: Address already in use"
+            f"cannot serve metrics at 127.0.0.1:{port} yet: Address already in use"
         ]
     sink.step(step_line(2, 1001.0))
     assert 'trimaran_steps_total{run="toy"} 2.0' in page(port)
@@ -172,7 +172,7 @@ def test_a_port_that_is_taken_is_told_once_and_tried_again(
         page(port)
 
 
-def test_old_lines_without_the_new_keys_are_shown_too(sink: PrometheusSink) -> None:
+def test_lines_of_older_versions_are_shown_too(sink: PrometheusSink) -> None:
     sink.step({"step": 1, "loss": 1.0, "step_seconds": 0.5, "time": 1.0})
     sink.event({"kind": "start", "rank": 0, "time": 1.0})
     sink.sample({"time": 1.0})

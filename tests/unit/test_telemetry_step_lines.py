@@ -1,4 +1,4 @@
-"""Lines of metrics, read quickly or slowly: the same answer."""
+"""The fast parser of metrics lines gives the same result as JSON."""
 
 import json
 import math
@@ -24,19 +24,17 @@ def written(tmp_path: Path, *steps: StepMetrics) -> list[bytes]:
     return run.metrics.read_bytes().splitlines(keepends=True)
 
 
-def test_a_line_as_the_journal_writes_it_is_read_without_parsing_it_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_of_the_journal_takes_the_fast_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     step = replace(step_metrics(7, loss=1.5e-12), details=DETAILS, lr=0.0)
     (line,) = written(tmp_path, step)
-    monkeypatch.setattr(step_lines, "_read_slowly", lambda line: pytest.fail("the quick way is not taken"))
+    monkeypatch.setattr(step_lines, "_parse_json", lambda line: pytest.fail("the fast path is not taken"))
     found = read_step(line)
     assert found is not None
     assert replace(found.metrics(), details=read_details(found.rest)) == step
 
 
 @pytest.mark.parametrize("order", ["as written", "another"])
-def test_the_slow_way_reads_the_same(tmp_path: Path, order: str) -> None:
+def test_the_json_path_gives_the_same_result(tmp_path: Path, order: str) -> None:
     step = replace(step_metrics(7, loss=2.0), details=DETAILS)
     (line,) = written(tmp_path, step)
     tree = json.loads(line)
@@ -46,7 +44,7 @@ def test_the_slow_way_reads_the_same(tmp_path: Path, order: str) -> None:
     assert replace(found.metrics(), details=read_details(found.rest)) == step
 
 
-def test_a_number_that_is_not_finite_is_nan(tmp_path: Path) -> None:
+def test_an_infinite_loss_is_read_as_nan(tmp_path: Path) -> None:
     (line,) = written(tmp_path, replace(step_metrics(1, loss=math.inf), details=DETAILS))
     found = read_step(line)
     assert found is not None
@@ -55,17 +53,17 @@ def test_a_number_that_is_not_finite_is_nan(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", [b"", b"\n", b"[]\n", b'{"step": 1}\n', b'{"step":1,"lo', b'"<script>"\n', b"\xff\n"])
-def test_what_is_no_step_is_none(line: bytes) -> None:
+def test_a_line_that_is_not_a_step_is_none(line: bytes) -> None:
     assert read_step(line) is None
 
 
-def test_a_step_with_words_for_numbers_is_none(tmp_path: Path) -> None:
+def test_a_step_with_text_instead_of_numbers_is_none(tmp_path: Path) -> None:
     (line,) = written(tmp_path, step_metrics(1, loss=2.0))
     assert read_step(line.replace(b'"loss":2.0', b'"loss":"<script>"')) is None
     assert read_step(line.replace(b'"phases":{', b'"phases":[{').replace(b'},"time"', b'}],"time"')) is None
 
 
-def test_details_that_are_damaged_are_none(tmp_path: Path) -> None:
+def test_damaged_details_are_empty(tmp_path: Path) -> None:
     (line,) = written(tmp_path, replace(step_metrics(1, loss=2.0), details=DETAILS))
     found = read_step(line.replace(b'"imbalance"', b'"imbal'))
     assert found is not None

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from tests.seeing import SPEC
+from tests.vlm_training import SPEC
 from trimaran.core import DataSection, ModelSection, Plan, Recipe, TrainSection, UserError
 from trimaran.hardware import parse_cluster
 from trimaran.models import PRESETS, VLM_PRESETS, outline_for, spec_of
 from trimaran.models.stages import split_by_cost
 from trimaran.nets.family import network_of
 from trimaran.optim import LR_FACTOR, build_optimizer
-from trimaran.parallel.axes.image_split import owners_of
+from trimaran.parallel.axes.image_split import assign_images
 from trimaran.parallel.memory.recompute import apply_recompute
 from trimaran.parallel.tower_plan import freeze_towers, tower_of, tower_of_blocks
 from trimaran.planner import Question, check_plan, choose, search
@@ -109,11 +109,11 @@ def test_every_kth_block_is_counted_inside_its_tower() -> None:
 
 
 def test_pictures_are_shared_out_by_size() -> None:
-    assert owners_of([4, 16, 8, 4], 2) == [1, 0, 1, 1]
-    assert owners_of([4], 2) == [0]
+    assert assign_images([4, 16, 8, 4], 2) == [1, 0, 1, 1]
+    assert assign_images([4], 2) == [0]
     torch.manual_seed(0)
     counts = torch.randint(1, 100, (64,)).tolist()
-    owners = owners_of(counts, 4)
+    owners = assign_images(counts, 4)
     loads = [sum(count for count, owner in zip(counts, owners, strict=True) if owner == rank) for rank in range(4)]
     assert max(loads) <= 1.02 * sum(counts) / 4
 

@@ -1,4 +1,4 @@
-"""Compilations are counted from torch's own books; what is compiled after the warm-up is told with its reason."""
+"""Compilations are counted from torch's own metrics; those after the warm-up are reported with torch's reason."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from trimaran.run import HeartbeatBoard
-from trimaran.train.health.compilations import WARM_STEPS, Compilations
+from trimaran.train.health.compilations import WARMUP_STEPS, Compilations
 from trimaran.train.process.supervisor_link import SupervisorLink
 
 
@@ -26,66 +26,66 @@ def block() -> Iterator[nn.Module]:
     torch._dynamo.reset()
 
 
-def test_nothing_is_told_where_nothing_is_compiled() -> None:
+def test_nothing_is_reported_when_nothing_is_compiled() -> None:
     compilations = Compilations()
     for step in range(10):
-        compilations.mark(step)
-        assert compilations.read(step) == ()
-    assert compilations.details == {}
+        compilations.end_step(step)
+        assert compilations.take_late(step) == ()
+    assert compilations.metrics == {}
 
 
-def test_the_warm_up_counts_and_is_not_late(block: nn.Module) -> None:
+def test_compilations_of_the_warm_up_count_and_are_not_late(block: nn.Module) -> None:
     compilations = Compilations()
-    compilations.mark(0)
+    compilations.end_step(0)
     block(torch.randn(4))
-    compilations.mark(1)
+    compilations.end_step(1)
     block(torch.randn(4))
-    compilations.mark(2)
-    assert compilations.details == {"compiles": 1, "recompiles": 0}
+    compilations.end_step(2)
+    assert compilations.metrics == {"compiles": 1, "recompiles": 0}
     assert compilations.seconds > 0
-    assert compilations.facts()["compiles"] == 1
+    assert compilations.summary()["compiles"] == 1
 
 
-def test_a_new_shape_after_the_warm_up_is_late_once_and_named(block: nn.Module) -> None:
+def test_a_new_shape_after_the_warm_up_is_reported_once_with_its_function(block: nn.Module) -> None:
     compilations = Compilations()
-    compilations.mark(0)
+    compilations.end_step(0)
     block(torch.randn(4))
-    for step in range(1, WARM_STEPS + 2):
-        compilations.mark(step)
+    for step in range(1, WARMUP_STEPS + 2):
+        compilations.end_step(step)
     block(torch.randn(5))
-    late = WARM_STEPS + 2
-    (told,) = compilations.read(late)
-    assert told.what.startswith("forward (test_train_compilations.py:")
-    assert "size mismatch" in told.why
-    assert compilations.read(late) == (), "told once"
+    late = WARMUP_STEPS + 2
+    (compilation,) = compilations.take_late(late)
+    assert compilation.what.startswith("forward (test_train_compilations.py:")
+    assert "size mismatch" in compilation.why
+    assert compilations.take_late(late) == (), "reported once"
     block(torch.randn(6))  # torch has made the size dynamic
-    compilations.mark(late + 1)
-    assert compilations.details == {"compiles": 2, "recompiles": 1}
+    compilations.end_step(late + 1)
+    assert compilations.metrics == {"compiles": 2, "recompiles": 1}
 
 
-def test_what_an_evaluation_compiles_belongs_to_no_step(block: nn.Module) -> None:
+def test_compilations_of_an_evaluation_belong_to_no_step(block: nn.Module) -> None:
     compilations = Compilations()
-    for step in range(WARM_STEPS + 2):
-        compilations.mark(step)
-    with compilations.aside(WARM_STEPS + 2), torch.no_grad():
+    for step in range(WARMUP_STEPS + 2):
+        compilations.end_step(step)
+    with compilations.outside_steps(WARMUP_STEPS + 2), torch.no_grad():
         block(torch.randn(4))
-    compilations.mark(WARM_STEPS + 3)
-    assert compilations.details == {"compiles": 1, "recompiles": 0}
+    compilations.end_step(WARMUP_STEPS + 3)
+    assert compilations.metrics == {"compiles": 1, "recompiles": 0}
 
 
-def test_a_run_that_goes_back_warms_up_again(block: nn.Module) -> None:
+def test_a_rewind_restarts_the_warm_up(block: nn.Module) -> None:
     compilations = Compilations()
     for step in range(20):
-        compilations.mark(step)
-    compilations.mark(10)
+        compilations.end_step(step)
+    compilations.end_step(10)
     block(torch.randn(4))
-    compilations.mark(11)
+    compilations.end_step(11)
     assert compilations.is_first(11)
     assert compilations.late == 0
 
 
 @pytest.mark.parametrize(("section", "seen"), [("step", "compile"), ("first", "first"), ("evaluation", "evaluation")])
-def test_the_supervisor_sees_when_something_is_compiled_in_the_middle_of_a_step(section: Any, seen: str) -> None:
+def test_a_compilation_in_the_middle_of_a_step_is_reported_to_the_supervisor(section: Any, seen: str) -> None:
     link, during = SupervisorLink(board=HeartbeatBoard.make(1)), []
 
     def backend(module: Any, _: Any) -> Any:
@@ -93,8 +93,8 @@ def test_the_supervisor_sees_when_something_is_compiled_in_the_middle_of_a_step(
         return module.forward
 
     torch._dynamo.reset()
-    Compilations(link).mark(0)
-    link.enter(section, 7)
+    Compilations(link).end_step(0)
+    link.report_section(section, 7)
     torch.compile(torch.sin, backend=backend)(torch.zeros(2))
     torch._dynamo.reset()
     assert [(heartbeat.section, heartbeat.step) for heartbeat in during if heartbeat] == [(seen, 7)]

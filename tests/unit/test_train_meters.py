@@ -1,4 +1,4 @@
-"""What a rank measures of itself: groups of modules, memory, the arithmetic of its device, and who stands out."""
+"""The meters of a rank: group norms, memory, hardware FLOPs utilisation, and the comparison of ranks."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from tests.runs import PREDICTION
 from tests.unit.test_train_optimizer import section
 from trimaran.core import Flops, Plan, Recipe
+from trimaran.hardware.host_limits import total_bytes
 from trimaran.optim import build_optimizer
-from trimaran.optim.split_bf16 import join, split
-from trimaran.train.metrics.group_norms import SAMPLED, GroupMeter, sampled
-from trimaran.train.metrics.meters import MemoryMeter, Meters, host_bytes, lr_factors, measures, of_allocator, waits
-from trimaran.train.metrics.parameter_groups import joined, place_of
-from trimaran.train.metrics.rank_stats import MEASURES, summary
+from trimaran.optim.split_bf16 import join_fp32, split_fp32
+from trimaran.train.metrics.group_norms import MIN_SAMPLED_VALUES, GroupMeter, sample_values
+from trimaran.train.metrics.meters import MemoryMeter, Meters, allocator_memory, lr_factors, rank_measures, wait_phases
+from trimaran.train.metrics.parameter_groups import merge_layers, module_of
+from trimaran.train.metrics.rank_stats import MEASURES, summarise_ranks
 
 CPU = torch.device("cpu")
 PHASES = {"data": 0.1, "forward": 0.3, "backward": 0.4, "comm": 0.15, "optimizer": 0.04, "checkpoint": 0.01}
@@ -31,7 +32,7 @@ def one_rank() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("name", "place"),
+    ("name", "module"),
     [
         ("embed_tokens.weight", "embed_tokens"),
         ("layers.3.self_attn.q_proj.weight", "layers.3"),
@@ -41,14 +42,14 @@ def one_rank() -> Iterator[None]:
         ("logit_scale", "logit_scale"),
     ],
 )
-def test_a_parameter_belongs_to_its_layer_or_to_the_module_that_has_it(name: str, place: str) -> None:
-    assert place_of(name) == place
+def test_a_parameter_belongs_to_its_layer_or_to_the_module_that_has_it(name: str, module: str) -> None:
+    assert module_of(name) == module
 
 
-def test_neighbouring_layers_are_joined_until_the_groups_are_few_enough() -> None:
-    places = ["embed", *(f"layers.{number}" for number in range(10)), "norm", "head"]
-    assert joined(places) == {place: place for place in places}
-    groups = joined(places, most=7)
+def test_neighbouring_layers_are_merged_until_there_are_few_enough_groups() -> None:
+    modules = ["embed", *(f"layers.{number}" for number in range(10)), "norm", "head"]
+    assert merge_layers(modules) == {module: module for module in modules}
+    groups = merge_layers(modules, max_groups=7)
     assert list(dict.fromkeys(groups.values())) == [
         "embed", "layers.0-2", "layers.3-5", "layers.6-8", "layers.9", "norm", "head",
     ]  # fmt: skip
@@ -56,23 +57,23 @@ def test_neighbouring_layers_are_joined_until_the_groups_are_few_enough() -> Non
 
 
 def test_any_number_of_modules_fits_into_the_groups() -> None:
-    assert len(set(joined([f"layers.{number}" for number in range(1000)]).values())) <= 64
-    wide = joined([f"tower{number}.norm" for number in range(100)], most=8)
+    assert len(set(merge_layers([f"layers.{number}" for number in range(1000)]).values())) <= 64
+    wide = merge_layers([f"tower{number}.norm" for number in range(100)], max_groups=8)
     assert len(set(wide.values())) == 8
     assert (wide["tower3.norm"], wide["tower99.norm"]) == ("tower3", "other")
 
 
-def test_sampled_values_stand_for_all_columns_of_a_large_tensor() -> None:
+def test_sampled_values_cover_all_columns_of_a_large_tensor() -> None:
     table = torch.arange(512.0).repeat(512, 1)  # a value is its column
-    seen = sampled(table)
-    assert SAMPLED / 2 <= len(seen) <= 2 * SAMPLED
+    seen = sample_values(table)
+    assert MIN_SAMPLED_VALUES / 2 <= len(seen) <= 2 * MIN_SAMPLED_VALUES
     assert len(seen.unique()) == 512
-    assert torch.equal(sampled(table[:4, :4].contiguous()), table[:4, :4].flatten())
-    assert len(sampled(table.t())) <= 2 * SAMPLED, "what does not lie in one piece is sampled too"
+    assert torch.equal(sample_values(table[:4, :4].contiguous()), table[:4, :4].flatten())
+    assert len(sample_values(table.t())) <= 2 * MIN_SAMPLED_VALUES, "a tensor that is not contiguous is sampled too"
 
 
-class Two(nn.Module):
-    """A matrix that is sampled and one that is seen whole."""
+class TwoMatrices(nn.Module):
+    """A matrix that is sampled and one that is not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,14 +82,16 @@ class Two(nn.Module):
         self.small = nn.Parameter(torch.randn(8, 8, generator=generator))
 
 
-def step_of(states: str, *, halves: bool = False, refused: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what the meter says of one update, and what copies of the whole weights say."""
-    module, lows = Two(), {}
+def measure_update(
+    states: str, *, halves: bool = False, refused: bool = False
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what the meter measures of one update, and the exact values from copies of the weights."""
+    module, lower_halves = TwoMatrices(), {}
     if halves:
         for each in module.parameters():
-            each.data, lows[each] = split(each.detach())
-            each.low = lows[each]  # pyrefly: ignore[missing-attribute]
-    optimizer = build_optimizer([module], section(states), Plan(), lows=lows)
+            each.data, lower_halves[each] = split_fp32(each.detach())
+            each.low = lower_halves[each]  # pyrefly: ignore[missing-attribute]
+    optimizer = build_optimizer([module], section(states), Plan(), lower_halves=lower_halves)
     if refused:
         optimizer.found_inf = torch.ones(())  # pyrefly: ignore[missing-attribute]
     generator = torch.Generator().manual_seed(1)
@@ -96,37 +99,40 @@ def step_of(states: str, *, halves: bool = False, refused: bool = False) -> tupl
         each.grad = torch.randn(each.shape, generator=generator).to(each.dtype)
     groups = {name: [each] for name, each in module.named_parameters()}
 
-    def whole() -> dict[str, Tensor]:
+    def full_weights() -> dict[str, Tensor]:
         held = {name: each.detach() for name, (each,) in groups.items()}
-        return {name: join(each, lows[groups[name][0]]) if halves else each.clone() for name, each in held.items()}
+        return {
+            name: join_fp32(each, lower_halves[groups[name][0]]) if halves else each.clone()
+            for name, each in held.items()
+        }
 
-    meter, before = GroupMeter(groups, every=1, pp=1, device=CPU), whole()
-    begun = meter.begin()
+    meter, before = GroupMeter(groups, every=1, pp=1, device=CPU), full_weights()
+    snapshot = meter.begin()
     norms = {name: each.grad.float().norm().item() for name, (each,) in groups.items()}
     optimizer.step()
-    told, after = meter.end(begun, scale=4.0)()["groups"], whole()
+    measured, after = meter.end(snapshot, scale=4.0)()["groups"], full_weights()
     exact = {
         name: {"grad_norm": norms[name] / 4, "update_ratio": ((each - before[name]).norm() / each.norm()).item()}
         for name, each in after.items()
     }
-    return told, exact
+    return measured, exact
 
 
 @pytest.mark.parametrize(("states", "halves"), [("fp32", False), ("bf16", False), ("8bit", False), ("fp32", True)])
-def test_an_update_is_measured_at_the_weights_whatever_the_optimizer_keeps(states: str, *, halves: bool) -> None:
-    told, exact = step_of(states, halves=halves)
-    assert told["small"] == pytest.approx(exact["small"], rel=1e-5)
-    assert told["large"]["grad_norm"] == pytest.approx(exact["large"]["grad_norm"], rel=1e-5)
-    assert told["large"]["update_ratio"] == pytest.approx(exact["large"]["update_ratio"], rel=0.1)
-    assert told["small"]["update_ratio"] > 0
+def test_an_update_is_measured_on_the_weights_for_any_format_of_the_states(states: str, *, halves: bool) -> None:
+    measured, exact = measure_update(states, halves=halves)
+    assert measured["small"] == pytest.approx(exact["small"], rel=1e-5)
+    assert measured["large"]["grad_norm"] == pytest.approx(exact["large"]["grad_norm"], rel=1e-5)
+    assert measured["large"]["update_ratio"] == pytest.approx(exact["large"]["update_ratio"], rel=0.1)
+    assert measured["small"]["update_ratio"] > 0
 
 
-def test_an_update_that_was_refused_has_moved_nothing() -> None:
-    told, _ = step_of("bf16", refused=True)
-    assert [each["update_ratio"] for each in told.values()] == [0.0, 0.0]
+def test_a_refused_update_has_an_update_ratio_of_zero() -> None:
+    measured, _ = measure_update("bf16", refused=True)
+    assert [each["update_ratio"] for each in measured.values()] == [0.0, 0.0]
 
 
-def test_the_first_update_is_measured_and_then_every_so_many() -> None:
+def test_the_first_update_is_measured_and_then_every_nth() -> None:
     def measured(every: int) -> list[bool]:
         meter = GroupMeter({}, every=every, pp=1, device=CPU)
         return [meter.begin() is not None for _ in range(7)]
@@ -135,13 +141,13 @@ def test_the_first_update_is_measured_and_then_every_so_many() -> None:
     assert not any(measured(0))
 
 
-def test_a_rank_that_holds_nothing_of_a_group_takes_part_with_zeros() -> None:
+def test_a_rank_without_parameters_contributes_zeros() -> None:
     meter = GroupMeter({"embed": [], "head": []}, every=1, pp=1, device=CPU)
-    told = meter.end(meter.begin(), scale=1.0)()
-    assert told == {"groups": {each: {"grad_norm": 0.0, "update_ratio": 0.0} for each in ("embed", "head")}}
+    measured = meter.end(meter.begin(), scale=1.0)()
+    assert measured == {"groups": {each: {"grad_norm": 0.0, "update_ratio": 0.0} for each in ("embed", "head")}}
 
 
-def test_the_allocators_figures_become_shares_and_counts() -> None:
+def test_the_allocators_statistics_become_the_memory_metrics() -> None:
     stats = {
         "allocated_bytes": {"all": {"current": 600, "peak": 900}},
         "reserved_bytes": {"all": {"current": 1000, "peak": 1000}},
@@ -149,17 +155,17 @@ def test_the_allocators_figures_become_shares_and_counts() -> None:
         "num_alloc_retries": 3,
         "num_ooms": 1,
     }
-    assert of_allocator(stats) == {
+    assert allocator_memory(stats) == {
         "allocated": 600, "reserved": 1000, "fragmentation": 0.25, "retries": 3, "ooms": 1,
     }  # fmt: skip
-    assert of_allocator({})["fragmentation"] == 0.0
+    assert allocator_memory({})["fragmentation"] == 0.0
 
 
-def test_a_cpu_tells_its_resident_memory_out_of_that_of_its_container(tmp_path: Path) -> None:
+def test_on_a_cpu_the_memory_is_the_resident_memory_and_that_of_the_container(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text("123456\n")
-    assert host_bytes(tmp_path) == 123456
+    assert total_bytes(tmp_path) == 123456
     (tmp_path / "memory.max").write_text("max\n")
-    assert host_bytes(tmp_path) == host_bytes(tmp_path / "nowhere") > 1 << 28
+    assert total_bytes(tmp_path) == total_bytes(tmp_path / "nowhere") > 1 << 28
     meter = MemoryMeter(CPU)
     peak, before = meter.read()
     held = torch.ones(64 << 20, dtype=torch.uint8)
@@ -167,16 +173,18 @@ def test_a_cpu_tells_its_resident_memory_out_of_that_of_its_container(tmp_path: 
     assert peak >= 0.9 * before["allocated"] > 0  # the system counts the two at different moments
 
 
-def test_what_recompute_adds_counts_for_the_hardware_and_not_for_the_model() -> None:
-    told = PREDICTION.model_copy(update={"repeated_flops": Flops(2e9)})
-    meters = Meters(plan=Plan(prediction=told), memory=MemoryMeter(CPU), lr_factors={"vision": 0.1, "language": 1.0})
+def test_recomputed_flops_count_for_hfu_and_not_for_mfu() -> None:
+    measured = PREDICTION.model_copy(update={"repeated_flops": Flops(2e9)})
+    meters = Meters(
+        plan=Plan(prediction=measured), memory=MemoryMeter(CPU), lr_factors={"vision": 0.1, "language": 1.0}
+    )
     _, details = meters.read(1, lr=2e-3, tokens=5, phases=PHASES)
     assert details["hfu"] == pytest.approx((1e10 + 2e9) / 1e11)
     assert details["lrs"] == pytest.approx({"vision": 2e-4, "language": 2e-3})
     assert "ranks" not in details
 
 
-def test_only_towers_that_are_trained_at_different_rates_have_them_in_the_metrics() -> None:
+def test_learning_rates_are_in_the_metrics_only_if_trained_towers_have_different_ones() -> None:
     def factors(freeze: tuple[str, ...] = (), **towers: Any) -> dict[str, float]:
         tree = {"train": {"lr": 1e-3, "optimizer": {"towers": towers}}, "model": {"freeze": freeze}}
         return lr_factors(Recipe.model_validate(tree), ("vision", "projector", "language"))
@@ -185,40 +193,45 @@ def test_only_towers_that_are_trained_at_different_rates_have_them_in_the_metric
     assert factors(("projector",), vision={"lr": 1e-4}) == pytest.approx({"vision": 0.1, "language": 1.0})
 
 
-def test_what_a_rank_did_loaded_and_waited_for_adds_up_to_its_step() -> None:
-    told = measures(PHASES, peak=7, tokens=9)
-    assert sum(told[name] for name in MEASURES[:3]) == pytest.approx(sum(PHASES.values()))
-    assert told["wait_seconds"] == PHASES["comm"]
-    lost = waits(PHASES, 0.05)
-    assert lost == pytest.approx({"data": 0.1, "comm": 0.1, "straggler": 0.05})
-    assert waits(PHASES, 10.0)["comm"] == 0.0, "nobody waits longer than it waited"
+def test_busy_data_and_wait_seconds_add_up_to_the_step() -> None:
+    measured = rank_measures(PHASES, peak=7, tokens=9)
+    assert sum(measured[name] for name in MEASURES[:3]) == pytest.approx(sum(PHASES.values()))
+    assert measured["wait_seconds"] == PHASES["comm"]
+    waits = wait_phases(PHASES, 0.05)
+    assert waits == pytest.approx({"data": 0.1, "comm": 0.1, "straggler": 0.05})
+    assert wait_phases(PHASES, 10.0)["comm"] == 0.0, "straggler time is at most the communication time"
 
 
-def told_by(**columns: list[float]) -> list[tuple[float, ...]]:
+def rank_table(**columns: list[float]) -> list[tuple[float, ...]]:
     size = len(next(iter(columns.values())))
     return list(zip(*(columns.get(name, [1.0] * size) for name in MEASURES), strict=True))
 
 
-def test_the_rank_that_all_wait_for_is_named() -> None:
-    told = summary(told_by(busy_seconds=[1.0, 1.1, 2.0, 1.0], data_seconds=[0.0] * 4, wait_seconds=[1, 0.9, 0, 1]), 4)
-    assert told["busy_seconds"] == {"min": 1.0, "median": 1.05, "max": 2.0, "at": 2}
-    assert told["outliers"] == [{"rank": 2, "what": "busy_seconds", "value": 2.0, "median": 1.0}]
-    assert told["late_seconds"] == 1.0
+def test_the_rank_that_others_wait_for_is_an_outlier() -> None:
+    measured = summarise_ranks(
+        rank_table(busy_seconds=[1.0, 1.1, 2.0, 1.0], data_seconds=[0.0] * 4, wait_seconds=[1, 0.9, 0, 1]), 4
+    )
+    assert measured["busy_seconds"] == {"min": 1.0, "median": 1.05, "max": 2.0, "at": 2}
+    assert measured["outliers"] == [{"rank": 2, "what": "busy_seconds", "value": 2.0, "median": 1.0}]
+    assert measured["late_seconds"] == 1.0
 
 
-def test_noise_and_long_waits_make_no_outliers() -> None:
-    busy, data = [1.0, 1.1, 0.9, 1.05], [0.001, 0.004, 0.002, 0.001]  # four times as long, and nothing of a step
-    told = summary(told_by(busy_seconds=busy, data_seconds=data, wait_seconds=[0.1, 0.0, 0.5, 0.1]), 4)
-    assert told["outliers"] == []
+def test_noise_and_long_waits_are_not_outliers() -> None:
+    busy, data = (
+        [1.0, 1.1, 0.9, 1.05],
+        [0.001, 0.004, 0.002, 0.001],
+    )  # four times as long, but a negligible part of a step
+    measured = summarise_ranks(rank_table(busy_seconds=busy, data_seconds=data, wait_seconds=[0.1, 0.0, 0.5, 0.1]), 4)
+    assert measured["outliers"] == []
 
 
-def test_one_of_two_ranks_can_stand_out() -> None:
-    outliers = summary(told_by(busy_seconds=[1.4, 1.0]), 2)["outliers"]
+def test_one_of_two_ranks_can_be_an_outlier() -> None:
+    outliers = summarise_ranks(rank_table(busy_seconds=[1.4, 1.0]), 2)["outliers"]
     assert outliers == [{"rank": 0, "what": "busy_seconds", "value": 1.4, "median": 1.0}]
 
 
-def test_a_rank_is_compared_with_those_of_its_own_stage() -> None:
-    busy = [1.0, 1.0, 3.0, 3.0]  # the second stage has more to do by plan
-    assert summary(told_by(busy_seconds=busy), 2)["outliers"] == []
+def test_a_rank_is_compared_with_the_ranks_of_its_own_stage() -> None:
+    busy = [1.0, 1.0, 3.0, 3.0]  # the plan gives the second stage more work
+    assert summarise_ranks(rank_table(busy_seconds=busy), 2)["outliers"] == []
     busy = [1.0, 1.0, 1.0, 3.0, 3.0, 9.0]
-    assert [each["rank"] for each in summary(told_by(busy_seconds=busy), 3)["outliers"]] == [5]
+    assert [each["rank"] for each in summarise_ranks(rank_table(busy_seconds=busy), 3)["outliers"]] == [5]

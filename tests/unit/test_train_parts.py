@@ -1,4 +1,4 @@
-"""The small parts of the trainer: schedule, clock, stop wish, loss."""
+"""The small parts of the trainer: schedule, clock, stop request, loss."""
 
 import os
 import signal
@@ -10,9 +10,9 @@ import torch
 
 from trimaran.core import TrainSection
 from trimaran.optim.schedule import learning_rate
+from trimaran.train.agreement import StopRequest
 from trimaran.train.loss.cross_entropy import summed_loss
-from trimaran.train.metrics.step_clock import Clock
-from trimaran.train.process.stop_request import StopRequest
+from trimaran.train.metrics.step_clock import StepClock
 
 
 def rates(kind: str, **schedule: object) -> list[float]:
@@ -35,45 +35,45 @@ def test_cosine_and_linear_are_half_way_down_in_the_middle() -> None:
         assert rates(kind, floor=0.1)[99] < 0.12
 
 
-def test_wsd_stays_at_the_peak_and_then_slopes() -> None:
-    course = rates("wsd", decay_steps=20, floor=0.0)
-    assert set(course[10:80]) == {1.0}
-    assert course[90] == pytest.approx(0.5)
-    assert rates("wsd", floor=0.0) == course, "a fifth of the run without decay_steps"
+def test_wsd_stays_at_the_peak_and_then_decays() -> None:
+    rates_wsd = rates("wsd", decay_steps=20, floor=0.0)
+    assert set(rates_wsd[10:80]) == {1.0}
+    assert rates_wsd[90] == pytest.approx(0.5)
+    assert rates("wsd", floor=0.0) == rates_wsd, "a fifth of the run without decay_steps"
 
 
 def test_no_warm_up_starts_at_the_peak() -> None:
     assert rates("linear", warmup_steps=0)[0] == 1.0
 
 
-def test_the_laps_of_a_clock_add_up_to_the_time_that_passed() -> None:
-    clock = Clock(torch.device("cpu"))
+def test_the_laps_of_a_clock_add_up_to_the_elapsed_time() -> None:
+    clock = StepClock(torch.device("cpu"))
     began = time.perf_counter()
     for phase in ("data", "forward", "backward", "forward"):
         time.sleep(0.01)
         clock.lap(phase)
-    passed = time.perf_counter() - began
-    phases = clock.read()()
-    assert sum(phases.values()) == pytest.approx(passed, abs=2e-3)
+    elapsed = time.perf_counter() - began
+    phases = clock.end_step()()
+    assert sum(phases.values()) == pytest.approx(elapsed, abs=2e-3)
     assert phases["forward"] == pytest.approx(2 * phases["data"], rel=0.3)
     time.sleep(0.02)
     clock.restart()
     clock.lap("data")
-    assert sum(clock.read()().values()) < 0.01, "what passed before a restart belongs to no step"
+    assert sum(clock.end_step()().values()) < 0.01, "time before a restart is discarded"
 
 
-def test_a_signal_or_the_stop_file_becomes_a_wish(tmp_path: Path) -> None:
+def test_a_signal_or_the_stop_file_is_a_stop_request(tmp_path: Path) -> None:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        wish = StopRequest(tmp_path / "stop")
-        assert not wish
+        request = StopRequest(tmp_path / "stop")
+        assert not request
         (tmp_path / "stop").touch()
-        assert wish
-        deaf = StopRequest(None)
-        deaf.listen()
-        assert not deaf
+        assert request
+        without_file = StopRequest(None)
+        without_file.listen()
+        assert not without_file
         os.kill(os.getpid(), signal.SIGTERM)
-        assert deaf
+        assert without_file
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)

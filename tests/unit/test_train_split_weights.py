@@ -1,4 +1,4 @@
-"""Weights in two halves: which ones, what is read and written of them, and the gradients that they get."""
+"""Split weights: which weights are split, how they are read and written, and their gradients."""
 
 import os
 from dataclasses import replace
@@ -10,17 +10,17 @@ from torch import Tensor, nn
 
 from tests.resume import bits
 from trimaran.checkpoint.copier import Copier
-from trimaran.checkpoint.load_state import fill
-from trimaran.checkpoint.memory_copies import Label, MemorySource, RankMemory, pack_items
-from trimaran.checkpoint.rank_share import copy_in, lay_out, view_of, whole_of
+from trimaran.checkpoint.load_state import fill_shards
+from trimaran.checkpoint.memory_copies import CopyMetadata, MemorySource, RankMemory, encode_items
+from trimaran.checkpoint.rank_share import build_share, copy_to_memory, item_view, meta_of
 from trimaran.checkpoint.tensor_shards import TensorShard
 from trimaran.core import Mesh, Plan
 from trimaran.models import PRESETS, VLM_PRESETS, ModelSpec
 from trimaran.nets import Network, initialise, network_of
 from trimaran.nets.hf_weights import whole
 from trimaran.optim import split_weights as split_weights_module
-from trimaran.optim.split_bf16 import split
-from trimaran.optim.split_weights import SplitWeights, split_weights, split_weights_of
+from trimaran.optim.split_bf16 import split_fp32
+from trimaran.optim.split_weights import SplitWeight, split_weight_of, split_weights
 from trimaran.parallel import override_precision
 from trimaran.parallel.precision import autocast
 
@@ -36,12 +36,12 @@ def filled(spec: ModelSpec = DENSE, seed: int = 1) -> Network:
     return network
 
 
-def names_in_halves(network: Network, plan: Plan = PLAN) -> set[str]:
-    lows = split_weights((network,), plan)
-    names = {name for name, each in network.module.named_parameters() if split_weights_of(each) is not None}
+def split_names(network: Network, plan: Plan = PLAN) -> set[str]:
+    lower_halves = split_weights((network,), plan)
+    names = {name for name, each in network.module.named_parameters() if split_weight_of(each) is not None}
     for name, each in network.module.named_parameters():
         assert each.dtype == (torch.bfloat16 if name in names else torch.float32), name
-        assert (each in lows) == (name in names), name
+        assert (each in lower_halves) == (name in names), name
     return names
 
 
@@ -49,36 +49,36 @@ def matrices_of(network: Network) -> set[str]:
     return {name for name, each in network.module.named_parameters() if each.ndim >= 2}
 
 
-def test_every_matrix_of_a_product_is_split() -> None:
+def test_every_matrix_of_a_matmul_is_split() -> None:
     network = filled()
-    wanted = matrices_of(network) - {"embed_tokens.weight"}
-    assert len(wanted) == 1 + 7 * 2
-    assert names_in_halves(network) == wanted
+    expected = matrices_of(network) - {"embed_tokens.weight"}
+    assert len(expected) == 1 + 7 * 2
+    assert split_names(network) == expected
 
 
-def test_a_tied_head_stays_whole() -> None:
+def test_a_tied_head_is_not_split() -> None:
     network = filled(replace(DENSE, tied=True))
-    wanted = matrices_of(network) - {"embed_tokens.weight"}
-    assert names_in_halves(network) == wanted
-    assert "lm_head.weight" not in wanted
+    expected = matrices_of(network) - {"embed_tokens.weight"}
+    assert split_names(network) == expected
+    assert "lm_head.weight" not in expected
 
 
 def test_experts_are_split_and_their_router_is_not() -> None:
     network = filled(replace(PRESETS["tiny-moe"], **SMALL))
-    names = names_in_halves(network)
+    names = split_names(network)
     assert "layers.0.mlp.experts.gate_proj" in names
     assert not [name for name in names if name.endswith("mlp.gate.weight")]
 
 
-def test_a_stem_that_sums_its_weights_first_keeps_them_whole() -> None:
+def test_a_stem_that_sums_its_weights_first_is_not_split() -> None:
     spec = VLM_PRESETS["tiny"]
     network = network_of(spec)
     initialise(network.module, seed=1, spec=spec)
-    whole_ones = matrices_of(network) - names_in_halves(network)
-    assert whole_ones == {"vision.stem.patch_embed.weight", "language.embed_tokens.weight"}
+    not_split = matrices_of(network) - split_names(network)
+    assert not_split == {"vision.stem.patch_embed.weight", "language.embed_tokens.weight"}
 
 
-def test_a_parameter_whose_memory_moves_takes_its_lower_half_along() -> None:
+def test_a_parameter_with_new_memory_keeps_its_lower_half() -> None:
     network = filled()
     split_weights((network,), PLAN)
     weight = network.module.get_parameter("lm_head.weight")
@@ -89,11 +89,11 @@ def test_a_parameter_whose_memory_moves_takes_its_lower_half_along() -> None:
     assert not torch.equal(whole(weight), before)
 
 
-def test_what_computes_in_its_own_way_or_is_not_trained_stays_whole() -> None:
+def test_modules_with_their_own_dtype_and_frozen_modules_are_not_split() -> None:
     network = filled()
     override_precision(network, {"layers.0.mlp": "fp32"}, CPU)
     network.module.get_submodule("layers.1").requires_grad_(False)
-    names = names_in_halves(network)
+    names = split_names(network)
     assert "layers.0.self_attn.q_proj.weight" in names
     assert not [name for name in names if name.startswith(("layers.0.mlp", "layers.1"))]
 
@@ -103,11 +103,11 @@ def test_what_computes_in_its_own_way_or_is_not_trained_stays_whole() -> None:
     [{"precision": "fp32"}, {"precision": "fp16"}, {"mesh": Mesh(dp_replicate=2)}, {"offload": "optimizer"}],
     ids=str,
 )
-def test_other_plans_keep_weights_whole(fields: dict[str, Any]) -> None:
-    assert names_in_halves(filled(), Plan(**{"precision": "bf16"} | fields)) == set()
+def test_other_plans_do_not_split_weights(fields: dict[str, Any]) -> None:
+    assert split_names(filled(), Plan(**{"precision": "bf16"} | fields)) == set()
 
 
-def test_a_weight_in_halves_is_read_whole_bit_by_bit() -> None:
+def test_a_split_weight_is_exported_in_fp32_without_losing_a_bit() -> None:
     plain, network = filled(), filled()
     split_weights((network,), PLAN)
     theirs = dict(plain.disk_tensors())
@@ -118,13 +118,13 @@ def test_a_weight_in_halves_is_read_whole_bit_by_bit() -> None:
 
 
 @pytest.fixture(params=[7, 40, 2**24])
-def at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few values are joined at once, or many."""
-    monkeypatch.setattr(split_weights_module, "AT_ONCE", request.param)
+def chunk_sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the test with small and with large chunks."""
+    monkeypatch.setattr(split_weights_module, "CHUNK_VALUES", request.param)
 
 
 def odd_values(*shape: int) -> Tensor:
-    """Return values of all kinds: large, small, denormal, negative, zeros of both signs and halfway between two."""
+    """Return values of all kinds: large, small, denormal, negative, zeros of both signs, half way between two bf16."""
     draw = torch.Generator().manual_seed(0)
     words = torch.randint(-(2**31), 2**31, shape, generator=draw, dtype=torch.int64).to(torch.int32)
     values = words.view(torch.float32)
@@ -133,54 +133,56 @@ def odd_values(*shape: int) -> Tensor:
     return values
 
 
-@pytest.mark.usefixtures("at_once")
+@pytest.mark.usefixtures("chunk_sizes")
 @pytest.mark.parametrize("turned", [False, True])
-def test_values_come_out_as_they_went_in(turned: bool) -> None:
+def test_values_are_read_as_they_were_written(turned: bool) -> None:
     values = odd_values(13, 10)
-    upper, lower = (each.clone() for each in split(torch.zeros(10, 13).t() if turned else torch.zeros(13, 10)))
+    upper, lower = (each.clone() for each in split_fp32(torch.zeros(10, 13).t() if turned else torch.zeros(13, 10)))
     assert upper.is_contiguous() is not turned
-    held = SplitWeights(upper, lower)
+    held = SplitWeight(upper, lower)
     held.copy_(values)
-    assert torch.equal(bits(held.whole()), bits(values))
-    assert torch.equal(bits(held[3:9, 2:5].whole()), bits(values[3:9, 2:5]))
+    assert torch.equal(bits(held.joined()), bits(values))
+    assert torch.equal(bits(held[3:9, 2:5].joined()), bits(values[3:9, 2:5]))
     held[3:9, 2:5].copy_(torch.ones(6, 3))
-    assert held.whole().sum() != values.sum()
-    assert torch.equal(held.whole()[3:9, 2:5], torch.ones(6, 3))
+    assert held.joined().sum() != values.sum()
+    assert torch.equal(held.joined()[3:9, 2:5], torch.ones(6, 3))
 
 
-@pytest.mark.usefixtures("at_once")
-def test_a_share_has_fp32_whatever_the_form_in_memory() -> None:
+@pytest.mark.usefixtures("chunk_sizes")
+def test_a_split_weight_is_copied_to_memory_as_fp32() -> None:
     values = odd_values(13, 10)
-    composed = TensorShard(key="model/w", tensor=SplitWeights(*split(values)), shape=(20, 10), start=(3, 0))
-    plain = replace(composed, tensor=values)
-    assert whole_of(composed) == whole_of(plain)
-    for piece in (composed, plain):
-        share = lay_out([piece], [(2, 9)])
+    split = TensorShard(key="model/w", tensor=SplitWeight(*split_fp32(values)), shape=(20, 10), start=(3, 0))
+    plain = replace(split, tensor=values)
+    assert meta_of(split) == meta_of(plain)
+    for shard in (split, plain):
+        share = build_share([shard], [(2, 9)])
         memory = torch.zeros(share.num_bytes, dtype=torch.uint8)
-        copy_in(share, [piece], memory)
+        copy_to_memory(share, [shard], memory)
         assert share.items[0].start == (5, 0)
-        assert torch.equal(bits(view_of(memory, share.items[0])), bits(values[2:9]))
+        assert torch.equal(bits(item_view(memory, share.items[0])), bits(values[2:9]))
 
 
-@pytest.mark.usefixtures("at_once")
-def test_a_copy_in_memory_is_taken_back_into_halves() -> None:
+@pytest.mark.usefixtures("chunk_sizes")
+def test_a_copy_in_memory_is_restored_to_split_weights() -> None:
     values = odd_values(13, 10)
     held, empty = (
-        TensorShard(key="model/w", tensor=SplitWeights(*split(each)), shape=(13, 10), start=(0, 0))
+        TensorShard(key="model/w", tensor=SplitWeight(*split_fp32(each)), shape=(13, 10), start=(0, 0))
         for each in (values, torch.zeros(13, 10))
     )
     beside = TensorShard(key="model/v", tensor=torch.arange(5.0), shape=(5,), start=(0,))
-    share = lay_out([beside, held], [(0, 5), (0, 13)])
+    share = build_share([beside, held], [(0, 5), (0, 13)])
     fd = os.memfd_create("test")
     rank_memory = RankMemory(fd)
-    rank_memory.lay_out(1, num_bytes=share.num_bytes, items_bytes=len(pack_items(share.items)))
+    rank_memory.create_slots(1, num_bytes=share.num_bytes, items_bytes=len(encode_items(share.items)))
     copier = Copier(share)
-    for step in (1, 2):  # the second time over what the first has found out
-        copier.copy(rank_memory.slots[0], Label(step=step, incarnation=(0, 0), rank=0, world_size=1), [beside, held])
-    ((_, kept),) = RankMemory(fd).kept()
-    fill([empty], MemorySource({0: kept}))
-    assert isinstance(empty.tensor, SplitWeights)
-    assert torch.equal(bits(empty.tensor.whole()), bits(values))
+    for step in (1, 2):  # the second copy uses what the first one cached
+        copier.copy(
+            rank_memory.slots[0], CopyMetadata(step=step, incarnation=(0, 0), rank=0, world_size=1), [beside, held]
+        )
+    ((_, kept),) = RankMemory(fd).valid_slots()
+    fill_shards([empty], MemorySource({0: kept}))
+    assert isinstance(empty.tensor, SplitWeight)
+    assert torch.equal(bits(empty.tensor.joined()), bits(values))
     os.close(fd)
 
 
@@ -195,7 +197,7 @@ def gradients(network: Network, plan: Plan, micro_batches: int) -> dict[str, Ten
     found = {}
     for name, each in network.module.named_parameters():
         sums = getattr(each, "main_grad", None)
-        assert (sums is None) == (each.grad is not None), "one or the other"
+        assert (sums is None) == (each.grad is not None), "either `grad` or `main_grad`"
         gradient = each.grad if sums is None else sums
         assert gradient is not None
         found[name] = gradient.float()
@@ -203,16 +205,16 @@ def gradients(network: Network, plan: Plan, micro_batches: int) -> dict[str, Ten
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
-def test_gradients_are_those_of_fp32_weights_under_autocast(
+def test_gradients_equal_those_of_fp32_weights_under_autocast(
     micro_batches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Joint products add up in another order; tests of `nets.joint` look at that.
+    # Joint matmuls sum in another order; the tests of `nets.joint_projections` cover that.
     monkeypatch.setattr(split_weights_module, "join_projections", lambda *_: {})
-    # Selective recompute leaves every projection a product of its own: a joint one rounds its sums once, not thrice.
+    # With selective recompute every projection is a separate matmul: a joint one rounds its sums once, not three times.
     plan = Plan(precision="bf16", grad_accum=micro_batches, recompute="selective")
     plain, network = filled(), filled()
     for each in (each for pair in (plain, network) for each in pair.module.parameters()):
-        # A value in the very middle of two bf16 is rounded up here, and to the even one by a cast: there are none.
+        # No value is exactly half way between two bf16: a cast rounds it to even, `split_fp32` away from zero.
         each.data.view(torch.int32).bitwise_or_(1)
     assert split_weights((network,), plan)
     ours, theirs = (gradients(each, plan, micro_batches) for each in (network, plain))

@@ -1,32 +1,37 @@
-"""The door: which verbs there are, and what a mistake looks like. Only the verb that was asked for is imported."""
+"""The command line: the list of commands, and how errors are shown. Only the requested command is imported."""
 
 import io
+import json
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from trimaran import __version__
 
-VERBS = {
+if TYPE_CHECKING:
+    from trimaran.core import UserError
+
+COMMANDS = {
     "train": "Train a model: plan, start the ranks, show the run live.",
-    "resume": "Go on with a run from its newest checkpoint.",
-    "plan": "Find the best way to split the work, and what it costs.",
-    "predict": "Score given plans in bulk: does it fit, how fast is it.",
-    "watch": "Attach to a run, or look at a finished one.",
-    "doctor": "Examine this machine, or a run: verdict, evidence, patch.",
-    "report": "Make one HTML page of a run, to keep or to send.",
-    "profile": "Trace steps of a run at work, or see what holds its memory.",
+    "resume": "Resume a run from its newest checkpoint.",
+    "plan": "Find the best parallel plan, and what it costs.",
+    "predict": "Score many given plans: does it fit, how fast is it.",
+    "watch": "Attach to a run, or view a finished one.",
+    "doctor": "Check this machine, or diagnose a run and suggest fixes.",
+    "report": "Write one HTML page about a run, to keep or to send.",
+    "profile": "Trace steps of a live run, or show what uses its memory.",
     "incidents": "Show what went wrong in a run, and what was done.",
-    "checkpoints": "List what a run has kept; verify, compare, prune, import.",
-    "export": "Make a checkpoint into a folder that other programs read.",
-    "generate": "Let a trained model write.",
-    "data": "Look at the data of a recipe; pack text into token shards.",
+    "checkpoints": "List checkpoints of a run; verify, compare, prune, import.",
+    "export": "Convert a checkpoint to a Hugging Face or DCP folder.",
+    "generate": "Generate text with a trained model.",
+    "data": "Inspect the data of a recipe; pack text into token shards.",
     "bench": "Measure how fast this machine is, for the planner.",
-    "presets": "List the model shapes that have a name.",
+    "presets": "List the named model shapes.",
     "schema": "Print the JSON Schema of a recipe, for editors.",
 }
 
@@ -34,68 +39,67 @@ CLOSED_PIPE = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code. A person's mistake is three lines and 2, never a traceback."""
+    """Run one command and return its exit code. A user's mistake is three lines and 2, never a traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # what a terminal cannot show is a question mark, not a crash
+            stream.reconfigure(errors="replace")  # what the terminal cannot show becomes a question mark
     try:
-        code = _application(_asked_verb(arguments, os.environ))(arguments, prog_name="trimaran", standalone_mode=False)
+        app = _build_app(_requested_command(arguments, os.environ))
+        code = app(arguments, prog_name="trimaran", standalone_mode=False)
         sys.stdout.flush()
         return code or 0
     except BrokenPipeError:
-        # The reader went away. Python would complain once more when it flushes at exit, into nothing from here on.
+        # The reader is gone. Python would complain again when it flushes at exit, so send the rest to /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED_PIPE
     except Exception as error:
-        from trimaran.app.views.failure import report
-
-        return report(error, arguments)
+        return _show_error(error, arguments)
 
 
-def _application(asked: str | None) -> typer.Typer:
-    """Return the command tree; verbs that were not asked for are their summaries only."""
+def _build_app(requested: str | None) -> typer.Typer:
+    """Return the command tree; commands that were not requested have only a summary."""
     app = typer.Typer(
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
-        subcommand_metavar="VERB ...",
+        subcommand_metavar="COMMAND ...",
         invoke_without_command=True,
-        callback=_top,
+        callback=_root,
     )
-    for verb, summary in VERBS.items():
-        command = _load(verb) if verb == asked else _placeholder
+    for name, summary in COMMANDS.items():
+        command = _load(name) if name == requested else _placeholder
         if isinstance(command, typer.Typer):
-            app.add_typer(command, name=verb, short_help=summary)
+            app.add_typer(command, name=name, short_help=summary)
         else:
-            app.command(verb, short_help=summary)(command)
+            app.command(name, short_help=summary)(command)
     return app
 
 
-def _asked_verb(arguments: Sequence[str], environment: Mapping[str, str]) -> str | None:
-    """Return the verb that is to run, or to be completed; None for the top level."""
+def _requested_command(arguments: Sequence[str], environment: Mapping[str, str]) -> str | None:
+    """Return the command to run or to complete; None for the top level."""
     if "_TRIMARAN_COMPLETE" in environment:
-        # Bash hands the words over in COMP_WORDS, the other shells in typer's own variable.
+        # Bash passes the words in COMP_WORDS, the other shells in typer's own variable.
         words = (environment.get("COMP_WORDS") or environment.get("_TYPER_COMPLETE_ARGS") or "").split()
-        return words[1] if len(words) > 1 and words[1] in VERBS else None
-    verb = next((word for word in arguments if not word.startswith("-")), None)
-    if verb is not None and verb not in VERBS:
-        from trimaran.core import UserError, nearest
+        return words[1] if len(words) > 1 and words[1] in COMMANDS else None
+    name = next((word for word in arguments if not word.startswith("-")), None)
+    if name is not None and name not in COMMANDS:
+        from trimaran.core import UserError, did_you_mean
 
-        raise UserError("A002", f"there is no verb '{verb}'{nearest(verb, VERBS)}", where="the command line",
-                        fix=f"use one of {', '.join(VERBS)}")  # fmt: skip
-    return verb
+        raise UserError("A002", f"there is no command '{name}'{did_you_mean(name, COMMANDS)}",
+                        where="the command line", fix=f"use one of {', '.join(COMMANDS)}")  # fmt: skip
+    return name
 
 
-def _load(verb: str) -> Any:
-    """Return the verb's function or, where it has sub-commands, its Typer: the name in the file of the same name."""
-    return getattr(import_module(f"trimaran.app.commands.{verb}"), verb)
+def _load(name: str) -> Any:
+    """Return the command's function, or its Typer if it has subcommands: `name` in the module of the same name."""
+    return getattr(import_module(f"trimaran.app.commands.{name}"), name)
 
 
 def _placeholder() -> None:
-    raise AssertionError("a verb runs from its own file")
+    raise AssertionError("a command runs from its own file")
 
 
-def _top(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
     """Self-driving distributed training for PyTorch.
 
     `trimaran train` alone trains a small model on this machine.
@@ -103,3 +107,30 @@ def _top(version: Annotated[bool, typer.Option("--version", help="Print the vers
     if version:
         typer.echo(f"trimaran {__version__}")
         raise typer.Exit
+
+
+def _show_error(error: Exception, arguments: Sequence[str]) -> int:
+    """Print a user's mistake and return 2. Any other error is raised again: a fault needs its traceback."""
+    from trimaran.core import EXIT_USER, UserError
+
+    if isinstance(error, typer.TyperException):
+        name = [word for word in arguments[:1] if not word.startswith("-")]
+        command = " ".join(["trimaran", *name])
+        # Typer prints choices one a line, and pydantic's messages have a prefix.
+        what = " ".join(error.format_message().split()).replace("Value error, ", "").rstrip(".")
+        error = UserError("A001", what, where=f"`{command}`", fix=f"see `{command} --help`")
+    if not isinstance(error, UserError):
+        raise error
+    if os.environ.get("RANK", "0") != "0":
+        return EXIT_USER  # under torchrun every rank makes the same mistake; only rank 0 prints it
+    if "--json" in arguments:
+        typer.echo(json.dumps({"error": error.as_dict()}))
+    else:
+        typer.echo(_error_lines(error), err=True, color=sys.stderr.isatty() and "NO_COLOR" not in os.environ)
+    return EXIT_USER
+
+
+def _error_lines(error: "UserError") -> str:
+    """Return the three lines with a red code; control characters in the user's names are replaced."""
+    text = re.sub(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", "?", str(error))
+    return typer.style(error.code, fg="red", bold=True) + text.removeprefix(error.code)

@@ -1,4 +1,4 @@
-"""The checkpoints of a run as a list, and the check of one that tells how far it is. No torch in here."""
+"""Lists the checkpoints of a run, and verifies one with progress. Imports no torch."""
 
 import json
 import os
@@ -19,23 +19,23 @@ from trimaran.checkpoint.manifest import (
     read_limited,
     read_manifest,
 )
-from trimaran.checkpoint.step_dirs import DRAFT_NAME, WHY, step_path, steps
+from trimaran.checkpoint.step_dirs import DRAFT_NAME, WHY, complete_steps, step_path
 from trimaran.checkpoint.verify_checkpoint import verify
 from trimaran.core import UserError
 
 REFUSED_NAME = re.compile(r"refused-step-(\d{8,18})(-\d+)?")
 MAX_WHY_BYTES = 1 << 20
-TRIES = 3
-Answer = TypeVar("Answer")
-GROUPS = 50  # of files that are verified at once: as often the progress moves
+MAX_TRIES = 3
+Result = TypeVar("Result")
+NUM_PROGRESS_UPDATES = 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointRow:
     """A checkpoint in the list. `why` says what is wrong with one that is not complete.
 
-    `written_bytes` is what it takes of the disk beyond older ones: what has not changed is shared with them. `complete`
-    means that every file is there in its length; only `verify` reads them.
+    `written_bytes` is the disk space it takes in addition to older checkpoints, which share unchanged files with it.
+    `complete` means that every file has its length; only `verify` reads the files.
     """
 
     step: int
@@ -53,13 +53,13 @@ class CheckpointRow:
 
 
 def list_checkpoints(folder: Path) -> list[CheckpointRow]:
-    """Return all checkpoints in `folder`, the oldest first, those that were refused among them."""
+    """Return all checkpoints in `folder`, oldest first, including refused ones."""
     if not folder.is_dir():
         return []
     seen: set[tuple[int, int]] = set()
     rows: list[CheckpointRow] = []
-    for step, path in sorted(_named(folder)):
-        with suppress(FileNotFoundError):  # the run is at work, and has pruned it meanwhile
+    for step, path in sorted(_checkpoint_folders(folder)):
+        with suppress(FileNotFoundError):  # a running run has pruned it meanwhile
             row = _row(step, path, seen)
             if path.is_symlink() or path.exists():
                 rows.append(row)
@@ -67,30 +67,30 @@ def list_checkpoints(folder: Path) -> list[CheckpointRow]:
 
 
 def count_drafts(folder: Path) -> int:
-    """Return how many checkpoints are being written, or were when their run died."""
+    """Return how many checkpoints are being written, or were being written when their run died."""
     return sum(1 for name in os.listdir(folder) if DRAFT_NAME.fullmatch(name)) if folder.is_dir() else 0
 
 
 def find_step(folder: Path, step: int | None, *, where: str) -> Path:
-    """Return the checkpoint of `step`, or the newest one; raise when there is none."""
-    there = steps(folder)
-    if not there:
+    """Return the checkpoint of `step`, or the newest one. Raises UserError if there is none."""
+    steps = complete_steps(folder)
+    if not steps:
         raise UserError("K028", "this run has no complete checkpoint", where=where,
-                        fix="let it run on, or save more often: --set checkpoint.every=100")  # fmt: skip
+                        fix="let it run longer, or save more often: --set checkpoint.every=100")  # fmt: skip
     if step is None:
-        return step_path(folder, there[-1])
-    if step not in there:
+        return step_path(folder, steps[-1])
+    if step not in steps:
         raise UserError("K028", f"this run has no complete checkpoint of step {step}", where=where,
-                        fix=f"use one of {', '.join(map(str, there[-10:]))}")  # fmt: skip
+                        fix=f"use one of {', '.join(map(str, steps[-10:]))}")  # fmt: skip
     return step_path(folder, step)
 
 
-def with_step(folder: Path, step: int | None, use: Callable[[Path], Answer], *, where: str) -> tuple[Path, Answer]:
-    """Return the checkpoint of `step`, or the newest one, and what `use` makes of it.
+def with_step(folder: Path, step: int | None, use: Callable[[Path], Result], *, where: str) -> tuple[Path, Result]:
+    """Return the checkpoint of `step`, or the newest one, and the result of `use` on it.
 
-    A run that is at work may prune the newest away meanwhile: then there is a newer one, which is used instead.
+    If a running run prunes it meanwhile, the newest one then is used instead.
     """
-    for is_last in (*[False] * (TRIES - 1), True):
+    for is_last in (*[False] * (MAX_TRIES - 1), True):
         path = find_step(folder, step, where=where)
         try:
             return path, use(path)
@@ -101,31 +101,31 @@ def with_step(folder: Path, step: int | None, use: Callable[[Path], Answer], *, 
 
 
 def verify_all(path: Path, progress: Callable[[float], None]) -> list[Damage]:
-    """Return what `verify` finds wrong with a checkpoint, telling the share that is done as it goes along."""
+    """Return what `verify` finds wrong with a checkpoint. Calls `progress` with the fraction done."""
     try:
         files = read_manifest(path).files
     except DamagedError as error:
         return list(error.damages)
-    found = verify(path, files=[])
+    damages = verify(path, files=[])
     names = [name for name in files if name != INDEX]
     total = sum(files[name].bytes for name in names)
     done = 0
-    for group in _groups(names) if not found else ():
-        found += verify(path, files=group)
+    for group in _groups(names) if not damages else ():
+        damages += verify(path, files=group)
         done += sum(files[name].bytes for name in group)
         progress(done / max(total, 1))
-    strangers = sorted({*os.listdir(path)} - {*files, MANIFEST})
-    return found + [Damage(each, "does not belong here") for each in strangers]
+    unexpected = sorted({*os.listdir(path)} - {*files, MANIFEST})
+    return damages + [Damage(each, "does not belong here") for each in unexpected]
 
 
-def _named(folder: Path) -> Iterator[tuple[int, Path]]:
+def _checkpoint_folders(folder: Path) -> Iterator[tuple[int, Path]]:
     for name in os.listdir(folder):
         if named := STEP_NAME.fullmatch(name) or REFUSED_NAME.fullmatch(name):
             yield int(named[1]), folder / name
 
 
 def _groups(names: list[str]) -> Iterator[list[str]]:
-    size = -(-len(names) // GROUPS)
+    size = -(-len(names) // NUM_PROGRESS_UPDATES)
     for begin in range(0, len(names), size or 1):
         yield names[begin : begin + size]
 
@@ -147,7 +147,7 @@ def _row(step: int, path: Path, seen: set[tuple[int, int]]) -> CheckpointRow:
         bytes=manifest.num_bytes,
         written_bytes=sum(size for size in _new_sizes(path, manifest, seen)),
         world_size=manifest.world_size,
-        plan=_plan_words(manifest.plan),
+        plan=_describe_mesh(manifest.plan),
     )
 
 
@@ -163,30 +163,30 @@ def _first_damage(path: Path, manifest: Manifest) -> str:
 
 
 def _new_sizes(path: Path, manifest: Manifest, seen: set[tuple[int, int]]) -> Iterator[int]:
-    """Yield the sizes of files that no older checkpoint shares."""
+    """Yield the sizes of files that are not shared with an older checkpoint."""
     for name in (each for each in manifest.files if (path / each).is_file()):
-        about = (path / name).lstat()
-        if (about.st_dev, about.st_ino) not in seen:
-            seen.add((about.st_dev, about.st_ino))
-            yield about.st_size
+        status = (path / name).lstat()
+        if (status.st_dev, status.st_ino) not in seen:
+            seen.add((status.st_dev, status.st_ino))
+            yield status.st_size
 
 
 def _why(path: Path) -> str:
-    """Return why a checkpoint was refused, as whoever refused it wrote down."""
+    """Return why a checkpoint was refused, from its `why.json`."""
     if path.is_symlink():
         return "it is a link"
     try:
         return str(json.loads(read_limited(path / WHY, MAX_WHY_BYTES))["why"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return "nobody wrote down why"
+        return "no reason was recorded"
 
 
 def _occupied(path: Path) -> int:
     return 0 if path.is_symlink() else sum(each.lstat().st_size for each in path.iterdir())
 
 
-def _plan_words(plan: dict[str, Any]) -> str:
-    """Return the degrees of a plan's mesh that are more than one, such as `dp_shard 4 x tp 2`."""
+def _describe_mesh(plan: dict[str, Any]) -> str:
+    """Return the mesh degrees above one, such as `dp_shard 4 x tp 2`."""
     inner = plan.get("plan", plan)
     mesh = inner.get("mesh") if isinstance(inner, dict) else None
     if not isinstance(mesh, dict):

@@ -1,4 +1,4 @@
-"""In what two checkpoints differ. No torch in here."""
+"""Compares two checkpoints tensor by tensor. Imports no torch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from trimaran.checkpoint.step_files import StepFiles
-from trimaran.checkpoint.tensor_regions import VALUE_BYTES, TensorRegion, Whole, overlap
+from trimaran.checkpoint.tensor_regions import VALUE_BYTES, TensorMeta, TensorRegion, overlap
 
 NUMPY_DTYPES = {
     "F64": "f8", "F32": "f4", "F16": "f2", "I64": "i8", "I32": "i4", "I16": "i2", "I8": "i1",
@@ -18,9 +18,9 @@ NUMPY_DTYPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDifference:
-    """A tensor that is not the same in both. `what` is a phrase; the rest is only there when both have it alike.
+    """A tensor that differs. `what` is a phrase; the numbers are set if both tensors have the same shape and dtype.
 
-    `largest` is the largest distance of two values; None where values are compared as bytes only.
+    `largest` is the largest absolute difference of two values; None if the values are compared as bytes only.
     """
 
     key: str
@@ -31,55 +31,56 @@ class TensorDifference:
 
 
 def compare(one: Path, other: Path) -> list[TensorDifference]:
-    """Return the tensors in which two checkpoints differ, however each was cut. Nothing is held but a part of each."""
+    """Return the tensors that differ between two checkpoints, whatever their sharding. Reads one region at a time."""
     ours, theirs = StepFiles(one), StepFiles(other)
     found = []
     for key in sorted(ours.index.keys() | theirs.index.keys()):
         if key not in theirs.index or key not in ours.index:
             found.append(TensorDifference(key=key, what=f"is only in {(one if key in ours.index else other).name}"))
-        elif (here := ours.index[key].whole) != (there := theirs.index[key].whole):
-            found.append(TensorDifference(key=key, what=f"is {_words(here)} and {_words(there)}"))
+        elif (here := ours.index[key].meta) != (there := theirs.index[key].meta):
+            found.append(TensorDifference(key=key, what=f"is {_describe(here)} and {_describe(there)}"))
         elif difference := _compare(key, ours, theirs):
             found.append(difference)
     return found
 
 
 def _compare(key: str, ours: StepFiles, theirs: StepFiles) -> TensorDifference | None:
-    whole = ours.index[key].whole
+    meta = ours.index[key].meta
     num_different, largest = 0, 0.0
     for mine, its in _overlaps(key, ours, theirs):
         different = (mine != its).any(axis=-1)
         if count := int(different.sum()):
             num_different += count
-            largest = max(largest, _distance(mine[different], its[different], whole.dtype))
+            largest = max(largest, _distance(mine[different], its[different], meta.dtype))
     if not num_different:
         return None
-    known = whole.dtype in (*NUMPY_DTYPES, "BF16")
-    return TensorDifference(key=key, what="has other values", num_values=prod(whole.shape), num_different=num_different,
-                      largest=largest if known else None)  # fmt: skip
+    has_numbers = meta.dtype in (*NUMPY_DTYPES, "BF16")
+    return TensorDifference(key=key, what="has different values", num_values=prod(meta.shape),
+                            num_different=num_different,
+                            largest=largest if has_numbers else None)  # fmt: skip
 
 
 def _overlaps(key: str, ours: StepFiles, theirs: StepFiles) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield what both have of the same rectangle: arrays of bytes, the last dimension being those of one value."""
-    whole = ours.index[key].whole
-    for part in ours.index[key].parts:
-        for its in theirs.index[key].parts:
-            if both := overlap(part.start, part.size, its.start, its.size):
-                yield _window(ours, whole, part, both), _window(theirs, whole, its, both)
+    """Yield the bytes of each region that both have; the last dimension of an array holds the bytes of one value."""
+    meta = ours.index[key].meta
+    for region in ours.index[key].regions:
+        for its in theirs.index[key].regions:
+            if both := overlap(region.start, region.size, its.start, its.size):
+                yield _window(ours, meta, region, both), _window(theirs, meta, its, both)
 
 
 def _window(
-    files: StepFiles, whole: Whole, part: TensorRegion, rectangle: tuple[tuple[int, ...], tuple[int, ...]]
+    files: StepFiles, meta: TensorMeta, region: TensorRegion, window: tuple[tuple[int, ...], tuple[int, ...]]
 ) -> np.ndarray:
-    start, size = rectangle
-    values = files.bytes_of(whole, part).reshape(*part.size, VALUE_BYTES[whole.dtype])
+    start, size = window
+    values = files.bytes_of(meta, region).reshape(*region.size, VALUE_BYTES[meta.dtype])
     return values[
-        tuple(slice(low - base, low - base + n) for low, n, base in zip(start, size, part.start, strict=True))
+        tuple(slice(low - base, low - base + n) for low, n, base in zip(start, size, region.start, strict=True))
     ]
 
 
 def _distance(mine: np.ndarray, its: np.ndarray, dtype: str) -> float:
-    """Return how far apart two lists of values are at most; 0 where bytes are all that is known of the type."""
+    """Return the largest absolute difference of two lists of values; 0 if the dtype is compared as bytes only."""
     if dtype == "BF16":  # the upper half of a float32
         mine, its = (np.pad(each, ((0, 0), (2, 0))) for each in (mine, its))
         dtype = "F32"
@@ -90,5 +91,5 @@ def _distance(mine: np.ndarray, its: np.ndarray, dtype: str) -> float:
         return float(np.nanmax(np.abs(a - b), initial=0.0))
 
 
-def _words(whole: Whole) -> str:
-    return f"{whole.dtype} {'x'.join(map(str, whole.shape))}"
+def _describe(meta: TensorMeta) -> str:
+    return f"{meta.dtype} {'x'.join(map(str, meta.shape))}"

@@ -1,4 +1,4 @@
-"""Copies a rank's share into slots of memory. On a GPU that happens behind the next forward and backward."""
+"""Copies a rank's share to memory slots. From a GPU the copy overlaps with the next forward and backward."""
 
 import threading
 import time
@@ -8,80 +8,82 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from trimaran.checkpoint.memory_copies import Label, MemorySlot, RankMemory, pack_items
-from trimaran.checkpoint.pinned_memory import Pinned, Preparation, within_stretches
-from trimaran.checkpoint.rank_share import RankShare, copy_out, values_of, view_of
-from trimaran.checkpoint.tensor_shards import Composed, TensorShard
+from trimaran.checkpoint.memory_copies import CopyMetadata, MemorySlot, RankMemory, encode_items
+from trimaran.checkpoint.pinned_memory import BackgroundPinning, PinnedMemory, split_at_pin_chunks
+from trimaran.checkpoint.rank_share import RankShare, copy_values, item_values, item_view
+from trimaran.checkpoint.tensor_shards import TensorLike, TensorShard
 
-Pairs = tuple[list[Tensor], list[Tensor | Composed]]
-"""Where values go to, and where they come from."""
+Pairs = tuple[list[Tensor], list[Tensor | TensorLike]]
+"""Targets and sources of copies."""
 
 
 class Copier:
-    """Copies the share out of `state`'s pieces, again and again. This one is for a state in the memory of the host."""
+    """Copies this rank's share of the state to memory slots. This class copies synchronously, from host memory."""
 
-    prepares = False
-    """Whether the memory is still being taken when this has been made."""
+    allocates_in_background = False
+    """Whether a thread may still be allocating the slots after `__init__` has returned."""
 
     def __init__(self, share: RankShare) -> None:
-        self.share, self.items = share, pack_items(share.items)
+        self.share, self.items = share, encode_items(share.items)
         self.stall_seconds = 0.0
-        """How long the last copy whose time is known kept training from going on."""
-        self._pieces: Sequence[TensorShard] = ()
+        """How long the last copy that has been timed stalled training."""
+        self._shards: Sequence[TensorShard] = ()
         self._views: dict[MemorySlot, tuple[Pairs, Pairs]] = {}
 
-    def copy(self, slot: MemorySlot, label: Label, pieces: Sequence[TensorShard]) -> None:
-        """Put the values of `pieces` into `slot`. They must not change before `before_update`."""
+    def copy(self, slot: MemorySlot, metadata: CopyMetadata, shards: Sequence[TensorShard]) -> None:
+        """Copy the values of `shards` to `slot`. They must not change before `before_update` is called."""
         began = time.perf_counter()
-        slot.open()
-        now, later = self._pairs(slot, pieces)
+        slot.invalidate()
+        now, later = self._pairs(slot, shards)
         for pairs in (now, later):
             _copy(pairs)
-        if any(each.tensor.is_cuda for each in pieces):  # most systems have waited by now, but none has to
+        if any(
+            each.tensor.is_cuda for each in shards
+        ):  # a copy to pageable memory usually has synchronized, but CUDA does not promise it
             torch.cuda.current_stream().synchronize()
-        slot.seal(label, self.items, self.share.num_bytes)
+        slot.commit(metadata, self.items, self.share.num_bytes)
         self.stall_seconds = time.perf_counter() - began
 
     def before_update(self) -> None:
-        """Come before anything that changes the state: what is being copied is copied first."""
+        """Make later changes of the state wait for the copy. Must be called before every update."""
 
-    def settle(self) -> None:
-        """Return when the last copy is sealed."""
+    def wait(self) -> None:
+        """Return when the last copy is committed."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether a copy could begin now, or never can."""
+        """Whether it is known if there is memory to copy to."""
         return True
 
     def wait_ready(self) -> bool:
         """Return whether there is memory to copy to, as soon as that is known."""
         return True
 
-    def let_go(self) -> None:
-        """Give back what copying takes besides the slots. Nobody copies any more."""
+    def release(self) -> None:
+        """Release everything but the slots. No copy may follow."""
 
-    def _pairs(self, slot: MemorySlot, pieces: Sequence[TensorShard]) -> tuple[Pairs, Pairs]:
-        """Return what is copied at once, and what may be while a forward and a backward run.
+    def _pairs(self, slot: MemorySlot, shards: Sequence[TensorShard]) -> tuple[Pairs, Pairs]:
+        """Return the pairs to copy at once, and those that may be copied during the next forward and backward.
 
-        What is frozen is in a slot after the first time.
+        Frozen tensors are copied to a slot only the first time.
         """
-        if pieces is not self._pieces:  # tensors have moved
-            self._pieces, self._views = pieces, {}
+        if shards is not self._shards:  # tensors have moved
+            self._shards, self._views = shards, {}
         if slot in self._views:
             return self._views[slot]
-        moving, frozen = (_split(self.share, pieces, slot, frozen=each) for each in (False, True))
-        self._views[slot] = moving
-        now, later = ((a[0] + b[0], a[1] + b[1]) for a, b in zip(moving, frozen, strict=True))
+        trained, frozen = (_split(self.share, shards, slot, frozen=each) for each in (False, True))
+        self._views[slot] = trained
+        now, later = ((a[0] + b[0], a[1] + b[1]) for a, b in zip(trained, frozen, strict=True))
         return now, later
 
 
 class DeviceCopier(Copier):
-    """Copies from a GPU into pinned memory on a stream of its own, and seals in a thread of its own.
+    """Copies from a GPU to pinned memory on its own stream, and commits the slots in its own thread.
 
-    The memory is taken and pinned behind the first steps, too; see `Preparation`.
+    The memory is allocated and pinned during the first steps; see `BackgroundPinning`.
     """
 
-    prepares = True
+    allocates_in_background = True
 
     def __init__(self, share: RankShare, rank_memory: RankMemory, device: torch.device) -> None:
         super().__init__(share)
@@ -89,86 +91,86 @@ class DeviceCopier(Copier):
         self._stream = torch.cuda.Stream(device)
         self._waits: list[torch.cuda.Event] = []
         self._copied: torch.cuda.Event | None = None
-        self._sealed = threading.Event()
-        self._sealed.set()
+        self._committed = threading.Event()
+        self._committed.set()
         self._failure: BaseException | None = None
-        self._queue: SimpleQueue[tuple[torch.cuda.Event, MemorySlot, Label] | None] = SimpleQueue()
-        threading.Thread(target=self._seal_all, name="trimaran-seal", daemon=True).start()
-        self._preparation = Preparation(rank_memory, self._pin)
+        self._queue: SimpleQueue[tuple[torch.cuda.Event, MemorySlot, CopyMetadata] | None] = SimpleQueue()
+        threading.Thread(target=self._commit_all, name="trimaran-commit", daemon=True).start()
+        self._pinning = BackgroundPinning(rank_memory, self._pin)
 
     @property
     def is_ready(self) -> bool:
-        return self._preparation.is_over
+        return self._pinning.is_done
 
     def wait_ready(self) -> bool:
-        return self._preparation.wait()
+        return self._pinning.wait()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self._queue.put(None)
-        self._preparation.let_go()
+        self._pinning.release()
 
-    def copy(self, slot: MemorySlot, label: Label, pieces: Sequence[TensorShard]) -> None:
-        assert self.wait_ready(), "without memory nobody copies"
-        if not self._preparation.is_pinned:
-            super().copy(slot, label, pieces)
+    def copy(self, slot: MemorySlot, metadata: CopyMetadata, shards: Sequence[TensorShard]) -> None:
+        assert self.wait_ready(), "a copy was asked for without memory"
+        if not self._pinning.is_pinned:
+            super().copy(slot, metadata, shards)
             return
         entered = time.perf_counter()
-        self.settle()
-        self._measure(waited=time.perf_counter() - entered)
-        slot.open()
-        now, later = self._pairs(slot, pieces)
-        began = _mark()
-        _copy(now)  # in the order of the work: the next forward comes after
-        self._waits = [began, _mark()]
+        self.wait()
+        self._measure_stall(waited=time.perf_counter() - entered)
+        slot.invalidate()
+        now, later = self._pairs(slot, shards)
+        began = _record_event()
+        _copy(now)  # on the current stream, so before the next forward
+        self._waits = [began, _record_event()]
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             _copy(later)
-            copied = _mark()
+            copied = _record_event()
         self._copied = copied
-        self._sealed.clear()
-        self._queue.put((copied, slot, label))
+        self._committed.clear()
+        self._queue.put((copied, slot, metadata))
 
     def before_update(self) -> None:
         if self._copied is not None:
-            began = _mark()
+            began = _record_event()
             torch.cuda.current_stream().wait_event(self._copied)
-            self._waits += [began, _mark()]
+            self._waits += [began, _record_event()]
             self._copied = None
 
-    def settle(self) -> None:
-        self._sealed.wait()
+    def wait(self) -> None:
+        self._committed.wait()
         if self._failure is not None:
             raise self._failure
 
-    def _measure(self, *, waited: float) -> None:
-        """Note what the last copy cost: how long the device waited for it, and the host for its seal."""
+    def _measure_stall(self, *, waited: float) -> None:
+        """Record how long the GPU waited for the last copy, plus how long the host waited for its commit."""
         if len(self._waits) == 4 and self._waits[-1].query():
             first, second, third, fourth = self._waits
             self.stall_seconds = waited + (first.elapsed_time(second) + third.elapsed_time(fourth)) / 1000
 
-    def _pin(self, memory: Tensor) -> Pinned:
-        torch.cuda.set_device(self._device)  # of the thread, which would otherwise wake the first one
-        return Pinned(memory)
+    def _pin(self, memory: Tensor) -> PinnedMemory:
+        torch.cuda.set_device(self._device)  # per thread; without it this thread would create a context on GPU 0
+        return PinnedMemory(memory)
 
-    def _seal_all(self) -> None:
+    def _commit_all(self) -> None:
         while (task := self._queue.get()) is not None:
-            copied, slot, label = task
+            copied, slot, metadata = task
             try:
                 copied.synchronize()
-                slot.seal(label, self.items, self.share.num_bytes)
-            except Exception as error:  # for the thread that trains
+                slot.commit(metadata, self.items, self.share.num_bytes)
+            except Exception as error:  # `wait` raises it in the training thread
                 self._failure = error
-            self._sealed.set()
+            self._committed.set()
 
 
-def _split(share: RankShare, pieces: Sequence[TensorShard], slot: MemorySlot, *, frozen: bool) -> tuple[Pairs, Pairs]:
-    fluid = {piece.key for piece in pieces if piece.fluid}
+def _split(share: RankShare, shards: Sequence[TensorShard], slot: MemorySlot, *, frozen: bool) -> tuple[Pairs, Pairs]:
+    changed_by_forward = {shard.key for shard in shards if shard.changed_by_forward}
     now: Pairs = ([], [])
     later: Pairs = ([], [])
-    for item, values in zip(share.items, values_of(share, pieces), strict=True):
+    for item, values in zip(share.items, item_values(share, shards), strict=True):
         if item.frozen == frozen:
-            target = now if item.key in fluid or not values.is_cuda else later
-            for into, part in within_stretches(slot.memory, view_of(slot.data, item), values):
+            target = now if item.key in changed_by_forward or not values.is_cuda else later
+            for into, part in split_at_pin_chunks(slot.memory, item_view(slot.data, item), values):
                 target[0].append(into)
                 target[1].append(part)
     return now, later
@@ -182,12 +184,12 @@ def _copy(pairs: Pairs) -> None:
             targets.append(target)
             sources.append(values)
         else:
-            copy_out(values, target, non_blocking=True)
+            copy_values(values, target, non_blocking=True)
     if targets:
         torch._foreach_copy_(targets, sources, non_blocking=True)
 
 
-def _mark() -> torch.cuda.Event:
+def _record_event() -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event

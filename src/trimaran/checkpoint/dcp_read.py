@@ -1,4 +1,4 @@
-"""Torch's distributed checkpoints (DCP), read without unpickling anything. See `opcodes`."""
+"""Reads torch distributed checkpoints (DCP) without unpickling anything; see `safe_pickle`."""
 
 import io
 import mmap
@@ -14,24 +14,33 @@ import torch
 from torch import Tensor
 
 from trimaran.checkpoint.rank_share import DTYPE_NAMES
-from trimaran.checkpoint.safe_pickle import Made, Name, Outside, Table, read_opcodes
-from trimaran.checkpoint.shard_index import gap
-from trimaran.checkpoint.tensor_regions import VALUE_BYTES, Entry, Index, TensorRegion, Whole
+from trimaran.checkpoint.safe_pickle import GlobalName, PersistentId, PickledCall, PickledDict, read_pickle
+from trimaran.checkpoint.shard_index import coverage_error
+from trimaran.checkpoint.tensor_regions import VALUE_BYTES, IndexEntry, TensorIndex, TensorMeta, TensorRegion
 from trimaran.core import UserError
 
-CONTENTS = ".metadata"
-MAX_CONTENTS_BYTES = 256 << 20
-MAX_LABEL_BYTES = 64 << 10
+METADATA_FILE = ".metadata"
+MAX_METADATA_BYTES = 256 << 20
+MAX_PICKLE_BYTES = 64 << 10
 MAX_DIMENSIONS = 16
 MAX_OPEN_FILES = 64
 
-PLACE = "torch.distributed.checkpoint.metadata."
-OLD_PLACE = "torch.distributed._shard.sharded_tensor.metadata."
-NOUNS = ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
-         "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING")  # fmt: skip
+METADATA_MODULE = "torch.distributed.checkpoint.metadata."
+OLD_METADATA_MODULE = "torch.distributed._shard.sharded_tensor.metadata."
+METADATA_CLASSES = (
+    "Metadata",
+    "TensorStorageMetadata",
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "TensorProperties",
+    "MetadataIndex",
+    "StorageMeta",
+    "_MEM_FORMAT_ENCODING",
+    "MEM_FORMAT_ENCODING",
+)
 DTYPES = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
-NAMES_IN_CONTENTS = {
-    *(place + noun for place in (PLACE, OLD_PLACE) for noun in NOUNS),
+METADATA_NAMES = {
+    *(module + name for module in (METADATA_MODULE, OLD_METADATA_MODULE) for name in METADATA_CLASSES),
     *DTYPES,
     "torch.Size",
     "torch.serialization._get_layout",
@@ -52,13 +61,13 @@ STORAGES = {
     "torch.BoolStorage": torch.bool,
     "torch.ComplexFloatStorage": torch.complex64,
 }
-UNTYPED = "torch.storage.UntypedStorage"
-TENSOR, TYPED_TENSOR = "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3"
-NAMES_IN_TENSORS = {TENSOR, TYPED_TENSOR, UNTYPED, "collections.OrderedDict", *STORAGES, *DTYPES}
+UNTYPED_STORAGE = "torch.storage.UntypedStorage"
+REBUILD_TENSOR, REBUILD_TYPED_TENSOR = "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3"
+TENSOR_NAMES = {REBUILD_TENSOR, REBUILD_TYPED_TENSOR, UNTYPED_STORAGE, "collections.OrderedDict", *STORAGES, *DTYPES}
 
 
 class StorageLocation(NamedTuple):
-    """Where in the folder something is: `length` bytes of `file` from `offset`."""
+    """Where in the folder a tensor chunk is: `length` bytes of `file` from `offset`."""
 
     file: str
     offset: int
@@ -66,10 +75,10 @@ class StorageLocation(NamedTuple):
 
 
 class DcpSource:
-    """A DCP folder as a source of tensors, under DCP's own keys. `passed_over` are keys of pickled objects.
+    """A DCP folder as a source of tensors, under DCP's own keys. `skipped_keys` are the keys of pickled objects.
 
-    Making it reads and checks the table of contents, reading a part checks that part. DCP has no checksum of the whole;
-    each tensor has a CRC32, and what does not fit it is refused.
+    The constructor reads and checks the metadata; `read` checks the region that it reads. DCP has no checksum of the
+    checkpoint, but each tensor has a CRC32, which is verified.
     """
 
     step = 0
@@ -78,36 +87,37 @@ class DcpSource:
         self.folder = folder
         self.progress: dict[str, Any] = {}
         self._maps: dict[str, mmap.mmap] = {}
-        contents = self._open(CONTENTS)
-        if len(contents) > MAX_CONTENTS_BYTES:
-            raise UserError("K022", "the table of contents is too large", where=str(folder / CONTENTS),
+        contents = self._open(METADATA_FILE)
+        if len(contents) > MAX_METADATA_BYTES:
+            raise UserError("K022", "the metadata is too large", where=str(folder / METADATA_FILE),
                             fix="use a checkpoint with fewer tensors")  # fmt: skip
-        tree = read_opcodes(contents[:], names=NAMES_IN_CONTENTS, where=str(folder / CONTENTS))
+        tree = read_pickle(contents[:], names=METADATA_NAMES, where=str(folder / METADATA_FILE))
         try:
-            self.index, self._lengths, self.passed_over = _contents(tree)
-            self._refuse_lies()
+            self.index, self._lengths, self.skipped_keys = _parse_metadata(tree)
+            self._check_sizes()
         except ValueError as error:
-            raise self._damaged(str(error), CONTENTS) from None
+            raise self._damaged(str(error), METADATA_FILE) from None
         except (KeyError, TypeError, AttributeError, IndexError) as error:
-            raise self._damaged(f"its table of contents makes no sense ({type(error).__name__})", CONTENTS) from None
+            raise self._damaged(f"its metadata is invalid ({type(error).__name__})", METADATA_FILE) from None
 
-    def read(self, key: str, part: TensorRegion) -> Tensor:
-        """Return the values of a part, in its shape, on the CPU."""
+    def read(self, key: str, region: TensorRegion) -> Tensor:
+        """Return the values of a region, in its shape, on the CPU."""
         try:
-            tensor = _tensor(
-                self._window(StorageLocation(part.file, part.offset, self._lengths[part.file, part.offset])), key
+            tensor = _read_tensor(
+                self._window(StorageLocation(region.file, region.offset, self._lengths[region.file, region.offset])),
+                key,
             )
         except (ValueError, KeyError, TypeError, IndexError, zipfile.BadZipFile, NotImplementedError) as error:
-            raise self._damaged(f"{key}: {error or type(error).__name__}", part.file) from None
-        if tuple(tensor.shape) != part.size or DTYPE_NAMES.get(tensor.dtype) != self.index[key].whole.dtype:
-            raise self._damaged(f"{key} is not what the table of contents says", part.file)
+            raise self._damaged(f"{key}: {error or type(error).__name__}", region.file) from None
+        if tuple(tensor.shape) != region.size or DTYPE_NAMES.get(tensor.dtype) != self.index[key].meta.dtype:
+            raise self._damaged(f"{key} does not match the metadata", region.file)
         return tensor
 
-    def _window(self, place: StorageLocation) -> memoryview:
-        return memoryview(self._open(place.file))[place.offset : place.offset + place.length]
+    def _window(self, location: StorageLocation) -> memoryview:
+        return memoryview(self._open(location.file))[location.offset : location.offset + location.length]
 
     def _open(self, name: str) -> mmap.mmap:
-        """Return a file of the folder as memory. Writing to that memory would not reach the file."""
+        """Return a file of the folder as copy-on-write memory."""
         if name not in self._maps:
             if len(self._maps) >= MAX_OPEN_FILES:
                 self._maps.pop(next(iter(self._maps)))
@@ -116,29 +126,29 @@ class DcpSource:
         return self._maps[name]
 
     def _path(self, name: str) -> Path:
-        """Return a file of the folder that is one, and no link to elsewhere."""
+        """Return the path of a regular file in the folder. Raises UserError for a link or another path."""
         path = self.folder / name
         if Path(name).name != name or path.is_symlink() or not path.is_file():
-            missing = name == CONTENTS and not path.is_symlink()
-            raise UserError("K020", f"this is no DCP checkpoint: {name} is not a file in it", where=str(self.folder),
+            missing = name == METADATA_FILE and not path.is_symlink()
+            raise UserError("K020", f"this is not a DCP checkpoint: {name} is not a file in it", where=str(self.folder),
                             fix="name a folder that torch.distributed.checkpoint.save wrote" if missing
                             else "copy the checkpoint again, with all its files and without links")  # fmt: skip
         if not path.stat().st_size:
             raise self._damaged("the file is empty", name)
         return path
 
-    def _refuse_lies(self) -> None:
-        """Raise ValueError when the contents promise what the files do not hold: memory is made before it is read."""
-        promised = 0
+    def _check_sizes(self) -> None:
+        """Raise ValueError if the metadata does not fit the files: memory is allocated before the files are read."""
+        num_bytes = 0
         for key, entry in self.index.items():
-            if wrong := gap(entry):
+            if wrong := coverage_error(entry):
                 raise ValueError(f"{key}: {wrong}")
-            promised += prod(entry.whole.shape) * VALUE_BYTES[entry.whole.dtype]
+            num_bytes += prod(entry.meta.shape) * VALUE_BYTES[entry.meta.dtype]
         sizes = {file: self._path(file).stat().st_size for file in {file for file, _ in self._lengths}}
         for (file, offset), length in self._lengths.items():
             if offset + length > sizes[file]:
-                raise ValueError(f"{file} is shorter than the table of contents says")
-        if promised > sum(sizes.values()):
+                raise ValueError(f"{file} is shorter than the metadata says")
+        if num_bytes > sum(sizes.values()):
             raise ValueError("the tensors are larger than the files")
 
     def _damaged(self, what: str, file: str) -> UserError:
@@ -146,47 +156,47 @@ class DcpSource:
                          fix="copy the checkpoint again, or use another one")  # fmt: skip
 
 
-def _contents(tree: Any) -> tuple[Index, dict[tuple[str, int], int], list[str]]:
-    """Return the tensors, how long each part is on disk, and the keys of what is not a tensor."""
+def _parse_metadata(tree: Any) -> tuple[TensorIndex, dict[tuple[str, int], int], list[str]]:
+    """Return the tensors, the length of each chunk on disk, and the keys of values that are not tensors."""
     fields = _fields(tree, "Metadata")
-    places = dict(_places(fields["storage_data"]))
-    index: Index = {}
-    passed_over = []
-    for key, value in fields["state_dict_metadata"].texts().items():
+    locations = dict(_storage_locations(fields["storage_data"]))
+    index: TensorIndex = {}
+    skipped_keys = []
+    for key, value in fields["state_dict_metadata"].string_items().items():
         if value.name.endswith(".BytesStorageMetadata"):
-            passed_over.append(key)
+            skipped_keys.append(key)
             continue
-        about = _fields(value, "TensorStorageMetadata")
-        chunks = [_fields(each, "ChunkStorageMetadata") for each in about["chunks"]]
-        boxes = [(_numbers(each["offsets"]), _numbers(each["sizes"])) for each in chunks]
-        whole = Whole(_dtype_of(about["properties"], key), _numbers(about["size"]))
-        filled = [(start, size, places[key, start]) for start, size in boxes if prod(size)]
-        index[key] = Entry(
-            whole, tuple(TensorRegion(start, size, place.file, place.offset) for start, size, place in filled)
+        tensor = _fields(value, "TensorStorageMetadata")
+        chunks = [_fields(each, "ChunkStorageMetadata") for each in tensor["chunks"]]
+        boxes = [(_sizes(each["offsets"]), _sizes(each["sizes"])) for each in chunks]
+        meta = TensorMeta(_dtype_of(tensor["properties"], key), _sizes(tensor["size"]))
+        filled = [(start, size, locations[key, start]) for start, size in boxes if prod(size)]
+        index[key] = IndexEntry(
+            meta, tuple(TensorRegion(start, size, location.file, location.offset) for start, size, location in filled)
         )
-    return index, {(place.file, place.offset): place.length for place in places.values()}, passed_over
+    return index, {(each.file, each.offset): each.length for each in locations.values()}, skipped_keys
 
 
-def _places(table: Table) -> Iterator[tuple[tuple[str, tuple[int, ...]], StorageLocation]]:
+def _storage_locations(table: PickledDict) -> Iterator[tuple[tuple[str, tuple[int, ...]], StorageLocation]]:
     for key, value in table.pairs:
-        label, about = _fields(key, "MetadataIndex"), _fields(value, "_StorageInfo")
-        if about.get("transform_descriptors"):
+        index, storage = _fields(key, "MetadataIndex"), _fields(value, "_StorageInfo")
+        if storage.get("transform_descriptors"):
             raise ValueError("it is compressed or encrypted, which is not supported")
-        if label.get("offset") is not None:
-            place = StorageLocation(about["relative_path"], about["offset"], about["length"])
-            if not isinstance(place.file, str) or not _is_count(place.offset) or not _is_count(place.length):
-                raise ValueError("a place that is none")
-            yield (_text(label["fqn"]), _numbers(label["offset"])), place
+        if index.get("offset") is not None:
+            location = StorageLocation(storage["relative_path"], storage["offset"], storage["length"])
+            if not isinstance(location.file, str) or not _is_count(location.offset) or not _is_count(location.length):
+                raise ValueError("an invalid storage location")
+            yield (_string(index["fqn"]), _sizes(index["offset"])), location
 
 
-def _fields(made: Any, noun: str) -> dict[str, Any]:
-    """Return the fields of one of torch's nouns."""
-    if not isinstance(made, Made) or not made.name.endswith(f".{noun}"):
-        raise ValueError(f"there is no {noun} where one should be")
-    return made.state.texts() if isinstance(made.state, Table) else {}
+def _fields(call: Any, class_name: str) -> dict[str, Any]:
+    """Return the fields of an instance of one of torch's classes."""
+    if not isinstance(call, PickledCall) or not call.name.endswith(f".{class_name}"):
+        raise ValueError(f"there is no {class_name} where one should be")
+    return call.state.string_items() if isinstance(call.state, PickledDict) else {}
 
 
-def _dtype_of(properties: Made, key: str) -> str:
+def _dtype_of(properties: PickledCall, key: str) -> str:
     state = properties.state
     name = state[0] if isinstance(state, tuple) else _fields(properties, "TensorProperties")["dtype"]
     dtype = DTYPES[name.text]
@@ -195,13 +205,13 @@ def _dtype_of(properties: Made, key: str) -> str:
     return DTYPE_NAMES[dtype]
 
 
-def _numbers(made: Any) -> tuple[int, ...]:
+def _sizes(size: Any) -> tuple[int, ...]:
     """Return the numbers of a torch.Size."""
-    values = made.inputs[0] if isinstance(made, Made) and made.name == "torch.Size" and made.inputs else made
-    if isinstance(values, Made) and values.name == "torch.Size":
+    values = size.inputs[0] if isinstance(size, PickledCall) and size.name == "torch.Size" and size.inputs else size
+    if isinstance(values, PickledCall) and values.name == "torch.Size":
         values = ()
     if not isinstance(values, (tuple, list)) or len(values) > MAX_DIMENSIONS or not all(map(_is_count, values)):
-        raise ValueError("a size that is none")
+        raise ValueError("an invalid size")
     return tuple(values)
 
 
@@ -209,50 +219,54 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 60
 
 
-def _text(value: Any) -> str:
+def _string(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError("a name that is none")
+        raise ValueError("an invalid name")
     return value
 
 
-def _tensor(window: memoryview, key: str) -> Tensor:
-    """Return a tensor that `torch.save` wrote, in memory of its own."""
-    with zipfile.ZipFile(_Reel(window)) as archive:
-        label = next((each for each in archive.infolist() if each.filename.endswith("/data.pkl")), None)
-        if label is None or label.file_size > MAX_LABEL_BYTES or label.compress_type != zipfile.ZIP_STORED:
-            raise ValueError("it has no label that can be read")
-        root = label.filename.removesuffix("data.pkl")
+def _read_tensor(window: memoryview, key: str) -> Tensor:
+    """Return a tensor that `torch.save` wrote, as a copy."""
+    with zipfile.ZipFile(_MemoryFile(window)) as archive:
+        pickle = next((each for each in archive.infolist() if each.filename.endswith("/data.pkl")), None)
+        if pickle is None or pickle.file_size > MAX_PICKLE_BYTES or pickle.compress_type != zipfile.ZIP_STORED:
+            raise ValueError("it has no readable data.pkl")
+        root = pickle.filename.removesuffix("data.pkl")
         if f"{root}byteorder" in archive.NameToInfo and archive.read(f"{root}byteorder") != b"little":
-            raise ValueError("its bytes are in another order than this machine's")
-        made = read_opcodes(archive.read(label), names=NAMES_IN_TENSORS, where=key)
-        name, dtype, offset, size, stride = _described(made)
-        values = _stored(window, archive.getinfo(f"{root}data/{name}"), dtype)
+            raise ValueError("its byte order is not that of this machine")
+        call = read_pickle(archive.read(pickle), names=TENSOR_NAMES, where=key)
+        name, dtype, offset, size, stride = _describe(call)
+        values = _read_storage(window, archive.getinfo(f"{root}data/{name}"), dtype)
     last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
     if prod(size) and last >= values.numel():
-        raise ValueError("it reaches beyond its memory")
+        raise ValueError("it reaches beyond its storage")
     if not prod(size):
         return torch.empty(size, dtype=dtype)
     return values.as_strided(size, stride, offset)
 
 
-def _described(made: Any) -> tuple[str, torch.dtype, int, tuple[int, ...], tuple[int, ...]]:
-    """Return the name of a tensor's memory, its dtype, and where in that memory it lies."""
-    if not isinstance(made, Made) or made.name not in (TENSOR, TYPED_TENSOR) or not isinstance(made.inputs[0], Outside):
-        raise ValueError("it is no tensor")
-    _, kind, name, *_ = made.inputs[0].label
-    dtype = DTYPES[made.inputs[6].text] if made.name == TYPED_TENSOR else STORAGES[kind.text]
-    if not isinstance(kind, Name) or dtype not in DTYPE_NAMES or not _is_count(made.inputs[1]):
-        raise ValueError("it is no tensor of a kind that is known")
-    return _text(name), dtype, made.inputs[1], _numbers(made.inputs[2]), _numbers(made.inputs[3])
+def _describe(call: Any) -> tuple[str, torch.dtype, int, tuple[int, ...], tuple[int, ...]]:
+    """Return the name of a tensor's storage, its dtype, and its offset, size and stride in the storage."""
+    if (
+        not isinstance(call, PickledCall)
+        or call.name not in (REBUILD_TENSOR, REBUILD_TYPED_TENSOR)
+        or not isinstance(call.inputs[0], PersistentId)
+    ):
+        raise ValueError("it is not a tensor")
+    _, kind, name, *_ = call.inputs[0].value
+    dtype = DTYPES[call.inputs[6].text] if call.name == REBUILD_TYPED_TENSOR else STORAGES[kind.text]
+    if not isinstance(kind, GlobalName) or dtype not in DTYPE_NAMES or not _is_count(call.inputs[1]):
+        raise ValueError("its dtype is not supported")
+    return _string(name), dtype, call.inputs[1], _sizes(call.inputs[2]), _sizes(call.inputs[3])
 
 
-def _stored(window: memoryview, entry: zipfile.ZipInfo, dtype: torch.dtype) -> Tensor:
-    """Return a file of the archive as a vector. It is copied: in the checkpoint it lies at any byte."""
+def _read_storage(window: memoryview, entry: zipfile.ZipInfo, dtype: torch.dtype) -> Tensor:
+    """Return a file of the archive as a vector. It is copied, since it may not be aligned in the checkpoint."""
     header = window[entry.header_offset : entry.header_offset + 30]
     begin = entry.header_offset + 30 + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
     values = window[begin : begin + entry.file_size]
     if entry.compress_type != zipfile.ZIP_STORED or bytes(header[:4]) != b"PK\3\4" or len(values) != entry.file_size:
-        raise ValueError("its values are not where they should be")
+        raise ValueError("its values are not where the archive says")
     if zlib.crc32(values) != entry.CRC:
         raise ValueError("its values do not match their checksum")
     width = VALUE_BYTES[DTYPE_NAMES[dtype]]
@@ -261,11 +275,11 @@ def _stored(window: memoryview, entry: zipfile.ZipInfo, dtype: torch.dtype) -> T
     return memory.view(dtype)
 
 
-class _Reel(io.RawIOBase):
-    """Memory as a file, without a copy of it."""
+class _MemoryFile(io.RawIOBase):
+    """A read-only file over memory, without a copy."""
 
     def __init__(self, memory: memoryview) -> None:
-        self.memory, self.at = memory, 0
+        self.memory, self.position = memory, 0
 
     def readable(self) -> bool:
         return True
@@ -274,17 +288,17 @@ class _Reel(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: len(self.memory)}[whence]
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self.position, io.SEEK_END: len(self.memory)}[whence]
         if base + offset < 0:
-            raise OSError("before the beginning")  # as a file says it; zipfile looks for its end that way
-        self.at = base + offset
-        return self.at
+            raise OSError("negative seek position")  # as a file does; zipfile relies on it to find the end
+        self.position = base + offset
+        return self.position
 
     def tell(self) -> int:
-        return self.at
+        return self.position
 
     def readinto(self, buffer: Any) -> int:
-        taken = self.memory[self.at : self.at + len(buffer)]
-        buffer[: len(taken)] = taken
-        self.at += len(taken)
-        return len(taken)
+        chunk = self.memory[self.position : self.position + len(buffer)]
+        buffer[: len(chunk)] = chunk
+        self.position += len(chunk)
+        return len(chunk)

@@ -1,4 +1,4 @@
-"""A checkpoint as a folder that torch's own `torch.distributed.checkpoint.load` reads."""
+"""Writes a checkpoint as a folder that `torch.distributed.checkpoint.load` reads."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -11,55 +11,55 @@ from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
 
 from trimaran.checkpoint.rank_share import TORCH_DTYPES
-from trimaran.checkpoint.tensor_regions import Whole
+from trimaran.checkpoint.tensor_regions import TensorMeta
 
 
 def dcp_key(key: str) -> str:
-    """Return what torch's `get_state_dict` calls what we call `key`: `model.NAME`, `optimizer.state.NAME.exp_avg`."""
-    room, _, rest = key.partition("/")
-    if room == "optimizer":
+    """Return the name of our `key` in torch's `get_state_dict`: `model.NAME`, `optimizer.state.NAME.exp_avg`."""
+    section, _, rest = key.partition("/")
+    if section == "optimizer":
         state, _, name = rest.partition("/")
         return f"optimizer.state.{name}.{state}"
-    return f"{room}.{rest}"
+    return f"{section}.{rest}"
 
 
-def write_dcp(wholes: Mapping[str, Whole], folder: Path, read: Callable[[str], Tensor]) -> None:
-    """Write the tensors under `wholes` into the new folder. `read` is asked for each in turn, by our key.
+def write_dcp(metas: Mapping[str, TensorMeta], folder: Path, read: Callable[[str], Tensor]) -> None:
+    """Write the tensors in `metas` to a new folder. `read` returns the values of one, by our key.
 
-    Only one tensor is in memory at a time. For that each gets a file of its own: torch keeps what it has written until
-    the file is complete. Of the optimizer there are its tensors and no settings; those are the recipe's.
+    Only one tensor is in memory at a time. For that each tensor gets its own file: torch holds what it writes until
+    the file is complete. The optimizer's tensors are written, but not its settings: those are in the recipe.
     """
-    keys = {dcp_key(key): key for key in wholes}
-    shapes = {name: _hollow(wholes[key]) for name, key in keys.items()}
+    keys = {dcp_key(key): key for key in metas}
+    shapes = {name: _meta_tensor(metas[key]) for name, key in keys.items()}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that nobody else saves along is what we want
+        warnings.simplefilter("ignore", UserWarning)  # torch warns that only one process saves, as intended here
         dcp.save(
             _nested(shapes),
             storage_writer=dcp.FileSystemWriter(folder, single_file_per_rank=False, sync_files=True, overwrite=False),
-            planner=_Planner(lambda name: read(keys[name])),
+            planner=_LazySavePlanner(lambda name: read(keys[name])),
             no_dist=True,
         )
 
 
-def _hollow(whole: Whole) -> Tensor:
-    return torch.empty(whole.shape, dtype=TORCH_DTYPES[whole.dtype], device="meta")
+def _meta_tensor(meta: TensorMeta) -> Tensor:
+    return torch.empty(meta.shape, dtype=TORCH_DTYPES[meta.dtype], device="meta")
 
 
 def _nested(shapes: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the tree that `get_state_dict` gives, whose paths, joined with dots, are the keys on disk."""
+    """Return the tree of `get_state_dict`. Its paths, joined with dots, are the keys on disk."""
     tree: dict[str, Any] = {}
-    for name, tensor in shapes.items():
-        room, _, rest = name.partition(".")
-        if room == "optimizer":
-            middle, _, state = rest.removeprefix("state.").rpartition(".")
-            tree.setdefault(room, {}).setdefault("state", {}).setdefault(middle, {})[state] = tensor
+    for dotted, tensor in shapes.items():
+        section, _, rest = dotted.partition(".")
+        if section == "optimizer":
+            name, _, state = rest.removeprefix("state.").rpartition(".")
+            tree.setdefault(section, {}).setdefault("state", {}).setdefault(name, {})[state] = tensor
         else:
-            tree.setdefault(room, {})[rest] = tensor
+            tree.setdefault(section, {})[rest] = tensor
     return tree
 
 
-class _Planner(dcp.DefaultSavePlanner):
-    """Torch's own plan, made from shapes; the values are fetched when their turn comes."""
+class _LazySavePlanner(dcp.DefaultSavePlanner):
+    """Torch's default planner over meta tensors; it reads the values of each tensor only when it is written."""
 
     def __init__(self, fetch: Callable[[str], Tensor]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Everything that changes a disk, call by call, so that what is said to be kept is kept. No torch in here."""
+"""The file system calls of a checkpoint, in one class, with the syncs that make it durable. Imports no torch."""
 
 import os
 import shutil
@@ -9,19 +9,19 @@ from pathlib import Path
 from trimaran.core import UserError, show_bytes
 
 CHUNK_BYTES = 8 << 20
-NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-OLD = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class DurableDisk:
-    """The calls with which a checkpoint is written. Tests put one in its place that breaks at a chosen call."""
+    """The calls that write a checkpoint. Tests replace it with one that fails at a chosen call."""
 
     def make_folder(self, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
 
     def create(self, path: Path) -> int:
-        """Return the descriptor of a file that was not there before."""
-        return os.open(path, NEW, 0o644)
+        """Return the descriptor of a new file; an existing one is an OSError."""
+        return os.open(path, CREATE_FLAGS, 0o644)
 
     def write(self, fd: int, data: memoryview) -> None:
         while data:
@@ -31,7 +31,7 @@ class DurableDisk:
         os.fsync(fd)
 
     def sync_folder(self, path: Path) -> None:
-        """Return when the names in the folder are on the disk itself."""
+        """Return when the names in the folder are durable."""
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
@@ -42,7 +42,7 @@ class DurableDisk:
         os.link(old, new, follow_symlinks=False)
 
     def rename(self, old: Path, new: Path) -> None:
-        """Give a folder another name. One that is there already, and not empty, is an OSError."""
+        """Rename a folder. A target that exists and is not empty is an OSError."""
         old.rename(new)
 
     def remove(self, path: Path) -> None:
@@ -56,7 +56,7 @@ DISK = DurableDisk()
 
 
 def write_file(path: Path, data: memoryview, disk: DurableDisk) -> None:
-    """Write a small file; it is on the disk itself when this returns."""
+    """Write a small file and return when it is durable."""
     fd = disk.create(path)
     try:
         disk.write(fd, data)
@@ -66,7 +66,7 @@ def write_file(path: Path, data: memoryview, disk: DurableDisk) -> None:
 
 
 def remove_tree(folder: Path, disk: DurableDisk) -> None:
-    """Remove a folder and what is in it. A link in it is removed, never followed."""
+    """Remove a folder and its contents. Symbolic links are removed, not followed."""
     for path in sorted(folder.iterdir()):
         if path.is_dir() and not path.is_symlink():
             remove_tree(path, disk)
@@ -76,22 +76,23 @@ def remove_tree(folder: Path, disk: DurableDisk) -> None:
 
 
 @contextmanager
-def naming_the_disk(path: Path) -> Iterator[None]:
-    """Turn the system's refusal into a UserError that says which disk it was and how much room it has."""
+def report_disk_errors(path: Path) -> Iterator[None]:
+    """Turn an OSError into a UserError that names the disk and its free space."""
     try:
         yield
     except OSError as error:
         what = f"the checkpoint cannot be written: {error.strerror or error}"
-        raise UserError("K006", what, where=f"{error.filename or path} ({_room(path)})",
-                        fix="make room there, or keep fewer: --set checkpoint.keep=1") from error  # fmt: skip
+        raise UserError("K006", what, where=f"{error.filename or path} ({_free_space(path)})",
+                        fix="free space there, or keep fewer: --set checkpoint.keep=1") from error  # fmt: skip
 
 
-def _room(path: Path) -> str:
-    """Return the disk that `path` is on, or would be, and its room."""
-    place = path.absolute()
-    while not place.exists():
-        place = place.parent
-    usage = shutil.disk_usage(place)
-    while not place.is_mount():
-        place = place.parent
-    return f"disk {place}: {show_bytes(usage.free)} of {show_bytes(usage.total)} free"
+def _free_space(path: Path) -> str:
+    """Return the disk that `path` is on, or would be, and its free space."""
+    existing = path.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    usage = shutil.disk_usage(existing)
+    mount = existing
+    while not mount.is_mount():
+        mount = mount.parent
+    return f"disk {mount}: {show_bytes(usage.free)} of {show_bytes(usage.total)} free"

@@ -1,4 +1,4 @@
-"""Trained weights as a Hugging Face folder: complete, or not there at all."""
+"""Writes trained weights as a Hugging Face folder, atomically: the folder appears only when it is complete."""
 
 import json
 import os
@@ -17,12 +17,12 @@ from trimaran.core import UserError
 from trimaran.models import read_json
 from trimaran.nets import Network
 from trimaran.parallel.axes.pp import StageMap
+from trimaran.parallel.comm.json_exchange import recv_json, send_json
 
 MAX_FILE_BYTES = 4 << 30
 MAX_CONFIG_BYTES = 10_000_000
-LABEL_BYTES = 4096
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-COMPANIONS = (
+TOKENIZER_FILES = (
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -45,14 +45,14 @@ def save_network(
     rank: int,
     stages: StageMap,
     origin: Path | None,
-    beside: Callable[[Path], None],
+    add_files: Callable[[Path], None],
 ) -> None:
-    """Write the network to `folder` as safetensors with its config.json. Every rank calls it, rank 0 writes.
+    """Write the network to `folder` as safetensors with its config.json. Every rank must call it; rank 0 writes.
 
-    `networks` are the stages of it that this rank holds, `stages` says who holds the others. One parameter is gathered
-    at a time, so rank 0 holds at most one file's worth. `beside` adds what else belongs into the folder, which appears
-    whole or not at all; that of an earlier end of the run goes. What the model in `origin`, which this one was trained
-    from, knows of its tokens comes along.
+    `networks` are the pipeline stages on this rank, `stages` says which rank holds the others. Parameters are gathered
+    one at a time, so rank 0 holds at most one file of them. `add_files` adds other files, such as the tokenizer. An
+    existing folder is replaced. `origin` is the model that training started from; its tokenizer files and token ids are
+    copied.
     """
     tensors = _all_tensors(networks, stages, rank)
     if rank != 0:
@@ -61,9 +61,9 @@ def save_network(
         return
     try:
         config = networks[0].disk_config()
-        write_hf_folder(folder, config, tensors, origin=origin, beside=beside, replace=True)
+        write_hf_folder(folder, config, tensors, origin=origin, add_files=add_files, replace=True)
     except (OSError, SafetensorError) as error:
-        fix = "make room, then write them from the last checkpoint: trimaran resume RUN"
+        fix = "free disk space, then write them from the last checkpoint: trimaran resume RUN"
         raise UserError("D006", f"the trained weights cannot be written: {error}", where=str(folder), fix=fix) from None
 
 
@@ -73,28 +73,28 @@ def write_hf_folder(
     tensors: Iterable[tuple[str, Tensor]],
     *,
     origin: Path | None,
-    beside: Callable[[Path], None],
+    add_files: Callable[[Path], None],
     replace: bool = False,
 ) -> None:
-    """Write a Hugging Face folder of these tensors, which appears whole or not at all. One file's worth is in memory.
+    """Write a Hugging Face folder of these tensors, atomically. At most one file of tensors is in memory.
 
-    `origin` and `beside` are as in `save_network`. One that is there already is an error, or goes when the new one is
-    complete, with `replace`. Raises OSError or SafetensorError when it cannot be written.
+    `origin` and `add_files` are as in `save_network`. An existing folder is an error; with `replace` it is removed when
+    the new one is complete. Raises OSError or SafetensorError if the folder cannot be written.
     """
-    draft, old = (folder.with_name(f".{folder.name}.{word}") for word in ("draft", "old"))
+    draft, old = (folder.with_name(f".{folder.name}.{suffix}") for suffix in ("draft", "old"))
     shutil.rmtree(draft, ignore_errors=True)
     shutil.rmtree(old, ignore_errors=True)
     try:
         draft.mkdir(parents=True)
-        known = config | (_token_ids(origin) if origin else {})
-        _write_text(draft / "config.json", json.dumps(known, indent=2) + "\n")
+        merged = config | (_token_ids(origin) if origin else {})
+        _write_text(draft / "config.json", json.dumps(merged, indent=2) + "\n")
         _write_weights(tensors, draft)
-        beside(draft)
+        add_files(draft)
         if origin:
-            _copy_companions(origin, draft)
+            _copy_tokenizer_files(origin, draft)
         for file in draft.glob("*.safetensors"):
-            shutil.copymode(draft / "config.json", file)  # safetensors writes for its owner alone
-        settle(draft)
+            shutil.copymode(draft / "config.json", file)  # safetensors makes files that only the owner can read
+        sync_folder(draft)
         if replace and folder.is_dir():
             folder.rename(old)
         draft.rename(folder)
@@ -104,8 +104,8 @@ def write_hf_folder(
         shutil.rmtree(old, ignore_errors=True)
 
 
-def settle(folder: Path) -> None:
-    """Return when the files in `folder`, and their names, are on the disk itself."""
+def sync_folder(folder: Path) -> None:
+    """Return when the files in `folder`, and their names, are durable."""
     for file in folder.iterdir():
         _sync(file)
     _sync(folder)
@@ -120,55 +120,42 @@ def _sync(path: Path) -> None:
 
 
 def _all_tensors(networks: Sequence[Network], stages: StageMap, rank: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of every stage, in order, on rank 0, and on the others what they hold. All must take all."""
+    """Yield the weights of every stage in order on rank 0, and those of its own stages on another rank.
+
+    Every rank must exhaust the iterator.
+    """
     held = dict(zip(stages.here, networks, strict=True))
-    # Many ranks may hold a stage; those in rank 0's own pipeline send theirs to it.
-    speaks = dist.get_global_rank(stages.group, 0) == 0 and rank != 0
+    # With data parallelism several ranks hold a stage; only those in the pipeline of rank 0 send theirs.
+    is_sender = dist.get_global_rank(stages.group, 0) == 0 and rank != 0
     for stage, owner in enumerate(stages.owners):
         if stage in held:
             for name, tensor in held[stage].disk_tensors():
-                if speaks:
-                    _send(tensor, {"name": name, "shape": list(tensor.shape), "dtype": str(tensor.dtype)})
+                if is_sender:
+                    send_json({"name": name, "shape": list(tensor.shape), "dtype": str(tensor.dtype)}, dst=0)
+                    dist.send(tensor, dst=0)
                 yield name, tensor
-            if speaks:
-                dist.send(_label({}), dst=0)
+            if is_sender:
+                send_json({}, dst=0)
         elif rank == 0:
-            yield from _received(dist.get_global_rank(stages.group, owner))
+            yield from _receive_tensors(dist.get_global_rank(stages.group, owner))
 
 
-def _send(tensor: Tensor, label: dict[str, Any]) -> None:
-    dist.send(_label(label), dst=0)
-    dist.send(tensor, dst=0)
-
-
-def _received(source: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that `source` sends, up to an empty label."""
-    while True:
-        letter = torch.empty(LABEL_BYTES, dtype=torch.uint8)
-        dist.recv(letter, src=source)
-        label = json.loads(letter.numpy().tobytes().rstrip(b"\0"))
-        if not label:
-            return
-        tensor = torch.empty(label["shape"], dtype=getattr(torch, label["dtype"].removeprefix("torch.")))
-        dist.recv(tensor, src=source)
-        yield label["name"], tensor
-
-
-def _label(label: dict[str, Any]) -> Tensor:
-    """Return the label as bytes of a fixed length. It travels as JSON: torch's object collectives would pickle it."""
-    letter, text = torch.zeros(LABEL_BYTES, dtype=torch.uint8), json.dumps(label).encode()
-    letter[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    return letter
+def _receive_tensors(src: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that rank `src` sends, up to an empty header."""
+    while header := recv_json(src):
+        tensor = torch.empty(header["shape"], dtype=getattr(torch, header["dtype"].removeprefix("torch.")))
+        dist.recv(tensor, src=src)
+        yield header["name"], tensor
 
 
 def _token_ids(origin: Path) -> dict[str, Any]:
-    """Return which ids begin, end and pad a text, where `origin` says so; a shape knows nothing of them."""
+    """Return the begin, end and padding token ids in the config of `origin`; a model spec does not have them."""
     config = read_json(origin / "config.json", limit_bytes=MAX_CONFIG_BYTES)
     return {key: config[key] for key in TOKEN_IDS if config.get(key) is not None}
 
 
-def _copy_companions(origin: Path, folder: Path) -> None:
-    for name in COMPANIONS:
+def _copy_tokenizer_files(origin: Path, folder: Path) -> None:
+    for name in TOKENIZER_FILES:
         if (origin / name).is_file() and not (folder / name).exists():
             shutil.copyfile(origin / name, folder / name)
 

@@ -1,4 +1,4 @@
-"""Brings the shares of one step together, from the memory of all nodes to where they are wanted."""
+"""Sends the shares of one step from the nodes that hold them to the ranks that need them."""
 
 from collections.abc import Sequence
 
@@ -8,72 +8,78 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trimaran.checkpoint.find_copies import CopyFinder, FoundCopy
-from trimaran.checkpoint.memory_copies import MemorySource, SavedCopy, index_of, pack_kept, unpack_kept
-from trimaran.checkpoint.rank_layout import RankLayout, gather_numbers, gather_trees
-from trimaran.checkpoint.tensor_regions import Index, overlap
+from trimaran.checkpoint.memory_copies import MemorySource, SlotContents, decode_contents, encode_contents, index_of
+from trimaran.checkpoint.rank_layout import RankLayout
+from trimaran.checkpoint.tensor_regions import TensorIndex, overlap
 from trimaran.checkpoint.tensor_shards import TensorShard
+from trimaran.parallel.comm.json_exchange import all_gather_int64, all_gather_json
 
 CHUNK_BYTES = 64 << 20
 
 
 class CopyFetcher:
-    """The shares of a step: those of this node as they are, the others by name until `fetch`. All ranks make it."""
+    """The shares of a step: those of this node, and only headers of the others until `fetch`. All ranks make one."""
 
-    def __init__(self, survey: CopyFinder, sound: Sequence[FoundCopy], rank_layout: RankLayout) -> None:
+    def __init__(self, finder: CopyFinder, copies: Sequence[FoundCopy], rank_layout: RankLayout) -> None:
         self._rank_layout = rank_layout
-        self._speaker: dict[int, int] = {}
-        """By share, the rank that sends it to those who have none."""
-        for seen in sorted(sound, key=lambda each: (each.rank, each.watcher)):
-            self._speaker.setdefault(seen.rank, seen.watcher)
-        here = {seen.rank: survey.kept(seen) for seen in sound if seen.node == rank_layout.node}
-        self._here = {rank: here[rank] for rank in sorted(here)}
-        nodes_with = {rank: {seen.node for seen in sound if seen.rank == rank} for rank in self._speaker}
-        scarce = [rank for rank, nodes in nodes_with.items() if nodes != set(rank_layout.nodes)]
-        said = {rank: pack_kept(self._here[rank]) for rank in scarce if self._speaker[rank] == rank_layout.rank}
-        rows = gather_trees(said) if scarce else []
-        self._away = {int(rank): unpack_kept(text) for row in rows for rank, text in row.items()}
-        self._away = {rank: kept for rank, kept in self._away.items() if rank not in here}
-        self._scarce = scarce
+        self._sender: dict[int, int] = {}
+        """By the rank of a share, the rank that sends it to nodes without it."""
+        for copy in sorted(copies, key=lambda each: (each.rank, each.reader)):
+            self._sender.setdefault(copy.rank, copy.reader)
+        local = {copy.rank: finder.contents(copy) for copy in copies if copy.node == rank_layout.node}
+        self._local = {rank: local[rank] for rank in sorted(local)}
+        nodes_with = {rank: {copy.node for copy in copies if copy.rank == rank} for rank in self._sender}
+        self._to_send = [rank for rank, nodes in nodes_with.items() if nodes != set(rank_layout.nodes)]
+        """The shares that some node does not have."""
+        mine = {
+            rank: encode_contents(self._local[rank]) for rank in self._to_send if self._sender[rank] == rank_layout.rank
+        }
+        headers = all_gather_json(mine) if self._to_send else []
+        received = {int(rank): decode_contents(text) for row in headers for rank, text in row.items()}
+        self._remote = {rank: contents for rank, contents in received.items() if rank not in local}
 
     @property
-    def index(self) -> Index:
-        return index_of({rank: kept.share for rank, kept in (self._here | self._away).items()})
+    def index(self) -> TensorIndex:
+        return index_of({rank: contents.share for rank, contents in (self._local | self._remote).items()})
 
-    def fetch(self, pieces: Sequence[TensorShard]) -> MemorySource:
-        """Return a source of what `pieces` want. Every rank calls it."""
-        if self._scarce:
-            wanted = np.array([rank in self._away and _touches(self._away[rank], pieces) for rank in self._scarce])
-            for column, takers in enumerate(gather_numbers(wanted).T):
-                for taker in np.flatnonzero(takers):
-                    self._hand_over(self._scarce[column], int(taker))
-        return MemorySource(self._here | self._away)
+    def fetch(self, shards: Sequence[TensorShard]) -> MemorySource:
+        """Return a source with all values that `shards` need. Every rank must call it."""
+        if self._to_send:
+            wanted = np.array(
+                [rank in self._remote and _overlaps(self._remote[rank], shards) for rank in self._to_send]
+            )
+            for column, receivers in enumerate(all_gather_int64(wanted).T):
+                for receiver in np.flatnonzero(receivers):
+                    self._transfer(self._to_send[column], int(receiver))
+        return MemorySource(self._local | self._remote)
 
-    def _hand_over(self, rank: int, taker: int) -> None:
-        """Send the share of `rank` to `taker`. All do so in the same order, so nobody waits for ever."""
-        if self._rank_layout.rank == self._speaker[rank]:
-            for chunk in self._here[rank].memory.split(CHUNK_BYTES):
-                dist.send(chunk, dst=taker)
-        if self._rank_layout.rank == taker:
-            kept = self._away[rank]
-            memory = torch.empty(kept.share.num_bytes, dtype=torch.uint8)
+    def _transfer(self, rank: int, receiver: int) -> None:
+        """Send the share of `rank` to `receiver`. All ranks do this in the same order, so that they do not deadlock."""
+        if self._rank_layout.rank == self._sender[rank]:
+            for chunk in self._local[rank].memory.split(CHUNK_BYTES):
+                dist.send(chunk, dst=receiver)
+        if self._rank_layout.rank == receiver:
+            contents = self._remote[rank]
+            memory = torch.empty(contents.share.num_bytes, dtype=torch.uint8)
             for chunk in memory.split(CHUNK_BYTES):
-                dist.recv(chunk, src=self._speaker[rank])
-            self._away[rank] = _arrived(kept, memory)
+                dist.recv(chunk, src=self._sender[rank])
+            self._remote[rank] = _verified(contents, memory)
 
 
-def _arrived(kept: SavedCopy, memory: Tensor) -> SavedCopy:
-    arrived = SavedCopy(label=kept.label, share=kept.share, memory=memory, checksum=kept.checksum)
-    if not arrived.verify():
-        raise RuntimeError(f"the share of rank {kept.label.rank} was damaged on its way from another node")
-    return arrived
+def _verified(contents: SlotContents, memory: Tensor) -> SlotContents:
+    """Return the contents with the memory that was received."""
+    received = SlotContents(metadata=contents.metadata, share=contents.share, memory=memory, checksum=contents.checksum)
+    if not received.verify():
+        raise RuntimeError(f"the share of rank {contents.metadata.rank} was damaged on its way from another node")
+    return received
 
 
-def _touches(kept: SavedCopy, pieces: Sequence[TensorShard]) -> bool:
-    held = {piece.key: [] for piece in pieces}
-    for piece in pieces:
-        held[piece.key].append(piece)
+def _overlaps(contents: SlotContents, shards: Sequence[TensorShard]) -> bool:
+    by_key = {shard.key: [] for shard in shards}
+    for shard in shards:
+        by_key[shard.key].append(shard)
     return any(
-        overlap(item.start, item.size, piece.start, tuple(piece.tensor.shape)) is not None
-        for item in kept.share.items
-        for piece in held.get(item.key, ())
+        overlap(item.start, item.size, shard.start, tuple(shard.tensor.shape)) is not None
+        for item in contents.share.items
+        for shard in by_key.get(item.key, ())
     )

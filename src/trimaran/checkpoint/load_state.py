@@ -1,4 +1,4 @@
-"""Fills what a rank holds from a state that was kept, however that one was cut."""
+"""Fills the shards of a rank from a saved state, whatever the sharding of that one was."""
 
 from collections.abc import Sequence
 from math import prod
@@ -7,82 +7,88 @@ import numpy as np
 import torch
 
 from trimaran.checkpoint.ownership import Gather
-from trimaran.checkpoint.rank_share import whole_of
+from trimaran.checkpoint.rank_share import meta_of
 from trimaran.checkpoint.tensor_regions import TensorRegion, overlap
-from trimaran.checkpoint.tensor_shards import Source, TensorShard
-from trimaran.core import UserError, nearest
+from trimaran.checkpoint.tensor_shards import CheckpointSource, TensorShard
+from trimaran.core import UserError, did_you_mean
 
-MANY = 5
+MAX_NAMED_TENSORS = 5
 SAME_MODEL = "resume with the model and optimizer that it was saved with"
-ANOTHER = "resume from another checkpoint: `trimaran checkpoints verify RUN` says which are whole"
+ANOTHER_CHECKPOINT = "resume from another checkpoint: `trimaran checkpoints verify RUN` says which are intact"
 
 
-def fill(pieces: Sequence[TensorShard], source: Source) -> None:
-    """Copy the values of every piece out of `source`, bit by bit. Nothing is written before all are known to fit.
+def fill_shards(shards: Sequence[TensorShard], source: CheckpointSource) -> None:
+    """Copy the values of every shard from `source`, bit for bit. All shards are checked before the first is written.
 
-    Raises UserError for a tensor that the source lacks, or has in another shape or type, or has only in part.
+    Raises UserError if the source lacks a tensor, has it with another shape or dtype, or has only some of its values.
     """
-    checked = [(piece, _fitting(piece, source)) for piece in pieces]
+    checked = [(shard, _matching_regions(shard, source)) for shard in shards]
     with torch.no_grad():
-        for piece, parts in checked:
-            for part, start, size in parts:
-                values = source.read(piece.key, part)[_window(start, size, part.start)]
-                piece.tensor[_window(start, size, piece.start)].copy_(values)
+        for shard, regions in checked:
+            for region, start, size in regions:
+                values = source.read(shard.key, region)[_window(start, size, region.start)]
+                shard.tensor[_window(start, size, shard.start)].copy_(values)
 
 
-def refuse_leftovers(
-    pieces: Sequence[TensorShard], source: Source, *, gather: Gather, allowed: Sequence[str] = ()
+def refuse_unused_tensors(
+    shards: Sequence[TensorShard], source: CheckpointSource, *, gather: Gather, allowed: Sequence[str] = ()
 ) -> None:
-    """Raise UserError when `source` has keys that no rank has a place for. Every rank calls it.
+    """Raise UserError if `source` has tensors that no rank loads. Every rank must call it.
 
-    `allowed` are beginnings of keys that may be left over, such as `optimizer/` where only weights are wanted.
+    `allowed` are prefixes of keys that may be unused, such as `optimizer/` if only weights are loaded.
     """
     keys = sorted(source.index)
-    wanted = {piece.key for piece in pieces}
+    wanted = {shard.key for shard in shards}
     bits = np.packbits(np.array([key in wanted for key in keys], dtype=bool))
     words = np.zeros(-(-len(bits) // 8), dtype=np.int64)
     words.view(np.uint8)[: len(bits)] = bits
-    anywhere = np.bitwise_or.reduce(gather(words), axis=0)
-    taken = np.unpackbits(anywhere.view(np.uint8), count=len(keys))
-    left = [key for key, used in zip(keys, taken, strict=True) if not used and not key.startswith(tuple(allowed))]
-    if left:
-        some = ", ".join(left[:MANY]) + (", ..." if len(left) > MANY else "")
-        what = f"has {len(left)} tensors that this run has no place for: {some}"
-        raise _misfit("K005", what, left[0], source, SAME_MODEL)
+    used_anywhere = np.bitwise_or.reduce(gather(words), axis=0)
+    is_used = np.unpackbits(used_anywhere.view(np.uint8), count=len(keys))
+    unused = [key for key, used in zip(keys, is_used, strict=True) if not used and not key.startswith(tuple(allowed))]
+    if unused:
+        some = ", ".join(unused[:MAX_NAMED_TENSORS]) + (", ..." if len(unused) > MAX_NAMED_TENSORS else "")
+        what = f"has {len(unused)} tensors that this run does not use: {some}"
+        raise _mismatch("K005", what, unused[0], source, SAME_MODEL)
 
 
-def _fitting(piece: TensorShard, source: Source) -> list[tuple[TensorRegion, tuple[int, ...], tuple[int, ...]]]:
-    """Return the parts that `piece` overlaps, each with start and size of the overlap, which together cover it."""
-    if not all(piece.shape):
+def _matching_regions(
+    shard: TensorShard, source: CheckpointSource
+) -> list[tuple[TensorRegion, tuple[int, ...], tuple[int, ...]]]:
+    """Return the regions that overlap `shard`, each with start and size of the overlap. Together they cover it."""
+    if not all(shard.shape):
         return []
-    wants, entry = whole_of(piece), source.index.get(piece.key)
+    wants, entry = meta_of(shard), source.index.get(shard.key)
     if entry is None:
-        what = f"does not have {piece.key}{nearest(piece.key, source.index)}"
-        raise _misfit("K001", what, piece.key, source, SAME_MODEL)
-    has = entry.whole
+        what = f"does not have {shard.key}{did_you_mean(shard.key, source.index)}"
+        raise _mismatch("K001", what, shard.key, source, SAME_MODEL)
+    has = entry.meta
     if wants.shape != has.shape:
-        what = f"has {piece.key} as {_shape(has.shape)}, this run wants {_shape(wants.shape)}"
-        raise _misfit("K003", what, piece.key, source, SAME_MODEL)
+        what = f"has {shard.key} as {_shape(has.shape)}, this run wants {_shape(wants.shape)}"
+        raise _mismatch("K003", what, shard.key, source, SAME_MODEL)
     if wants.dtype != has.dtype:
-        what = f"has {piece.key} as {has.dtype}, this run wants {wants.dtype}"
-        raise _misfit("K002", what, piece.key, source, "resume with the precision and optimizer that it was saved with")
-    size = tuple(piece.tensor.shape)
-    found = [(part, *both) for part in entry.parts if (both := overlap(piece.start, size, part.start, part.size))]
+        what = f"has {shard.key} as {has.dtype}, this run wants {wants.dtype}"
+        raise _mismatch(
+            "K002", what, shard.key, source, "resume with the precision and optimizer that it was saved with"
+        )
+    size = tuple(shard.tensor.shape)
+    found = [
+        (region, *both) for region in entry.regions if (both := overlap(shard.start, size, region.start, region.size))
+    ]
     num_values = sum(prod(extent) for _, _, extent in found)
-    if num_values != piece.tensor.numel():
-        what = f"has {num_values:,} of the {piece.tensor.numel():,} values of {piece.key} that are wanted"
-        raise _misfit("K004", what, piece.key, source, ANOTHER)
+    if num_values != shard.tensor.numel():
+        what = f"has {num_values:,} of the {shard.tensor.numel():,} values of {shard.key} that this run needs"
+        raise _mismatch("K004", what, shard.key, source, ANOTHER_CHECKPOINT)
     return found
 
 
 def _window(start: tuple[int, ...], size: tuple[int, ...], origin: tuple[int, ...]) -> tuple[slice, ...]:
-    """Return the rectangle as slices of a tensor that begins at `origin`."""
+    """Return the region as slices of a tensor that begins at `origin`."""
     return tuple(slice(low - base, low - base + n) for low, n, base in zip(start, size, origin, strict=True))
 
 
-def _misfit(code: str, what: str, key: str, source: Source, fix: str) -> UserError:
+def _mismatch(code: str, what: str, key: str, source: CheckpointSource, fix: str) -> UserError:
     return UserError(code, f"the checkpoint of step {source.step} {what}", where=key, fix=fix)
 
 
 def _shape(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape)) if shape else "one value"
+    return " x ".join(map(str, shape)) if shape else "a scalar"

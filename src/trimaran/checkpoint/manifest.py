@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: its step, its files with their sums, and a sum over all that. No torch in here."""
+"""The manifest of a checkpoint: its step, its files with their checksums, and a digest of itself. Imports no torch."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from trimaran.checkpoint.durable import OLD
+from trimaran.checkpoint.durable import READ_FLAGS
 from trimaran.core import UserError
 
 FORMAT = 1
@@ -19,14 +19,14 @@ FILE_NAME = re.compile(r"index\.json|rank-\d{5,9}(\.frozen)?\.safetensors")
 STEP_NAME = re.compile(r"step-(\d{8,18})")
 MAX_MANIFEST_BYTES = 256 << 20
 MAX_INDEX_BYTES = 4 << 30
-SUM = re.compile(r"[0-9a-f]{64}")
-BLANK = "0" * 64
-END = b'"\n}\n'
+SHA256_HEX = re.compile(r"[0-9a-f]{64}")
+ZERO_DIGEST = "0" * 64
+FILE_END = b'"\n}\n'
 
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """How long a file is and the SHA-256 of what is in it."""
+    """The length of a file and the SHA-256 of its contents."""
 
     bytes: int
     sha256: str
@@ -34,7 +34,7 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """One thing that is wrong with a checkpoint: a file, and a phrase that goes on from its name."""
+    """One thing that is wrong with a checkpoint: a file, and a phrase that follows its name."""
 
     file: str
     what: str
@@ -44,21 +44,21 @@ class Damage:
 
 
 class DamagedError(UserError):
-    """A checkpoint is not what it was when it was written."""
+    """A checkpoint differs from what was written."""
 
     def __init__(self, folder: Path, damages: Sequence[Damage]) -> None:
         more = f", and {len(damages) - 1} more" if len(damages) > 1 else ""
         super().__init__("K007", f"this checkpoint is damaged: {damages[0]}{more}", where=str(folder),
-                         fix="use another one: `trimaran checkpoints verify RUN` says which are whole")  # fmt: skip
+                         fix="use another one: `trimaran checkpoints verify RUN` says which are intact")  # fmt: skip
         self.damages = tuple(damages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What belongs to a checkpoint besides tensors, all of it plain data.
+    """Everything in a checkpoint but the tensors, as plain data.
 
-    `time` is seconds since the epoch, `term` the lease's under which it was written. `plan` is as in `plan.json`,
-    `recipe` is the text of `recipe.yaml`. `progress` is whatever the state of training wants back.
+    `time` is seconds since the epoch, `term` is that of the lease under which it was written. `plan` is as in
+    `plan.json`, `recipe` is the text of `recipe.yaml`. `progress` is what `CheckpointState.progress` returned.
     """
 
     step: int
@@ -76,17 +76,17 @@ class Manifest:
 
 
 def manifest_bytes(manifest: Manifest) -> bytes:
-    """Return the file: JSON whose last field is the SHA-256 of the file with that field all zeros."""
-    fields = {"format": FORMAT, **asdict(manifest), "digest": BLANK}
+    """Return the contents of the file: JSON whose last field is the SHA-256 of the file with that field all zeros."""
+    fields = {"format": FORMAT, **asdict(manifest), "digest": ZERO_DIGEST}
     text = (json.dumps(fields, indent=1) + "\n").encode()
-    assert text.endswith(BLANK.encode() + END)
-    return text[: -len(BLANK) - len(END)] + sha256(text).hexdigest().encode() + END
+    assert text.endswith(ZERO_DIGEST.encode() + FILE_END)
+    return text[: -len(ZERO_DIGEST) - len(FILE_END)] + sha256(text).hexdigest().encode() + FILE_END
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return what the checkpoint in `folder` says of itself. Raises DamagedError unless its digest is right.
+    """Return the manifest of the checkpoint in `folder`. Raises DamagedError if its digest is wrong.
 
-    A folder without a manifest, or one of a later format, is a UserError of another kind: it may be whole.
+    A folder without a manifest, or a manifest of a later format, is a plain UserError: it may be intact.
     """
     if folder.is_symlink():
         raise DamagedError(folder, [Damage(folder.name, "is a link")])
@@ -97,26 +97,26 @@ def read_manifest(folder: Path) -> Manifest:
                         fix="name a folder like checkpoints/step-00000012 of a run") from None  # fmt: skip
     except (OSError, ValueError) as error:
         raise DamagedError(folder, [Damage(MANIFEST, f"cannot be read: {error}")]) from None
-    digest = text[-len(BLANK) - len(END) : -len(END)]
-    blank = text[: -len(BLANK) - len(END)] + BLANK.encode() + END
-    if not text.endswith(END) or sha256(blank).hexdigest().encode() != digest:
-        raise DamagedError(folder, [Damage(MANIFEST, "is not what its digest says")])
+    digest = text[-len(ZERO_DIGEST) - len(FILE_END) : -len(FILE_END)]
+    blank = text[: -len(ZERO_DIGEST) - len(FILE_END)] + ZERO_DIGEST.encode() + FILE_END
+    if not text.endswith(FILE_END) or sha256(blank).hexdigest().encode() != digest:
+        raise DamagedError(folder, [Damage(MANIFEST, "does not match its digest")])
     return _checked(folder, text)
 
 
 def read_limited(path: Path, limit_bytes: int) -> bytes:
-    """Return what is in a regular file of at most `limit_bytes`. Raises ValueError for anything else."""
-    with os.fdopen(os.open(path, OLD), "rb") as file:
-        about = os.fstat(file.fileno())
-        if not stat.S_ISREG(about.st_mode):
+    """Return the contents of a regular file of at most `limit_bytes`. Raises ValueError for anything else."""
+    with os.fdopen(os.open(path, READ_FLAGS), "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
             raise ValueError("it is not a file")
-        if about.st_size > limit_bytes:
-            raise ValueError(f"{about.st_size:,} bytes are more than the limit of {limit_bytes:,}")
+        if status.st_size > limit_bytes:
+            raise ValueError(f"{status.st_size:,} bytes are more than the limit of {limit_bytes:,}")
         return file.read(limit_bytes + 1)
 
 
 def _checked(folder: Path, text: bytes) -> Manifest:
-    """Return the manifest that `text` is. Its digest is right, but anyone can compute one: every field is checked."""
+    """Return the manifest in `text`. Its digest is right, but anyone can compute one: every field is checked."""
     try:
         fields = json.loads(text)
         del fields["digest"]
@@ -124,13 +124,13 @@ def _checked(folder: Path, text: bytes) -> Manifest:
     except (ValueError, RecursionError, KeyError, TypeError):
         raise DamagedError(folder, [Damage(MANIFEST, "is not a manifest")]) from None
     if version != FORMAT:
-        raise UserError("K008", f"this checkpoint has format {version!r}, and format {FORMAT} is what can be read here",
+        raise UserError("K008", f"this checkpoint has format {version!r}, and this version reads format {FORMAT}",
                         where=str(folder), fix="read it with the version of trimaran that wrote it")  # fmt: skip
     kinds = {each: (int, float) if each == "time" else type(value) for each, value in asdict(Manifest(step=0)).items()}
-    whole = isinstance(fields, dict) and fields.keys() == kinds.keys()
-    if not whole or not all(isinstance(fields[name], kind) for name, kind in kinds.items()):
+    has_all_fields = isinstance(fields, dict) and fields.keys() == kinds.keys()
+    if not has_all_fields or not all(isinstance(fields[name], kind) for name, kind in kinds.items()):
         raise DamagedError(folder, [Damage(MANIFEST, "is not a manifest")])
-    if damages := [damage for name, record in fields["files"].items() if (damage := _suspicious(name, record))]:
+    if damages := [damage for name, record in fields["files"].items() if (damage := _invalid_record(name, record))]:
         raise DamagedError(folder, damages)
     files = {name: FileRecord(**record) for name, record in fields.pop("files").items()}
     if INDEX not in files:
@@ -141,16 +141,16 @@ def _checked(folder: Path, text: bytes) -> Manifest:
     return Manifest(**fields, files=files)
 
 
-def _suspicious(name: str, record: Any) -> Damage | None:
-    """Return what is wrong with a file's record. Only names that we would give are taken: none of them is a path."""
+def _invalid_record(name: str, record: Any) -> Damage | None:
+    """Return what is wrong with a file's record. Only names that Trimaran writes are accepted: none is a path."""
     if not FILE_NAME.fullmatch(name):
-        return Damage(MANIFEST, f"lists {name[:80]!r}, which is no file of a checkpoint")
-    fine = (
+        return Damage(MANIFEST, f"lists {name[:80]!r}, which is not a file of a checkpoint")
+    is_valid = (
         isinstance(record, dict)
         and record.keys() == {"bytes", "sha256"}
         and type(record["bytes"]) is int
         and record["bytes"] >= 0
         and isinstance(record["sha256"], str)
-        and SUM.fullmatch(record["sha256"])
+        and SHA256_HEX.fullmatch(record["sha256"])
     )
-    return None if fine else Damage(MANIFEST, f"says nothing sensible of {name}")
+    return None if is_valid else Damage(MANIFEST, f"has no valid length and checksum of {name}")

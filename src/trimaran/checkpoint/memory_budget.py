@@ -1,68 +1,74 @@
-"""How much of a node's memory copies of the state may take. Decided before the first step, alike on all ranks."""
+"""How much host memory the copies of the state may take. Decided before the first step, equal on all ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
-import psutil
 
-from trimaran.checkpoint.rank_layout import RankLayout, can_pair, gather_numbers
+from trimaran.checkpoint.rank_layout import RankLayout, can_pair
 from trimaran.core import CheckpointSection, UserError, show_bytes
+from trimaran.hardware.host_limits import free_bytes
+from trimaran.parallel.comm.json_exchange import all_gather_int64
 
-FREE_SHARE = 0.5
-"""How much of the memory that is free before the first step copies may take: training itself wants some, too."""
-CGROUP = Path("/sys/fs/cgroup")
+MAX_FREE_MEMORY_FRACTION = 0.5
+"""Of the memory that is free before the first step, copies may take this fraction. Training needs the rest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBudget:
-    """Slots of each rank: `own` for its copies, `foreign` for those of a rank on another node.
+    """The slots of each rank: `own_slots` for its own copies, `peer_slots` for those of a rank on another node.
 
-    With `memory` copies outlive their rank; without, a single slot is where a checkpoint waits to be written. No slot
-    at all: it waits in a file on the disk that it is meant for, and training waits with it.
+    With `keeps_copies` the slots hold copies to restore from. Without it a single slot only holds a checkpoint until
+    it is on disk. With no slot the checkpoint waits in a file on its own disk, and training waits until it is written.
     """
 
-    own: int
-    foreign: int = 0
-    memory: bool = True
+    own_slots: int
+    peer_slots: int = 0
+    keeps_copies: bool = True
 
     @property
     def num_slots(self) -> int:
-        return self.own + self.foreign
+        return self.own_slots + self.peer_slots
 
 
-def rooms(section: CheckpointSection, *, has_rank_memory: bool, pairs: bool) -> list[MemoryBudget]:
-    """Return the ways to divide memory, the best first, the last with none at all.
+NO_SLOTS = MemoryBudget(own_slots=0, keeps_copies=False)
 
-    `has_berth`: copies are of use, since they outlive their rank. `pairs`: each rank has a partner on another node.
+
+def budget_options(section: CheckpointSection, *, has_rank_memory: bool, pairs: bool) -> list[MemoryBudget]:
+    """Return the possible budgets, the best first; the last has no slots.
+
+    `has_rank_memory`: copies are useful, since they can be restored from. `pairs`: each rank has a partner on another
+    node.
     """
-    last = [MemoryBudget(own=1, memory=False), MemoryBudget(own=0, memory=False)]
+    last = [MemoryBudget(own_slots=1, keeps_copies=False), NO_SLOTS]
     if not has_rank_memory or section.memory == 0:
         return last
-    alone = [MemoryBudget(own=3), MemoryBudget(own=2)] if section.asynchronous else [MemoryBudget(own=2)]
-    # Two more are not to be written to: one on its way to another node, and the one that got there last.
-    paired = [MemoryBudget(own=room.own + 2, foreign=2) for room in alone if pairs]
+    alone = [MemoryBudget(own_slots=count) for count in ((3, 2) if section.asynchronous else (2,))]
+    # Two more slots cannot be overwritten: the one being sent to another node, and the one that was sent last.
+    paired = [MemoryBudget(own_slots=each.own_slots + 2, peer_slots=2) for each in alone if pairs]
     return [*paired, *alone, *last]
 
 
-def first_that_fits(
+def first_fitting_budget(
     options: Sequence[MemoryBudget], slot_bytes: Sequence[int], nodes: Sequence[int], free: Sequence[int]
 ) -> MemoryBudget:
-    """Return the first of `options` for which every node has the memory; the last wants none.
+    """Return the first of `options` for which every node has the memory; the last needs none.
 
-    For each rank: the bytes of one of its slots, its node, and the bytes that are free on that node.
+    For each rank: the bytes of one of its slots, its node, and the free bytes of that node.
     """
-    for room in options[:-1]:
+    for option in options[:-1]:
         needs = {
             node: sum(size for size, each in zip(slot_bytes, nodes, strict=True) if each == node) for node in nodes
         }
-        if all(room.num_slots * needs[node] <= FREE_SHARE * has for node, has in zip(nodes, free, strict=True)):
-            return room
+        if all(
+            option.num_slots * needs[node] <= MAX_FREE_MEMORY_FRACTION * has
+            for node, has in zip(nodes, free, strict=True)
+        ):
+            return option
     return options[-1]
 
 
-def divide(
+def choose_budget(
     section: CheckpointSection,
     rank_layout: RankLayout,
     *,
@@ -70,34 +76,24 @@ def divide(
     rank_memory_bytes: int,
     has_rank_memory: bool,
 ) -> MemoryBudget:
-    """Return how much memory copies take. `berth_bytes` of it are taken already. Every rank calls it.
+    """Return the memory budget for copies. Every rank must call it.
 
-    Raises UserError when copies in memory were asked for by name and do not fit.
+    `rank_memory_bytes` are allocated already and count as free. Raises UserError if the recipe demands copies in
+    memory and they do not fit.
     """
     mine = np.array([slot_bytes, free_bytes(), rank_memory_bytes], dtype=np.int64)
-    sizes, free, taken = gather_numbers(mine).T.tolist()
+    sizes, free, allocated = all_gather_int64(mine).T.tolist()
     nodes = rank_layout.nodes
-    ready = [
-        has + sum(size for size, node in zip(taken, nodes, strict=True) if node == here)
+    available = [
+        has + sum(size for size, node in zip(allocated, nodes, strict=True) if node == here)
         for has, here in zip(free, nodes, strict=True)
     ]
-    options = rooms(section, has_rank_memory=has_rank_memory, pairs=can_pair(rank_layout) and has_rank_memory)
-    room = first_that_fits(options, sizes, nodes, ready)
-    if isinstance(section.memory, int) and section.memory > 0 and has_rank_memory and not room.memory:
+    options = budget_options(section, has_rank_memory=has_rank_memory, pairs=can_pair(rank_layout) and has_rank_memory)
+    budget = first_fitting_budget(options, sizes, nodes, available)
+    if isinstance(section.memory, int) and section.memory > 0 and has_rank_memory and not budget.keeps_copies:
         needs = 2 * sum(size for size, node in zip(sizes, nodes, strict=True) if node == rank_layout.node)
+        allowed = int(MAX_FREE_MEMORY_FRACTION * available[rank_layout.rank])
         raise UserError("K040", f"two copies of the state take {show_bytes(needs)} of this node's memory, "
-                        f"they may take {show_bytes(int(FREE_SHARE * ready[rank_layout.rank]))}", where="checkpoint.memory",
+                        f"they may take {show_bytes(allowed)}", where="checkpoint.memory",
                         fix="use more nodes, or let the run decide: --set checkpoint.memory=auto")  # fmt: skip
-    return room
-
-
-def free_bytes(cgroup: Path = CGROUP) -> int:
-    """Return how much memory this node has free, or its container where that has less."""
-    free = psutil.virtual_memory().available
-    try:
-        limit = int((cgroup / "memory.max").read_text())
-        counted = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-        taken = int((cgroup / "memory.current").read_text()) - int(counted["file"]) + int(counted["shmem"])
-    except (OSError, ValueError, KeyError):  # no container, or one without a limit: "max"
-        return free
-    return min(free, max(0, limit - taken))
+    return budget

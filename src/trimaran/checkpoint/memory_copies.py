@@ -1,9 +1,9 @@
-"""Copies of the state in memory that a supervisor owns: they outlive the rank that made them.
+"""Copies of the state in memory that the supervisor owns, so that they outlive the rank that made them.
 
-A rank memory is the memory of one rank's place on a node, a memfd: a page that says how it is cut, then slots of equal size.
-A slot holds a share of one step. It is broken open before it is written to and sealed after: a rank that is killed in
-between leaves a slot that does not verify. With two slots in turn, a step that all ranks have survives every kill: a
-rank opens a slot only after a step in which all took part, so the others have sealed the step before.
+A `RankMemory` is the memory of one local rank of a node. It is a memfd: one page with the layout, then slots of equal
+size. A slot holds one rank's share of one step. A rank invalidates a slot before it writes to it and commits it after;
+a rank that is killed in between leaves an invalid slot. With two slots in turn, one step that all ranks have survives
+every kill: a rank overwrites a slot only after a step that needed all ranks, so all have committed the step before.
 """
 
 import json
@@ -19,27 +19,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trimaran.checkpoint.rank_share import Item, RankShare, view_of
-from trimaran.checkpoint.tensor_regions import Entry, Index, TensorRegion, Whole
+from trimaran.checkpoint.rank_share import RankShare, ShareItem, item_view
+from trimaran.checkpoint.tensor_regions import IndexEntry, TensorIndex, TensorMeta, TensorRegion
 
-PAGE = 4096
-CUT = struct.Struct("=8sQQQI")  # magic, slots, room for a head, room for data, CRC-32 of these
-SEAL = struct.Struct(
-    "=8sQQQI"
-)  # magic, bytes of the head, bytes of the data, sum of the data, CRC-32 of head and these
+PAGE_BYTES = 4096
+LAYOUT = struct.Struct("=8sQQQI")
+"""Of a rank memory: magic, number of slots, bytes for a header, bytes for data, CRC-32 of these."""
+SLOT_START = struct.Struct("=8sQQQI")
+"""Of a slot: magic, bytes of the header, bytes of the data, checksum of the data, CRC-32 of the header and these."""
 MAGIC = b"trimaran"
-HEAD_SPARE = 64 << 10
-"""What a head may take besides the list of items: the progress."""
+MAX_PROGRESS_BYTES = 64 << 10
+"""What a header may take besides the list of items."""
 BLOCK_WORDS = 1 << 17
-AT_ONCE = 1 << 30  # bytes of memory that are taken together
-DISK_BLOCK = 512  # bytes, in which stat counts
+ALLOCATE_BYTES = 1 << 30
+"""Bytes allocated per system call."""
+STAT_BLOCK_BYTES = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Label:
+class CopyMetadata:
     """What a slot holds: the share of `rank` of `world_size` after `step` steps.
 
-    `incarnation` tells apart states of one step that differ: attempt of the run, then how often it went back.
+    `incarnation` is the attempt of the run and how often it rewound: it tells states of the same step apart.
     """
 
     step: int
@@ -50,52 +51,53 @@ class Label:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SavedCopy:
-    """A slot whose head is whole: label and share, and the memory, which nobody has verified yet."""
+class SlotContents:
+    """A slot whose header is valid: metadata, share, and the memory, which is not verified yet."""
 
-    label: Label
+    metadata: CopyMetadata
     share: RankShare
     memory: Tensor
     checksum: int
 
     def verify(self) -> bool:
-        """Return whether the values are what was sealed."""
+        """Return whether the values match the checksum they were committed with."""
         return checksum(self.memory) == self.checksum
 
 
 class MemorySlot:
-    """A piece of a rank memory with room for one share."""
+    """A slice of a rank memory that holds one share."""
 
-    def __init__(self, memory: Tensor, head_room: int) -> None:
-        self.memory, self._head_room = memory, head_room
-        self.data = memory[head_room:]
-        """All the room there is; a share takes the first bytes of it."""
+    def __init__(self, memory: Tensor, header_bytes: int) -> None:
+        self.memory, self._header_bytes = memory, header_bytes
+        self.data = memory[header_bytes:]
+        """All memory for values; a share takes the first bytes of it."""
 
-    def open(self) -> None:
-        """Break the seal: what the slot held is lost from here on."""
-        self._write(0, bytes(SEAL.size))
+    def invalidate(self) -> None:
+        """Make the slot invalid: what it held is lost."""
+        self._write(0, bytes(SLOT_START.size))
 
-    def seal(self, label: Label, items: bytes, num_bytes: int) -> None:
-        """Declare that `num_bytes` of the data are the share whose items `pack_items` wrote down."""
-        head = _pack_label(label) + b"\n" + items
-        if SEAL.size + len(head) > self._head_room:
-            raise ValueError(f"a head of {len(head)} bytes does not fit into {self._head_room}")
-        self._write(SEAL.size, head)
-        fields = (MAGIC, len(head), num_bytes, checksum(self.data[:num_bytes]))
-        crc = zlib.crc32(head, zlib.crc32(repr(fields).encode()))
-        self._write(0, SEAL.pack(*fields, crc))
+    def commit(self, metadata: CopyMetadata, items: bytes, num_bytes: int) -> None:
+        """Make the slot valid: `num_bytes` of the data are the share whose items `encode_items` encoded."""
+        header = _encode_metadata(metadata) + b"\n" + items
+        if SLOT_START.size + len(header) > self._header_bytes:
+            raise ValueError(f"a header of {len(header)} bytes does not fit into {self._header_bytes}")
+        self._write(SLOT_START.size, header)
+        fields = (MAGIC, len(header), num_bytes, checksum(self.data[:num_bytes]))
+        crc = zlib.crc32(header, zlib.crc32(repr(fields).encode()))
+        self._write(0, SLOT_START.pack(*fields, crc))
 
-    def read(self) -> SavedCopy | None:
-        """Return what is sealed in here; None when that is nothing, or the head is damaged."""
-        magic, head_bytes, num_bytes, total, crc = SEAL.unpack(self._read(0, SEAL.size))
-        if magic != MAGIC or SEAL.size + head_bytes > self._head_room or num_bytes > len(self.data):
+    def read(self) -> SlotContents | None:
+        """Return the contents; None if the slot is invalid or its header is damaged."""
+        magic, header_bytes, num_bytes, total, crc = SLOT_START.unpack(self._read(0, SLOT_START.size))
+        if magic != MAGIC or SLOT_START.size + header_bytes > self._header_bytes or num_bytes > len(self.data):
             return None
-        head = self._read(SEAL.size, head_bytes)
-        if crc != zlib.crc32(head, zlib.crc32(repr((magic, head_bytes, num_bytes, total)).encode())):
+        header = self._read(SLOT_START.size, header_bytes)
+        if crc != zlib.crc32(header, zlib.crc32(repr((magic, header_bytes, num_bytes, total)).encode())):
             return None
-        label, items = head.split(b"\n", 1)
-        share = RankShare(_unpack_items(items), num_bytes)
-        return SavedCopy(label=_unpack_label(label), share=share, memory=self.data[:num_bytes], checksum=total)
+        metadata, items = header.split(b"\n", 1)
+        share = RankShare(_decode_items(items), num_bytes)
+        memory = self.data[:num_bytes]
+        return SlotContents(metadata=_decode_metadata(metadata), share=share, memory=memory, checksum=total)
 
     def _write(self, offset: int, data: bytes) -> None:
         if data:
@@ -106,154 +108,157 @@ class MemorySlot:
 
 
 class RankMemory:
-    """The memory of one place. `fd` stays open with its owner, whatever becomes of this object."""
+    """Memory of one local rank that outlives its process. The owner keeps `fd` open; this object never closes it."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self.slots: tuple[MemorySlot, ...] = ()
-        self._cut = (0, 0, 0)
+        self._layout = (0, 0, 0)
         self._open()
 
     @property
     def num_bytes(self) -> int:
-        """How large the rank memory is. It may take less of the node's memory, until `take` has returned."""
+        """The size. Less may be allocated until `allocate` has returned."""
         return os.fstat(self.fd).st_size
 
     @property
-    def taken_bytes(self) -> int:
-        """What the rank memory takes of the node's memory by now."""
-        return os.fstat(self.fd).st_blocks * DISK_BLOCK
+    def allocated_bytes(self) -> int:
+        """How much of the node's memory it takes now."""
+        return os.fstat(self.fd).st_blocks * STAT_BLOCK_BYTES
 
-    def lay_out(self, num_slots: int, *, num_bytes: int, items_bytes: int, take: bool = True) -> bool:
-        """Cut the rank memory into slots for shares of up to `num_bytes`; return whether what was in it is still there.
+    def create_slots(self, num_slots: int, *, num_bytes: int, items_bytes: int, allocate: bool = True) -> bool:
+        """Split the memory into slots for shares of up to `num_bytes`; return whether its contents are still there.
 
-        It is when the cut is the same. The memory is taken here and now, so that a lack of it is an OSError; without
-        `take`, that is left to a call of `take`.
+        They are if the layout is the same as before. The memory is allocated now, so that a lack of it is an OSError;
+        without `allocate` the caller must call `allocate`.
         """
-        head = _pages(SEAL.size + items_bytes + HEAD_SPARE)
-        cut = (num_slots, head, _pages(num_bytes))
-        if cut == self._cut:
+        header = _round_to_pages(SLOT_START.size + items_bytes + MAX_PROGRESS_BYTES)
+        layout = (num_slots, header, _round_to_pages(num_bytes))
+        if layout == self._layout:
             return True
-        self.slots, self._cut = (), (0, 0, 0)
+        self.slots, self._layout = (), (0, 0, 0)
         os.ftruncate(self.fd, 0)
-        size = PAGE + num_slots * (cut[1] + cut[2])
+        size = PAGE_BYTES + num_slots * (layout[1] + layout[2])
         os.ftruncate(self.fd, size)
-        if take:
-            self.take()
-        fields = (MAGIC, *cut)
-        os.pwrite(self.fd, CUT.pack(*fields, zlib.crc32(repr(fields).encode())), 0)
+        if allocate:
+            self.allocate()
+        fields = (MAGIC, *layout)
+        os.pwrite(self.fd, LAYOUT.pack(*fields, zlib.crc32(repr(fields).encode())), 0)
         self._open()
         return False
 
-    def take(self, goes_on: Callable[[], bool] = lambda: True) -> None:
-        """Take the memory, which is 6 GB a second; a lack of it is an OSError. Stops when `goes_on` says no."""
+    def allocate(self, should_continue: Callable[[], bool] = lambda: True) -> None:
+        """Allocate the memory, at about 6 GB a second; a lack of it is an OSError.
+
+        Stops early when `should_continue` returns False.
+        """
         size = self.num_bytes
-        for start in range(0, size, AT_ONCE):
-            if goes_on():
-                os.posix_fallocate(self.fd, start, min(AT_ONCE, size - start))
+        for start in range(0, size, ALLOCATE_BYTES):
+            if should_continue():
+                os.posix_fallocate(self.fd, start, min(ALLOCATE_BYTES, size - start))
 
-    def kept(self) -> list[tuple[MemorySlot, SavedCopy]]:
-        """Return the slots with a whole head, and what they hold."""
+    def valid_slots(self) -> list[tuple[MemorySlot, SlotContents]]:
+        """Return the slots with a valid header, and their contents."""
         found = [(slot, slot.read()) for slot in self.slots]
-        return [(slot, kept) for slot, kept in found if kept is not None]
-
-    @property
-    def memory(self) -> Tensor:
-        """All of it, to be pinned."""
-        return self._memory
+        return [(slot, contents) for slot, contents in found if contents is not None]
 
     def _open(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
-        if self.num_bytes < PAGE:
+        if self.num_bytes < PAGE_BYTES:
             return
-        magic, *cut, crc = CUT.unpack(os.pread(self.fd, CUT.size, 0))
-        num_slots, head, data = cut
-        good = magic == MAGIC and crc == zlib.crc32(repr((magic, *cut)).encode())
-        if not good or self.num_bytes != PAGE + num_slots * (head + data):
+        magic, *layout, crc = LAYOUT.unpack(os.pread(self.fd, LAYOUT.size, 0))
+        num_slots, header, data = layout
+        is_valid = magic == MAGIC and crc == zlib.crc32(repr((magic, *layout)).encode())
+        if not is_valid or self.num_bytes != PAGE_BYTES + num_slots * (header + data):
             return
-        self._memory = torch.frombuffer(mmap.mmap(self.fd, self.num_bytes), dtype=torch.uint8)
-        self._cut = (num_slots, head, data)
-        starts = [PAGE + index * (head + data) for index in range(num_slots)]
-        self.slots = tuple(MemorySlot(self._memory[start : start + head + data], head) for start in starts)
+        memory = torch.frombuffer(mmap.mmap(self.fd, self.num_bytes), dtype=torch.uint8)
+        self._layout = (num_slots, header, data)
+        starts = [PAGE_BYTES + index * (header + data) for index in range(num_slots)]
+        self.slots = tuple(MemorySlot(memory[start : start + header + data], header) for start in starts)
 
 
 class MemorySource:
-    """A step out of the verified slots of all ranks that kept it; see `pieces.Source`."""
+    """A step from the verified slots of all ranks that saved it; see `tensor_shards.CheckpointSource`."""
 
-    def __init__(self, shares: Mapping[int, SavedCopy]) -> None:
-        """`shares` are by rank; all of one step and incarnation."""
-        label = next(iter(shares.values())).label
-        self.step, self.progress = label.step, label.progress
-        self._memory = {str(rank): kept.memory for rank, kept in shares.items()}
-        self.index: Index = index_of({rank: kept.share for rank, kept in shares.items()})
+    def __init__(self, shares: Mapping[int, SlotContents]) -> None:
+        """`shares` are by rank, all of one step and incarnation."""
+        metadata = next(iter(shares.values())).metadata
+        self.step, self.progress = metadata.step, metadata.progress
+        self._memory = {str(rank): contents.memory for rank, contents in shares.items()}
+        self.index: TensorIndex = index_of({rank: contents.share for rank, contents in shares.items()})
 
-    def read(self, key: str, part: TensorRegion) -> Tensor:
-        item = Item(key, self.index[key].whole, part.start, part.size, part.offset, False)
-        return view_of(self._memory[part.file], item)
+    def read(self, key: str, region: TensorRegion) -> Tensor:
+        item = ShareItem(key, self.index[key].meta, region.start, region.size, region.offset, False)
+        return item_view(self._memory[region.file], item)
 
 
-def index_of(shares: Mapping[int, RankShare]) -> Index:
-    """Return where every tensor is; the file of a part is its rank."""
-    wholes: dict[str, Whole] = {}
-    parts: dict[str, list[TensorRegion]] = {}
+def index_of(shares: Mapping[int, RankShare]) -> TensorIndex:
+    """Return the index of these shares; the `file` of a region is its rank."""
+    metas: dict[str, TensorMeta] = {}
+    regions: dict[str, list[TensorRegion]] = {}
     for rank, share in shares.items():
         for item in share.items:
-            wholes[item.key] = item.whole
-            parts.setdefault(item.key, []).append(TensorRegion(item.start, item.size, str(rank), item.offset))
-    return {key: Entry(whole, tuple(parts[key])) for key, whole in wholes.items()}
+            metas[item.key] = item.meta
+            regions.setdefault(item.key, []).append(TensorRegion(item.start, item.size, str(rank), item.offset))
+    return {key: IndexEntry(meta, tuple(regions[key])) for key, meta in metas.items()}
 
 
 def checksum(data: Tensor) -> int:
-    """Return a sum over all of `data`, whose length is a multiple of 8: three times as fast as a CRC.
+    """Return a checksum of `data`, whose length is a multiple of 8. It is three times as fast as a CRC.
 
-    It is the CRC-32 of the sums of its blocks, word by word. A flipped bit, a page of zeros or of another step change
-    it; words that trade places within a block do not, which no failure of a memory does.
+    It is the CRC-32 of the int64 sums of its blocks. A flipped bit, a zeroed page or a page of another step changes
+    it. Swapping words within a block does not, but no memory fault does that.
     """
     words = data.view(torch.int64)
-    whole = len(words) // BLOCK_WORDS * BLOCK_WORDS
-    sums = torch.cat([words[:whole].view(-1, BLOCK_WORDS).sum(1), words[whole:].sum().reshape(1)])
+    in_blocks = len(words) // BLOCK_WORDS * BLOCK_WORDS
+    sums = torch.cat([words[:in_blocks].view(-1, BLOCK_WORDS).sum(1), words[in_blocks:].sum().reshape(1)])
     return zlib.crc32(sums.numpy().tobytes())
 
 
-def pack_items(items: Iterable[Item]) -> bytes:
+def encode_items(items: Iterable[ShareItem]) -> bytes:
     """Return the items of a share as JSON."""
-    rows = [(each.key, each.whole.dtype, each.whole.shape, each.start, each.size, each.offset, each.frozen)
+    rows = [(each.key, each.meta.dtype, each.meta.shape, each.start, each.size, each.offset, each.frozen)
             for each in items]  # fmt: skip
     return json.dumps(rows, separators=(",", ":")).encode()
 
 
-def pack_kept(kept: SavedCopy) -> str:
-    """Return what a slot holds, without the values, as text for another rank."""
-    head = _pack_label(kept.label) + b"\n" + pack_items(kept.share.items)
-    return f"{kept.checksum} {kept.share.num_bytes}\n{head.decode()}"
+def encode_contents(contents: SlotContents) -> str:
+    """Return the contents of a slot without the values, as text for another rank."""
+    header = _encode_metadata(contents.metadata) + b"\n" + encode_items(contents.share.items)
+    return f"{contents.checksum} {contents.share.num_bytes}\n{header.decode()}"
 
 
-def unpack_kept(text: str) -> SavedCopy:
-    """Return what `pack_kept` wrote down; the memory is empty."""
-    numbers, label, items = text.split("\n", 2)
+def decode_contents(text: str) -> SlotContents:
+    """Return what `encode_contents` encoded; the memory is empty."""
+    numbers, metadata, items = text.split("\n", 2)
     total, num_bytes = map(int, numbers.split())
-    share = RankShare(_unpack_items(items.encode()), num_bytes)
+    share = RankShare(_decode_items(items.encode()), num_bytes)
     memory = torch.empty(0, dtype=torch.uint8)
-    return SavedCopy(label=_unpack_label(label.encode()), share=share, memory=memory, checksum=total)
+    return SlotContents(metadata=_decode_metadata(metadata.encode()), share=share, memory=memory, checksum=total)
 
 
-def _unpack_items(data: bytes) -> tuple[Item, ...]:
+def _decode_items(data: bytes) -> tuple[ShareItem, ...]:
     return tuple(
-        Item(key, Whole(dtype, tuple(shape)), tuple(start), tuple(size), offset, frozen)
+        ShareItem(key, TensorMeta(dtype, tuple(shape)), tuple(start), tuple(size), offset, frozen)
         for key, dtype, shape, start, size, offset, frozen in json.loads(data)
     )
 
 
-def _pack_label(label: Label) -> bytes:
-    tree = {"step": label.step, "voyage": label.incarnation, "rank": label.rank, "world_size": label.world_size}
-    return json.dumps(tree | {"progress": label.progress}, separators=(",", ":")).encode()
+def _encode_metadata(metadata: CopyMetadata) -> bytes:
+    fields = {
+        "step": metadata.step,
+        "incarnation": metadata.incarnation,
+        "rank": metadata.rank,
+        "world_size": metadata.world_size,
+        "progress": metadata.progress,
+    }
+    return json.dumps(fields, separators=(",", ":")).encode()
 
 
-def _unpack_label(data: bytes) -> Label:
-    tree = json.loads(data)
-    attempt, laps = tree.pop("voyage")
-    return Label(incarnation=(attempt, laps), **tree)
+def _decode_metadata(data: bytes) -> CopyMetadata:
+    fields = json.loads(data)
+    attempt, num_rewinds = fields.pop("incarnation")
+    return CopyMetadata(incarnation=(attempt, num_rewinds), **fields)
 
 
-def _pages(num_bytes: int) -> int:
-    return -(-num_bytes // PAGE) * PAGE
+def _round_to_pages(num_bytes: int) -> int:
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES

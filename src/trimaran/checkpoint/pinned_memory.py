@@ -1,4 +1,4 @@
-"""Memory that a GPU reaches by itself: taken and pinned in a thread, while a run begins to train."""
+"""Pinned host memory: allocated and pinned in a thread while the run starts to train."""
 
 import logging
 import threading
@@ -11,109 +11,109 @@ import torch
 from torch import Tensor
 
 from trimaran.checkpoint.memory_copies import RankMemory
-from trimaran.checkpoint.tensor_shards import Composed
+from trimaran.checkpoint.tensor_shards import TensorLike
 
 log = logging.getLogger(__name__)
 
-STRETCH = 1 << 28
-"""Bytes that are pinned together. Nothing else gets at the GPU meanwhile: 15 GB at once held training up for 8 s."""
+PIN_CHUNK_BYTES = 1 << 28
+"""Bytes pinned per call. A call blocks all other use of the GPU: pinning 15 GB at once stalled training for 8 s."""
 
 
-class Pinned:
-    """Keeps the pages of `memory` where the GPU can reach them, until it is dropped."""
+class PinnedMemory:
+    """Keeps the pages of `memory` pinned until this object is dropped."""
 
     def __init__(self, memory: Tensor) -> None:
         runtime: Any = torch.cuda.cudart()
         torch.cuda.check_error(int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)))
         release: Any = finalize(self, _release, runtime, memory)
-        release.atexit = False  # the end of the process does it, and is quicker
+        release.atexit = False  # the end of the process unpins it, and faster
 
 
 def _release(runtime: Any, memory: Tensor) -> None:
     runtime.cudaHostUnregister(memory.data_ptr())
 
 
-class Preparation:
-    """Takes the memory of a rank memory, then has `pin` pin it slot by slot, behind the back of who goes on meanwhile.
+class BackgroundPinning:
+    """Allocates a rank memory, then pins it slot by slot, in a thread while training continues.
 
-    For a state of some ten gigabytes that takes about as many seconds, in which the first step can be compiled. `pin`
-    runs in this thread, gets a stretch of a slot at a time, and returns what keeps it pinned until it is dropped.
-    Between two stretches training has its turn.
+    This takes about one second per gigabyte, during which the first step can compile. The thread calls `pin` with one
+    chunk of a slot at a time; `pin` returns an object that keeps the chunk pinned until it is dropped. Between two
+    chunks the thread sleeps, so that training can use the GPU.
     """
 
     def __init__(self, rank_memory: RankMemory, pin: Callable[[Tensor], object]) -> None:
         self._rank_memory, self._pin = rank_memory, pin
         self._pins: list[object] = []
-        self._is_lacking = self._is_off = False
+        self._lacks_memory = self._is_cancelled = False
         self._failure: Exception | None = None
-        self._over = threading.Event()
-        # Not a daemon, since a process that ends while one is inside CUDA is aborted. Its end does not wait for long:
-        # see `_goes_on`.
+        self._done = threading.Event()
+        # Not a daemon: a process that ends while a thread is inside CUDA is aborted. `_should_continue` stops the
+        # thread soon after the main thread has ended.
         threading.Thread(target=self._work, name="trimaran-pin", daemon=False).start()
 
     @property
-    def is_over(self) -> bool:
-        """Whether it is known if there is memory."""
-        return self._over.is_set()
+    def is_done(self) -> bool:
+        """Whether it is known if there is enough memory."""
+        return self._done.is_set()
 
     @property
     def is_pinned(self) -> bool:
-        """Whether all slots are pinned, once it is over. Where the system allows no more of it, none is."""
+        """Whether all slots are pinned, once this is done. If the system limits pinning, none is."""
         return bool(self._pins)
 
     def wait(self) -> bool:
-        """Return whether there is memory, as soon as that is known."""
-        self._over.wait()
+        """Return whether there is enough memory, as soon as that is known."""
+        self._done.wait()
         if self._failure is not None:
             raise self._failure
-        return not self._is_lacking
+        return not self._lacks_memory
 
-    def let_go(self) -> None:
-        """Stop, and pin nothing any more. The memory stays with the rank memory."""
-        self._is_off = True
-        self._over.wait()
+    def release(self) -> None:
+        """Stop, and unpin everything. The rank memory stays allocated."""
+        self._is_cancelled = True
+        self._done.wait()
         self._pins.clear()
 
-    def _goes_on(self) -> bool:
-        return not self._is_off and threading.main_thread().is_alive()
+    def _should_continue(self) -> bool:
+        return not self._is_cancelled and threading.main_thread().is_alive()
 
     def _work(self) -> None:
         try:
-            self._rank_memory.take(self._goes_on)
-            for stretch in (each for slot in self._rank_memory.slots for each in slot.memory.split(STRETCH)):
-                if self._goes_on():
+            self._rank_memory.allocate(self._should_continue)
+            for chunk in (each for slot in self._rank_memory.slots for each in slot.memory.split(PIN_CHUNK_BYTES)):
+                if self._should_continue():
                     began = time.monotonic()
-                    self._pins.append(self._pin(stretch))
+                    self._pins.append(self._pin(chunk))
                     time.sleep(time.monotonic() - began)
         except OSError:
-            self._is_lacking = True
-        except RuntimeError as error:  # the system lets no more memory be pinned: each copy holds training up
+            self._lacks_memory = True
+        except RuntimeError as error:  # the system limits pinning: copies to pageable memory stall training
             self._pins.clear()
-            log.warning("checkpoints are copied while training waits: %s", error)
-        except Exception as error:  # for the thread that trains
+            log.warning("host memory cannot be pinned, so training waits for every copy of the state: %s", error)
+        except Exception as error:  # `wait` raises it in the training thread
             self._failure = error
         finally:
-            self._over.set()
+            self._done.set()
 
 
-def within_stretches(
-    slot: Tensor, target: Tensor, values: Tensor | Composed
-) -> Iterator[tuple[Tensor, Tensor | Composed]]:
-    """Yield `target`, a part of `slot`'s memory, and the values for it in pieces of which none spans two stretches.
+def split_at_pin_chunks(
+    slot: Tensor, target: Tensor, values: Tensor | TensorLike
+) -> Iterator[tuple[Tensor, Tensor | TensorLike]]:
+    """Yield `target`, a slice of the memory of `slot`, and its values in parts that lie in one pinned chunk each.
 
-    A GPU copies into one stretch at a time only. Rows stay whole but for those that an end of a stretch runs through.
+    A GPU copy cannot span two pinned chunks. Only rows that cross the end of a chunk are split.
     """
     first = target.data_ptr() - slot.data_ptr()
-    room = STRETCH - first % STRETCH
-    if target.nbytes <= room:
+    remaining = PIN_CHUNK_BYTES - first % PIN_CHUNK_BYTES
+    if target.nbytes <= remaining:
         yield target, values
         return
-    row = target.nbytes // len(target)
-    whole, rest = divmod(room, row)
-    if whole:
-        yield target[:whole], values[:whole]
+    row_bytes = target.nbytes // len(target)
+    num_rows, rest = divmod(remaining, row_bytes)
+    if num_rows:
+        yield target[:num_rows], values[:num_rows]
     if rest:
-        yield from within_stretches(slot, target[whole], values[whole])
-        whole += 1
-    if whole < len(target):
-        yield from within_stretches(slot, target[whole:], values[whole:])
+        yield from split_at_pin_chunks(slot, target[num_rows], values[num_rows])
+        num_rows += 1
+    if num_rows < len(target):
+        yield from split_at_pin_chunks(slot, target[num_rows:], values[num_rows:])

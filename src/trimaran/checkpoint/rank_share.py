@@ -1,4 +1,4 @@
-"""What one rank alone writes of the state: rectangles, one after the other in a flat memory."""
+"""The share of the state that one rank writes: regions of tensors, one after the other in flat memory."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -8,8 +8,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from trimaran.checkpoint.tensor_regions import VALUE_BYTES, Whole
-from trimaran.checkpoint.tensor_shards import Composed, TensorShard
+from trimaran.checkpoint.tensor_regions import VALUE_BYTES, TensorMeta
+from trimaran.checkpoint.tensor_shards import TensorLike, TensorShard
 
 ALIGNMENT = 64
 TORCH_DTYPES = {
@@ -37,11 +37,11 @@ DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
-    """A rectangle of a whole and the byte at which it begins in the memory of its share."""
+class ShareItem:
+    """A region of a tensor and the byte offset at which it begins in the memory of the share."""
 
     key: str
-    whole: Whole
+    meta: TensorMeta
     start: tuple[int, ...]
     size: tuple[int, ...]
     offset: int
@@ -49,89 +49,89 @@ class Item:
 
     @property
     def num_bytes(self) -> int:
-        return prod(self.size) * VALUE_BYTES[self.whole.dtype]
+        return prod(self.size) * VALUE_BYTES[self.meta.dtype]
 
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """What a rank writes. What no step changes comes last, so that it makes a file of its own.
+    """The items that a rank writes. Frozen items come last, since they go to a file of their own.
 
-    Within both halves wide values come before narrow ones without a gap between: each lies at a multiple of its width,
-    and a half is a safetensors file's data as it stands. The halves begin at multiples of 64 bytes.
+    Both halves are sorted by the width of a value, widest first, without gaps: every value is aligned, and each half is
+    the data of a safetensors file as it is. The halves begin at multiples of 64 bytes.
     """
 
-    items: tuple[Item, ...]
+    items: tuple[ShareItem, ...]
     num_bytes: int
 
 
 Rows = tuple[int, int]
-"""First row and the one after the last, of a piece's dimension 0; a scalar counts as one row."""
+"""The first row and the one after the last, along dimension 0 of a shard. A scalar has one row."""
 
 
-def lay_out(pieces: Sequence[TensorShard], rectangles: Sequence[Rows]) -> RankShare:
-    """Return the share that `ownership.own` gave this rank as `rectangles`, one for each of `pieces`."""
-    owned = [(piece, rows) for piece, rows in zip(pieces, rectangles, strict=True) if rows[0] < rows[1]]
+def build_share(shards: Sequence[TensorShard], rows_of_shards: Sequence[Rows]) -> RankShare:
+    """Return this rank's share: of each of `shards` the rows that `assign_rows` assigned to it."""
+    owned = [(shard, rows) for shard, rows in zip(shards, rows_of_shards, strict=True) if rows[0] < rows[1]]
     owned.sort(key=lambda each: (each[0].frozen, -each[0].tensor.element_size()))
-    items: list[Item] = []
+    items: list[ShareItem] = []
     offset, frozen = 0, False
-    for piece, (first, end) in owned:
-        if piece.frozen and not frozen:
+    for shard, (first, end) in owned:
+        if shard.frozen and not frozen:
             offset, frozen = _aligned(offset), True
-        size = tuple(piece.tensor.shape)
-        start = piece.start
+        size = tuple(shard.tensor.shape)
+        start = shard.start
         if size:
             start, size = (start[0] + first, *start[1:]), (end - first, *size[1:])
-        item = Item(piece.key, whole_of(piece), start, size, offset, piece.frozen)
+        item = ShareItem(shard.key, meta_of(shard), start, size, offset, shard.frozen)
         items.append(item)
         offset += item.num_bytes
     return RankShare(tuple(items), _aligned(offset))
 
 
-def copy_in(share: RankShare, pieces: Sequence[TensorShard], memory: Tensor) -> None:
-    """Copy the values of the share out of `pieces` into `memory`, `share.num_bytes` bytes on the host.
+def copy_to_memory(share: RankShare, shards: Sequence[TensorShard], memory: Tensor) -> None:
+    """Copy the values of the share from `shards` to `memory`, `share.num_bytes` bytes on the host.
 
-    From a device into pinned memory the copies are only started, on the current stream: wait before reading them.
+    Copies from a GPU to pinned memory are asynchronous, on the current stream: synchronize before reading them.
     """
-    started = any(piece.tensor.is_cuda for piece in pieces) and memory.is_pinned()
+    non_blocking = any(shard.tensor.is_cuda for shard in shards) and memory.is_pinned()
     with torch.no_grad():
-        for item, values in zip(share.items, values_of(share, pieces), strict=True):
-            copy_out(values, view_of(memory, item), non_blocking=started)
+        for item, values in zip(share.items, item_values(share, shards), strict=True):
+            copy_values(values, item_view(memory, item), non_blocking=non_blocking)
 
 
-def copy_out(values: Tensor | Composed, target: Tensor, *, non_blocking: bool = False) -> None:
-    """Copy what a piece holds into `target`, as it is kept."""
+def copy_values(values: Tensor | TensorLike, target: Tensor, *, non_blocking: bool = False) -> None:
+    """Copy the values of a shard to `target`, in the format of the checkpoint."""
     if isinstance(values, Tensor):
         target.copy_(values, non_blocking=non_blocking)
     else:
         values.copy_to(target, non_blocking=non_blocking)
 
 
-def values_of(share: RankShare, pieces: Sequence[TensorShard]) -> list[Tensor | Composed]:
-    """Return the values of each item of the share: views of what `pieces` hold."""
+def item_values(share: RankShare, shards: Sequence[TensorShard]) -> list[Tensor | TensorLike]:
+    """Return the values of each item of the share, as views of `shards`."""
     held = defaultdict(list)
-    for piece in pieces:
-        held[piece.key].append(piece)
+    for shard in shards:
+        held[shard.key].append(shard)
     with torch.no_grad():
-        return [_cut(held[item.key], item) for item in share.items]
+        return [_slice_item(held[item.key], item) for item in share.items]
 
 
-def view_of(memory: Tensor, item: Item) -> Tensor:
-    """Return the memory of one item as a tensor in its shape."""
-    return memory[item.offset : item.offset + item.num_bytes].view(TORCH_DTYPES[item.whole.dtype]).view(item.size)
+def item_view(memory: Tensor, item: ShareItem) -> Tensor:
+    """Return the memory of one item as a tensor of its dtype and shape."""
+    return memory[item.offset : item.offset + item.num_bytes].view(TORCH_DTYPES[item.meta.dtype]).view(item.size)
 
 
-def whole_of(piece: TensorShard) -> Whole:
-    """Return the tensor that `piece` is a rectangle of."""
-    return Whole(DTYPE_NAMES[piece.tensor.dtype], piece.shape)
+def meta_of(shard: TensorShard) -> TensorMeta:
+    """Return dtype and shape of the full tensor that `shard` is a region of."""
+    return TensorMeta(DTYPE_NAMES[shard.tensor.dtype], shard.shape)
 
 
-def _cut(candidates: list[TensorShard], item: Item) -> Tensor | Composed:
-    for piece in candidates:
-        first = [mine - its for mine, its in zip(item.start, piece.start, strict=True)]
-        spans = zip(first, item.size, piece.tensor.shape, strict=True)
-        if all(begin >= 0 and begin + extent <= room for begin, extent, room in spans):
-            return piece.tensor[tuple(slice(begin, begin + n) for begin, n in zip(first, item.size, strict=True))]
-    raise AssertionError(f"no piece holds {item}")
+def _slice_item(candidates: list[TensorShard], item: ShareItem) -> Tensor | TensorLike:
+    for shard in candidates:
+        first = [mine - its for mine, its in zip(item.start, shard.start, strict=True)]
+        spans = zip(first, item.size, shard.tensor.shape, strict=True)
+        if all(begin >= 0 and begin + extent <= limit for begin, extent, limit in spans):
+            return shard.tensor[tuple(slice(begin, begin + n) for begin, n in zip(first, item.size, strict=True))]
+    raise AssertionError(f"no shard holds {item}")
 
 
 def _aligned(offset: int) -> int:

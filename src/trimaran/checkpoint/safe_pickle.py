@@ -1,8 +1,7 @@
-"""Reads the values out of a pickle without obeying it: nothing is imported, looked up or called.
+"""Reads the data in a pickle without executing it: nothing is imported, looked up or called.
 
-A pickle is a program. Torch writes the table of contents of its distributed checkpoints as one, and so does it with
-every tensor in them. Here the program is only read: where it says "call this", the result is a note that it said so,
-and it may say so of a handful of names.
+A pickle is a program. Torch writes the metadata of its distributed checkpoints as a pickle, and so every tensor in
+them. Here the program is only parsed: a call is recorded as a `PickledCall`, and only a few names may be called.
 """
 
 import pickletools
@@ -14,15 +13,15 @@ from trimaran.core import UserError
 
 
 @dataclass(frozen=True, slots=True)
-class Name:
-    """Something in a module, by its full name. It stays a name."""
+class GlobalName:
+    """The full name of a module attribute. It is never looked up."""
 
     text: str
 
 
 @dataclass(slots=True, eq=False)
-class Made:
-    """What a program wants to make by calling `name` with `inputs`, and the state that it wants to give it."""
+class PickledCall:
+    """A recorded call of `name` with `inputs`, and the state that would be set on the result. It is never made."""
 
     name: str
     inputs: Any
@@ -30,25 +29,25 @@ class Made:
 
 
 @dataclass(slots=True, eq=False)
-class Table:
-    """A dict as a list of pairs: its keys are whatever was written, so they are never hashed or compared."""
+class PickledDict:
+    """A dict as a list of pairs. Its keys are untrusted, so they are never hashed or compared."""
 
     pairs: list[tuple[Any, Any]]
 
-    def texts(self) -> dict[str, Any]:
-        """Return the pairs whose keys are text."""
+    def string_items(self) -> dict[str, Any]:
+        """Return the pairs whose keys are strings, as a dict."""
         return {key: value for key, value in self.pairs if isinstance(key, str)}
 
 
 @dataclass(slots=True, eq=False)
-class Outside:
-    """What lies outside of the pickle, as the pickle refers to it: torch's way to name the memory of a tensor."""
+class PersistentId:
+    """A persistent id: how torch refers to a tensor storage outside of the pickle."""
 
-    label: Any
+    value: Any
 
 
-class RefusalError(Exception):
-    """The program wants something that plain data does not need."""
+class UnsafePickleError(Exception):
+    """The pickle uses something that plain data does not need."""
 
 
 MARK = object()
@@ -58,58 +57,58 @@ CONSTANTS = {
     "NEWFALSE": lambda: False,
     "EMPTY_TUPLE": lambda: (),
     "EMPTY_LIST": list,
-    "EMPTY_DICT": lambda: Table([]),
+    "EMPTY_DICT": lambda: PickledDict([]),
     "MARK": lambda: MARK,
 }
 LITERALS = {"BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"}
 PUTS, GETS = {"BINPUT", "LONG_BINPUT"}, {"BINGET", "LONG_BINGET"}
 TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
-SILENT = {"PROTO", "FRAME"}
+IGNORED = {"PROTO", "FRAME"}
 
 
-def read_opcodes(program: bytes, *, names: Collection[str], where: str) -> Any:
-    """Return what the pickle `program` holds: numbers, text, tuples, lists, and the nouns of this file.
+def read_pickle(program: bytes, *, names: Collection[str], where: str) -> Any:
+    """Return the data in the pickle `program`: numbers, strings, tuples, lists, and the classes of this module.
 
-    `names` are the full names that it may mention. Work and memory are linear in the size of the program: what it
-    repeats by reference stays one object.
+    `names` are the full names that it may refer to. Time and memory are linear in the size of the program: repeated
+    references stay one object.
     """
-    reader = _Reader(names)
+    reader = _PickleReader(names)
     try:
         for opcode, argument, _ in pickletools.genops(program):
             if opcode.name == "STOP":
                 return reader.result()
-            reader.obey(opcode.name, argument)
-        raise RefusalError("it has no end")
-    except RefusalError as error:
-        raise UserError("K021", f"this is more than data, and nothing of it was obeyed: {error}", where=where,
-                        fix="use checkpoints whose origin you know; this one may be an attack") from None  # fmt: skip
+            reader.read(opcode.name, argument)
+        raise UnsafePickleError("it does not end")
+    except UnsafePickleError as error:
+        raise UserError("K021", f"this pickle is more than data, and none of it was executed: {error}", where=where,
+                        fix="use checkpoints from a source you trust; this one may be an attack") from None  # fmt: skip
     except (ValueError, IndexError, KeyError, TypeError, UnicodeError, OverflowError) as error:
-        raise UserError("K022", f"the table of contents is damaged: {type(error).__name__}", where=where,
+        raise UserError("K022", f"the metadata is damaged: {type(error).__name__}", where=where,
                         fix="copy the checkpoint again, or use another one") from None  # fmt: skip
 
 
-class _Reader:
-    """The stack and the memo of the machine that a pickle is written for."""
+class _PickleReader:
+    """The stack and the memo of the pickle machine."""
 
     def __init__(self, names: Collection[str]) -> None:
         self.names = names
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
-        self.verbs = {
+        self.opcodes = {
             "MEMOIZE": lambda: self.memo.__setitem__(len(self.memo), self.top()),
-            "TUPLE": lambda: self.stack.append(tuple(self.to_mark())),
-            "APPEND": lambda: self.append([*self.pop(1)]),
-            "APPENDS": lambda: self.append(self.to_mark()),
+            "TUPLE": lambda: self.stack.append(tuple(self.pop_to_mark())),
+            "APPEND": lambda: self.extend_list([*self.pop(1)]),
+            "APPENDS": lambda: self.extend_list(self.pop_to_mark()),
             "SETITEM": lambda: self.set_items([*self.pop(2)]),
-            "SETITEMS": lambda: self.set_items(self.to_mark()),
-            "STACK_GLOBAL": lambda: self.mention(*self.pop(2)),
-            "REDUCE": self.make,
-            "NEWOBJ": self.make,
-            "BUILD": self.build,
-            "BINPERSID": lambda: self.stack.append(Outside(*self.pop(1))),
+            "SETITEMS": lambda: self.set_items(self.pop_to_mark()),
+            "STACK_GLOBAL": lambda: self.push_global(*self.pop(2)),
+            "REDUCE": self.push_call,
+            "NEWOBJ": self.push_call,
+            "BUILD": self.set_state,
+            "BINPERSID": lambda: self.stack.append(PersistentId(*self.pop(1))),
         }
 
-    def obey(self, opcode: str, argument: Any) -> None:
+    def read(self, opcode: str, argument: Any) -> None:
         if opcode in LITERALS:
             self.stack.append(argument)
         elif opcode in CONSTANTS:
@@ -121,11 +120,11 @@ class _Reader:
         elif opcode in TUPLES:
             self.stack.append(self.pop(TUPLES[opcode]))
         elif opcode == "GLOBAL":
-            self.mention(*argument.split(" ", 1))
-        elif opcode in self.verbs:
-            self.verbs[opcode]()
-        elif opcode not in SILENT:
-            raise RefusalError(f"it uses the instruction {opcode}")
+            self.push_global(*argument.split(" ", 1))
+        elif opcode in self.opcodes:
+            self.opcodes[opcode]()
+        elif opcode not in IGNORED:
+            raise UnsafePickleError(f"it uses the opcode {opcode}")
 
     def result(self) -> Any:
         (value,) = self.pop(len(self.stack))
@@ -133,7 +132,7 @@ class _Reader:
 
     def top(self) -> Any:
         if self.stack[-1] is MARK:
-            raise ValueError("a mark is no value")
+            raise ValueError("a mark is not a value")
         return self.stack[-1]
 
     def pop(self, count: int) -> tuple[Any, ...]:
@@ -143,40 +142,40 @@ class _Reader:
         del self.stack[-count:]
         return taken
 
-    def to_mark(self) -> list[Any]:
-        place = next((index for index in reversed(range(len(self.stack))) if self.stack[index] is MARK), None)
-        if place is None:
+    def pop_to_mark(self) -> list[Any]:
+        position = next((index for index in reversed(range(len(self.stack))) if self.stack[index] is MARK), None)
+        if position is None:
             raise ValueError("there is no mark")
-        taken = self.stack[place + 1 :]
-        del self.stack[place:]
+        taken = self.stack[position + 1 :]
+        del self.stack[position:]
         return taken
 
-    def append(self, values: list[Any]) -> None:
+    def extend_list(self, values: list[Any]) -> None:
         if not isinstance(self.top(), list):
-            raise RefusalError("it appends to something that is no list")
+            raise UnsafePickleError("it appends to something that is not a list")
         self.top().extend(values)
 
     def set_items(self, flat: list[Any]) -> None:
-        table = self.top()
-        if not isinstance(table, Table):
-            raise RefusalError("it sets items of something that is no dict")
-        table.pairs.extend(zip(flat[::2], flat[1::2], strict=True))
+        target = self.top()
+        if not isinstance(target, PickledDict):
+            raise UnsafePickleError("it sets items of something that is not a dict")
+        target.pairs.extend(zip(flat[::2], flat[1::2], strict=True))
 
-    def mention(self, module: Any, name: Any) -> None:
+    def push_global(self, module: Any, name: Any) -> None:
         full = f"{module}.{name}" if isinstance(module, str) and isinstance(name, str) else "something without a name"
         if full not in self.names:
-            raise RefusalError(f"it names {full[:100]!r}")
-        self.stack.append(Name(full))
+            raise UnsafePickleError(f"it refers to {full[:100]!r}")
+        self.stack.append(GlobalName(full))
 
-    def make(self) -> None:
-        what, inputs = self.pop(2)
-        if not isinstance(what, Name) or not isinstance(inputs, tuple):
-            raise RefusalError("it calls something that is no name")
-        self.stack.append(Made(what.text, inputs))
+    def push_call(self) -> None:
+        function, inputs = self.pop(2)
+        if not isinstance(function, GlobalName) or not isinstance(inputs, tuple):
+            raise UnsafePickleError("it calls something that is not a name")
+        self.stack.append(PickledCall(function.text, inputs))
 
-    def build(self) -> None:
-        made, state = self.pop(2)
-        if not isinstance(made, Made) or made.state is not None:
-            raise RefusalError("it gives a state to something that was not just made")
-        made.state = state
-        self.stack.append(made)
+    def set_state(self) -> None:
+        call, state = self.pop(2)
+        if not isinstance(call, PickledCall) or call.state is not None:
+            raise UnsafePickleError("it sets the state of something that is not a new object")
+        call.state = state
+        self.stack.append(call)

@@ -1,4 +1,4 @@
-"""The checkpoints of a run, side by side: which there are, which is newest, which may go. No torch in here."""
+"""The checkpoint directories of a run: which steps are complete, which is newest, which to prune. Imports no torch."""
 
 import json
 import os
@@ -16,24 +16,24 @@ WHY = "why.json"
 
 
 def step_path(folder: Path, step: int) -> Path:
-    """Return where the checkpoint of `step` is, or would be."""
+    """Return the path of the checkpoint of `step`, which need not exist."""
     return folder / f"step-{step:08d}"
 
 
 def step_of(path: Path) -> int:
-    """Return the step that a checkpoint's folder is named for."""
+    """Return the step in the name of a checkpoint directory."""
     named = STEP_NAME.fullmatch(path.name)
     assert named, f"{path} is not named like a checkpoint"
     return int(named[1])
 
 
 def draft_path(folder: Path, step: int, nonce: str) -> Path:
-    """Return where it is written before it is complete. `nonce`, hexadecimal, tells one try from the next."""
+    """Return the path at which a checkpoint is written until it is complete. `nonce`, in hex, is unique per try."""
     return folder / f".step-{step:08d}.{nonce}.draft"
 
 
-def steps(folder: Path) -> list[int]:
-    """Return the steps of the checkpoints that look complete, in ascending order. Links are not looked at."""
+def complete_steps(folder: Path) -> list[int]:
+    """Return the steps of the checkpoints with a manifest, in ascending order. Symbolic links are ignored."""
     if not folder.is_dir():
         return []
     found = []
@@ -44,20 +44,20 @@ def steps(folder: Path) -> list[int]:
     return sorted(found)
 
 
-def headless(folder: Path) -> list[Path]:
-    """Return what is named like a checkpoint and is none: a folder without a manifest, a link, a file."""
-    whole = {step_path(folder, step) for step in steps(folder)}
-    there = sorted(folder.iterdir()) if folder.is_dir() else []
-    return [path for path in there if STEP_NAME.fullmatch(path.name) and path not in whole]
+def without_manifest(folder: Path) -> list[Path]:
+    """Return what is named like a checkpoint but is none: a directory without a manifest, a link, a file."""
+    complete = {step_path(folder, step) for step in complete_steps(folder)}
+    paths = sorted(folder.iterdir()) if folder.is_dir() else []
+    return [path for path in paths if STEP_NAME.fullmatch(path.name) and path not in complete]
 
 
-def newest(folder: Path) -> int | None:
-    """Return the newest step that looks complete; None when there is none. It is looked up, never stored."""
-    return max(steps(folder), default=None)
+def newest_step(folder: Path) -> int | None:
+    """Return the newest step with a manifest; None if there is none. The directory is scanned at every call."""
+    return max(complete_steps(folder), default=None)
 
 
 def looks_complete(path: Path) -> bool:
-    """Return whether the manifest is sound and every file is there in its length. Sums are `verify`'s."""
+    """Return whether the manifest is valid and every file has its length. Checksums are left to `verify`."""
     try:
         files = read_manifest(path).files
         return all((path / name).lstat().st_size == record.bytes for name, record in files.items())
@@ -66,7 +66,7 @@ def looks_complete(path: Path) -> bool:
 
 
 def refuse(path: Path, why: str, disk: DurableDisk = DISK) -> Path:
-    """Rename a damaged checkpoint so that nobody takes it for a good one, and return where it is now."""
+    """Rename a damaged checkpoint so that no run loads it, and return its new path."""
     target, count = path.with_name(f"refused-{path.name}"), 1
     while target.is_symlink() or target.exists():
         count += 1
@@ -74,25 +74,25 @@ def refuse(path: Path, why: str, disk: DurableDisk = DISK) -> Path:
     disk.rename(path, target)
     disk.sync_folder(path.parent)
     if target.is_dir() and not target.is_symlink():
-        # The disk may be the very thing that is broken; the new name says enough.
+        # The disk itself may be broken; the new name is enough.
         with suppress(OSError):
             write_file(target / WHY, memoryview(json.dumps({"why": why}).encode() + b"\n"), disk)
     return target
 
 
-def drop(path: Path, disk: DurableDisk = DISK) -> None:
-    """Remove a checkpoint or a draft. A crash on the way leaves a draft, never half a checkpoint."""
+def remove_checkpoint(path: Path, disk: DurableDisk = DISK) -> None:
+    """Remove a checkpoint or a draft. A crash in between leaves a draft, never half a checkpoint."""
     if not DRAFT_NAME.fullmatch(path.name):
         draft = draft_path(path.parent, step_of(path), secrets.token_hex(4))
         disk.rename(path, draft)
-        # Before any of its files goes: a name that came back would be a checkpoint with holes.
+        # Sync before any file is removed: if a power cut undid the rename, the checkpoint would lack files.
         disk.sync_folder(path.parent)
         path = draft
     remove_tree(path, disk)
 
 
-def sweep_drafts(folder: Path, disk: DurableDisk = DISK) -> list[str]:
-    """Remove the drafts that dead attempts left, and return their names. Nobody may be writing one."""
+def remove_drafts(folder: Path, disk: DurableDisk = DISK) -> list[str]:
+    """Remove the drafts of dead attempts and return their names. No process may be writing one."""
     if not folder.is_dir():
         return []
     drafts = sorted(path for path in folder.iterdir() if DRAFT_NAME.fullmatch(path.name))
@@ -104,22 +104,22 @@ def sweep_drafts(folder: Path, disk: DurableDisk = DISK) -> list[str]:
     return [path.name for path in drafts]
 
 
-def superfluous(there: list[int], *, keep: int, keep_every: int, verified: int) -> list[int]:
-    """Return which of the steps may go: older than `verified`, not among the newest `keep`, no multiple."""
-    kept = set(sorted(there)[-keep:])
+def steps_to_prune(steps: list[int], *, keep: int, keep_every: int, verified: int) -> list[int]:
+    """Return the steps older than `verified` that are neither among the newest `keep` nor multiples of `keep_every`."""
+    newest = set(sorted(steps)[-keep:])
     return [
         step
-        for step in sorted(there)
-        if step < verified and step not in kept and not (keep_every and step % keep_every == 0)
+        for step in sorted(steps)
+        if step < verified and step not in newest and not (keep_every and step % keep_every == 0)
     ]
 
 
 def prune(folder: Path, keep: int, keep_every: int, verified: int, disk: DurableDisk = DISK) -> list[int]:
-    """Remove what is superfluous and return those steps. `verified` is a step whose every sum has just been right."""
-    there = steps(folder)
-    if verified not in there:
+    """Remove the `steps_to_prune` and return them. `verified` is a step whose checksums have just been verified."""
+    steps = complete_steps(folder)
+    if verified not in steps:
         return []
-    gone = superfluous(there, keep=keep, keep_every=keep_every, verified=verified)
-    for step in gone:
-        drop(step_path(folder, step), disk)
-    return gone
+    pruned = steps_to_prune(steps, keep=keep, keep_every=keep_every, verified=verified)
+    for step in pruned:
+        remove_checkpoint(step_path(folder, step), disk)
+    return pruned

@@ -1,4 +1,4 @@
-"""The bytes of a checkpoint on disk, mapped into memory. No torch in here."""
+"""The files of a checkpoint on disk, mapped into memory. Imports no torch."""
 
 import mmap
 import os
@@ -7,52 +7,52 @@ from pathlib import Path
 
 import numpy as np
 
-from trimaran.checkpoint.durable import OLD
+from trimaran.checkpoint.durable import READ_FLAGS
 from trimaran.checkpoint.manifest import INDEX, MAX_INDEX_BYTES, Damage, DamagedError, read_limited, read_manifest
 from trimaran.checkpoint.shard_index import parse_index
-from trimaran.checkpoint.tensor_regions import VALUE_BYTES, Index, TensorRegion, Whole
+from trimaran.checkpoint.tensor_regions import VALUE_BYTES, TensorIndex, TensorMeta, TensorRegion
 
 
 class StepFiles:
-    """A checkpoint whose manifest and index are sound. What the tensors' files hold is `verify`'s to say.
+    """A checkpoint whose manifest and index are valid. The tensor files are verified by `verify` only.
 
-    Nothing in a file is interpreted: the index says where each part is, and every place was checked against its file.
+    The tensor files are not parsed: the index says where each region is, and its offsets are checked against the files.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.manifest = folder, read_manifest(folder)
-        self.index: Index = self._read_index()
+        self.index: TensorIndex = self._read_index()
         self._maps: dict[str, np.ndarray] = {}
 
-    def bytes_of(self, whole: Whole, part: TensorRegion) -> np.ndarray:
-        """Return the bytes of a part. They are the file's own: nothing is read before it is looked at."""
-        begin = part.offset
-        return self._mapped(part.file)[begin : begin + part.num_values * VALUE_BYTES[whole.dtype]]
+    def bytes_of(self, meta: TensorMeta, region: TensorRegion) -> np.ndarray:
+        """Return the bytes of a region, as a view of the mapped file: pages are read when they are accessed."""
+        begin = region.offset
+        return self._mapped(region.file)[begin : begin + region.num_values * VALUE_BYTES[meta.dtype]]
 
-    def _read_index(self) -> Index:
+    def _read_index(self) -> TensorIndex:
         record = self.manifest.files[INDEX]
         try:
             text = read_limited(self.folder / INDEX, MAX_INDEX_BYTES)
         except (OSError, ValueError) as error:
             raise DamagedError(self.folder, [Damage(INDEX, f"cannot be read: {error}")]) from None
         if len(text) != record.bytes or sha256(text).hexdigest() != record.sha256:
-            raise DamagedError(self.folder, [Damage(INDEX, "is not what the manifest says")])
+            raise DamagedError(self.folder, [Damage(INDEX, "does not match the manifest")])
         try:
             return parse_index(text, {name: each.bytes for name, each in self.manifest.files.items()})
         except ValueError as error:
-            raise DamagedError(self.folder, [Damage(INDEX, f"makes no sense: {error}")]) from None
+            raise DamagedError(self.folder, [Damage(INDEX, f"is invalid: {error}")]) from None
 
     def _mapped(self, name: str) -> np.ndarray:
         if name not in self._maps:
             try:
-                fd = os.open(self.folder / name, OLD)
+                fd = os.open(self.folder / name, READ_FLAGS)
             except OSError as error:
                 raise DamagedError(self.folder, [Damage(name, f"cannot be read: {error.strerror}")]) from None
             try:
                 size = os.fstat(fd).st_size
                 if size != self.manifest.files[name].bytes:
                     raise DamagedError(self.folder, [Damage(name, f"has {size:,} bytes")])
-                # A private copy on write: torch wants memory that could be written to, and the file stays as it is.
+                # Copy-on-write: torch wants writable memory, and the file must not change.
                 self._maps[name] = np.frombuffer(mmap.mmap(fd, size, access=mmap.ACCESS_COPY), np.uint8)
             finally:
                 os.close(fd)

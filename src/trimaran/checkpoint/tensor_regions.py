@@ -1,4 +1,4 @@
-"""Where the parts of a tensor are: rectangles of a named whole, in files or in memory. No torch in here."""
+"""The index of a checkpoint: which region of which tensor is stored where. Imports no torch."""
 
 from dataclasses import dataclass
 from math import prod
@@ -9,12 +9,12 @@ VALUE_BYTES = {
     **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
     **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ", "F8_E8M0"), 1),
 }
-"""What a value takes, by safetensors' word for its kind."""
+"""Bytes per value, by the safetensors name of the dtype."""
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
-    """A tensor as no single rank may hold it. `dtype` is safetensors' word for it: F32, BF16, U8, ..."""
+class TensorMeta:
+    """Dtype and shape of a full, unsharded tensor. `dtype` is the safetensors name: F32, BF16, U8, ..."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -22,7 +22,7 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class TensorRegion:
-    """A rectangle of a whole, dimension by dimension from `start`, and where its bytes are."""
+    """A rectangular region of a tensor, `size` values from `start` in each dimension, and where its bytes are."""
 
     start: tuple[int, ...]
     size: tuple[int, ...]
@@ -35,21 +35,21 @@ class TensorRegion:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """A tensor and all its parts, which cover it without overlap."""
+class IndexEntry:
+    """A tensor and all its regions, which cover it without overlap."""
 
-    whole: Whole
-    parts: tuple[TensorRegion, ...]
+    meta: TensorMeta
+    regions: tuple[TensorRegion, ...]
 
 
-Index = dict[str, Entry]
-"""By key: `model/NAME` for weights and buffers, `optimizer/STATE/NAME` for what the optimizer keeps of a parameter."""
+TensorIndex = dict[str, IndexEntry]
+"""By key: `model/NAME` for parameters and buffers, `optimizer/STATE/NAME` for the optimizer state of a parameter."""
 
 
 def overlap(
     start: tuple[int, ...], size: tuple[int, ...], other_start: tuple[int, ...], other_size: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return start and size of what two rectangles share, None when that is nothing. A scalar overlaps itself."""
+    """Return start and size of the intersection of two regions; None if it is empty. Two scalars always intersect."""
     begin = tuple(map(max, start, other_start))
     ends = zip(start, size, other_start, other_size, strict=True)
     extent = tuple(min(a + n, b + m) - low for (a, n, b, m), low in zip(ends, begin, strict=True))

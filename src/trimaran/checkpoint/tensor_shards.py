@@ -1,4 +1,4 @@
-"""What a rank holds of the state of training, as memory to be copied out of or into."""
+"""The shards of the training state that a rank holds, and the interfaces to save and load them."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
@@ -6,11 +6,14 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
-from trimaran.checkpoint.tensor_regions import Index, TensorRegion
+from trimaran.checkpoint.tensor_regions import TensorIndex, TensorRegion
 
 
-class Composed(Protocol):
-    """A tensor that a rank holds in another form than it is kept in. It has the measures of what is kept."""
+class TensorLike(Protocol):
+    """A tensor that a rank stores in another format than the checkpoint does.
+
+    Shape, dtype and sizes are those of the tensor in the checkpoint.
+    """
 
     @property
     def shape(self) -> torch.Size: ...
@@ -32,66 +35,66 @@ class Composed(Protocol):
     def element_size(self) -> int: ...
 
     def __getitem__(self, window: Any, /) -> Self:
-        """Return a rectangle of it, over the same memory."""
+        """Return a view of a rectangular region, over the same memory."""
         ...
 
     def copy_(self, values: Tensor) -> object:
-        """Take over these values, which may be on another device."""
+        """Copy these values in; they may be on another device."""
         ...
 
     def copy_to(self, target: Tensor, *, non_blocking: bool) -> None:
-        """Put the values into `target`, a little at a time: there is never a second whole beside the first."""
+        """Copy the values to `target` in small chunks, so that the device never holds a second full tensor."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorShard:
-    """A rectangle of one named tensor that lives on this rank. Writing to `tensor` writes the state itself.
+    """The rectangular region of one named tensor that this rank holds. Writing to `tensor` writes the state itself.
 
-    `key` is as in `Index`. `shape` is of the whole, `start` is where this rectangle begins; its size is the tensor's.
-    Several ranks may hold the same rectangle. `frozen` is what no step of this run changes; `fluid` is what forwards
-    change as well as updates, as they do BatchNorm's statistics.
+    `key` is as in `TensorIndex`. `shape` is that of the full tensor, `start` is where the shard begins; the shard's
+    size is the shape of `tensor`. Several ranks may hold the same region. `frozen`: no step of this run changes it.
+    `changed_by_forward`: forwards change it as well as updates, such as the statistics of BatchNorm.
     """
 
     key: str
-    tensor: Tensor | Composed
+    tensor: Tensor | TensorLike
     shape: tuple[int, ...]
     start: tuple[int, ...]
     frozen: bool = False
-    fluid: bool = False
+    changed_by_forward: bool = False
 
 
-class State(Protocol):
-    """What a run must keep to go on exactly: tensors, and plain data that JSON holds."""
+class CheckpointState(Protocol):
+    """All state that a run needs for an exact resume: tensors, and plain data that JSON can hold."""
 
-    def pieces(self) -> list[TensorShard]:
-        """Return what this rank holds, in an order that is the same at every call."""
+    def shards(self) -> list[TensorShard]:
+        """Return the shards that this rank holds, in the same order at every call."""
         ...
 
-    def pieces_from(self, index: Index) -> list[TensorShard]:
-        """Return what is to be filled from a state with this index. `restore` makes of it what this rank holds."""
+    def shards_from(self, index: TensorIndex) -> list[TensorShard]:
+        """Return the shards to fill from a checkpoint with this index. `restore` converts them to this rank's state."""
         ...
 
     def gather(self) -> None:
-        """Bring the pieces up to date, before they are copied. Every rank calls it."""
+        """Bring the shards up to date before they are copied. Every rank must call it."""
         ...
 
     def progress(self) -> dict[str, Any]:
-        """Return the rest: loss scale, counters, random numbers. Alike on all ranks."""
+        """Return the rest: loss scale, counters, RNG state. Equal on all ranks."""
         ...
 
     def restore(self, progress: dict[str, Any]) -> None:
-        """Take over what `progress` returned once, after `pieces_from` have been filled. Every rank calls it."""
+        """Restore what `progress` returned, after the shards of `shards_from` are filled. Every rank must call it."""
         ...
 
 
-class Source(Protocol):
-    """A state that was kept, on disk or in memory, complete and verified."""
+class CheckpointSource(Protocol):
+    """A saved state, on disk or in memory, complete and verified."""
 
     step: int
     progress: dict[str, Any]
-    index: Index
+    index: TensorIndex
 
-    def read(self, key: str, part: TensorRegion) -> Tensor:
-        """Return the values of a part, in its shape, on the CPU. The memory belongs to the source."""
+    def read(self, key: str, region: TensorRegion) -> Tensor:
+        """Return the values of a region, in its shape, on the CPU. The source owns the memory."""
         ...

@@ -1,4 +1,4 @@
-"""Writes a checkpoint: each rank its own files into a draft, then rank 0 declares the whole of it complete."""
+"""Writes a checkpoint: each rank writes its own files to a draft, then rank 0 commits the draft."""
 
 import json
 import os
@@ -10,29 +10,29 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from trimaran.checkpoint.durable import CHUNK_BYTES, OLD, DurableDisk, naming_the_disk, write_file
+from trimaran.checkpoint.durable import CHUNK_BYTES, READ_FLAGS, DurableDisk, report_disk_errors, write_file
 from trimaran.checkpoint.manifest import INDEX, MANIFEST, FileRecord, Manifest, manifest_bytes, read_manifest
-from trimaran.checkpoint.rank_share import ALIGNMENT, Item, RankShare
+from trimaran.checkpoint.rank_share import ALIGNMENT, RankShare, ShareItem
 from trimaran.checkpoint.shard_index import ShardLayout, index_bytes, layout_of
-from trimaran.checkpoint.step_dirs import drop, looks_complete, refuse
+from trimaran.checkpoint.step_dirs import looks_complete, refuse, remove_checkpoint
 from trimaran.core import UserError
 
 
-class Post(Protocol):
-    """How ranks that write together meet."""
+class KeyValueStore(Protocol):
+    """How the savers of all ranks exchange messages."""
 
-    def tell(self, key: str, text: str) -> None:
-        """Say `text` to whoever asks for `key`, now or later."""
+    def set(self, key: str, text: str) -> None:
+        """Store `text` under `key` for the other ranks."""
         ...
 
-    def hear(self, keys: Sequence[str], seconds: float) -> list[str]:
-        """Return what was said for each of `keys`. Raises TimeoutError when one is still silent after `seconds`."""
+    def wait_get(self, keys: Sequence[str], timeout_seconds: float) -> list[str]:
+        """Return the text of each of `keys`. Raises TimeoutError if one is not set within `timeout_seconds`."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Receipt:
-    """What a rank wrote: its files, what is where in them, and how many bytes really went to the disk."""
+class WriteReport:
+    """What a rank wrote: its files, their layout, and how many bytes were written rather than linked."""
 
     rank: int
     files: dict[str, FileRecord]
@@ -44,19 +44,19 @@ class Receipt:
         return sum(record.bytes for record in self.files.values())
 
     def text(self, *, brief: bool = False) -> str:
-        """Return it as JSON. `brief` leaves out the layout's rows, for those who have heard them: see `Clerk`."""
+        """Return the report as JSON. `brief` omits the rows of the layout, if the reader has them already."""
         fields = asdict(self) | {"layout": self.layout.digest, "rows": None if brief else self.layout.rows}
         return json.dumps(fields, separators=(",", ":"))
 
 
-class Clerk:
-    """Reads receipts, and remembers the layouts that it has seen in full."""
+class WriteReportParser:
+    """Parses reports, and remembers the layout of each rank for brief reports."""
 
     def __init__(self) -> None:
         self._layouts: dict[int, ShardLayout] = {}
 
-    def read(self, text: str) -> Receipt:
-        """Return the receipt that `text` was made of."""
+    def parse(self, text: str) -> WriteReport:
+        """Return the report that `WriteReport.text` encoded."""
         fields = json.loads(text)
         files = {name: FileRecord(**record) for name, record in fields["files"].items()}
         rank, digest, rows = fields["rank"], fields["layout"], fields.pop("rows")
@@ -64,115 +64,117 @@ class Clerk:
             self._layouts[rank] = ShardLayout(digest, tuple(rows))
         layout = self._layouts.get(rank)
         if layout is None or layout.digest != digest:
-            raise AssertionError(f"rank {rank} is brief about a layout that nobody has seen")
-        return Receipt(rank=rank, files=files, layout=layout, written_bytes=fields["written_bytes"])
+            raise AssertionError(f"rank {rank} sent a brief report before its layout")
+        return WriteReport(rank=rank, files=files, layout=layout, written_bytes=fields["written_bytes"])
 
 
 def write_share(
     draft: Path, rank: int, share: RankShare, memory: memoryview, *, previous: Path | None, disk: DurableDisk
-) -> Receipt:
-    """Write what `rank` has to write into the folder `draft`, and return when it is on the disk itself.
+) -> WriteReport:
+    """Write the share of `rank` to the folder `draft`, and return when it is durable.
 
-    `memory` is as `copy_in` left it. What is frozen, and the same in the checkpoint `previous`, is linked instead.
-    Raises UserError K006 when the disk refuses.
+    `memory` is filled by `copy_to_memory`. Frozen tensors that are equal in the checkpoint `previous` are linked.
+    Raises UserError K006 on a disk error.
     """
     rows: list[Any] = []
     files: dict[str, FileRecord] = {}
     written_bytes = 0
-    with naming_the_disk(draft):
+    with report_disk_errors(draft):
         disk.make_folder(draft)
         for name, items in _files(rank, share):
             header = _header(items)
             begin, end = items[0].offset, items[-1].offset + items[-1].num_bytes
             content = (memoryview(header), memory[begin:end])
-            record = _linked(draft / name, content, previous, disk) if items[0].frozen else None
+            record = _link_previous(draft / name, content, previous, disk) if items[0].frozen else None
             if record is None:
                 record = _write(draft / name, content, disk)
                 written_bytes += record.bytes
             files[name] = record
             rows += [_row(item, name, len(header) - begin) for item in items]
-    return Receipt(rank=rank, files=files, layout=layout_of(rows), written_bytes=written_bytes)
+    return WriteReport(rank=rank, files=files, layout=layout_of(rows), written_bytes=written_bytes)
 
 
-def commit(draft: Path, final: Path, receipts: Sequence[Receipt], about: Manifest, disk: DurableDisk) -> Manifest:
-    """Make the complete checkpoint `final` of what the ranks wrote into `draft`, and return its manifest.
+def commit(draft: Path, final: Path, reports: Sequence[WriteReport], manifest: Manifest, disk: DurableDisk) -> Manifest:
+    """Turn the files that the ranks wrote to `draft` into the complete checkpoint `final`; return its manifest.
 
-    `about` has everything but the files. A complete checkpoint that is there already stays, and the draft is dropped.
-    Raises UserError K006 when the disk refuses, or when a file is not as long as its writer said.
+    `manifest` has everything but the files. If `final` is already complete it stays, and the draft is removed.
+    Raises UserError K006 on a disk error, or if a file does not have the reported length.
     """
-    with naming_the_disk(draft):
+    with report_disk_errors(draft):
         disk.make_folder(draft)
-        index = index_bytes(tuple(receipt.layout for receipt in receipts))
-        files = {name: record for receipt in receipts for name, record in receipt.files.items()}
+        index = index_bytes(tuple(report.layout for report in reports))
+        files = {name: record for report in reports for name, record in report.files.items()}
         for name, record in files.items():
             if (size := (draft / name).stat().st_size) != record.bytes:
                 raise OSError(None, f"{name} has {size:,} bytes instead of {record.bytes:,}", str(draft))
         write_file(draft / INDEX, memoryview(index), disk)
         files[INDEX] = FileRecord(len(index), sha256(index).hexdigest())
-        manifest = replace(about, files=dict(sorted(files.items())))
+        manifest = replace(manifest, files=dict(sorted(files.items())))
         write_file(draft / MANIFEST, memoryview(manifest_bytes(manifest)), disk)
         disk.sync_folder(draft)
         if looks_complete(final):
-            drop(draft, disk)
+            remove_checkpoint(draft, disk)
             return read_manifest(final)
         if final.is_symlink() or final.exists():
-            refuse(final, "it was there, and not complete, when its step was saved again", disk)
+            refuse(final, "it was incomplete when its step was saved again", disk)
         disk.rename(draft, final)
-        # Its own name, and for the first one that of the folder that all of them are in.
+        # The name of the checkpoint and, for the first one, that of the folder of all checkpoints.
         disk.sync_folder(final.parent)
         disk.sync_folder(final.parent.parent)
     return manifest
 
 
-def _files(rank: int, share: RankShare) -> Iterator[tuple[str, list[Item]]]:
-    """Yield name and items of each file that is not empty."""
+def _files(rank: int, share: RankShare) -> Iterator[tuple[str, list[ShareItem]]]:
+    """Yield the name and items of each file that is not empty."""
     for frozen, suffix in ((False, ""), (True, ".frozen")):
         if items := [item for item in share.items if item.frozen == frozen]:
             yield f"rank-{rank:05d}{suffix}.safetensors", items
 
 
-def _header(items: Sequence[Item]) -> bytes:
-    """Return the head of a safetensors file. It knows nothing of the step, so that equal tensors make equal files."""
+def _header(items: Sequence[ShareItem]) -> bytes:
+    """Return the header of a safetensors file. It does not name the step, so that equal tensors make equal files."""
     begin = items[0].offset
     names: dict[str, Any] = {"__metadata__": {"format": "trimaran 1"}}
     for item in items:
         at = item.offset - begin
-        place = {"dtype": item.whole.dtype, "shape": item.size, "data_offsets": [at, at + item.num_bytes]}
-        names[f"{item.key}@{','.join(map(str, item.start))}"] = place
+        fields = {"dtype": item.meta.dtype, "shape": item.size, "data_offsets": [at, at + item.num_bytes]}
+        names[f"{item.key}@{','.join(map(str, item.start))}"] = fields
     text = json.dumps(names, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
 
 
-def _row(item: Item, file: str, shift: int) -> list[Any]:
-    return [item.key, item.whole.dtype, item.whole.shape, item.start, item.size, file, item.offset + shift]
+def _row(item: ShareItem, file: str, shift: int) -> list[Any]:
+    return [item.key, item.meta.dtype, item.meta.shape, item.start, item.size, file, item.offset + shift]
 
 
 def _write(path: Path, content: Sequence[memoryview], disk: DurableDisk) -> FileRecord:
-    total = sha256()
+    digest = sha256()
     num_bytes = 0
     fd = disk.create(path)
     try:
         for chunk in _chunks(content):
-            total.update(chunk)
+            digest.update(chunk)
             disk.write(fd, chunk)
             num_bytes += len(chunk)
         disk.sync(fd)
     finally:
         os.close(fd)
-    return FileRecord(num_bytes, total.hexdigest())
+    return FileRecord(num_bytes, digest.hexdigest())
 
 
-def _linked(path: Path, content: Sequence[memoryview], previous: Path | None, disk: DurableDisk) -> FileRecord | None:
-    """Return the record of a link to the file in `previous` that holds `content`, None when there is none or no links.
+def _link_previous(
+    path: Path, content: Sequence[memoryview], previous: Path | None, disk: DurableDisk
+) -> FileRecord | None:
+    """Link the file in `previous` if it holds `content`, and return its record; None if it cannot be linked.
 
-    The file itself is compared, not its sum alone: what went bad on the disk is not handed on.
+    The contents of the file are compared, not only its checksum, so that damage on the disk is not passed on.
     """
     if previous is None:
         return None
     try:
         record = read_manifest(previous).files.get(path.name)
-        if record is None or not _same(previous / path.name, content):
+        if record is None or not _has_content(previous / path.name, content):
             return None
         disk.link(previous / path.name, path)
     except (OSError, UserError):
@@ -180,13 +182,13 @@ def _linked(path: Path, content: Sequence[memoryview], previous: Path | None, di
     return record
 
 
-def _same(path: Path, content: Sequence[memoryview]) -> bool:
-    with os.fdopen(os.open(path, OLD), "rb", buffering=0) as file:
+def _has_content(path: Path, content: Sequence[memoryview]) -> bool:
+    with os.fdopen(os.open(path, READ_FLAGS), "rb", buffering=0) as file:
         if os.fstat(file.fileno()).st_size != sum(map(len, content)):
             return False
         for chunk in _chunks(content):
-            there = file.read(len(chunk))
-            if len(there) != len(chunk) or not np.array_equal(np.frombuffer(there, np.uint8), np.asarray(chunk)):
+            stored = file.read(len(chunk))
+            if len(stored) != len(chunk) or not np.array_equal(np.frombuffer(stored, np.uint8), np.asarray(chunk)):
                 return False
     return True
 

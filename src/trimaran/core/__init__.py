@@ -1,4 +1,4 @@
-"""Nouns that cross a process: frozen values, units and errors. Nothing here reads a file or asks a device."""
+"""Values that cross process boundaries: recipe, plan, events, units and errors. No file and no device is read here."""
 
 from trimaran.core.errors import (
     EXIT_AGAIN,
@@ -6,7 +6,7 @@ from trimaran.core.errors import (
     EXIT_STUCK,
     EXIT_USER,
     UserError,
-    nearest,
+    did_you_mean,
 )
 from trimaran.core.event import PHASES, Event, EventKind, StepMetrics
 from trimaran.core.finding import Decision, Finding
@@ -25,7 +25,7 @@ from trimaran.core.recipe import (
     TelemetrySection,
     TrainSection,
 )
-from trimaran.core.recipe_changes import changes_of_course
+from trimaran.core.recipe_changes import fixed_field_changes
 from trimaran.core.recipe_parser import dump_recipe, parse_recipe
 from trimaran.core.units import GIB, Bytes, Flops, Seconds, show_bytes, show_count, show_seconds
 
@@ -65,9 +65,9 @@ __all__ = [
     "TelemetrySection",
     "TrainSection",
     "UserError",
-    "changes_of_course",
+    "did_you_mean",
     "dump_recipe",
-    "nearest",
+    "fixed_field_changes",
     "parse_recipe",
     "show_bytes",
     "show_count",

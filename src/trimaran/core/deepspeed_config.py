@@ -1,4 +1,4 @@
-"""A Plan in DeepSpeed's words. Nobody writes DeepSpeed's JSON by hand: it has no owner but the Plan."""
+"""The DeepSpeed configuration of a Plan. Users never write DeepSpeed's JSON: the Plan is its only source."""
 
 from operator import attrgetter
 from typing import Any
@@ -8,17 +8,17 @@ from trimaran.core.plan import Plan
 from trimaran.core.recipe import TrainSection
 
 STAGES = {"none": 0, "optimizer": 1, "gradients": 2, "parameters": 3}
-WHOLE_ELEMENTS = 10_000  # vectors stay whole under ZeRO-3: to gather them takes longer than they save
-# The loss scale behaves as without DeepSpeed: halved at every overflow, doubled after so many good steps.
+PERSISTENT_ELEMENTS = 10_000  # smaller parameters stay unsharded under ZeRO-3: gathering them costs more than it saves
+# The loss scale behaves as without DeepSpeed: halved at every overflow, doubled after a window of good steps.
 LOSS_SCALE = {
-    "loss_scale": 0,  # a dynamic one
+    "loss_scale": 0,  # dynamic
     "initial_scale_power": 16,
     "loss_scale_window": 2000,
     "hysteresis": 1,
     "min_loss_scale": 1,
 }
-# What DeepSpeed can honour of these fields; whatever is not listed here it leaves to us or does not touch.
-HONOURED: dict[str, tuple[object, ...]] = {
+# The values of plan fields that DeepSpeed supports. It does not touch the fields that are not listed.
+SUPPORTED_VALUES: dict[str, tuple[object, ...]] = {
     "mesh.tp": (1,),
     "mesh.pp": (1,),
     "mesh.cp": (1,),
@@ -34,10 +34,10 @@ HONOURED: dict[str, tuple[object, ...]] = {
 
 
 def deepspeed_config(plan: Plan, train: TrainSection, *, pin_memory: bool = False) -> dict[str, Any]:
-    """Return the configuration that DeepSpeed runs this plan with. `pin_memory` is for offloading from a GPU.
+    """Return the DeepSpeed configuration for this plan. `pin_memory` is for offloading from a GPU.
 
-    The optimizer is torch's own AdamW, the same kernel as without DeepSpeed: nothing is compiled at the start. Its
-    groups come with the parameters. Whatever the precision, gradients are added up and travel in fp32.
+    The optimizer is torch's AdamW, the same kernel as without DeepSpeed, so nothing is compiled at the start. Its
+    groups come with the parameters. Gradients are accumulated and reduced in fp32 in every precision.
     """
     check_deepspeed(plan, train)
     constants = train.optimizer
@@ -64,14 +64,14 @@ def deepspeed_config(plan: Plan, train: TrainSection, *, pin_memory: bool = Fals
 
 
 def check_deepspeed(plan: Plan, train: TrainSection) -> None:
-    """Raise when plan or recipe ask for something that DeepSpeed does not do. Nothing is ever left out in silence."""
-    for field, works in HONOURED.items():
-        if (value := attrgetter(field)(plan)) not in works:
-            raise _refusal(f"{field} {value}", f"plan.{field}", f"set plan.{field} to {' or '.join(map(str, works))}")
+    """Raise if plan or recipe ask for something that DeepSpeed does not support. Nothing is silently ignored."""
+    for field, values in SUPPORTED_VALUES.items():
+        if (value := attrgetter(field)(plan)) not in values:
+            raise _refusal(f"{field} {value}", f"plan.{field}", f"set plan.{field} to {' or '.join(map(str, values))}")
     _check_sharding(plan)
     if train.optimizer.states != "fp32":
         raise _refusal(f"moments in {train.optimizer.states}", "train.optimizer.states", "set it to fp32")
-    if "fp16" in train.precision.values():  # there would be no loss scale for them
+    if "fp16" in train.precision.values():  # they would have no loss scale
         raise _refusal("single modules in fp16", "train.precision", "set them to bf16")
     if train.precision and plan.precision != "fp32":
         raise _refusal(f"single modules in another precision than {plan.precision}", "train.precision",
@@ -79,14 +79,14 @@ def check_deepspeed(plan: Plan, train: TrainSection) -> None:
 
 
 def _check_sharding(plan: Plan) -> None:
-    whole, mesh = plan.sharding == "none", plan.mesh
-    if whole and plan.precision != "fp32":
+    unsharded, mesh = plan.sharding == "none", plan.mesh
+    if unsharded and plan.precision != "fp32":
         raise _refusal(f"{plan.precision} without sharding", "plan.sharding", "set plan.sharding to optimizer")
-    if whole and mesh.dp_shard > 1:
+    if unsharded and mesh.dp_shard > 1:
         raise _refusal("dp_shard above 1 without sharding", "plan.mesh.dp_shard", "use plan.mesh.dp_replicate")
-    if not whole and mesh.dp_replicate > 1:
+    if not unsharded and mesh.dp_replicate > 1:
         raise _refusal("replicas of shards", "plan.mesh.dp_replicate", f"set plan.mesh to {{dp_shard: {mesh.dp}}}")
-    if whole and plan.offload == "optimizer":
+    if unsharded and plan.offload == "optimizer":
         raise _refusal("offload optimizer without sharding", "plan.offload", "set plan.sharding to optimizer")
     if plan.offload == "parameters" and plan.sharding != "parameters":
         raise _refusal(f"offload parameters with sharding {plan.sharding}", "plan.offload",
@@ -94,7 +94,8 @@ def _check_sharding(plan: Plan) -> None:
 
 
 def _refusal(what: str, where: str, fix: str) -> UserError:
-    return UserError("P039", f"DeepSpeed does not do this: {what}", where=where, fix=f"{fix}, or plan.engine to torch")
+    return UserError("P039", f"DeepSpeed does not support this: {what}", where=where,
+                     fix=f"{fix}, or plan.engine to torch")  # fmt: skip
 
 
 def _zero(plan: Plan, pin_memory: bool) -> dict[str, Any]:
@@ -105,7 +106,7 @@ def _zero(plan: Plan, pin_memory: bool) -> dict[str, Any]:
         "allgather_bucket_size": elements,
     }
     if plan.sharding == "parameters":
-        zero |= {"stage3_param_persistence_threshold": WHOLE_ELEMENTS}
+        zero |= {"stage3_param_persistence_threshold": PERSISTENT_ELEMENTS}
     to_cpu = {"device": "cpu", "pin_memory": pin_memory}
     if plan.offload in ("optimizer", "parameters"):
         zero |= {"offload_optimizer": to_cpu}

@@ -1,4 +1,4 @@
-"""The two ways a run can go wrong: a person's mistake, and a fault."""
+"""The error for a user's mistake, and the exit codes. Any other exception is a fault."""
 
 import difflib
 from collections.abc import Iterable
@@ -6,14 +6,14 @@ from typing import Any
 
 EXIT_DONE = 0
 EXIT_USER = 2
-EXIT_AGAIN = 75  # stopped early with a complete checkpoint: start me again
-EXIT_STUCK = 93  # no progress: do not start me again
+EXIT_AGAIN = 75  # stopped early with a complete checkpoint: start it again
+EXIT_STUCK = 93  # no progress: do not start it again
 
 
 class UserError(Exception):
-    """A person's mistake: what is wrong, where, and how to mend it. Shown without a traceback, exit code 2.
+    """A user's mistake: what is wrong, where, and how to fix it. Shown without a traceback; the exit code is 2.
 
-    `code` has a page of its own under `docs/codes/`.
+    Every `code` has a page under `docs/codes/`.
     """
 
     def __init__(self, code: str, what: str, *, where: str, fix: str) -> None:
@@ -27,7 +27,7 @@ class UserError(Exception):
         return {"code": self.code, "what": self.what, "where": self.where, "fix": self.fix}
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """Return ` (did you mean 'steps'?)` when something known is close to `word`, else an empty string."""
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return ` (did you mean 'steps'?)` if one of `known` is close to `word`, else an empty string."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f" (did you mean '{close[0]}'?)" if close else ""

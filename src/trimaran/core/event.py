@@ -1,4 +1,4 @@
-"""What happened: the records that a run leaves behind."""
+"""Events and step metrics: the records that a run writes."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -6,19 +6,19 @@ from typing import Any, Literal
 EventKind = Literal[
     "start",
     "resume",  # data: tier (memory | disk), from_step, seconds
-    "ready",  # the network is built and filled. data: seconds, phases {join, network, data, optimizer, keep}, copies
+    "ready",  # the network has its weights. data: seconds, phases {join, network, data, optimizer, keep}, copies
     "started",  # the first step is done. data: seconds, phases, compile {compiles, seconds, cache_hits, cache_misses},
     # unused [parameters of this rank that got no gradient]
     "recompile",  # something was compiled after the first steps. data: what, why
     "evaluation",
-    "checkpoint",  # one is complete. data: path, seconds, stall_seconds, bytes, written_bytes
-    "loader",  # batches are loaded in another way from now on. data: workers, depth, pinned, reason
-    "bad_sample",  # one could not be used, and its place was kept without a target. data: sample, reason
+    "checkpoint",  # a checkpoint is complete. data: path, seconds, stall_seconds, bytes, written_bytes
+    "loader",  # the loader changed its settings. data: workers, depth, pinned, reason
+    "bad_sample",  # a sample could not be used; its row was kept without a target. data: sample, reason
     "skip",  # an update was not applied. data: reason, loss, grad_norm, ranks, sample_ids, born {module, what, rank}
-    "differ",  # replicas are not equal any more. data: message, ranks, keys, since, action
+    "differ",  # replicas differ. data: message, ranks, keys, since, action
     "rewind",  # data: to_step
-    "replay",  # the metrics of all steps after this one were taken back: they are done again. data: steps, seconds
-    "profile",  # one was written. data: what (trace | memory | failed), path, first, last, request
+    "replay",  # the metrics of all later steps were withdrawn: those steps run again. data: steps, seconds
+    "profile",  # a profile was written. data: what (trace | memory | failed), path, first, last, request
     "sample",
     "saved",
     "stop",
@@ -29,9 +29,10 @@ EventKind = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One thing that happened on one rank; a line of `events/rank-N.jsonl`. `time` is seconds since the epoch.
+    """One event of one rank; a line of `events/rank-N.jsonl`. `time` is seconds since the epoch.
 
-    `attempt` counts the starts of the run's ranks from 0."""
+    `attempt` counts the starts of the run's ranks from 0.
+    """
 
     kind: EventKind
     rank: int
@@ -46,7 +47,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
-    """One optimizer step as rank 0 saw it; a line of `metrics.jsonl`.
+    """One optimizer step, measured on rank 0; a line of `metrics.jsonl`.
 
     `loss` is the mean over the valid tokens of the global batch. `phases` add up to `step_seconds`.
     """
@@ -69,7 +70,7 @@ class StepMetrics:
         return self.tokens / self.step_seconds
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the line; `details` (router, pipeline, loss scale) are keys of their own."""
+        """Return the line; `details` (router, pipeline, loss scale) become top-level keys."""
         line = asdict(self)
         details = line.pop("details")
         return line | {"tokens_per_second": self.tokens_per_second} | details

@@ -1,4 +1,4 @@
-"""What a doctor says and what an autopilot decides."""
+"""What the doctor finds, and what the autopilot decides."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -6,13 +6,13 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One diagnosis: a verdict with its evidence, the patch that mends it and what the patch should bring.
+    """One diagnosis: a verdict with its evidence, the patch that fixes it and the expected effect of the patch.
 
-    `culprit` names who causes it, such as `rank 3` or `layers.2.mlp`: nothing measured is in it, since with the code it
-    tells a finding that was told before from a new one. `patch` maps recipe fields to values, the same
-    pairs that `--set` takes; where no setting mends it, `fix` says what a person does. `gain` is the share of step time
-    that the patch should save by the cost model, and `confidence` how sure the verdict is, both from 0 to 1. `step` is
-    the last one that was looked at.
+    `culprit` names the cause, such as `rank 3` or `layers.2.mlp`. It contains no measurement: together with the code it
+    identifies a finding, so that known findings are not reported again. `patch` maps recipe fields to values, the pairs
+    that `--set` takes. If no setting fixes it, `fix` says what the user can do. `gain` is the fraction of step time
+    that the patch should save by the cost model; `confidence` is how certain the verdict is. Both are from 0 to 1.
+    `step` is the last step of the evidence.
     """
 
     code: str
@@ -33,7 +33,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """One change the autopilot made at `step`, why, and whether it was kept. `effect` is measured, not hoped for."""
+    """One change that the autopilot made at `step`, why, and whether it was kept. `effect` is measured."""
 
     step: int
     finding: str

@@ -1,4 +1,4 @@
-"""How a model takes images: what the data has to know of its vision tower, and nothing else of it."""
+"""How a model reads images: the part of its vision tower that the data pipeline needs."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,13 +6,13 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageRules:
-    """From pixels to patches, and from patches to tokens.
+    """How pixels become patches, and patches become tokens.
 
-    An image is resized to a grid of patches of `patch` pixels a side, rows and columns both multiples of `merge`;
-    `merge` x `merge` patches become one token of the language, written as `image_token` in the text. `native` keeps the
-    shape of an image between `min_pixels` and `max_pixels`; `tiled` cuts it into 1 to `max_tiles` squares of `tile`
-    pixels, and a small whole before them when there are several. `before` and `after` stand around each image.
-    `positions` says what tells tokens where they are: their number, or time, row and column (Qwen2-VL).
+    An image is resized to a grid of patches of `patch` pixels a side; rows and columns are multiples of `merge`.
+    `merge` x `merge` patches become one language token, written as `image_token` in the text. `native` keeps the aspect
+    ratio of an image between `min_pixels` and `max_pixels`. `tiled` splits it into 1 to `max_tiles` squares of `tile`
+    pixels, preceded by a thumbnail if there are several. The tokens `before` and `after` surround each image.
+    `positions` is the position encoding: the token's index, or time, row and column (Qwen2-VL).
     """
 
     patch: int
@@ -30,7 +30,7 @@ class ImageRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowCost:
-    """What a row of a batch costs, in units of a language token without its attention.
+    """The cost of a row of a batch, in units of one language token without attention.
 
     A sample of n tokens costs n + `token_pair` * n * n, and an image of p patches `patch` * p + `patch_pair` * p * p.
     """

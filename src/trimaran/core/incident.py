@@ -1,12 +1,12 @@
-"""What went wrong in a run, who did it, and what was done about it."""
+"""Incidents: what went wrong in a run, which ranks caused it, and what was done about it."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 Cause = Literal[
     "crash",  # a process died of a signal or an exception that is none of the others
-    "exit",  # a rank left early and said that all was well
-    "hang",  # a rank stood still
+    "exit",  # a rank exited early with exit code 0
+    "hang",  # a rank hung
     "mismatch",  # ranks called different collectives
     "straggler",  # a rank is slower than the others
     "oom",  # memory ran out, on a device or the host
@@ -14,9 +14,9 @@ Cause = Literal[
     "storage",  # a disk was full, slow or gone; a checkpoint was damaged
     "data",  # a sample could not be loaded
     "numeric",  # a loss or a gradient was not finite, jumped, or replicas differ
-    "preempted",  # somebody asked the run to end
+    "preempted",  # the user or the scheduler asked the run to stop
     "host",  # a node or its supervisor is gone
-    "user",  # a person's mistake
+    "user",  # a user's mistake
     "unknown",
 ]
 Action = Literal[
@@ -26,11 +26,11 @@ Action = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Incident:
-    """One thing that went wrong; a line of `incidents.jsonl`, where the last line of an `id` is the true one.
+    """One incident; a line of `incidents.jsonl`, where the last line of an `id` counts.
 
-    `time` is seconds since the epoch. `step` is the last step that had been finished. `suspects` are the ranks that
-    did it, `victims` those that only suffered from it. `what` is a sentence without a full stop. `cost` has what is
-    known of `seconds_to_detect`, `seconds_to_recover` (to the first new step) and `lost_steps` (done, and done again).
+    `time` is seconds since the epoch. `step` is the last finished step. `suspects` are the ranks that caused it,
+    `victims` those that only failed because of it. `what` is a sentence without a full stop. `cost` has
+    `seconds_to_detect`, `seconds_to_recover` (to the first new step) and `lost_steps` (repeated), as far as known.
     """
 
     id: str

@@ -1,17 +1,17 @@
-"""Packages that only some plans need."""
+"""Optional features: packages that only some plans need, and the layer sizes that fp8 supports."""
 
 from importlib.util import find_spec
 
 from trimaran.core.errors import UserError
 from trimaran.core.plan import Plan
 
-# What is multiplied in fp8: layers with at least so many features (below that the casts cost more than the product
+# Linear layers run in fp8 if they have at least this many features (below that, the casts cost more than the matmul
 # saves), in multiples of the 16 bytes that a tensor core reads at a time.
-FP8_SMALLEST, FP8_MULTIPLE = 256, 16
+MIN_FP8_FEATURES, FP8_FEATURE_MULTIPLE = 256, 16
 
 
-def refuse_missing_extras(plan: Plan) -> None:
-    """Raise when the plan needs a package that is not installed here. Nothing is imported."""
+def refuse_missing_packages(plan: Plan) -> None:
+    """Raise if the plan needs a package that is not installed here. Nothing is imported."""
     if plan.engine == "deepspeed" and find_spec("deepspeed") is None:
         raise deepspeed_missing("No module named 'deepspeed'")
 

@@ -1,4 +1,4 @@
-"""The noun in the middle: how the work is split, as an immutable value."""
+"""The plan: how the work is split over the ranks, as an immutable value."""
 
 import math
 from typing import Annotated, Literal
@@ -16,7 +16,7 @@ AXES: tuple[Axis, ...] = ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep")
 
 
 class Mesh(BaseModel):
-    """How ranks are split. Experts live on the ranks that see different tokens, so `ep` is no factor of the world."""
+    """The degree of each axis. Experts are spread over data ranks, so `ep` is not a factor of the world size."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -33,22 +33,22 @@ class Mesh(BaseModel):
 
     @property
     def dp(self) -> int:
-        """Ranks that see different samples."""
+        """Ranks that process different samples."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def data(self) -> int:
-        """Ranks that see different tokens: gradients are summed over them."""
+        """Ranks that process different tokens: gradients are summed over them."""
         return self.dp * self.cp
 
     @property
     def shards(self) -> int:
-        """Ranks that sharded parameters are cut over: the parts of a sequence hold a slice each as well."""
+        """Ranks that parameters are sharded over: dp_shard and context parallel ranks."""
         return self.dp_shard * self.cp
 
     @property
     def expert_ranks(self) -> int:
-        """Ranks that experts may be spread over. Sharded ones stay inside the shards."""
+        """Ranks that experts may be spread over. Sharded experts stay inside the shards."""
         return self.shards if self.dp_shard > 1 else self.data
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class Mesh(BaseModel):
 
 
 class Pipeline(BaseModel):
-    """How layers become stages. `stages` lists the layers of each stage; empty means split by cost."""
+    """How layers become pipeline stages. `stages` is the number of layers of each; empty means split by cost."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -66,11 +66,11 @@ class Pipeline(BaseModel):
 
 
 class Comm(BaseModel):
-    """How gradients, weights and keys travel.
+    """How gradients, weights and keys are communicated.
 
-    `prefetch` is how many blocks ahead sharded weights are gathered. `reshard` says what becomes of a block's gathered
-    weights after its forward: `auto` frees them when parameters are sharded, a number keeps them split over that many
-    ranks. `context` is how queries of one part of a sequence meet the keys of the others: by gathering keys and values
+    `prefetch` is how many blocks ahead sharded weights are gathered. `reshard` says what happens to a block's gathered
+    weights after its forward: `auto` frees them if parameters are sharded, a number keeps them sharded over that many
+    ranks. `context` is how context parallel attention reaches the keys of other ranks: by gathering keys and values
     on every rank, or by exchanging heads for positions (Ulysses).
     """
 
@@ -91,15 +91,15 @@ class TowerPlan(BaseModel):
 
     sharding: Sharding | None = None
     recompute: Recompute | None = None
-    tp: Annotated[Degree | None, Field(description="ranks that share each matrix; divides the mesh's tp")] = None
+    tp: Annotated[Degree | None, Field(description="ranks that split each matrix; divides the mesh's tp")] = None
 
 
 class Plan(BaseModel):
-    """One way to run a recipe on a cluster. Batch, accumulation and degrees are set here and nowhere else.
+    """How a recipe runs on a cluster. Batch, gradient accumulation and degrees are set only here.
 
-    A recipe's `plan:` is this same type: what a person pinned is its `model_fields_set`, the planner fills in the rest.
-    `loss` says how the head meets the loss: `logits` are kept whole for backward; or, `fused`, their gradient takes
-    their place at once; or, `chunked`, only some rows of them exist at a time.
+    A recipe's `plan:` has this type, too: its `model_fields_set` are the fields that the user pinned, and the planner
+    fills in the rest. `loss` says how head and loss are computed. `logits` keeps the full logits for backward, `fused`
+    overwrites them with their gradient at once, and `chunked` computes only some rows of them at a time.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -125,26 +125,26 @@ class Plan(BaseModel):
 
     @property
     def splits_weights(self) -> bool:
-        """Whether each matrix is kept as two halves: the upper is what products take, the lower what it lacks.
+        """Whether each matrix is stored as two 16-bit halves; matmuls read the upper half.
 
-        Together they are the fp32 weight, bit for bit. It pays where no other rank has to see the gradients, which are
-        16 bits wide then, as the products have left them.
+        Together they are the fp32 weight, bit for bit. It pays if no gradient is communicated: gradients stay 16 bits
+        wide, as backward produced them.
         """
         alone = self.mesh.world_size == 1 and self.sharding == "none" and self.engine == "torch"
         return alone and self.precision in ("bf16", "fp8") and self.offload in ("none", "activations")
 
     @property
     def joins_projections(self) -> bool:
-        """Whether projections of the same input are one product (`nets/joint_projections.py`).
+        """Whether projections of the same input are one matmul (`nets/joint_projections.py`).
 
-        Only weights in halves lie side by side without a copy at every step. In fp8 every layer has a scale of its own,
-        and selective recompute counts products, of which it keeps every second.
+        Only split weights can be adjacent in memory without a copy at every step. In fp8 every layer has its own scale,
+        and selective recompute counts matmuls and saves every second one.
         """
         return self.splits_weights and self.precision == "bf16" and self.recompute != "selective"
 
     @property
     def num_stages(self) -> int:
-        """Pieces that the layers are cut into; 1 without a pipeline."""
+        """Stages that the layers are split into; 1 without a pipeline."""
         if self.mesh.pp == 1:
             return 1
         rounds = 2 if self.pipeline.schedule in ("interleaved", "zero-bubble") else 1
@@ -152,11 +152,11 @@ class Plan(BaseModel):
 
     @property
     def bubble(self) -> float:
-        """The share of a step in which a rank of the pipeline waits, in theory; 0 without a pipeline.
+        """The fraction of a step in which a rank of the pipeline waits, in theory; 0 without a pipeline.
 
-        Equal stages and free communication are assumed. `zero-bubble` is the V-shaped schedule, and its forward, its
-        backward to the input and its backward to the weights are taken to be equally long, as it was made for: a rank
-        has 6 such pieces for each micro-batch. With too few micro-batches to fill the pipeline it waits longer.
+        Assumes equal stages and free communication. `zero-bubble` is the V-shaped schedule. It assumes that forward,
+        backward to the input and backward to the weights take equally long: a rank has 6 such units per micro-batch.
+        With too few micro-batches to fill the pipeline, it waits longer.
         """
         ranks, count = self.mesh.pp, self.grad_accum
         idle, busy = ranks - 1, self.num_stages // ranks * count

@@ -1,4 +1,4 @@
-"""What a person asks for: model, data, training, cluster, plan. The defaults alone run."""
+"""The recipe: model, data, training, cluster and plan of a run. The defaults alone are a valid recipe."""
 
 import re
 from typing import Annotated, Any, Literal, Self
@@ -17,16 +17,16 @@ STRICT = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_in
 
 
 class ModelSection(BaseModel):
-    """Which network. `decoder` is ours, from a preset or from weights; `hf` is any local Hugging Face causal LM."""
+    """The network. `decoder`, `vlm` and `perception` are ours; `hf` is any local Hugging Face causal LM."""
 
     model_config = STRICT
 
     family: Literal["decoder", "vlm", "perception", "hf"] = "decoder"
-    preset: Annotated[str | None, Field(description="a shape by name, such as tiny or llama-3.2-1b")] = None
+    preset: Annotated[str | None, Field(description="a named model shape, such as tiny or llama-3.2-1b")] = None
     path: Annotated[str | None, Field(description="a local Hugging Face model folder: its shape and weights")] = None
     shape: Annotated[dict[str, Any], Field(description="fields of the shape to change, such as {layers: 2}")] = {}
     freeze: Annotated[tuple[str, ...], Field(description="towers that are not trained, such as [vision]")] = ()
-    trust_remote_code: Annotated[bool, Field(description="run Python that comes with the hf model")] = False
+    trust_remote_code: Annotated[bool, Field(description="run the Python code that comes with the hf model")] = False
 
 
 Source = Literal[
@@ -36,10 +36,10 @@ Source = Literal[
 
 
 class MixtureSource(BaseModel):
-    """One of several sources that are mixed, under a name for its loss in the metrics.
+    """One source of a mixture. `name` labels its loss in the metrics.
 
-    `weight` is its share of the samples beside the others' weights; `epochs` is how often each of its samples comes in
-    one pass over the mixture. With neither, each sample comes once.
+    `weight` is its relative share of the samples; `epochs` is how often each of its samples occurs in one pass over
+    the mixture. With neither, each sample occurs once.
     """
 
     model_config = STRICT
@@ -55,15 +55,15 @@ class MixtureSource(BaseModel):
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:
         if self.weight is not None and self.epochs is not None:
-            raise ValueError("a source has a weight or epochs, and not both")
+            raise ValueError("a source has a weight or epochs, not both")
         return self
 
 
 class SamplesSection(BaseModel):
-    """How samples of various lengths and with images become rows of `seq_len` tokens.
+    """How samples of different lengths, with or without images, become rows of `seq_len` tokens.
 
-    `pack` fills a row with several samples, which do not see each other; `bucket` with samples of about one length,
-    padded to it; `pad` takes one sample a row. `balance` deals the rows of a step to the ranks by what they cost.
+    `pack` fills a row with several samples, which do not attend to each other; `bucket` groups samples of similar
+    length and pads them; `pad` puts one sample in a row. `balance` assigns the rows of a step to ranks by their cost.
     """
 
     model_config = STRICT
@@ -74,14 +74,16 @@ class SamplesSection(BaseModel):
         Literal["auto", "chatml", "llama3", "vicuna", "plain"], Field(description="how a conversation becomes text")
     ] = "auto"
     images: Annotated[str | None, Field(description="the folder that image paths are relative to")] = None
-    min_pixels: Annotated[Count, Field(description="smaller images are made larger; 0: the model's own")] = 0
-    max_pixels: Annotated[Count, Field(description="larger images are made smaller; 0: the model's own")] = 0
-    max_bad: Annotated[Fraction, Field(description="share of the samples that may be bad before the run stops")] = 0.01
-    cache_features: Annotated[bool, Field(description="compute what a frozen tower sees once, and keep it")] = False
+    min_pixels: Annotated[Count, Field(description="smaller images are enlarged; 0: the model's default")] = 0
+    max_pixels: Annotated[Count, Field(description="larger images are shrunk; 0: the model's default")] = 0
+    max_bad: Annotated[Fraction, Field(description="fraction of bad samples at which the run stops")] = 0.01
+    cache_features: Annotated[
+        bool, Field(description="compute the features of a frozen tower once, and cache them")
+    ] = False
 
 
 class DataSection(BaseModel):
-    """Which tokens, in which pieces."""
+    """The data, and how it becomes sequences."""
 
     model_config = STRICT
 
@@ -92,26 +94,26 @@ class DataSection(BaseModel):
         "text"
     )
     seq_len: Annotated[int, Field(ge=2, le=2**24)] = 256
-    images_per_sample: Annotated[int | None, Field(ge=1, le=4096, description="for models that see; without it, 1")] = (
-        None
-    )
-    image_size: Annotated[int | None, Field(ge=1, le=65536, description="pixels a side; the model's without it")] = None
+    images_per_sample: Annotated[
+        int | None, Field(ge=1, le=4096, description="for vision-language models; the default is 1")
+    ] = None
+    image_size: Annotated[int | None, Field(ge=1, le=65536, description="pixels a side; default: the model's")] = None
     isolate_documents: Annotated[bool, Field(description="attention never crosses a document boundary")] = False
-    holdout: Annotated[Fraction, Field(description="share of the sequences kept for evaluation")] = 0.01
+    holdout: Annotated[Fraction, Field(description="fraction of the sequences held out for evaluation")] = 0.01
     workers: Annotated[
         Literal["auto"] | Annotated[int, Field(ge=0, le=256)],
-        Field(description="loader processes per rank; 0 is a thread; auto: as many as the waiting asks for"),
+        Field(description="loader processes per rank; 0: a thread; auto: tuned while the run waits for data"),
     ] = "auto"
-    timeout_seconds: Annotated[float, Field(gt=0, description="a loader silent for longer than this has hung")] = 60.0
+    timeout_seconds: Annotated[float, Field(gt=0, description="a loader without an answer for this long hangs")] = 60.0
     epochs: Annotated[float, Field(ge=0, description="passes over the data that end the run; 0: train.steps alone")] = 0
-    mixture: Annotated[tuple[MixtureSource, ...], Field(description="several sources in the place of one")] = ()
+    mixture: Annotated[tuple[MixtureSource, ...], Field(description="several sources instead of one")] = ()
     samples: SamplesSection = SamplesSection()
 
 
 class Schedule(BaseModel):
-    """How the learning rate moves: linear warm-up, then `kind` down to `floor` times the peak.
+    """The learning rate schedule: linear warm-up, then `kind` down to `floor` times the peak.
 
-    `decay_steps` is for wsd (warm-up, stable, decay) alone: the steps of its final slope; 0 means a fifth of the run.
+    `decay_steps` is for wsd (warm-up, stable, decay) only: the steps of the final decay; 0 means a fifth of the run.
     """
 
     model_config = STRICT
@@ -123,7 +125,7 @@ class Schedule(BaseModel):
 
 
 class TowerOptimizer(BaseModel):
-    """What one tower of a model does otherwise; None follows the rest. The schedule is the same for all."""
+    """Optimizer settings of one tower; None means as in the rest. The schedule is the same for all."""
 
     model_config = STRICT
 
@@ -132,7 +134,7 @@ class TowerOptimizer(BaseModel):
 
 
 class Optimizer(BaseModel):
-    """AdamW's constants, and how its moments are kept. Norms, biases and other vectors are never decayed."""
+    """AdamW's constants, and the format of its moments. Norms, biases and other vectors are never decayed."""
 
     model_config = STRICT
 
@@ -141,13 +143,13 @@ class Optimizer(BaseModel):
     eps: Annotated[float, Field(gt=0)] = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     states: Annotated[
-        Literal["fp32", "bf16", "8bit"], Field(description="the moments, in 8, 4 or 2 bytes a parameter")
+        Literal["fp32", "bf16", "8bit"], Field(description="format of the moments: 8, 4 or 2 bytes a parameter")
     ] = "fp32"
     towers: Annotated[dict[str, TowerOptimizer], Field(description="such as {vision: {lr: 1.0e-5}}")] = {}
 
 
 class Evaluate(BaseModel):
-    """When and on how much held-out data the loss is measured. `every` 0: only at the end."""
+    """When and on how much held-out data the loss is evaluated. `every` 0: only at the end."""
 
     model_config = STRICT
 
@@ -156,7 +158,7 @@ class Evaluate(BaseModel):
 
 
 class SampleSection(BaseModel):
-    """What the model writes when it is done. `tokens` 0 switches it off."""
+    """The text that the model generates at the end. `tokens` 0 switches it off."""
 
     model_config = STRICT
 
@@ -166,7 +168,7 @@ class SampleSection(BaseModel):
 
 
 class TrainSection(BaseModel):
-    """How long, how large, how fast. `global_batch` is sequences per optimizer step, whatever the plan."""
+    """Steps, batch and optimization. `global_batch` is sequences per optimizer step, independent of the plan."""
 
     model_config = STRICT
 
@@ -178,7 +180,7 @@ class TrainSection(BaseModel):
     deterministic: bool = False
     precision: Annotated[
         dict[str, Literal["fp32", "bf16", "fp16"]],
-        Field(description="arithmetic of single modules, whatever the plan, such as {lm_head: fp32}"),
+        Field(description="precision of single modules, independent of the plan, such as {lm_head: fp32}"),
     ] = {}
     save: Annotated[bool, Field(description="write the trained weights to the run directory")] = True
     schedule: Schedule = Schedule()
@@ -188,42 +190,44 @@ class TrainSection(BaseModel):
 
 
 class CheckpointSection(BaseModel):
-    """When the state of training is kept, where, and for how long.
+    """When checkpoints are saved, where, and for how long.
 
-    `every` and `memory` are steps: between checkpoints on disk, and between copies in host memory that outlive a killed
-    rank. `auto` is as often as costs at most a two-hundredth of the time.
+    `every` and `memory` are steps: between checkpoints on disk, and between copies in host memory, which survive a
+    killed rank. `auto` saves as often as costs at most 0.5 % of the time.
     """
 
     model_config = STRICT
 
     every: Annotated[Literal["auto"] | Count, Field(description="steps; auto: Young/Daly; 0: only at the end")] = "auto"
     memory: Annotated[Literal["auto"] | Count, Field(description="steps; 0 keeps no copy in memory")] = "auto"
-    keep: Annotated[Positive, Field(description="how many of the newest stay")] = 2
-    keep_every: Annotated[Count, Field(description="steps whose multiples stay for good; 0: none")] = 0
-    asynchronous: Annotated[bool, Field(description="write while training goes on")] = True
-    incremental: Annotated[bool, Field(description="do not write again what has not changed")] = True
+    keep: Annotated[Positive, Field(description="how many of the newest checkpoints to keep")] = 2
+    keep_every: Annotated[Count, Field(description="multiples of this step are never deleted; 0: none")] = 0
+    asynchronous: Annotated[bool, Field(description="write while training continues")] = True
+    incremental: Annotated[bool, Field(description="do not write unchanged data again")] = True
     device_hours: Annotated[float, Field(gt=0, description="mean time between failures of one device")] = 8000.0
 
 
 class FaultsSection(BaseModel):
     """What happens when something goes wrong.
 
-    `not_finite` is for a loss or a gradient that is no number, or a loss more than `spike` times the recent mean: the
-    update is never applied; then the run goes on, goes back to the last checkpoint without these samples, or ends.
+    `not_finite` applies to a loss or gradient that is NaN or Inf, or a loss above `spike` times the recent mean. The
+    update is never applied. Then the run continues, rewinds to the last checkpoint without these samples, or stops.
     """
 
     model_config = STRICT
 
-    restart: Annotated[bool, Field(description="start again from the newest state")] = True
+    restart: Annotated[bool, Field(description="restart from the newest state")] = True
     cycles: Annotated[Positive, Field(description="restarts without a new step before the run gives up")] = 3
-    ranks: Annotated[tuple[Positive, Positive] | None, Field(description="fewest and most ranks to go on with")] = None
+    ranks: Annotated[tuple[Positive, Positive] | None, Field(description="fewest and most ranks to run with")] = None
     not_finite: Literal["skip", "rewind", "stop"] = "skip"
     spike: Annotated[float, Field(ge=0, description="times the recent mean loss; 0 switches it off")] = 10.0
-    max_skips: Annotated[Positive, Field(description="bad steps in a row before the run ends")] = 10
-    max_quarantined: Annotated[Count, Field(description="samples that may be left out")] = 100
-    hang_seconds: Annotated[float, Field(gt=0, description="a step silent for this long, and for five times the usual "
-                                         "one, has hung")] = 6.0  # fmt: skip
-    start_seconds: Annotated[float, Field(gt=0, description="for building, compiling and loading")] = 900.0
+    max_skips: Annotated[Positive, Field(description="skipped steps in a row before the run stops")] = 10
+    max_quarantined: Annotated[Count, Field(description="samples that may be quarantined")] = 100
+    hang_seconds: Annotated[
+        float,
+        Field(gt=0, description="a step hangs after this many seconds and five median steps; compiling does not count"),
+    ] = 6.0
+    start_seconds: Annotated[float, Field(gt=0, description="limit for building, compiling and loading")] = 900.0
 
     @field_validator("ranks")
     @classmethod
@@ -234,7 +238,7 @@ class FaultsSection(BaseModel):
 
 
 class PrometheusSection(BaseModel):
-    """The page that a Prometheus server reads. Nobody outside this machine sees it unless `host` says so."""
+    """The Prometheus endpoint. It listens on this machine only, unless `host` says otherwise."""
 
     model_config = STRICT
 
@@ -243,7 +247,7 @@ class PrometheusSection(BaseModel):
 
 
 class WandbSection(BaseModel):
-    """Weights & Biases; its key is where wandb itself looks for it."""
+    """Weights & Biases. wandb finds its API key by itself."""
 
     model_config = STRICT
 
@@ -253,18 +257,18 @@ class WandbSection(BaseModel):
 
 
 class TelemetrySection(BaseModel):
-    """What is watched, and who is told. `metrics.jsonl` and the events are always written.
+    """What is measured, and where it is sent. `metrics.jsonl` and the events are always written.
 
-    `details_every` is for what costs a little: norms of groups of modules, and how far an update moves the weights.
+    `details_every` applies to what costs a little: norms and update ratios by module group.
     """
 
     model_config = STRICT
 
     details_every: Annotated[Count, Field(description="steps between norms and updates by module; 0: never")] = 10
-    sample_seconds: Annotated[float, Field(ge=0, description="between looks at GPUs and host; 0: never")] = 5.0
-    profile: Annotated[str, Field(description="steps FIRST:END to trace, END left out")] = ""
-    profile_ranks: Annotated[str, Field(description="all, or such as 0,3")] = "0"
-    memory_snapshots: Annotated[bool, Field(description="keep the history of allocations, for OOM reports")] = False
+    sample_seconds: Annotated[float, Field(ge=0, description="interval of GPU and host samples; 0: never")] = 5.0
+    profile: Annotated[str, Field(description="steps FIRST:END to trace, without END")] = ""
+    profile_ranks: Annotated[str, Field(description="all, or ranks such as 0,3")] = "0"
+    memory_snapshots: Annotated[bool, Field(description="record the history of allocations, for OOM reports")] = False
     prometheus: PrometheusSection = PrometheusSection()
     tensorboard: bool = False
     wandb: WandbSection = WandbSection()
@@ -292,7 +296,7 @@ class TelemetrySection(BaseModel):
 
 
 class Recipe(BaseModel):
-    """Everything a person says about a run."""
+    """Everything that defines a run."""
 
     model_config = STRICT
 

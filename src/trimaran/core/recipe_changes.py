@@ -1,11 +1,11 @@
-"""What of a recipe may change while a run is on its way, and what would make it another run."""
+"""Which fields of a recipe may change when a run is resumed."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trimaran.core.recipe import Recipe
 
-FREE = (
+CHANGEABLE_FIELDS = (
     "train.steps",
     "train.save",
     "train.evaluate",
@@ -22,18 +22,18 @@ FREE = (
     "faults",
     "telemetry",
 )
-"""How long, where and how, but not what is trained on what."""
+"""How long, where and how to train. Any other field changes the model, the data or the optimizer: another run."""
 
 
-def changes_of_course(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
-    """Return what `new` has otherwise than `old` and must not, by its dotted name: what it was and what it is."""
+def fixed_field_changes(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
+    """Return the fields that must not change but differ, by dotted name: the old and the new value."""
     before, after = (dict(_leaves(recipe.model_dump(mode="json"))) for recipe in (old, new))
-    names = sorted(name for name in {**before, **after} if not _is_free(name))
+    names = sorted(name for name in {**before, **after} if not _is_changeable(name))
     return {name: (before.get(name), after.get(name)) for name in names if before.get(name) != after.get(name)}
 
 
-def _is_free(name: str) -> bool:
-    return any(name == each or name.startswith(f"{each}.") for each in FREE)
+def _is_changeable(name: str) -> bool:
+    return any(name == each or name.startswith(f"{each}.") for each in CHANGEABLE_FIELDS)
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,4 +1,4 @@
-"""Recipe text in, Recipe out; every mistake becomes one UserError that names the line."""
+"""Parses a recipe; every mistake becomes one UserError that names the line."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from trimaran.core.errors import UserError, nearest
+from trimaran.core.errors import UserError, did_you_mean
 from trimaran.core.recipe import Recipe
 
 MAX_RECIPE_BYTES = 1 << 20
@@ -18,7 +18,7 @@ Path = tuple[str | int, ...]
 
 
 class YamlLoader(yaml.SafeLoader):
-    """YAML 1.1 without its numbers to the base of 60: `10:13` are steps of a profile or a time of day, not 613."""
+    """YAML 1.1 without base 60 numbers: `10:13` is a range of steps or a time of day, not 613."""
 
     yaml_implicit_resolvers: ClassVar = {  # pyrefly: ignore[bad-override]
         first: [each for each in resolvers if each[0] not in (INT, FLOAT) or first == "."]
@@ -33,21 +33,21 @@ YamlLoader.add_implicit_resolver(FLOAT, re.compile(r"^[-+]?(([0-9][0-9_]*\.[0-9_
 
 
 def parse_recipe(text: str, *, name: str, overrides: Iterable[str] = ()) -> Recipe:
-    """Return the recipe that `text` and the `--set` pairs describe. `name` is what the person calls the text."""
+    """Return the recipe that `text` and the `--set` pairs describe. Errors call the text `name`."""
     if len(text) > MAX_RECIPE_BYTES:
-        raise UserError("R002", f"the recipe has {len(text):,} characters, more than a recipe ever needs",
-                        where=name, fix="name a file of at most 1 MiB; data belongs under data.path")  # fmt: skip
+        raise UserError("R002", f"the recipe is too large: {len(text):,} characters", where=name,
+                        fix="name a file of at most 1 MiB; data belongs under data.path")  # fmt: skip
     tree, lines = _load_yaml(text, name)
     for pair in overrides:
         _override(tree, pair)
     try:
         return Recipe.model_validate(tree)
     except ValidationError as error:
-        raise _first_mistake(error, name, lines, tree) from None
+        raise _first_error(error, name, lines, tree) from None
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """Return `recipe` as YAML with every default written out; the plan keeps only what a person pinned."""
+    """Return `recipe` as YAML with every default written out; the plan has only the pinned fields."""
     tree = recipe.model_dump(mode="json", exclude={"plan"})
     tree["plan"] = "auto" if recipe.plan == "auto" else recipe.plan.model_dump(mode="json", exclude_unset=True)
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
@@ -59,7 +59,7 @@ def _load_yaml(text: str, name: str) -> tuple[dict[str, Any], dict[Path, int]]:
         root = yaml.compose(text, Loader=YamlLoader)
         if root is not None:
             _walk(root, (), lines, set(), name)
-        tree = yaml.load(text, Loader=YamlLoader)  # a safe one, see above
+        tree = yaml.load(text, Loader=YamlLoader)  # safe: YamlLoader is a SafeLoader
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{name}, line {mark.line + 1}" if mark else name
@@ -70,15 +70,15 @@ def _load_yaml(text: str, name: str) -> tuple[dict[str, Any], dict[Path, int]]:
         return {}, lines
     if not isinstance(tree, dict):
         raise UserError("R001", "a recipe is a mapping of sections, not a single value or a list", where=name,
-                        fix="start from: name: my-run")  # fmt: skip
+                        fix="start with: name: my-run")  # fmt: skip
     return tree, lines
 
 
 def _walk(node: yaml.Node, path: Path, lines: dict[Path, int], seen: set[int], name: str) -> None:
-    """Note the line of every key; refuse aliases, doubled keys and absurd depth, which no recipe needs."""
+    """Record the line of every key; refuse aliases, duplicate keys and deep nesting, which no recipe needs."""
     line = node.start_mark.line + 1
     if id(node) in seen or len(path) > MAX_DEPTH:
-        what = "an alias (*name) repeats a part of the file" if id(node) in seen else "the nesting is too deep"
+        what = "a YAML alias (*name) is not allowed" if id(node) in seen else "the nesting is too deep"
         raise UserError("R003", what, where=f"{name}, line {line}", fix="write the values out")
     seen.add(id(node))
     lines.setdefault(path, line)
@@ -112,25 +112,25 @@ def _override(tree: dict[str, Any], pair: str) -> None:
             below = {}
         if not isinstance(below, dict):
             raise UserError("R010", f"{key} is {below!r}, which has no fields", where=f"--set {path}",
-                            fix="set the whole section, or name a field of it")  # fmt: skip
+                            fix="set the entire section, or name a field of it")  # fmt: skip
         here[key] = here = dict(below)
     here[keys[-1]] = value
 
 
-def _first_mistake(error: ValidationError, name: str, lines: Mapping[Path, int], tree: dict[str, Any]) -> UserError:
-    """Return the error a person should see: the most specific one, with its line and a fix."""
-    mistakes = error.errors(include_url=False)
-    paths = [_real_path(each["loc"], tree) for each in mistakes]
-    # An unknown key is the likeliest typo; after that the deepest mistake is the most specific one.
-    best = max(range(len(mistakes)), key=lambda i: (mistakes[i]["type"] == "extra_forbidden", len(paths[i])))
-    mistake, path = mistakes[best], paths[best]
+def _first_error(error: ValidationError, name: str, lines: Mapping[Path, int], tree: dict[str, Any]) -> UserError:
+    """Return the error to show: the most specific one, with its line and a fix."""
+    errors = error.errors(include_url=False)
+    paths = [_real_path(each["loc"], tree) for each in errors]
+    # An unknown key is the likeliest typo; after that the deepest error is the most specific one.
+    best = max(range(len(errors)), key=lambda i: (errors[i]["type"] == "extra_forbidden", len(paths[i])))
+    mistake, path = errors[best], paths[best]
     dotted = ".".join(map(str, path)) or "recipe"
     line = next((lines[path[:end]] for end in range(len(path), 0, -1) if path[:end] in lines), None)
     where = f"{dotted} ({name}, line {line})" if line else f"{dotted} ({name})"
     if mistake["type"] == "extra_forbidden":
-        known = _fields_at(path[:-1])
-        return UserError("R011", f"there is no field '{path[-1]}'{nearest(str(path[-1]), known)}", where=where,
-                         fix=f"the fields here are {', '.join(known)}")  # fmt: skip
+        names = _fields_at(path[:-1])
+        return UserError("R011", f"there is no field '{path[-1]}'{did_you_mean(str(path[-1]), names)}", where=where,
+                         fix=f"the fields here are {', '.join(names)}")  # fmt: skip
     got = mistake.get("input")
     code = "R012" if "type" in mistake["type"] or "parsing" in mistake["type"] else "R013"
     return UserError(code, f"{dotted} is {got!r}: {_plain(mistake)}", where=where, fix=_fix(mistake, dotted))
@@ -145,7 +145,7 @@ def _real_path(location: Path, tree: dict[str, Any]) -> Path:
 
 
 def _reaches(tree: Any, path: Path) -> bool:
-    """Whether `path` names something that is in the tree, or a field that is missing from a mapping that is."""
+    """Return whether `path` leads to a value in the tree."""
     for part in path[:-1]:
         if not isinstance(tree, dict | list) or (isinstance(tree, dict) and part not in tree):
             return False
@@ -171,9 +171,9 @@ def _fix(mistake: Mapping[str, Any], dotted: str) -> str:
     context = mistake.get("ctx", {})
     if "expected" in context:
         return f"use one of {context['expected']}"
-    for bound, words in (("ge", "at least"), ("gt", "more than"), ("le", "at most"), ("lt", "less than")):
+    for bound, phrase in (("ge", "at least"), ("gt", "more than"), ("le", "at most"), ("lt", "less than")):
         if bound in context:
-            return f"use a value of {words} {context[bound]}"
+            return f"use a value of {phrase} {context[bound]}"
     if "pattern" in context:
         return "use lower-case letters, digits, dots, dashes and underscores, at most 63 of them"
-    return f"give {dotted} a value of the right kind; `trimaran schema` shows them all"
+    return f"give {dotted} a value of the right type; `trimaran schema` lists all fields"

@@ -1,4 +1,4 @@
-"""Units: what a number counts, and how people read it."""
+"""Units, and how to format them."""
 
 from typing import NewType
 
@@ -10,7 +10,7 @@ GIB = 2**30
 
 
 def show_bytes(num: float) -> str:
-    """Return `num` bytes the way people read them: `1.5 GiB`."""
+    """Return `num` bytes with a binary unit: `1.5 GiB`."""
     for unit in ("B", "KiB", "MiB"):
         if abs(num) < 1024:
             return f"{num:.0f} {unit}" if unit == "B" else f"{num:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""How many bytes, how many seconds: pure functions, one term each. Imports no torch."""
+"""The cost model: memory and step time of a plan, one pure function per term. Imports no torch."""
 
 from trimaran.cost.job import STATE_BYTES, Job
 from trimaran.cost.stack_profiles import STACKS, Stack, find_stack

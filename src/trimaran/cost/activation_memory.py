@@ -1,20 +1,21 @@
-"""What forward keeps for backward: bytes of one position in one layer, operator by operator, and of a whole rank."""
+"""Activation memory: the bytes that forward saves for backward, per token and layer, and per rank."""
 
 from functools import lru_cache
 from typing import NamedTuple
 
 from trimaran.cost.memory_inputs import MemoryInputs
-from trimaran.cost.memory_profiles import JOINT, Saved
-from trimaran.cost.rank_part import LayerSlice, RankPart
+from trimaran.cost.memory_profiles import JOINT_PROJECTIONS, Saved
+from trimaran.cost.rank_part import LayerGroup, RankPart
 from trimaran.models import OutlineLayer, Tower
 
-# Tensors as wide as the feed-forward that its backward holds besides what was kept: gradients of what it multiplies and
-# of their product; where products are joint, also what it computes again. What others hold was fitted as a whole.
-BACK = (3, 4)
+# Tensors of feed-forward width that the feed-forward's backward holds besides what forward saved: the gradients of the
+# factors and of their product. With joint projections (the second figure) it also holds one that it recomputes.
+# Other stacks' figures include this in their fitted constants.
+BACKWARD_FFN_TENSORS = (3, 4)
 
 
 class LayerBytes(NamedTuple):
-    """Bytes of one position: all that a layer keeps, and what is left by each way to compute it again."""
+    """Bytes that one layer saves per token, for each recompute mode."""
 
     none: float
     selective: float
@@ -22,172 +23,178 @@ class LayerBytes(NamedTuple):
 
 
 class SavedActivations(NamedTuple):
-    """Bytes of one micro-batch on a rank: what all layers keep, and one of them; one that is computed again.
+    """Activation bytes of one micro-batch on a rank.
 
-    `casts` are 16-bit copies of whole weights that autocast keeps from forward to backward, but of layers that are
-    computed again; `passing` is what slices exchange, `back` the gradients inside the layer at work in backward: of the
-    stream, and of what a feed-forward multiplies.
+    layers: saved by all layers.
+    one_layer: saved by the largest single layer.
+    recomputed: saved by one layer while backward recomputes it.
+    casts: 16-bit weight copies that autocast keeps from forward to backward, except in recomputed layers.
+    exchanged: buffers that tensor-parallel ranks exchange.
+    backward: gradients inside the layer whose backward is running.
     """
 
     layers: float = 0
-    one: float = 0
-    again: float = 0
+    one_layer: float = 0
+    recomputed: float = 0
     casts: float = 0
-    passing: float = 0
-    back: float = 0
+    exchanged: float = 0
+    backward: float = 0
 
 
 class RecomputeMode(NamedTuple):
-    """How a rank goes through a tower: positions of a micro-batch, what is computed again, bytes of a weight's cast."""
+    """How a rank runs one tower: tokens of a micro-batch, recompute mode, and bytes of each weight's autocast copy."""
 
     positions: int
-    how: str | int
-    casts: int
+    recompute: str | int
+    cast_bytes: int
 
 
 class LayerView(NamedTuple):
-    """What activations depend on besides the part of the network: a key, so that they are added up once."""
+    """All that activation memory depends on besides the rank's layers. Hashable, so that results can be cached."""
 
     saved: Saved
-    width: int
+    element_bytes: int
     tp: int
-    parts: int
+    context_parts: int
     cpu: bool
-    gathered: float
-    passing: float
+    gathered_bytes: float
+    exchanged_bytes: float
     samples: int
     ep: int
-    ways: tuple[tuple[str, RecomputeMode], ...]
-    back: int
+    modes: tuple[tuple[str, RecomputeMode], ...]
+    backward_tensors: int
 
 
 @lru_cache(maxsize=4096)
-def layer_bytes(layer: OutlineLayer, saved: Saved, width: int, tp: int, parts: int, cpu: bool) -> LayerBytes:
-    """Return what a layer keeps of one position on one of `tp` slices.
+def layer_bytes(layer: OutlineLayer, saved: Saved, element_bytes: int, tp: int, parts: int, cpu: bool) -> LayerBytes:
+    """Return the bytes that a layer saves per token on one of `tp` ranks.
 
-    Norms keep the stream (and on a CPU, where they are not fused, its normed form), projections their input, flash
-    attention query, key, value, output and a logarithm a head. `parts` is how many parts of the sequence gather their
-    keys and values here: those of all are there, once for each query head.
+    Norms save the residual stream (and on a CPU, where they are not fused, its normalised form). Projections save their
+    input. Flash attention saves query, key, value, output and one logsumexp per head. `parts` is how many sequence
+    parts gather their keys and values on this rank: it holds those of all parts, once per query head.
     """
-    stream = (saved.stream + 8 * cpu + (0 if layer.gated else saved.masks)) * layer.hidden
-    inputs = saved.inputs * layer.hidden
-    beside = 1 if saved.slices == "nothing" else tp  # a norm sees every feature: without sequence parallelism, whole
-    split = (_attention(layer, saved, width, parts) + _feed_forward(layer, saved, width)) / tp
-    none = stream / beside + inputs / (tp if saved.slices == "all" else 1) + split
-    full = saved.input * layer.hidden / beside
-    return LayerBytes(none, min(none, full + _products(layer, saved, width) / tp), min(none, full))
+    norms = (saved.norm_bytes + 8 * cpu + (0 if layer.gated else saved.mask_bytes)) * layer.hidden
+    projections = saved.projection_bytes * layer.hidden
+    norm_split = 1 if saved.tp_splits == "nothing" else tp  # without sequence parallelism every rank has all features
+    matmuls = (_attention(layer, saved, element_bytes, parts) + _feed_forward(layer, saved, element_bytes)) / tp
+    none = norms / norm_split + projections / (tp if saved.tp_splits == "all" else 1) + matmuls
+    full = saved.input_bytes * layer.hidden / norm_split
+    return LayerBytes(none, min(none, full + _selective(layer, saved, element_bytes) / tp), min(none, full))
 
 
-def _attention(layer: OutlineLayer, saved: Saved, width: int, parts: int) -> float:
+def _attention(layer: OutlineLayer, saved: Saved, element_bytes: int, parts: int) -> float:
     query, output = layer.heads * layer.head_dim, layer.heads * layer.value_dim
-    keys = layer.kv_heads if parts == 1 and not saved.repeats else layer.heads * parts
+    keys = layer.kv_heads if parts == 1 and not saved.repeats_kv else layer.heads * parts
     narrow = layer.qk_norm * (query + layer.kv_heads * layer.head_dim)
-    if latent := layer.latent:  # every head has its own keys and values, widened from a normed narrow middle
+    if latent := layer.latent:  # every head has its own keys and values, projected up from a normalised latent
         keys = layer.heads * parts
         narrow += 2 * (latent.query_rank + latent.kv_rank) + latent.rope_dim
-    return width * (query + keys * (layer.head_dim + layer.value_dim) + output + narrow) + 4 * layer.heads
+    return element_bytes * (query + keys * (layer.head_dim + layer.value_dim) + output + narrow) + 4 * layer.heads
 
 
-def _feed_forward(layer: OutlineLayer, saved: Saved, width: int) -> float:
+def _feed_forward(layer: OutlineLayer, saved: Saved, element_bytes: int) -> float:
     if (experts := layer.experts) is None:
-        return width * (saved.gated if layer.gated else saved.plain) * layer.ffn
-    # Each token's row is copied to its experts and back. Experts stay eager: their rows are counted at run time.
+        return element_bytes * (saved.gated_tensors if layer.gated else saved.plain_tensors) * layer.ffn
+    # Each token is copied to its experts and back. Experts stay eager, because their row counts depend on the data.
     tensors = 4 if layer.gated else 2
-    return width * (experts.top_k * (tensors * experts.ffn + 2 * layer.hidden) + tensors * experts.shared_ffn)
+    return element_bytes * (experts.top_k * (tensors * experts.ffn + 2 * layer.hidden) + tensors * experts.shared_ffn)
 
 
-def _products(layer: OutlineLayer, saved: Saved, width: int) -> float:
-    """Return what selective recompute keeps besides the layer's input: what attention returns, and some products."""
+def _selective(layer: OutlineLayer, saved: Saved, element_bytes: int) -> float:
+    """Return what selective recompute saves besides the layer's input: attention's output and some matmul outputs."""
     if saved.selective == "attention":
         return float("inf")
-    kept = layer.heads * layer.value_dim + layer.kv_heads * layer.value_dim + layer.hidden + layer.active_ffn
+    features = layer.heads * layer.value_dim + layer.kv_heads * layer.value_dim + layer.hidden + layer.active_ffn
     if saved.selective == "first":
-        kept += layer.heads * layer.head_dim
-    return width * kept + 4 * layer.heads
+        features += layer.heads * layer.head_dim
+    return element_bytes * features + 4 * layer.heads
 
 
-def recomputed(how: str | int, count: int) -> int:
-    """Return how many of `count` layers backward computes again; every k-th begins with the first."""
-    if isinstance(how, int):
-        return -(-count // how)
-    return 0 if how == "none" else count
+def num_recomputed(recompute: str | int, count: int) -> int:
+    """Return how many of `count` layers backward recomputes. A number k means every k-th layer, from the first on."""
+    if isinstance(recompute, int):
+        return -(-count // recompute)
+    return 0 if recompute == "none" else count
 
 
-def kept_bytes(each: LayerBytes, how: str | int, count: int) -> float:
-    """Return what `count` layers keep of one position."""
-    again = recomputed(how, count)
-    return (count - again) * each.none + again * (each.selective if how == "selective" else each.full)
+def saved_layer_bytes(layer: LayerBytes, recompute: str | int, count: int) -> float:
+    """Return the bytes that `count` equal layers save per token."""
+    recomputed = num_recomputed(recompute, count)
+    return (count - recomputed) * layer.none + recomputed * (
+        layer.selective if recompute == "selective" else layer.full
+    )
 
 
-def kept_on(scene: MemoryInputs, part: RankPart, *, gathered: float) -> SavedActivations:
-    """Return what a rank keeps. A slice may keep `gathered` bytes a feature of inputs that it gathered.
+def saved_on_rank(inputs: MemoryInputs, part: RankPart, *, gathered: float) -> SavedActivations:
+    """Return what a rank saves for one micro-batch.
 
-    A frozen tower keeps nothing where no trained one stands before it. Only our own parts of a sequence gather keys:
-    those of the others pass them round.
+    `gathered` is how many bytes per feature a tensor-parallel rank saves of inputs that it gathered.
+    A frozen tower saves nothing unless a trained tower precedes it.
+    Only our own context parallelism gathers keys; other stacks pass them around a ring.
     """
-    job, plan, ways = scene.job, scene.plan, {}
+    job, plan, modes = inputs.job, inputs.plan, {}
     for holding in part.holdings:
         tower = holding.tower
-        casts = _casts(scene, tower) if job.sharding_of(tower, plan) == "none" else 0
-        ways[tower.name] = RecomputeMode(job.positions(tower, plan), job.recompute_of(tower, plan), casts)
+        cast_bytes = _cast_bytes(inputs, tower) if job.sharding_of(tower, plan) == "none" else 0
+        modes[tower.name] = RecomputeMode(job.positions(tower, plan), job.recompute_of(tower, plan), cast_bytes)
     parts = plan.mesh.cp if job.stack.name == "trimaran" and plan.comm.context == "gather" else 1
-    look = LayerView(
-        scene.saved, scene.width, scene.tp, parts, scene.cpu and scene.saved is not JOINT, gathered,
-        scene.profile.regathers[1] if scene.tp > 1 else 0, plan.micro_batch, plan.mesh.ep, tuple(ways.items()),
-        BACK[scene.saved is JOINT] if job.stack.name == "trimaran" else 0,
+    is_joint = inputs.saved is JOINT_PROJECTIONS
+    view = LayerView(
+        inputs.saved, inputs.element_bytes, inputs.tp, parts, inputs.cpu and not is_joint, gathered,
+        inputs.profile.gathered_input_bytes[1] if inputs.tp > 1 else 0, plan.micro_batch, plan.mesh.ep,
+        tuple(modes.items()), BACKWARD_FFN_TENSORS[is_joint] if job.stack.name == "trimaran" else 0,
     )  # fmt: skip
-    return _kept(part, look)
+    return _saved_by_part(part, view)
 
 
-@lru_cache(maxsize=1 << 14)  # a search asks again for each way to shard and offload
-def _kept(part: RankPart, look: LayerView) -> SavedActivations:
-    found, trains, ways = SavedActivations(), False, dict(look.ways)
-    for piece in part.pieces:
-        trains = trains or not piece.tower.frozen
+@lru_cache(maxsize=1 << 14)  # a search needs the same result for each sharding and offload
+def _saved_by_part(part: RankPart, view: LayerView) -> SavedActivations:
+    total, trains, modes = SavedActivations(), False, dict(view.modes)
+    for group in part.layer_groups:
+        trains = trains or not group.tower.frozen
         if trains:
-            way = ways[piece.tower.name]
-            more = (
-                _of_layers(look, piece, way) if isinstance(piece.block, OutlineLayer) else _of_opaque(look, piece, way)
-            )
-            found = _together(found, more)
-    return found._replace(casts=found.casts * part.flying)
+            add = _layer_group if isinstance(group.block, OutlineLayer) else _opaque_group
+            total = _combined(total, add(view, group, modes[group.tower.name]))
+    return total._replace(casts=total.casts * part.in_flight)
 
 
-def _together(first: SavedActivations, second: SavedActivations) -> SavedActivations:
+def _combined(first: SavedActivations, second: SavedActivations) -> SavedActivations:
     return SavedActivations(
         first.layers + second.layers,
-        max(first.one, second.one),
-        max(first.again, second.again),
+        max(first.one_layer, second.one_layer),
+        max(first.recomputed, second.recomputed),
         first.casts + second.casts,
-        max(first.passing, second.passing),
-        max(first.back, second.back),
+        max(first.exchanged, second.exchanged),
+        max(first.backward, second.backward),
     )
 
 
-def _of_layers(look: LayerView, piece: LayerSlice, way: RecomputeMode) -> SavedActivations:
-    layer, count, tp = piece.block, piece.count, look.tp
+def _layer_group(view: LayerView, group: LayerGroup, mode: RecomputeMode) -> SavedActivations:
+    layer, count, tp, positions, recompute = group.block, group.count, view.tp, mode.positions, mode.recompute
     assert isinstance(layer, OutlineLayer), "the only block whose operators are known"
-    each, again = layer_bytes(layer, look.saved, look.width, tp, look.parts, look.cpu), recomputed(way.how, count)
-    matrices = layer.dense_weights // tp + layer.router_weights + layer.expert_weights // (tp * look.ep)
+    one = layer_bytes(layer, view.saved, view.element_bytes, tp, view.context_parts, view.cpu)
+    recomputed = num_recomputed(recompute, count)
+    matrices = layer.dense_weights // tp + layer.router_weights + layer.expert_weights // (tp * view.ep)
+    gradients = view.backward_tensors * layer.active_ffn + 2 * layer.hidden
     return SavedActivations(
-        layers=way.positions * (kept_bytes(each, way.how, count) + count * look.gathered * layer.hidden),
-        one=way.positions * kept_bytes(each, way.how, 1),
-        again=way.positions * each.none if again else 0,
-        casts=way.casts * (count - again) * matrices,
-        passing=way.positions * layer.hidden * look.passing,
-        back=way.positions * look.width * (look.back * layer.active_ffn + 2 * layer.hidden) / tp if look.back else 0,
+        layers=positions * (saved_layer_bytes(one, recompute, count) + count * view.gathered_bytes * layer.hidden),
+        one_layer=positions * saved_layer_bytes(one, recompute, 1),
+        recomputed=positions * one.none if recomputed else 0,
+        casts=mode.cast_bytes * (count - recomputed) * matrices,
+        exchanged=positions * layer.hidden * view.exchanged_bytes,
+        backward=positions * view.element_bytes * gradients / tp if view.backward_tensors else 0,
     )
 
 
-def _casts(scene: MemoryInputs, tower: Tower) -> int:
-    """Return the bytes of a weight's cast. A half is what products take; what is frozen stays whole, and is cast."""
-    return scene.width if scene.halves and tower.frozen else scene.casts
+def _cast_bytes(inputs: MemoryInputs, tower: Tower) -> int:
+    """Return the bytes of a weight's autocast copy. Split weights need none, but a frozen tower is not split."""
+    return inputs.element_bytes if inputs.splits_weights and tower.frozen else inputs.cast_bytes
 
 
-def _of_opaque(look: LayerView, piece: LayerSlice, way: RecomputeMode) -> SavedActivations:
-    block, again = piece.block, recomputed(way.how, piece.count)
-    assert not isinstance(block, OutlineLayer), "of which only totals are known"
-    layers = look.samples * ((piece.count - again) * block.saved_bytes + again * block.output_bytes)
+def _opaque_group(view: LayerView, group: LayerGroup, mode: RecomputeMode) -> SavedActivations:
+    block, recomputed = group.block, num_recomputed(mode.recompute, group.count)
+    assert not isinstance(block, OutlineLayer), "only totals are known of an opaque block"
+    layers = view.samples * ((group.count - recomputed) * block.saved_bytes + recomputed * block.output_bytes)
     return SavedActivations(
-        layers=layers, one=layers / piece.count, again=look.samples * block.saved_bytes if again else 0
+        layers=layers, one_layer=layers / group.count, recomputed=view.samples * block.saved_bytes if recomputed else 0
     )

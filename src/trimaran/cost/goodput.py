@@ -1,28 +1,30 @@
-"""What of a run's time moves it on: failures, restarts, checkpoints and data that comes late take the rest."""
+"""Goodput, duration and price of a run: how failures, restarts, checkpoints and late data lengthen it."""
 
 import math
 from dataclasses import dataclass
 
 from trimaran.core import Bytes, Seconds
 
+DAY_SECONDS = 86_400.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
-    """How often one device fails a run, and how long the run is down until its next step. Infinity: never."""
+    """Mean hours between failures of one device (infinity: never), and the downtime until the next step."""
 
     device_hours: float
     restart: Seconds
 
     def seconds_between(self, num_devices: int) -> Seconds:
-        """Return the mean time between failures of a run: the more devices, the shorter."""
+        """Return the mean time between failures of a run on `num_devices`."""
         return Seconds(self.device_hours * 3600 / num_devices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goodput:
-    """The share of the time that moves a run on, and the seconds between checkpoints that make it most.
+    """The fraction of wall-clock time spent on new steps, and the checkpoint interval that maximises it.
 
-    `lost` is what takes the rest: with `share` it adds up to 1.
+    `lost` has the fractions of failures, checkpoints and late data. With `share` they add up to 1.
     """
 
     share: float
@@ -31,11 +33,11 @@ class Goodput:
 
 
 def best_interval(write: Seconds, between: Seconds, *, restart: Seconds) -> Seconds:
-    """Return how long to train between two checkpoints: Daly's second-order optimum, Young's where writes are short.
+    """Return how long to train between two checkpoints: Daly's second-order optimum; Young's for short writes.
 
-    J. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", 2006, equation 37. A write
-    that takes two times as long as a run lasts leaves no better choice than the mean time between failures itself.
-    `restart` moves no optimum, but a run that fails while it restarts is none: it must be shorter than `between`.
+    J. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", 2006, equation 37.
+    If a write takes twice the mean time between failures (`between`), the interval is `between` itself.
+    `restart` does not move the optimum, but it must be shorter than `between`.
     """
     if math.isinf(between) or write == 0:
         return Seconds(math.inf if math.isinf(between) else 0.0)
@@ -46,26 +48,26 @@ def best_interval(write: Seconds, between: Seconds, *, restart: Seconds) -> Seco
 
 
 def write_seconds(state_bytes: float, *, disk_bandwidth: float, stalls: float = 1.0) -> Seconds:
-    """Return how long a checkpoint of the whole run's `state_bytes` holds it up.
+    """Return how long one checkpoint of `state_bytes` stalls the run.
 
-    `disk_bandwidth` is of all nodes together. `stalls` is the share of a write that the run waits for: 1 where it waits
-    for the disk, near 0 where it copies the states and goes on.
+    `disk_bandwidth` is of all nodes together. `stalls` is the fraction of a write that the run waits for: 1 for a
+    synchronous write, near 0 if the run copies its state and continues.
     """
     return Seconds(stalls * state_bytes / disk_bandwidth)
 
 
 def checkpoint_bytes(num_parameters: int, *, weight_bytes: float = 4.0, moment_bytes: float = 8.0) -> Bytes:
-    """Return what a run must write to go on from: weights (masters where there are any) and moments."""
+    """Return the bytes of a checkpoint: weights (master weights where there are any) and moments."""
     return Bytes(int(num_parameters * (weight_bytes + moment_bytes)))
 
 
 def expected_goodput(
     faults: Faults, num_devices: int, *, write: Seconds, step: Seconds, data: Seconds | None = None
 ) -> Goodput:
-    """Return what of the time steps take when checkpoints of `write` seconds are as often as is best.
+    """Return the goodput with checkpoints of `write` seconds at the best interval.
 
-    A failure costs the restart and, on average, half of what was done since the last checkpoint. `data` is how long a
-    step's data takes to come; what of it a step does not hide is lost.
+    A failure costs the restart and, on average, half of the work since the last checkpoint. `data` is how long the
+    data of a step takes to load; the part that exceeds the step is lost.
     """
     between = faults.seconds_between(num_devices)
     interval = best_interval(write, between, restart=faults.restart)
@@ -78,3 +80,24 @@ def expected_goodput(
     share = running * (1 - writing) * (1 - waiting)
     lost = {"failures": failing, "checkpoints": running * writing, "data": running * (1 - writing) * waiting}
     return Goodput(share=share, interval=interval, lost=lost)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bill:
+    """A run from start to end: its days, the hours of all its devices together, and its price in the currency given."""
+
+    days: float
+    device_hours: float
+    cost: float
+
+
+def bill_of(
+    num_tokens: float, tokens_per_second: float, *, num_devices: int, hour_price: float, goodput: float = 1.0
+) -> Bill:
+    """Return what training on `num_tokens` costs on devices that are paid by the hour, used or not.
+
+    `tokens_per_second` is of the whole cluster. `goodput` is the fraction of the time spent on new steps.
+    """
+    seconds = num_tokens / (tokens_per_second * goodput)
+    hours = seconds / 3600 * num_devices
+    return Bill(days=seconds / DAY_SECONDS, device_hours=hours, cost=hours * hour_price)

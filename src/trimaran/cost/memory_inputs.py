@@ -1,20 +1,21 @@
-"""What every term of memory looks at, read once from the plan: its fields are slow to ask, and asked many times."""
+"""The inputs of all memory terms, read from the plan once: pydantic fields are slow and are read many times."""
 
 from typing import NamedTuple
 
 from trimaran.core import Plan
-from trimaran.cost.job import WIDTH, Job, splits_weights
-from trimaran.cost.memory_profiles import ENGINE, HALVES, MemoryProfile, Saved
+from trimaran.cost.job import ELEMENT_BYTES, Job, splits_weights
+from trimaran.cost.memory_profiles import DEEPSPEED_ENGINE, SPLIT_WEIGHTS, MemoryProfile, Saved
 from trimaran.hardware import Cluster
 
-KIND = {"fp32": " fp32", "fp8": " fp8"}
+PRECISION_SUFFIX = {"fp32": " fp32", "fp8": " fp8"}
 
 
 class MemoryInputs(NamedTuple):
-    """A job and a plan, as one rank sees them.
+    """A job and a plan as one rank sees them.
 
-    `shards` are the ranks that share what is sharded, `data` those that see different tokens. `casts` are bytes of the
-    copy that autocast makes of each whole weight, and keeps for backward.
+    shards: ranks that each hold one shard.
+    data: ranks that see different tokens.
+    cast_bytes: bytes of the 16-bit copy that autocast makes of each unsharded weight and keeps for backward.
     """
 
     job: Job
@@ -23,51 +24,51 @@ class MemoryInputs(NamedTuple):
     saved: Saved
     cpu: bool
     offload: str
-    width: int
+    element_bytes: int
     tp: int
     pp: int
     shards: int
     data: int
-    casts: int
+    cast_bytes: int
 
     @property
-    def halves(self) -> bool:
-        """Whether matrices are kept as two halves of 16 bits."""
-        return self.profile is HALVES
+    def splits_weights(self) -> bool:
+        """Whether each matrix is stored as its upper and its lower 16 bits."""
+        return self.profile is SPLIT_WEIGHTS
 
 
 def memory_inputs_of(job: Job, cluster: Cluster, plan: Plan) -> MemoryInputs:
-    """Return the plan's scene. On a CPU nothing is offloaded to anywhere."""
+    """Return the inputs of the plan's memory terms. On a CPU nothing is offloaded."""
     mesh, precision, cpu = plan.mesh, plan.precision, cluster.device.kind == "cpu"
     profile = _profile(job, plan)
-    kept = job.stack.memory if profile is HALVES and not plan.joins_projections else profile
+    source = job.stack.memory if profile is SPLIT_WEIGHTS and not plan.joins_projections else profile
     return MemoryInputs(
         job=job,
         plan=plan,
         profile=profile,
-        saved=_saved(kept, precision, compiled=plan.compile, sharded=plan.sharding != "none"),
+        saved=_saved(source, precision, compiled=plan.compile, sharded=plan.sharding != "none"),
         cpu=cpu,
         offload="none" if cpu else plan.offload,
-        width=WIDTH[precision],
+        element_bytes=ELEMENT_BYTES[precision],
         tp=mesh.tp,
         pp=mesh.pp,
         shards=mesh.shards,
         data=mesh.data,
-        casts=2 if profile.weight == 4 and precision in ("bf16", "fp16") else 0,
+        cast_bytes=2 if profile.weight_bytes == 4 and precision in ("bf16", "fp16") else 0,
     )
 
 
 def _profile(job: Job, plan: Plan) -> MemoryProfile:
-    """Return the stack's profile; ours are others with DeepSpeed underneath, and on a device of its own."""
+    """Return the stack's profile. Our own trainer has two more: on DeepSpeed's engine, and with split weights."""
     if job.stack.name != "trimaran":
         return job.stack.memory
     if plan.engine == "deepspeed":
-        return ENGINE
-    return HALVES if splits_weights(job, plan) else job.stack.memory
+        return DEEPSPEED_ENGINE
+    return SPLIT_WEIGHTS if splits_weights(job, plan) else job.stack.memory
 
 
 def _saved(profile: MemoryProfile, precision: str, *, compiled: bool, sharded: bool) -> Saved:
-    """Return what layers save in this plan: of the names that fit it, the one that says most."""
-    how = ("compiled" if compiled else "eager") + KIND.get(precision, "")
-    how = how.removeprefix("eager ")
-    return profile.saved[f"sharded {how}" if sharded and f"sharded {how}" in profile.saved else how]
+    """Return what layers save in this plan: the most specific entry of the profile that matches."""
+    key = ("compiled" if compiled else "eager") + PRECISION_SUFFIX.get(precision, "")
+    key = key.removeprefix("eager ")
+    return profile.saved[f"sharded {key}" if sharded and f"sharded {key}" in profile.saved else key]

@@ -1,4 +1,4 @@
-"""What each training system keeps in memory, counted in its source, operator by operator."""
+"""Memory constants of each training system, counted operator by operator in its source code."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -9,133 +9,172 @@ from trimaran.cost.rank_part import Split
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """What a layer keeps of each token for backward, in 16-bit precision.
+    """What one layer saves for backward, per token, in 16-bit precision.
 
-    `stream`, `inputs`, `input` are bytes a feature of the hidden state: what both norms keep, what the projections keep
-    of theirs, and the layer's own input, all that is left when it is computed again. `gated` and `plain` are tensors as
-    wide as the feed-forward, `masks` bytes a feature of dropout, which only plain layers have. With `repeats` keys and
-    values are there once for each query head. `slices` says what tensor parallelism splits besides heads and features:
-    the stream, also the inputs, or nothing (no sequence parallelism). `selective` is what selective recompute keeps:
-    every second product, every first, or all but the scores of attention, which flash attention never had.
+    norm_bytes: bytes per hidden feature that both norms save.
+    projection_bytes: bytes per hidden feature that the projections save of their inputs.
+    input_bytes: bytes per hidden feature of the layer's own input, which is all that full recompute saves.
+    gated_tensors, plain_tensors: saved tensors of feed-forward width, in a layer with and without a gate.
+    mask_bytes: bytes per hidden feature of dropout masks. Only layers without a gate have them.
+    repeats_kv: keys and values are saved once per query head instead of once per KV head.
+    tp_splits: what tensor parallelism splits besides heads and features: the norms' tensors (sequence parallelism),
+        also the projections' inputs, or nothing.
+    selective: what selective recompute saves: every second matmul, every second one from the first on,
+        or everything but attention scores, which flash attention never stores.
     """
 
-    stream: float
-    inputs: float
-    input: float = 2
-    gated: float = 4
-    plain: float = 2
-    masks: float = 0
-    repeats: bool = False
-    slices: Literal["stream", "all", "nothing"] = "stream"
+    norm_bytes: float
+    projection_bytes: float
+    input_bytes: float = 2
+    gated_tensors: float = 4
+    plain_tensors: float = 2
+    mask_bytes: float = 0
+    repeats_kv: bool = False
+    tp_splits: Literal["stream", "all", "nothing"] = "stream"
     selective: Literal["second", "first", "attention"] = "second"
 
     def in_fp32(self) -> "Saved":
-        return replace(self, stream=2 * self.stream, inputs=2 * self.inputs, input=2 * self.input)
+        return replace(
+            self,
+            norm_bytes=2 * self.norm_bytes,
+            projection_bytes=2 * self.projection_bytes,
+            input_bytes=2 * self.input_bytes,
+        )
 
     def in_fp8(self) -> "Saved":
-        """Return the same with products that keep their inputs in one byte."""
-        return replace(self, inputs=self.inputs / 2, gated=self.gated - 0.5, plain=self.plain - 0.5)
+        """Return the same with matmul inputs saved in one byte."""
+        return replace(
+            self,
+            projection_bytes=self.projection_bytes / 2,
+            gated_tensors=self.gated_tensors - 0.5,
+            plain_tensors=self.plain_tensors - 0.5,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryProfile:
-    """Which bytes a system holds in 16-bit precision; in fp32, weights and gradients take 4.
+    """The bytes that one training system holds in 16-bit precision. In fp32, weights and gradients take 4 bytes.
 
-    Of each parameter: weights (with 2 bytes there is an fp32 master beside the moments), gradients as they accumulate,
-    `loose` ones in 16 bit beside those, another copy in the `buckets` of replicas (those of shards have a size), and
-    what an `update` needs in passing: of all parameters where several ranks share them, of the rank's own. `fsdp` says
-    where embedding and head are gathered: in one root, or each at its end; without FSDP weights stay whole until the
-    third stage of sharding. `logits` are bytes of each: at the loss, and while they wait for backward. `regathers` are
-    bytes a feature of a token: what a slice keeps of inputs that it gathered, and what passes between slices. `holes`
-    is the allocator's share beyond what comes and goes: without sharding, with it, and on the worst of many ranks.
-    `reports` is the rank whose log people read, and which figure it shows; `split` how layers become stages.
+    weight_bytes: per parameter. With 2 bytes there is also an fp32 master weight.
+    gradient_bytes: per parameter, while gradients accumulate.
+    extra_gradient_bytes: per parameter, 16-bit gradients held beside the accumulated ones.
+    bucket_bytes: a second copy of the gradients: bytes per parameter on replicas, total bytes on sharded ranks.
+    update_bytes: temporary bytes of the optimizer update: per parameter of a sharded model, per parameter the rank
+        owns.
+    fsdp: where FSDP gathers embedding and head: in one root unit, each at its own end, or no FSDP at all.
+    logit_bytes: per logit: while the loss is computed, and while it waits for backward.
+    gathered_input_bytes: per token and feature under tensor parallelism: gathered inputs that a rank saves, and
+        buffers that ranks exchange.
+    fragmentation: allocator overhead as a fraction of temporary memory: unsharded, sharded, on the worst of many ranks.
+    logged: the rank and the figure that this system's log shows.
+    split: how layers are split into pipeline stages.
+    saved: what a layer saves, by how it runs (eager, compiled, precision, sharded).
     """
 
-    weight: int = 4
-    gradient: int = 4
-    loose: int = 0
-    buckets: tuple[int, int] = (0, 0)
-    update: tuple[int, int] = (0, 0)
+    weight_bytes: int = 4
+    gradient_bytes: int = 4
+    extra_gradient_bytes: int = 0
+    bucket_bytes: tuple[int, int] = (0, 0)
+    update_bytes: tuple[int, int] = (0, 0)
     fsdp: Literal["root", "ends", "no"] = "root"
-    logits: tuple[int, int] = (12, 8)
-    regathers: tuple[float, float] = (0, 0)
-    holes: tuple[float, float, float] = (0.10, 0.25, 0.25)
-    reports: tuple[Literal["fullest", "first", "last"], Literal["allocated", "reserved"]] = ("fullest", "allocated")
+    logit_bytes: tuple[int, int] = (12, 8)
+    gathered_input_bytes: tuple[float, float] = (0, 0)
+    fragmentation: tuple[float, float, float] = (0.10, 0.25, 0.25)
+    logged: tuple[Literal["fullest", "first", "last"], Literal["allocated", "reserved"]] = ("fullest", "allocated")
     split: Split = "cheapest"
     saved: Mapping[str, Saved] = field(hash=False)
 
     @property
-    def whole(self) -> bool:
-        """Whether weights stay whole until the third stage of sharding."""
+    def keeps_full_weights(self) -> bool:
+        """Whether weights stay unsharded below ZeRO-3."""
         return self.fsdp == "no"
 
 
-def _saved(eager: Saved, **others: Saved) -> dict[str, Saved]:
-    """Return what layers save by how they run; what is not told follows from the eager one."""
-    compiled = replace(eager, stream=min(4, eager.stream), inputs=min(4, eager.inputs), gated=3, repeats=False)
-    told = {"eager": eager, "compiled": compiled, "fp32": eager.in_fp32()} | others
-    return {"fp8": eager.in_fp8(), "compiled fp8": told["compiled"].in_fp8(), "compiled fp32": told["fp32"]} | told
+def _by_execution(eager: Saved, **others: Saved) -> dict[str, Saved]:
+    """Return what a layer saves for each way to run it. Entries that are not given are derived from the eager one."""
+    compiled = replace(
+        eager,
+        norm_bytes=min(4, eager.norm_bytes),
+        projection_bytes=min(4, eager.projection_bytes),
+        gated_tensors=3,
+        repeats_kv=False,
+    )
+    variants = {"eager": eager, "compiled": compiled, "fp32": eager.in_fp32()} | others
+    return {
+        "fp8": eager.in_fp8(),
+        "compiled fp8": variants["compiled"].in_fp8(),
+        "compiled fp32": variants["fp32"],
+    } | variants
 
 
-# The stream of our decoder has 16 bits from the embedding on. Eager norms keep an fp32 cast of it, compiled ones what
-# came in; projections keep what both norms return; SwiGLU keeps gate, its silu, up and their product.
-# A compiled fp8 block computes the inputs of its products again, casts and all.
-OURS = Saved(stream=8, inputs=4)
-OURS_COMPILED = Saved(stream=4, inputs=4, gated=3)
-# Weights in halves lie side by side, and products of the same input are one (nets/joint_projections.py): its backward computes
-# SwiGLU again.
-JOINT = Saved(stream=4, inputs=4, gated=2)
-TRIMARAN = _saved(
-    OURS,
-    compiled=OURS_COMPILED,
-    fp32=Saved(stream=8, inputs=8, input=4, repeats=True),
-    **{"compiled fp8": replace(OURS_COMPILED, inputs=0, gated=2)},
+# Our decoder's residual stream is 16-bit from the embedding on. Eager norms save an fp32 cast of it, compiled norms
+# save their input. Projections save the output of both norms. SwiGLU saves gate, silu(gate), up and their product. A
+# compiled fp8 block recomputes the inputs of its matmuls, including the casts.
+TRIMARAN_EAGER = Saved(norm_bytes=8, projection_bytes=4)
+TRIMARAN_COMPILED = Saved(norm_bytes=4, projection_bytes=4, gated_tensors=3)
+# With split weights, projections of the same input are one matmul (nets/joint_projections.py).
+# Its backward recomputes SwiGLU.
+JOINT_PROJECTIONS = Saved(norm_bytes=4, projection_bytes=4, gated_tensors=2)
+TRIMARAN = _by_execution(
+    TRIMARAN_EAGER,
+    compiled=TRIMARAN_COMPILED,
+    fp32=Saved(norm_bytes=8, projection_bytes=8, input_bytes=4, repeats_kv=True),
+    **{"compiled fp8": replace(TRIMARAN_COMPILED, projection_bytes=0, gated_tensors=2)},
 )
-# torchtitan's norms cast up: 6 bytes each; keys are repeated; its selective recompute begins with the first product.
-TORCHTITAN = Saved(stream=12, inputs=4, repeats=True, selective="first")
-# Megatron's fused norms keep what came in, the products what came out; masks of dropout are bytes. Sequence
-# parallelism is off unless asked for, and its golden values of 7B do not ask.
-MEGATRON = Saved(stream=4, inputs=4, gated=3, masks=2, slices="nothing", selective="attention")
-# nanotron also keeps attention's output once more, sequence first.
-NANOTRON = Saved(stream=6, inputs=4, slices="all", selective="attention")
-FOUNDRY = Saved(stream=4, inputs=4)
-# transformers' norms keep an fp32 cast and its normed form; under autocast the stream itself is fp32, as are both.
-TRANSFORMERS = Saved(stream=12, inputs=4, repeats=True)
-AUTOCAST = Saved(stream=16, inputs=10, input=4, repeats=True)
+# torchtitan's norms cast to fp32 (6 bytes each) and keys are repeated. Its selective recompute saves the first matmul.
+TORCHTITAN = Saved(norm_bytes=12, projection_bytes=4, repeats_kv=True, selective="first")
+# Megatron's fused norms save their input, the matmuls save the norms' output, and dropout masks take a byte.
+# Sequence parallelism is off by default, also in its 7B golden values.
+MEGATRON = Saved(
+    norm_bytes=4, projection_bytes=4, gated_tensors=3, mask_bytes=2, tp_splits="nothing", selective="attention"
+)
+# nanotron also saves a second, sequence-first copy of attention's output.
+NANOTRON = Saved(norm_bytes=6, projection_bytes=4, tp_splits="all", selective="attention")
+FOUNDRY = Saved(norm_bytes=4, projection_bytes=4)
+# transformers' norms save an fp32 cast and the normalised tensor. Under autocast the residual stream is fp32 too.
+TRANSFORMERS = Saved(norm_bytes=12, projection_bytes=4, repeats_kv=True)
+AUTOCAST = Saved(norm_bytes=16, projection_bytes=10, input_bytes=4, repeats_kv=True)
 
 MEMORY_PROFILES = {
     "trimaran": MemoryProfile(saved=TRIMARAN),
-    "torchtitan": MemoryProfile(saved=_saved(TORCHTITAN), fsdp="ends"),
-    # bf16 weights, fp32 gradients, a distributed optimizer; the loss turns fp32 logits into their gradient in place.
+    "torchtitan": MemoryProfile(saved=_by_execution(TORCHTITAN), fsdp="ends"),
+    # bf16 weights, fp32 gradients, a distributed optimizer. The loss overwrites fp32 logits with their gradient.
     "megatron": MemoryProfile(
-        saved=_saved(MEGATRON), weight=2, fsdp="no", logits=(6, 4), holes=(0.15, 0.15, 0.15),
-        reports=("last", "allocated"),
+        saved=_by_execution(MEGATRON), weight_bytes=2, fsdp="no", logit_bytes=(6, 4), fragmentation=(0.15, 0.15, 0.15),
+        logged=("last", "allocated"),
     ),
-    # bf16 gradients are added to fp32 ones after each backward. Logits in bf16, in fp32 and as softmax. Four figures
-    # are fitted to the published 1B and 8B: both `holes`; 6 bytes for the update, of the 8 that flattening twice for a
-    # reduce-scatter takes, as the rest finds blocks that lie free; and 2.4 of the 4 bytes of gathered inputs. The runs
-    # fall into two kinds, which differ by just these inputs and which nothing in the table tells apart; with a pipeline
-    # most are of the kind that gathers again.
+    # bf16 gradients are added to fp32 ones after each backward. Logits exist in bf16, in fp32 and as softmax.
+    # Four figures are fitted to the published 1B and 8B runs: two fractions of `fragmentation`; 6 bytes for the update
+    # (flattening twice for a reduce-scatter takes 8, but the rest reuses free blocks); and 2.4 of the 4 bytes of
+    # gathered inputs. The runs fall into two kinds that differ by just these inputs, and no column tells them apart.
+    # With a pipeline most runs are of the kind that gathers again.
     "nanotron": MemoryProfile(
-        saved=_saved(NANOTRON), weight=2, loose=2, update=(6, 0), fsdp="no", logits=(10, 4), regathers=(2.4, 6),
-        holes=(0.10, 0.10, 0.22), reports=("first", "reserved"), split="thresholds",
+        saved=_by_execution(NANOTRON), weight_bytes=2, extra_gradient_bytes=2, update_bytes=(6, 0), fsdp="no",
+        logit_bytes=(10, 4), gathered_input_bytes=(2.4, 6), fragmentation=(0.10, 0.10, 0.22),
+        logged=("first", "reserved"), split="thresholds",
     ),
-    # MPT: a fused loss, in 16 bit throughout. Its micro-batches are the largest that fitted, which bounds both figures.
-    "llm-foundry": MemoryProfile(saved=_saved(FOUNDRY), logits=(4, 2), holes=(0.05, 0.05, 0.05)),
-    # Two buckets of 5e8 gradients; each slice of them is cast to fp32 for its update.
+    # MPT: a fused loss, 16-bit throughout. Its micro-batches are the largest that fit, which bounds both figures.
+    "llm-foundry": MemoryProfile(saved=_by_execution(FOUNDRY), logit_bytes=(4, 2), fragmentation=(0.05, 0.05, 0.05)),
+    # Two buckets of 5e8 gradients. Each rank casts its shard of them to fp32 for the update.
     "deepspeed": MemoryProfile(
-        saved=_saved(TRANSFORMERS), weight=2, gradient=2, buckets=(0, 2 * 10**9), update=(0, 4), fsdp="no",
-        logits=(14, 8),
+        saved=_by_execution(TRANSFORMERS), weight_bytes=2, gradient_bytes=2, bucket_bytes=(0, 2 * 10**9),
+        update_bytes=(0, 4), fsdp="no", logit_bytes=(14, 8),
     ),
-    # Replicas reduce copies of their gradients; AdamW works on lists of tensors, and keeps one of them in passing.
+    # Replicas reduce copies of their gradients. AdamW (foreach) holds one temporary list of tensors.
     "hf": MemoryProfile(
-        saved=_saved(AUTOCAST, **{"sharded eager": TRANSFORMERS}), buckets=(4, 0), update=(0, 4), logits=(14, 8)
+        saved=_by_execution(AUTOCAST, **{"sharded eager": TRANSFORMERS}), bucket_bytes=(4, 0), update_bytes=(0, 4),
+        logit_bytes=(14, 8),
     ),
 }  # fmt: skip
-# Our trainer with DeepSpeed under it: everything is 16 bit but gradients, which add up in fp32 (core/deepspeed_config.py).
-ENGINE = replace(MEMORY_PROFILES["trimaran"], saved=_saved(Saved(stream=4, inputs=4)), weight=2, fsdp="no")
-# And on a device of its own (`Plan.splits_weights`): the upper half of each matrix is what products take, the lower one
-# lies beside it, and gradients have 16 bits, as the products left them.
-HALVES = replace(
-    MEMORY_PROFILES["trimaran"], weight=2, gradient=2, saved=TRIMARAN | {"eager": JOINT, "compiled": JOINT}
+# Our trainer on DeepSpeed's engine: all 16-bit except gradients, which accumulate in fp32 (core/deepspeed_config.py).
+DEEPSPEED_ENGINE = replace(
+    MEMORY_PROFILES["trimaran"], saved=_by_execution(Saved(norm_bytes=4, projection_bytes=4)), weight_bytes=2, fsdp="no"
+)
+# Our trainer on a single device (`Plan.splits_weights`): matmuls read the upper 16 bits of each matrix, the lower 16
+# bits lie beside it, and gradients stay in 16 bits as the matmuls produce them.
+SPLIT_WEIGHTS = replace(
+    MEMORY_PROFILES["trimaran"],
+    weight_bytes=2,
+    gradient_bytes=2,
+    saved=TRIMARAN | {"eager": JOINT_PROJECTIONS, "compiled": JOINT_PROJECTIONS},
 )

@@ -1,15 +1,15 @@
-"""Whose profile a prediction assumes: the software that will run the plan."""
+"""The training systems whose behaviour the cost model knows."""
 
 from dataclasses import dataclass
 
-from trimaran.core import UserError, nearest
+from trimaran.core import UserError, did_you_mean
 from trimaran.cost.memory_profiles import MEMORY_PROFILES, MemoryProfile
 from trimaran.cost.time_profiles import TIME_PROFILES, TimeProfile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """One training system: what it keeps in memory, and how it spends its time."""
+    """One training system: the constants of its memory and of its step time."""
 
     name: str
     memory: MemoryProfile
@@ -20,8 +20,8 @@ STACKS = {name: Stack(name=name, memory=MEMORY_PROFILES[name], time=TIME_PROFILE
 
 
 def find_stack(name: str) -> Stack:
-    """Return the stack that `name` means."""
+    """Return the stack called `name`."""
     if name not in STACKS:
-        raise UserError("P050", f"there is no stack '{name}'{nearest(name, STACKS)}", where="stack",
+        raise UserError("P050", f"there is no stack '{name}'{did_you_mean(name, STACKS)}", where="stack",
                         fix=f"use one of {', '.join(STACKS)}")  # fmt: skip
     return STACKS[name]

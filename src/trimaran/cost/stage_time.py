@@ -1,4 +1,4 @@
-"""How long each rank of a pipeline is busy with one micro-batch: what it computes, and what it waits for inside."""
+"""Time of one micro-batch on each pipeline rank: compute, host overhead, and communication inside the layers."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from typing import NamedTuple
 from trimaran.core import Mesh, Pipeline, Plan
 from trimaran.core.plan import TowerPlan
 from trimaran.cost.block_time import (
-    IMBALANCE,
+    EXPERT_IMBALANCE,
     BlockSplit,
     Passes,
     fused_passes,
@@ -19,20 +19,20 @@ from trimaran.cost.block_time import (
 from trimaran.cost.collective import Ring, all_gather_seconds, all_to_all_seconds, ring_of, send_seconds
 from trimaran.cost.job import Job, splits_weights
 from trimaran.cost.loss_kind import loss_of
-from trimaran.cost.rank_part import LayerSlice, RankPart, parts_of
+from trimaran.cost.rank_part import LayerGroup, RankPart, parts_of
 from trimaran.cost.roofline import DeviceRates
 from trimaran.hardware import Link
 from trimaran.models import Opaque, OutlineLayer
 
-KERNEL_SECONDS = 8e-6  # for the host to start one kernel of a block whose kernels are counted (an H200's host)
-PLAIN = Plan()
-FORWARD_HOST = 0.4  # of a layer's host time; the rest is backward's
-# Host and device run beside each other, yet neither is always ahead: together they take a little more than the longer.
-HOST_POWER = 6
+KERNEL_LAUNCH_SECONDS = 8e-6  # host time per kernel of an opaque block (the host of an H200)
+DEFAULT_PLAN = Plan()
+FORWARD_HOST_FRACTION = 0.4  # of a layer's host time; the rest is for backward
+# Host and device run in parallel, but neither is always ahead: the total is the p-norm of both, with this p.
+HOST_OVERLAP_POWER = 6
 
 
-class Ask(NamedTuple):
-    """All that a micro-batch's time depends on: what is remembered of a plan, whatever its data ranks do."""
+class StageInputs(NamedTuple):
+    """All that the time of a micro-batch depends on, whatever the data ranks do. The key of the cache."""
 
     job: Job
     rates: DeviceRates
@@ -47,7 +47,7 @@ class Ask(NamedTuple):
 
 
 class StageKind(NamedTuple):
-    """How blocks and the loss run: `splits` is whether matrices are kept as two halves, which are not cast."""
+    """How blocks and loss run. `splits`: each matrix is stored as upper and lower 16 bits, so needs no cast."""
 
     is_compiled: bool
     is_fp8: bool
@@ -56,7 +56,10 @@ class StageKind(NamedTuple):
 
 
 class TimeUnit(NamedTuple):
-    """Equal blocks, whose weights travel one by one: parameters and seconds of one. `sharding` None is the plan's."""
+    """Equal blocks whose weights are communicated one block at a time.
+
+    Parameters and seconds are of one block. `sharding` None means the plan's.
+    """
 
     count: int
     dense: float
@@ -68,7 +71,7 @@ class TimeUnit(NamedTuple):
 
 
 class StageTime(NamedTuple):
-    """One rank's micro-batch: seconds that it computes, and that it waits for others by what travels; its blocks."""
+    """One rank's micro-batch: compute seconds, exposed communication by what is sent and where, and its blocks."""
 
     part: RankPart
     forward: float
@@ -79,198 +82,207 @@ class StageTime(NamedTuple):
 
 
 class StageTimes(NamedTuple):
-    """The ranks of a pipeline: who is slowest, who has the most parameters, and the seconds of all, added up."""
+    """The ranks of a pipeline: the slowest, the one with the most parameters, and the sum of all ranks' seconds."""
 
     slowest: StageTime
     heaviest: StageTime
     seconds: float
 
 
-def ask_of(job: Job, rates: DeviceRates, levels: tuple[Link, ...], plan: Plan) -> Ask:
-    """Return what of the plan a micro-batch's time depends on."""
+def stage_inputs_of(job: Job, rates: DeviceRates, levels: tuple[Link, ...], plan: Plan) -> StageInputs:
+    """Return what the time of a micro-batch depends on."""
     mesh, pipeline = plan.mesh, plan.pipeline
-    cut = (pipeline.schedule, pipeline.stages) if mesh.pp > 1 else ("1f1b", ())
-    return Ask(
-        job, rates, levels, (mesh.tp, mesh.pp, mesh.cp, mesh.ep), cut, plan.micro_batch, plan.recompute,
-        tuple(plan.towers.items()),
-        StageKind(plan.compile, plan.precision == "fp8", splits_weights(job, plan), loss_of(job, plan)), plan.comm.context,
-    )  # fmt: skip
+    kind = StageKind(plan.compile, plan.precision == "fp8", splits_weights(job, plan), loss_of(job, plan))
+    return StageInputs(
+        job=job,
+        rates=rates,
+        levels=levels,
+        degrees=(mesh.tp, mesh.pp, mesh.cp, mesh.ep),
+        pipeline=(pipeline.schedule, pipeline.stages) if mesh.pp > 1 else ("1f1b", ()),
+        micro_batch=plan.micro_batch,
+        recompute=plan.recompute,
+        towers=tuple(plan.towers.items()),
+        kind=kind,
+        context=plan.comm.context,
+    )
 
 
 @lru_cache(maxsize=1 << 14)
-def stage_times_of(ask: Ask) -> StageTimes:
-    """Return the paces of a pipeline's ranks; without a pipeline there is one."""
-    (tp, pp, cp, ep), (schedule, stages), job = ask.degrees, ask.pipeline, ask.job
-    cut = Pipeline.model_construct(schedule=schedule, stages=stages)
-    plan = PLAIN.model_copy(update={
-        "mesh": Mesh(tp=tp, pp=pp, cp=cp, ep=ep), "pipeline": cut, "micro_batch": ask.micro_batch,
-        "recompute": ask.recompute, "towers": dict(ask.towers),
+def stage_times_of(inputs: StageInputs) -> StageTimes:
+    """Return the times of a pipeline's ranks; without a pipeline, of the only one."""
+    (tp, pp, cp, ep), (schedule, stages), job = inputs.degrees, inputs.pipeline, inputs.job
+    pipeline = Pipeline.model_construct(schedule=schedule, stages=stages)
+    plan = DEFAULT_PLAN.model_copy(update={
+        "mesh": Mesh(tp=tp, pp=pp, cp=cp, ep=ep), "pipeline": pipeline, "micro_batch": inputs.micro_batch,
+        "recompute": inputs.recompute, "towers": dict(inputs.towers),
     })  # fmt: skip
-    known: dict[tuple, StageTime] = {}  # ranks that hold alike blocks share one
-    paces = []
+    by_key: dict[tuple, StageTime] = {}  # ranks with equal blocks share one entry
+    times = []
     for part in parts_of(job.outline, plan, seq_len=job.seq_len, split=job.stack.memory.split):
-        alike = (part.pieces, part.embedding, part.head, part.head_tower)
-        if alike not in known:
-            known[alike] = _pace(ask, plan, part)
-        paces.append(known[alike])
-    slowest = max(paces, key=lambda pace: pace.seconds)
-    heaviest = max(paces, key=lambda pace: pace.part.parameters)
-    return StageTimes(slowest, heaviest, sum(pace.seconds for pace in paces))
+        key = (part.layer_groups, part.embedding, part.head, part.head_tower)
+        if key not in by_key:
+            by_key[key] = _stage_time(inputs, plan, part)
+        times.append(by_key[key])
+    slowest = max(times, key=lambda stage: stage.seconds)
+    heaviest = max(times, key=lambda stage: stage.part.parameters)
+    return StageTimes(slowest, heaviest, sum(stage.seconds for stage in times))
 
 
-def _pace(ask: Ask, plan: Plan, part: RankPart) -> StageTime:
-    """Return the pace of one rank. A device that is fed slower than it works waits for its host."""
+def _stage_time(inputs: StageInputs, plan: Plan, part: RankPart) -> StageTime:
+    """Return the time of one rank. A device that runs faster than its host launches kernels waits for the host."""
     units, waits, host = [], defaultdict[str, float](float), 0.0
-    for piece in part.pieces:
-        unit, again = _unit(ask, plan, piece)
+    for group in part.layer_groups:
+        unit, repeats = _unit(inputs, plan, group)
         units.append(unit)
-        rounds = 1 + (unit.backward > 0) + again
-        for key, seconds in _layer_waits(ask, plan, piece):
-            waits[key] += piece.count * rounds * seconds
-        starts = 1.0 + FORWARD_HOST * again if unit.backward else FORWARD_HOST
-        host += piece.count * starts * _host_seconds(ask, piece)
+        rounds = 1 + (unit.backward > 0) + repeats
+        for key, seconds in _layer_waits(inputs, plan, group):
+            waits[key] += group.count * rounds * seconds
+        host_passes = 1.0 + FORWARD_HOST_FRACTION * repeats if unit.backward else FORWARD_HOST_FRACTION
+        host += group.count * host_passes * _host_seconds(inputs, group)
     forward = sum(unit.count * unit.forward for unit in units)
     backward = sum(unit.count * unit.backward for unit in units)
-    if ask.rates.width == 2:
-        backward += ask.job.stack.time.passing.cast * _cast(ask, part) / ask.rates.stream
-    near = ask.levels[0].name  # what waits for a network waits on the host as well
+    if inputs.rates.element_bytes == 2:
+        backward += inputs.job.stack.time.parameter_bytes.cast * _num_cast(inputs, part) / inputs.rates.bandwidth
+    near = inputs.levels[0].name  # while it waits for the network, the host catches up
     busy = forward + backward + sum(seconds for key, seconds in waits.items() if key.endswith(near))
-    slower = (1 + (host / busy) ** HOST_POWER) ** (1 / HOST_POWER) if busy else 1.0
-    idle = busy * (slower - 1) / (forward + backward) if busy else 0.0
-    root, ends = _root(ask, part)
-    for key, seconds in _edge_waits(ask, plan, part):
+    slowdown = (1 + (host / busy) ** HOST_OVERLAP_POWER) ** (1 / HOST_OVERLAP_POWER) if busy else 1.0
+    idle = busy * (slowdown - 1) / (forward + backward) if busy else 0.0
+    root, ends = _root_unit(inputs, part)
+    for key, seconds in _edge_waits(inputs, plan, part):
         waits[key] += seconds
     forward, backward = forward * (1 + idle) + ends[0], backward * (1 + idle) + ends[1]
     return StageTime(part, forward, backward, waits, (*units, root), forward + backward + sum(waits.values()))
 
 
-def _cast(ask: Ask, part: RankPart) -> int:
-    """Return how many parameters are cast for a micro-batch; of matrices in halves, those that are frozen or shared."""
-    if not ask.kind.splits:
+def _num_cast(inputs: StageInputs, part: RankPart) -> int:
+    """Return how many parameters are cast per micro-batch. Of split weights, only the frozen and the tied ones."""
+    if not inputs.kind.splits:
         return part.parameters
-    shared = sum(holding.root for holding in part.holdings if holding.tower.tied and not holding.tower.frozen)
-    return part.frozen + shared
+    tied = sum(holding.root for holding in part.holdings if holding.tower.tied and not holding.tower.frozen)
+    return part.frozen + tied
 
 
-def _unit(ask: Ask, plan: Plan, piece: LayerSlice) -> tuple[TimeUnit, float]:
-    """Return one block of a piece, and which share of its forward is done again, with all that it waits for."""
-    job, block, mesh = ask.job, piece.block, plan.mesh
+def _unit(inputs: StageInputs, plan: Plan, group: LayerGroup) -> tuple[TimeUnit, float]:
+    """Return one block of a group, and the fraction of its forward that recompute repeats with its communication."""
+    job, block, mesh = inputs.job, group.block, plan.mesh
     if isinstance(block, Opaque):
-        passes, dense, experts = opaque_passes(block, ask.micro_batch, ask.rates), float(block.parameters), 0.0
+        passes, dense, experts = opaque_passes(block, inputs.micro_batch, inputs.rates), float(block.parameters), 0.0
     else:
-        cut = BlockSplit(job.positions(piece.tower, plan), piece.tower.places(job.seq_len)[1], mesh.tp, mesh.ep)
-        passes = layer_passes(block, cut, ask.rates, job.stack.time, compiled=ask.kind.is_compiled, fp8=ask.kind.is_fp8)
+        split = BlockSplit(job.positions(group.tower, plan), group.tower.places(job.seq_len)[1], mesh.tp, mesh.ep)
+        passes = layer_passes(
+            block, split, inputs.rates, job.stack.time, compiled=inputs.kind.is_compiled, fp8=inputs.kind.is_fp8
+        )
         dense = block.dense_weights / mesh.tp + block.router_weights + block.extras
         experts = block.expert_weights / (mesh.tp * mesh.ep)
-    trains, reaches = _gradients(ask, piece)
-    seconds, share = _again(job.recompute_of(piece.tower, plan), passes, piece.count)
-    backward = passes.to_input * reaches + passes.to_weights * trains
+    is_trained, needs_input_grad = _gradients(inputs, group)
+    seconds, fraction = _recompute_seconds(job.recompute_of(group.tower, plan), passes, group.count)
+    backward = passes.input_grad * needs_input_grad + passes.weight_grad * is_trained
     if not backward:
-        seconds = share = 0.0
-    sharding = job.sharding_of(piece.tower, plan) if plan.towers else None
-    return TimeUnit(piece.count, dense, experts, trains, sharding, passes.forward, backward + seconds), share
+        seconds = fraction = 0.0
+    sharding = job.sharding_of(group.tower, plan) if plan.towers else None
+    return TimeUnit(group.count, dense, experts, is_trained, sharding, passes.forward, backward + seconds), fraction
 
 
-def _again(recompute: str | int, passes: Passes, count: int) -> tuple[float, float]:
-    """Return how long a block computes again in backward, on average over the equal ones, and in how many of them."""
+def _recompute_seconds(recompute: str | int, passes: Passes, count: int) -> tuple[float, float]:
+    """Return the mean recompute time per block, and the fraction of blocks that are fully recomputed."""
     if recompute == "none":
         return 0.0, 0.0
     if recompute == "selective":
         return passes.selective, 0.0
-    share = 1.0 if recompute == "full" else -(-count // int(recompute)) / count
-    return share * passes.full, share
+    fraction = 1.0 if recompute == "full" else -(-count // int(recompute)) / count
+    return fraction * passes.full, fraction
 
 
-def _gradients(ask: Ask, piece: LayerSlice) -> tuple[bool, bool]:
-    """Return whether a piece's weights have gradients, and its input: where anything before it trains."""
-    if not piece.tower.frozen:
+def _gradients(inputs: StageInputs, group: LayerGroup) -> tuple[bool, bool]:
+    """Return whether a group's weights need gradients, and whether its input does: if anything before it is trained."""
+    if not group.tower.frozen:
         return True, True
-    towers = ask.job.outline.towers
-    return False, not all(tower.frozen for tower in towers[: towers.index(piece.tower)])
+    towers = inputs.job.outline.towers
+    return False, not all(tower.frozen for tower in towers[: towers.index(group.tower)])
 
 
-def _layer_waits(ask: Ask, plan: Plan, piece: LayerSlice) -> Iterator[tuple[str, float]]:
-    """Yield what one forward of a block waits for, by what travels and where; backward has its mirror image.
+def _layer_waits(inputs: StageInputs, plan: Plan, group: LayerGroup) -> Iterator[tuple[str, float]]:
+    """Yield the communication of one forward of a block, by what is sent and on which link. Backward has the same.
 
     Tensor parallelism gathers the sequence and scatters the sum, once for attention and once for the feed-forward.
     Context parallelism gathers keys and values, or exchanges heads for positions and back. Expert parallelism sends
     each token to its experts and back.
     """
-    layer, (tp, _, cp, ep) = piece.block, ask.degrees
+    layer, (tp, _, cp, ep) = group.block, inputs.degrees
     if not isinstance(layer, OutlineLayer):
         return
-    width, positions = ask.rates.width, ask.job.positions(piece.tower, plan)
+    element_bytes, positions = inputs.rates.element_bytes, inputs.job.positions(group.tower, plan)
     if tp > 1:
-        slices = ring_of(ask.levels, tp, 1)
-        halves = 2 if layer.heads else 1
-        seconds = 2 * halves * all_gather_seconds(width * positions * layer.hidden, slices)
-        yield f"tensor slices on {slices.link}", (1 - ask.job.stack.time.hidden_slices) * seconds
+        ring = ring_of(inputs.levels, tp, 1)
+        sublayers = 2 if layer.heads else 1
+        seconds = 2 * sublayers * all_gather_seconds(element_bytes * positions * layer.hidden, ring)
+        yield f"tensor slices on {ring.link}", (1 - inputs.job.stack.time.tp_overlap) * seconds
     if cp > 1 and layer.heads:
-        pieces = ring_of(ask.levels, cp, tp)
+        ring = ring_of(inputs.levels, cp, tp)
         keys = layer.kv_heads * (layer.head_dim + layer.value_dim)
-        if ask.context == "gather":
-            seconds = all_gather_seconds(width * positions * cp * keys / tp, pieces)
+        if inputs.context == "gather":
+            seconds = all_gather_seconds(element_bytes * positions * cp * keys / tp, ring)
         else:
             heads = keys + layer.heads * (layer.head_dim + layer.value_dim)
-            seconds = all_to_all_seconds(width * positions * heads / tp, pieces)
-        yield f"parts of the sequence on {pieces.link}", seconds
+            seconds = all_to_all_seconds(element_bytes * positions * heads / tp, ring)
+        yield f"parts of the sequence on {ring.link}", seconds
     if ep > 1 and layer.experts is not None:
-        homes = ring_of(ask.levels, ep, tp)
-        moved = IMBALANCE * width * positions * layer.experts.top_k * layer.hidden / tp
-        crossing = _crossing(homes, layer.experts.top_k) if ask.job.stack.time.sends_once else 1.0
-        yield f"experts on {homes.link}", 2 * all_to_all_seconds(moved, homes, crossing=crossing)
+        ring = ring_of(inputs.levels, ep, tp)
+        sent = EXPERT_IMBALANCE * element_bytes * positions * layer.experts.top_k * layer.hidden / tp
+        crossing = _crossing(ring, layer.experts.top_k) if inputs.job.stack.time.sends_once_per_node else 1.0
+        yield f"experts on {ring.link}", 2 * all_to_all_seconds(sent, ring, crossing=crossing)
 
 
-def _crossing(homes: Ring, top_k: int) -> float:
-    """Return which part of a token's copies for other nodes travels when each node gets one, whoever needs it there."""
-    nodes = homes.num_ranks / homes.inside
+def _crossing(ring: Ring, top_k: int) -> float:
+    """Return the fraction of a token's copies for other nodes that is sent if each node receives only one."""
+    nodes = ring.num_ranks / ring.inside
     return (1 - (1 - 1 / nodes) ** top_k) * nodes / top_k
 
 
-def _edge_waits(ask: Ask, plan: Plan, part: RankPart) -> Iterator[tuple[str, float]]:
-    """Yield what a rank waits for at the ends of its stages: the sums of a cut vocabulary, and its neighbours.
+def _edge_waits(inputs: StageInputs, plan: Plan, part: RankPart) -> Iterator[tuple[str, float]]:
+    """Yield a rank's communication at the ends of its stages: reductions of a split vocabulary, and stage neighbours.
 
-    Neighbours in a pipeline are the farthest ranks there are: all other axes lie between them.
+    Pipeline neighbours are the most distant ranks, because all other axes lie between them.
     """
-    (tp, pp, *_), main = ask.degrees, ask.job.outline.main
-    stream = ask.rates.width * ask.job.positions(main, plan) * main.hidden
+    (tp, pp, *_), main = inputs.degrees, inputs.job.outline.main
+    activations = inputs.rates.element_bytes * inputs.job.positions(main, plan) * main.hidden
     if tp > 1:
-        slices = ring_of(ask.levels, tp, 1)
+        ring = ring_of(inputs.levels, tp, 1)
         ends = (part.embedding > 0) + (part.head_tower is not None)
-        yield f"tensor slices on {slices.link}", 2 * ends * all_gather_seconds(stream, slices)
+        yield f"tensor slices on {ring.link}", 2 * ends * all_gather_seconds(activations, ring)
     if pp > 1:
-        pipe = ring_of(ask.levels, pp, max(1, ask.levels[-1].devices // pp))
-        if part.pieces and isinstance(last := part.pieces[-1].block, Opaque):
-            stream = last.output_bytes * ask.micro_batch * tp
-        yield f"between stages on {pipe.link}", 2 * plan.num_stages / pp * send_seconds(stream / tp, pipe)
+        ring = ring_of(inputs.levels, pp, max(1, inputs.levels[-1].devices // pp))
+        if part.layer_groups and isinstance(last := part.layer_groups[-1].block, Opaque):
+            activations = last.output_bytes * inputs.micro_batch * tp
+        yield f"between stages on {ring.link}", 2 * plan.num_stages / pp * send_seconds(activations / tp, ring)
 
 
-def _host_seconds(ask: Ask, piece: LayerSlice) -> float:
-    """Return how long the host needs to start a block's forward and backward."""
-    if isinstance(piece.block, Opaque):
-        return piece.block.num_kernels * KERNEL_SECONDS / FORWARD_HOST
-    host, (tp, pp, *_) = ask.job.stack.time.host, ask.degrees
-    sliced = 0.0
+def _host_seconds(inputs: StageInputs, group: LayerGroup) -> float:
+    """Return the host time to launch a block's forward and backward."""
+    if isinstance(group.block, Opaque):
+        return group.block.num_kernels * KERNEL_LAUNCH_SECONDS / FORWARD_HOST_FRACTION
+    host, (tp, pp, *_) = inputs.job.stack.time.host, inputs.degrees
+    tp_seconds = 0.0
     if tp > 1:
-        sliced = host.sliced + (tp * host.crossing if pp > 1 and len(ask.levels) > 1 else 0.0)
-    return (host.compiled if ask.kind.is_compiled else host.eager) + sliced
+        tp_seconds = host.tp + (tp * host.tp_across_nodes if pp > 1 and len(inputs.levels) > 1 else 0.0)
+    return (host.compiled if inputs.kind.is_compiled else host.eager) + tp_seconds
 
 
-def _root(ask: Ask, part: RankPart) -> tuple[TimeUnit, tuple[float, float]]:
-    """Return what lies in no block, embedding, head and loss, and how long it is at work in forward and in backward.
+def _root_unit(inputs: StageInputs, part: RankPart) -> tuple[TimeUnit, tuple[float, float]]:
+    """Return embedding, head and loss as a unit, and their seconds in forward and in backward.
 
-    A fused loss has its gradients in forward. They travel with those of the blocks all the same, so the unit has as
-    long to hide them as it has with logits.
+    A fused loss computes its gradients in forward. They are still reduced with those of the blocks, so the unit can
+    hide as much communication as with full logits.
     """
-    main, weights = ask.job.outline.main, float(part.root)
+    main, weights = inputs.job.outline.main, float(part.root)
     if (tower := part.head_tower) is None:
         return TimeUnit(1, weights, 0.0, not main.frozen, None, 0.0, 0.0), (0.0, 0.0)
-    positions = ask.micro_batch * tower.places(ask.job.seq_len)[0] // ask.degrees[2]
-    cut, loss = BlockSplit(positions, 0, ask.degrees[0], 1), ask.kind.loss
-    passes = head_passes(tower, cut, ask.rates, ask.job.stack.time)
-    ends = passes.forward, passes.to_input + passes.to_weights * (not tower.frozen)
+    positions = inputs.micro_batch * tower.places(inputs.job.seq_len)[0] // inputs.degrees[2]
+    split, loss = BlockSplit(positions, 0, inputs.degrees[0], 1), inputs.kind.loss
+    passes = head_passes(tower, split, inputs.rates, inputs.job.stack.time)
+    ends = passes.forward, passes.input_grad + passes.weight_grad * (not tower.frozen)
     unit = TimeUnit(1, weights, 0.0, not main.frozen, None, *ends)
     if loss != "logits":
-        fused = fused_passes(tower, cut, ask.rates, chunked=loss == "chunked")
-        ends = fused.forward + fused.to_weights * (not tower.frozen), fused.to_input
+        fused = fused_passes(tower, split, inputs.rates, chunked=loss == "chunked")
+        ends = fused.forward + fused.weight_grad * (not tower.frozen), fused.input_grad
     return unit, ends

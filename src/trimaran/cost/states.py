@@ -1,4 +1,4 @@
-"""What a rank holds of the parameters: weights, masters, moments, gradients, and copies of them that come and go."""
+"""Parameter memory of a rank: weights, master weights, moments, gradients, and temporary copies of them."""
 
 import math
 from typing import NamedTuple
@@ -8,133 +8,152 @@ from trimaran.cost.job import frees_weights
 from trimaran.cost.memory_inputs import MemoryInputs
 from trimaran.cost.rank_part import Holding, RankPart
 
-MASTER = 4  # bytes a parameter
-HALF = 2
-# Memory that a device may copy from comes in powers of two: a third more than asked for, on average.
-PINNED = 1.33
+MASTER_BYTES = 4  # fp32, per parameter
+HALF_BYTES = 2
+# Pinned host memory is allocated in powers of two: a third more than requested, on average.
+PINNED_OVERHEAD = 1.33
 
 
 class States(NamedTuple):
     """Bytes of one rank's parameters.
 
-    `gathered` are whole while the loss is computed, `working` in backward: the weights of the layers at work with their
-    gradients on the way. `early` gradients are there at the loss already, those of an embedding `twice` while they are
-    added to what was there; `passing` is what an update needs on top. `host` is what lies off the device.
+    weights, masters, optimizer, gradients: what the rank holds at the end of backward.
+    gradients_at_loss: gradients that exist already while the loss is computed.
+    duplicate_gradients: extra bytes while the embedding's gradient is added to an existing one.
+    gathered_at_loss: gathered (unsharded) weights while the loss is computed.
+    gathered_in_backward: gathered weights and unreduced gradients during backward.
+    update: temporary bytes of the optimizer update.
+    host: bytes that are offloaded to the host.
     """
 
     weights: float = 0
     masters: float = 0
     optimizer: float = 0
     gradients: float = 0
-    early: float = 0
-    twice: float = 0
-    gathered: float = 0
-    working: float = 0
-    passing: float = 0
+    gradients_at_loss: float = 0
+    duplicate_gradients: float = 0
+    gathered_at_loss: float = 0
+    gathered_in_backward: float = 0
+    update: float = 0
     host: float = 0
 
 
-def states_of(scene: MemoryInputs, part: RankPart) -> States:
-    """Return the states of all towers on the rank."""
-    found = [_states(scene, part, holding) for holding in part.holdings]
-    return found[0] if len(found) == 1 else States(*map(math.fsum, zip(*found, strict=True)))
+def states_of(inputs: MemoryInputs, part: RankPart) -> States:
+    """Return the parameter bytes of all towers on the rank."""
+    towers = [_tower_states(inputs, part, holding) for holding in part.holdings]
+    return towers[0] if len(towers) == 1 else States(*map(math.fsum, zip(*towers, strict=True)))
 
 
-def owned(mesh: Mesh, holding: Holding, sharding: str) -> float:
-    """Return how many parameters of the holding this rank keeps the states of: all that it has, or its slice."""
+def num_owned(mesh: Mesh, holding: Holding, sharding: str) -> float:
+    """Return how many parameters of the holding have their optimizer state on this rank: all, or one shard."""
     if sharding == "none":
         return holding.dense + holding.experts
     return holding.dense / mesh.shards + holding.experts / max(1, mesh.expert_ranks // mesh.ep)
 
 
-def _states(scene: MemoryInputs, part: RankPart, holding: Holding) -> States:
-    if scene.halves:
-        return _halves(scene, holding)
-    profile, sharding = scene.profile, scene.job.sharding_of(holding.tower, scene.plan)
-    accumulates = scene.plan.grad_accum > 1
-    count, mine = holding.dense + holding.experts, owned(scene.plan.mesh, holding, sharding)
-    low, off = scene.width == 2, scene.offload
-    weight, gradient = (profile.weight, profile.gradient) if low else (4, 4)
-    weights = weight * (count if profile.whole and sharding != "parameters" else mine)
+def _tower_states(inputs: MemoryInputs, part: RankPart, holding: Holding) -> States:
+    if inputs.splits_weights:
+        return _split_weight_states(inputs, holding)
+    profile, sharding = inputs.profile, inputs.job.sharding_of(holding.tower, inputs.plan)
+    accumulates = inputs.plan.grad_accum > 1
+    count, owned = holding.dense + holding.experts, num_owned(inputs.plan.mesh, holding, sharding)
+    is_16_bit, offload = inputs.element_bytes == 2, inputs.offload
+    weight_bytes, gradient_bytes = (profile.weight_bytes, profile.gradient_bytes) if is_16_bit else (4, 4)
+    weights = weight_bytes * (count if profile.keeps_full_weights and sharding != "parameters" else owned)
     trained = 0 if holding.tower.frozen else 1
-    masters = trained * (MASTER * mine if weight == 2 else 0)
-    optimizer = trained * scene.job.state_bytes * mine
-    summed = trained * gradient * (count if _sums_whole(scene, sharding) else mine)
-    copies, fixed = profile.buckets
-    buckets = copies * count if sharding == "none" and scene.data > 1 else 0
-    if trained and sharding != "none":  # all towers of a rank share those that have a size
+    masters = trained * (MASTER_BYTES * owned if weight_bytes == 2 else 0)
+    optimizer = trained * inputs.job.state_bytes * owned
+    accumulated = trained * gradient_bytes * (count if _accumulates_full(inputs, sharding) else owned)
+    per_parameter, fixed = profile.bucket_bytes
+    buckets = per_parameter * count if sharding == "none" and inputs.data > 1 else 0
+    if trained and sharding != "none":  # all towers of a rank share buckets of a fixed size
         buckets = fixed * count / part.trained
-    loose = trained * (profile.loose * count * low + buckets)
-    gathered, working = _gathered(scene, part, holding, sharding)
+    extra = trained * (profile.extra_gradient_bytes * count * is_16_bit + buckets)
+    gathered_at_loss, gathered_in_backward = _gathered(inputs, part, holding, sharding)
     host = 0.0
-    if off in ("optimizer", "parameters"):
+    if offload in ("optimizer", "parameters"):
         host, masters, optimizer = masters + optimizer, 0, 0
-    if off == "parameters":  # each slice of a gradient goes to the host as soon as it is reduced
-        kept = summed if scene.pp > 1 else 0
-        host, weights, summed = host + PINNED * (weights + summed - kept), 0, kept
-    # Replicas reduce in buckets that stay between steps; elsewhere the first backward makes the gradients.
-    early = summed if accumulates or profile.whole or (scene.data > 1 and sharding == "none") else 0
-    of_all, of_mine = profile.update
-    passing = trained * (of_all * count * (mine < count) + of_mine * mine)
+    if offload == "parameters":  # each gradient shard goes to the host as soon as it is reduced
+        on_device = accumulated if inputs.pp > 1 else 0
+        host, weights, accumulated = host + PINNED_OVERHEAD * (weights + accumulated - on_device), 0, on_device
+    # Replicas reduce in buckets that stay between steps. Otherwise the first backward allocates the gradients.
+    stays = accumulates or profile.keeps_full_weights or (inputs.data > 1 and sharding == "none")
+    gradients_at_loss = accumulated if stays else 0
+    update_full, update_owned = profile.update_bytes
+    update = trained * (update_full * count * (owned < count) + update_owned * owned)
     adds = accumulates or holding.tower.tied  # a tied head's gradient is there before the embedding's
-    twice = trained * adds * 4 * holding.root if sharding == "none" and not profile.whole else 0
-    states = States(weights, masters, optimizer, summed + loose, early + loose, twice, gathered, working)
-    return states._replace(passing=max(0, passing - loose), host=host)
+    duplicate_gradients = (
+        trained * adds * 4 * holding.root if sharding == "none" and not profile.keeps_full_weights else 0
+    )
+    states = States(
+        weights,
+        masters,
+        optimizer,
+        accumulated + extra,
+        gradients_at_loss + extra,
+        duplicate_gradients,
+        gathered_at_loss,
+        gathered_in_backward,
+    )
+    return states._replace(update=max(0, update - extra), host=host)
 
 
-def _halves(scene: MemoryInputs, holding: Holding) -> States:
-    """Return the states of a tower on a device of its own, whose matrices are kept as two halves.
+def _split_weight_states(inputs: MemoryInputs, holding: Holding) -> States:
+    """Return the bytes of a tower whose matrices are stored as upper and lower 16 bits (one device).
 
-    What is frozen stays whole, and so does an embedding that is the head as well. Over several micro-batches 16-bit
-    gradients are added to sums in fp32, one parameter at a time.
+    Frozen weights and a tied embedding stay in fp32. With gradient accumulation 16-bit gradients are added to fp32
+    sums, one parameter at a time.
     """
     tower, count = holding.tower, holding.dense + holding.experts
     if tower.frozen:
-        return States(weights=MASTER * count)
-    shared = holding.root if tower.tied else 0
-    split, sums = count - shared, scene.plan.grad_accum > 1
-    gradients = (MASTER if sums else HALF) * split + MASTER * shared
-    adds = MASTER * shared if shared else sums * HALF * holding.root / 2  # embedding and head are as large
+        return States(weights=MASTER_BYTES * count)
+    tied = holding.root if tower.tied else 0
+    split, accumulates = count - tied, inputs.plan.grad_accum > 1
+    gradients = (MASTER_BYTES if accumulates else HALF_BYTES) * split + MASTER_BYTES * tied
+    # Embedding and head are equally large, so half of the root is one of them.
+    duplicate_gradients = MASTER_BYTES * tied if tied else accumulates * HALF_BYTES * holding.root / 2
     return States(
-        weights=HALF * split + MASTER * shared,
-        masters=HALF * split,
-        optimizer=scene.job.state_bytes * count,
+        weights=HALF_BYTES * split + MASTER_BYTES * tied,
+        masters=HALF_BYTES * split,
+        optimizer=inputs.job.state_bytes * count,
         gradients=gradients,
-        early=gradients if sums else 0,
-        twice=adds,
+        gradients_at_loss=gradients if accumulates else 0,
+        duplicate_gradients=duplicate_gradients,
     )
 
 
-def _sums_whole(scene: MemoryInputs, sharding: str) -> bool:
-    """Return whether gradients are whole while they accumulate.
+def _accumulates_full(inputs: MemoryInputs, sharding: str) -> bool:
+    """Return whether gradients are unsharded while they accumulate.
 
-    Sharded ones are reduced with every micro-batch. Those that travel with the last alone stay whole: the replicas',
-    those of ZeRO-1, and, where FSDP shards, all of a pipeline's.
+    Sharded gradients are reduced with every micro-batch. Gradients that are reduced only with the last micro-batch stay
+    unsharded: those of replicas, of ZeRO-1, and of a pipeline with FSDP.
     """
-    if sharding == "none" or scene.profile.whole:
+    if sharding == "none" or inputs.profile.keeps_full_weights:
         return sharding in ("none", "optimizer")
-    return scene.plan.grad_accum > 1 and (sharding == "optimizer" or scene.pp > 1)
+    return inputs.plan.grad_accum > 1 and (sharding == "optimizer" or inputs.pp > 1)
 
 
-def _gathered(scene: MemoryInputs, part: RankPart, holding: Holding, sharding: str) -> tuple[float, float]:
-    """Return the bytes of the weights that a sharded rank has whole at the loss, and in backward.
+def _gathered(inputs: MemoryInputs, part: RankPart, holding: Holding, sharding: str) -> tuple[float, float]:
+    """Return the bytes of gathered weights on a sharded rank: while the loss is computed, and during backward.
 
-    What is freed leaves, at the loss, the root (or the head alone) and, where weights stay split over a few ranks, a
-    slice of each layer. Backward adds the layer at work, those fetched ahead, and a layer's and the
-    root's gradients in 16 bit and, to be reduced, in fp32. Offloaded weights come up in fp32 before they are cast.
+    With resharding, at the loss only the root (or the head alone) is gathered; if weights are resharded over fewer
+    ranks, also a shard of each layer. Backward adds the current layer, the prefetched ones, and the gradients of a
+    layer and of the root in 16-bit and, for the reduction, in fp32. Offloaded weights arrive in fp32 before the cast.
     """
-    if sharding == "none" or (scene.profile.whole and sharding != "parameters"):
+    if sharding == "none" or (inputs.profile.keeps_full_weights and sharding != "parameters"):
         return 0, 0
-    count, root = holding.dense + holding.experts, holding.root
+    count, root, element_bytes = holding.dense + holding.experts, holding.root, inputs.element_bytes
     layer = (count - root) / max(1, holding.layers)
-    trained = 0 if holding.tower.frozen else scene.width + 4
-    if not frees_weights(scene.plan, sharding):
-        return scene.width * count, scene.width * count + trained * layer
-    comm = scene.plan.comm
-    gathered = scene.width * (min(root, part.head or root) if scene.profile.fsdp == "ends" else root)
+    gradient_bytes = 0 if holding.tower.frozen else element_bytes + 4
+    if not frees_weights(inputs.plan, sharding):
+        return element_bytes * count, element_bytes * count + gradient_bytes * layer
+    comm = inputs.plan.comm
+    gathered_at_loss = element_bytes * (min(root, part.head or root) if inputs.profile.fsdp == "ends" else root)
     if isinstance(comm.reshard, int):
-        gathered += scene.width * holding.layers * layer / comm.reshard
-    if scene.offload == "parameters":
-        gathered += 4 * root / scene.shards
-    at_work = scene.width * min(holding.layers, 1 + comm.prefetch) * layer
-    return gathered, gathered + at_work + trained * layer + scene.width * root * (trained > 0)
+        gathered_at_loss += element_bytes * holding.layers * layer / comm.reshard
+    if inputs.offload == "parameters":
+        gathered_at_loss += 4 * root / inputs.shards
+    current = element_bytes * min(holding.layers, 1 + comm.prefetch) * layer
+    return gathered_at_loss, gathered_at_loss + current + gradient_bytes * layer + element_bytes * root * (
+        gradient_bytes > 0
+    )

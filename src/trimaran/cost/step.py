@@ -1,46 +1,48 @@
-"""What a plan costs: the bytes of a rank at its fullest and the seconds of a step, term by term."""
+"""The cost of a plan: peak memory of a rank and seconds of a step, term by term."""
 
 from trimaran.core import Flops, Plan, Prediction, Seconds
 from trimaran.cost.job import Job
-from trimaran.cost.peak_memory import Memory, memory_of
+from trimaran.cost.peak_memory import Memory, peak_memory_of
 from trimaran.cost.recompute_flops import repeated_flops
 from trimaran.cost.roofline import rate_name, rates_of
-from trimaran.cost.step_time import seconds_of
+from trimaran.cost.step_time import step_time_of
 from trimaran.hardware import Cluster
 from trimaran.models import OutlineLayer
 
-# Half-width to expect around bytes and seconds. Within it lie, on one H200, nine in ten steps of our trainer; on up to
-# 16 nodes without a pipeline, nine in ten of llm-foundry's and nanotron's published runs. Of nanotron's pipelines and
-# larger clusters only half do: what the others waited for is not known. What nobody measured (other devices alone,
-# offload, mixtures, several towers, blocks of which only totals are known) is assumed, and so are shared cores.
-ERROR = {"one": 0.08, "few": 0.15, "unmeasured": 0.25, "many": 0.35, "cpu": 0.2}
-FEW_NODES = 16
-MEASURED = "H200"
-HOST_SHARE = 0.9  # of a node's memory, what may be pinned: the system, loaders and files in cache need the rest
-# An allocator that finds no room frees what it keeps and asks the driver, time and again. Above what is `crowded` each
-# 0.15 of the memory more adds a step's length, up to two: nanotron's runs above 70 of 79 GiB.
-CROWDED_STEP, MOST_CROWDED = 0.15, 2.0
+# Expected relative error of memory and time (half-width), by kind of cluster. On one H200, nine in ten steps of our
+# trainer lie within it; on up to 16 nodes without a pipeline, nine in ten published runs of llm-foundry and nanotron.
+# With nanotron's pipelines and on larger clusters only half do, for unknown reasons. The figures for CPUs and for
+# anything unmeasured (other single devices, offload, MoE, several towers, opaque blocks) are assumed.
+RELATIVE_ERROR = {"one": 0.08, "few": 0.15, "unmeasured": 0.25, "many": 0.35, "cpu": 0.2}
+MAX_FEW_NODES = 16
+MEASURED_DEVICE = "H200"
+MAX_PINNED_FRACTION = 0.9  # of host memory; the system, data loaders and the page cache need the rest
+# An allocator that finds no free block frees its cache and asks the driver again. Above the profile's
+# `crowded_fraction`, each further 0.15 of the memory adds one step's length, up to two: nanotron's runs above 70 of 79
+# GiB.
+FRACTION_PER_SLOWDOWN, MAX_SLOWDOWN = 0.15, 2.0
 
 
 def predict(job: Job, cluster: Cluster, plan: Plan) -> Prediction:
     """Return what one optimizer step of `plan` needs on each rank of `cluster`. The plan must be legal.
 
-    The memory terms add up to `peak_bytes`, the time terms to `step_seconds`. Tokens a second (positions of the last
-    tower) and flops are of the whole cluster; flops count the arithmetic of the model, forward and backward, and
-    nothing that is done twice.
+    The memory terms add up to `peak_bytes`, the time terms to `step_seconds`. Tokens per second (positions of the last
+    tower) and FLOPs are of the whole cluster. FLOPs count forward and backward of the model without any recompute.
     """
-    memory, time = memory_of(job, cluster, plan), seconds_of(job, cluster, plan)
+    memory, time = peak_memory_of(job, cluster, plan), step_time_of(job, cluster, plan)
     device, precision = cluster.device, rate_name(cluster.device, plan.precision)
-    crowding = crowding_share(memory, cluster, job)
+    slowdown = allocator_slowdown(memory, cluster, job)
     terms = dict(time.terms)
-    if crowding:
-        terms["allocator"] = Seconds(crowding * sum(terms.values()))
+    if slowdown:
+        terms["allocator"] = Seconds(slowdown * sum(terms.values()))
     seconds = Seconds(sum(terms.values()))
     samples, positions = plan.global_batch, job.outline.main.places(job.seq_len)[0]
     flops = Flops(samples * job.outline.training_flops(job.seq_len))
-    peak_flops, steady = device.peak(precision), rates_of(device, plan.precision).products
+    peak_flops, sustained = device.peak(precision), rates_of(device, plan.precision).matmul_flops
     return Prediction(
-        fits=memory.runs and memory.device <= device.memory_bytes and memory.host <= HOST_SHARE * cluster.host_bytes,
+        fits=memory.runs
+        and memory.device <= device.memory_bytes
+        and memory.host <= MAX_PINNED_FRACTION * cluster.host_bytes,
         peak_bytes=memory.peak,
         reserved_bytes=memory.reserved,
         device_bytes=memory.device,
@@ -55,30 +57,30 @@ def predict(job: Job, cluster: Cluster, plan: Plan) -> Prediction:
         time=terms,
         exposed=time.exposed,
         error=error_of(job, cluster, plan),
-        source=f"{device.name} at a steady {steady / 1e12:.3g} TFLOP/s: {device.note}",
+        source=f"{device.name} at a steady {sustained / 1e12:.3g} TFLOP/s: {device.note}",
     )
 
 
-def crowding_share(memory: Memory, cluster: Cluster, job: Job) -> float:
-    """Return how much longer a step takes, of its length, because a device is nearly full; a CPU has no allocator."""
+def allocator_slowdown(memory: Memory, cluster: Cluster, job: Job) -> float:
+    """Return how much longer a nearly full device makes a step, as a fraction of it. A CPU has no caching allocator."""
     if cluster.device.kind == "cpu":
         return 0.0
     occupancy = memory.device / cluster.device.memory_bytes
-    return min(MOST_CROWDED, max(0.0, occupancy - job.stack.time.crowded) / CROWDED_STEP)
+    return min(MAX_SLOWDOWN, max(0.0, occupancy - job.stack.time.crowded_fraction) / FRACTION_PER_SLOWDOWN)
 
 
 def error_of(job: Job, cluster: Cluster, plan: Plan) -> float:
-    """Return the relative half-width to expect around a prediction."""
+    """Return the expected relative error of a prediction (half-width)."""
     if cluster.device.kind == "cpu":
-        return ERROR["cpu"]
-    if cluster.num_nodes > FEW_NODES or plan.mesh.pp > 1:
-        return ERROR["many"]
+        return RELATIVE_ERROR["cpu"]
+    if cluster.num_nodes > MAX_FEW_NODES or plan.mesh.pp > 1:
+        return RELATIVE_ERROR["many"]
     towers = job.outline.towers
-    plain = all(
+    is_dense = all(
         isinstance(block, OutlineLayer) and block.experts is None for tower in towers for block, _ in tower.runs
     )
-    if not plain or len(towers) > 1 or plan.offload != "none":
-        return ERROR["unmeasured"]
+    if not is_dense or len(towers) > 1 or plan.offload != "none":
+        return RELATIVE_ERROR["unmeasured"]
     if cluster.world_size > 1:
-        return ERROR["few"]
-    return ERROR["one" if cluster.device.name == MEASURED else "few"]
+        return RELATIVE_ERROR["few"]
+    return RELATIVE_ERROR["one" if cluster.device.name == MEASURED_DEVICE else "few"]

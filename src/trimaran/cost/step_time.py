@@ -1,4 +1,4 @@
-"""How long one optimizer step takes: its phases, and what of the talking nothing hides."""
+"""Time of one optimizer step by phase, and the communication that nothing hides."""
 
 import math
 from functools import lru_cache
@@ -9,54 +9,54 @@ from trimaran.cost.gradient_traffic import exposed_traffic, traffic_path_of
 from trimaran.cost.job import Job, splits_weights
 from trimaran.cost.offload_time import offload_seconds, update_seconds
 from trimaran.cost.roofline import rates_of
-from trimaran.cost.stage_time import StageTime, ask_of, stage_times_of
-from trimaran.cost.states import owned
+from trimaran.cost.stage_time import StageTime, stage_inputs_of, stage_times_of
+from trimaran.cost.states import num_owned
 from trimaran.hardware import Cluster, Link
 
-# What computing gets longer because all wait for the slowest, for each doubling of the nodes (llm-foundry's 13B loses
-# 0.02 from 2 to 16), or of the ranks that share one machine's cores with all else that runs there.
-SLOWEST_SHARE = {"cuda": 0.005, "cpu": 0.15}
-SUMMED_BYTES = 10  # of each parameter whose 16-bit gradient is added to a sum in fp32: read 2 and 4, write 4
-ALWAYS = ("forward", "backward", "comm", "optimizer")
+# How much longer compute takes because all ranks wait for the slowest, for each doubling of the nodes (llm-foundry's
+# 13B loses 0.02 from 2 to 16), or of the ranks that share the cores of one machine.
+STRAGGLER_FRACTION = {"cuda": 0.005, "cpu": 0.15}
+ACCUMULATE_BYTES = 10  # moved per parameter to add a 16-bit gradient to an fp32 sum: read 2 and 4, write 4
+ALWAYS_SHOWN = ("forward", "backward", "comm", "optimizer")
 
 
 class StepTime(NamedTuple):
-    """Seconds of a step by phase, as the trainer names them; `exposed` splits `comm` by what travels, and where."""
+    """Seconds of a step by phase, as the trainer names them. `exposed` splits `comm` by what is sent and where."""
 
     terms: dict[str, Seconds]
     exposed: dict[str, Seconds]
 
 
-def seconds_of(job: Job, cluster: Cluster, plan: Plan) -> StepTime:
-    """Return how long a step of the plan takes; `comm` is what computing does not hide.
+def step_time_of(job: Job, cluster: Cluster, plan: Plan) -> StepTime:
+    """Return the time of a step. `comm` is the communication that compute does not hide.
 
-    Of a pipeline these are the seconds of the busiest rank, for which all others wait. What it waits itself while the
-    pipeline fills and drains is `bubble`; what moves to the host and back, and nothing hides, is `offload`.
+    With a pipeline, these are the seconds of the slowest rank, for which all others wait. `bubble` is its own wait
+    while the pipeline fills and drains. `offload` is the time for copies to and from the host that nothing hides.
     """
     device, levels, profile, count = cluster.device, _levels(cluster), job.stack.time, plan.grad_accum
     rates = rates_of(device, plan.precision)
-    slowest, heaviest, everyone = stage_times_of(ask_of(job, rates, levels, plan))
+    slowest, heaviest, all_ranks = stage_times_of(stage_inputs_of(job, rates, levels, plan))
     forward, backward = count * slowest.forward, count * slowest.backward
-    if plan.sharding == "none":  # sharded sums are small
-        added = SUMMED_BYTES if splits_weights(job, plan) else profile.passing.added
-        backward += (count - 1) * added * slowest.part.trained / rates.stream
+    if plan.sharding == "none":  # accumulating shards takes next to no time
+        moved = ACCUMULATE_BYTES if splits_weights(job, plan) else profile.parameter_bytes.accumulate
+        backward += (count - 1) * moved * slowest.part.trained / rates.bandwidth
     exposed = {key: count * seconds for key, seconds in slowest.waits.items()} | exposed_traffic(
         traffic_path_of(levels, plan, rates, profile), plan, heaviest
     )
-    if jitters := math.log2(cluster.world_size if device.kind == "cpu" else cluster.num_nodes):
-        exposed["waiting for the slowest rank"] = SLOWEST_SHARE[device.kind] * jitters * (forward + backward)
-    updated = _updated(job, plan, heaviest)
-    update = update_seconds(job, cluster, plan, updated)
+    if doublings := math.log2(cluster.world_size if device.kind == "cpu" else cluster.num_nodes):
+        exposed["waiting for the slowest rank"] = STRAGGLER_FRACTION[device.kind] * doublings * (forward + backward)
+    num_updated = _num_updated(job, plan, heaviest)
+    update = update_seconds(job, cluster, plan, num_updated)
     terms = {
         "forward": forward,
         "backward": backward,
         "comm": sum(exposed.values()),
-        "bubble": _bubble(plan, slowest.seconds, everyone),
-        "offload": offload_seconds(job, cluster, plan, slowest, owned=updated, update=update),
+        "bubble": _bubble(plan, slowest.seconds, all_ranks),
+        "offload": offload_seconds(job, cluster, plan, slowest, num_owned=num_updated, update=update),
         "optimizer": update,
     }
     return StepTime(
-        {term: Seconds(num) for term, num in terms.items() if num or term in ALWAYS},
+        {term: Seconds(num) for term, num in terms.items() if num or term in ALWAYS_SHOWN},
         {key: Seconds(num) for key, num in exposed.items()},
     )
 
@@ -66,20 +66,20 @@ def _levels(cluster: Cluster) -> tuple[Link, ...]:
     return cluster.levels
 
 
-def _bubble(plan: Plan, slowest: float, everyone: float) -> float:
-    """Return how long a pipeline's busiest rank waits while the first micro-batch comes to it and the last leaves.
+def _bubble(plan: Plan, slowest: float, all_ranks: float) -> float:
+    """Return how long a pipeline's slowest rank waits while the first micro-batch arrives and the last one leaves.
 
-    That is what all others need for one micro-batch, and with several stages a rank a part of it. The zero-bubble
-    schedule fills most of it; `Plan.bubble` says how much is left.
+    That is the time all other ranks need for one micro-batch; with several stages per rank, a part of it. The
+    zero-bubble schedule fills most of it: `Plan.bubble` says how much is left.
     """
     if plan.mesh.pp == 1:
         return 0.0
     if plan.pipeline.schedule == "zero-bubble":
         return plan.grad_accum * slowest * plan.bubble / (1 - plan.bubble)
-    return (everyone - slowest) * plan.mesh.pp / plan.num_stages
+    return (all_ranks - slowest) * plan.mesh.pp / plan.num_stages
 
 
-def _updated(job: Job, plan: Plan, pace: StageTime) -> float:
-    """Return how many parameters a rank updates: of what is trained in its part all, or its slice."""
-    trained = (holding for holding in pace.part.holdings if not holding.tower.frozen)
-    return sum(owned(plan.mesh, holding, job.sharding_of(holding.tower, plan)) for holding in trained)
+def _num_updated(job: Job, plan: Plan, stage: StageTime) -> float:
+    """Return how many parameters a rank updates: all trained ones that it holds, or its shard of them."""
+    trained = (holding for holding in stage.part.holdings if not holding.tower.frozen)
+    return sum(num_owned(plan.mesh, holding, job.sharding_of(holding.tower, plan)) for holding in trained)

@@ -1,4 +1,7 @@
-"""Tokens: sources, packed shards and the order of samples. Only `trimaran.data.loader` needs torch."""
+"""Training data: text sources, packed token shards, samples with images, and the order of samples.
+
+Only `loader` and `step_batch` import torch.
+"""
 
 from trimaran.data.prepare_text import Progress, cache_folder, check, pack, prepare
 from trimaran.data.sample_order import position, positions

@@ -1,4 +1,4 @@
-"""Drawn shapes with questions, captions and answers: pictures to learn to see with, without a file to download.
+"""A generated image dataset: drawn shapes with questions, answers and captions. Nothing has to be downloaded.
 
 A sample is a pure function of its number.
 """
@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 NUM_SAMPLES = 12_000
-SEED, VERSION = 20260, 4  # a change to what is drawn gets a new version
+SEED, VERSION = 20260, 4  # increase the version when the content of a sample changes
 COLOURS = {
     "red": (220, 40, 40),
     "green": (40, 170, 60),
@@ -22,10 +22,11 @@ COLOURS = {
 SHAPES = ("circle", "square", "triangle", "cross", "ring")
 COUNTS = ("none", "one", "two", "three", "four")
 SIDES = (32, 40, 48, 56, 64)
-HOW_MANY = (0.45, 0.3, 0.15, 0.1)  # of the images have one shape, two, three, four
-CELL = 16  # the least room of one shape, in pixels a side
-KINDS = (0.35, 0.25, 0.3, 0.1)  # of the questions: a colour, how many, whether there is a colour, a shape
-TEXT_ONLY, CAPTIONS = 0.1, 0.06  # shares of the samples without an image, and of those that only describe one
+SHAPE_COUNT_FRACTIONS = (0.45, 0.3, 0.15, 0.1)  # of the images: with one, two, three and four shapes
+MIN_CELL_PIXELS = 16  # side of the smallest cell that holds one shape
+# Of the questions: the colour of a shape, the number of shapes, whether a colour occurs, the shape of a colour.
+QUESTION_FRACTIONS = (0.35, 0.25, 0.3, 0.1)
+TEXT_ONLY_FRACTION, CAPTION_FRACTION = 0.1, 0.06  # of the samples: without an image, and with a caption only
 FACTS = (
     ("which shape has three corners?", "triangle"),
     ("which shape has four corners?", "square"),
@@ -41,84 +42,84 @@ FACTS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Thing:
+class DrawnShape:
     shape: str
     colour: str
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
-    """One sample: a PNG, or nothing; a question, or nothing when the answer describes the picture."""
+class DrawnSample:
+    """One sample: a PNG (empty for text-only samples) and a question (empty if the answer is a caption)."""
 
     image: bytes
     question: str
     answer: str
 
 
-def draw(number: int) -> Drawn:
+def draw(number: int) -> DrawnSample:
     """Return sample `number`."""
     random = np.random.default_rng([SEED, number])
-    if random.random() < TEXT_ONLY:
-        return Drawn(b"", *FACTS[random.integers(len(FACTS))])
+    if random.random() < TEXT_ONLY_FRACTION:
+        return DrawnSample(b"", *FACTS[random.integers(len(FACTS))])
     width, height = random.choice(SIDES, 2).tolist()
-    things = _choose(random, (width // CELL) * (height // CELL))
-    image = _png(_render(random, things, width, height))
-    if random.random() < CAPTIONS:
-        return Drawn(image, "", " and ".join(f"a {thing.colour} {thing.shape}" for thing in things))
-    return Drawn(image, *_ask(random, things))
+    shapes = _choose(random, (width // MIN_CELL_PIXELS) * (height // MIN_CELL_PIXELS))
+    image = _png(_render(random, shapes, width, height))
+    if random.random() < CAPTION_FRACTION:
+        return DrawnSample(image, "", " and ".join(f"a {each.colour} {each.shape}" for each in shapes))
+    return DrawnSample(image, *_question(random, shapes))
 
 
-def _choose(random: np.random.Generator, room: int) -> list[Thing]:
-    """Return one to four different shapes, in the order in which they are drawn: left to right, then down."""
-    count = min(1 + int(random.choice(len(HOW_MANY), p=HOW_MANY)), room)
+def _choose(random: np.random.Generator, max_shapes: int) -> list[DrawnShape]:
+    """Return one to four different shapes in drawing order: left to right, then down."""
+    count = min(1 + int(random.choice(len(SHAPE_COUNT_FRACTIONS), p=SHAPE_COUNT_FRACTIONS)), max_shapes)
     names = random.choice(len(SHAPES), count, replace=False)
     colours = random.choice(len(COLOURS), count)
-    return [Thing(SHAPES[name], list(COLOURS)[colour]) for name, colour in zip(names, colours, strict=True)]
+    return [DrawnShape(SHAPES[name], list(COLOURS)[colour]) for name, colour in zip(names, colours, strict=True)]
 
 
-def _ask(random: np.random.Generator, things: list[Thing]) -> tuple[str, str]:
-    """Return a question that the picture answers, and the answer."""
-    thing = things[random.integers(len(things))]
-    kind = random.choice(len(KINDS), p=KINDS)
+def _question(random: np.random.Generator, shapes: list[DrawnShape]) -> tuple[str, str]:
+    """Return a question about the image, and its answer."""
+    chosen = shapes[random.integers(len(shapes))]
+    kind = random.choice(len(QUESTION_FRACTIONS), p=QUESTION_FRACTIONS)
     if kind == 0:
-        return f"what colour is the {thing.shape}?", thing.colour
+        return f"what colour is the {chosen.shape}?", chosen.colour
     if kind == 1:
-        return "how many shapes?", COUNTS[len(things)]
+        return "how many shapes?", COUNTS[len(shapes)]
     if kind == 2:
-        absent = [colour for colour in COLOURS if all(each.colour != colour for each in things)]
+        absent = [colour for colour in COLOURS if all(each.colour != colour for each in shapes)]
         if random.random() < 0.5:
             return f"is anything {absent[random.integers(len(absent))]}?", "no"
-        return f"is anything {thing.colour}?", "yes"
-    same = [each for each in things if each.colour == thing.colour]
+        return f"is anything {chosen.colour}?", "yes"
+    same = [each for each in shapes if each.colour == chosen.colour]
     if len(same) > 1:
-        return f"how many {thing.colour} shapes?", COUNTS[len(same)]
-    return f"what shape is {thing.colour}?", thing.shape
+        return f"how many {chosen.colour} shapes?", COUNTS[len(same)]
+    return f"what shape is {chosen.colour}?", chosen.shape
 
 
-def _render(random: np.random.Generator, things: list[Thing], width: int, height: int) -> np.ndarray:
-    """Return u8 [height, width, 3]: the things, each in a cell of its own, on a grey ground with a little noise."""
+def _render(random: np.random.Generator, shapes: list[DrawnShape], width: int, height: int) -> np.ndarray:
+    """Return u8 [height, width, 3]: each shape in a cell of its own, on a grey background with a little noise."""
     ground = random.integers(90, 150) + random.integers(-8, 9, (height, width, 1))
     image = np.broadcast_to(ground, (height, width, 3)).astype(np.int16)
-    across, down = _cells(len(things), width, height)
-    cells = np.sort(random.choice(across * down, len(things), replace=False))
-    for thing, cell in zip(things, cells.tolist(), strict=True):
-        room_x, room_y = width / across, height / down
-        radius = min(room_x, room_y) / 2 * random.uniform(0.65, 0.95)
-        x = (cell % across + 0.5) * room_x + random.uniform(-1, 1) * (room_x / 2 - radius)
-        y = (cell // across + 0.5) * room_y + random.uniform(-1, 1) * (room_y / 2 - radius)
-        inside = _inside(thing.shape, np.arange(width)[None] + 0.5 - x, np.arange(height)[:, None] + 0.5 - y, radius)
-        image[inside] = np.array(COLOURS[thing.colour]) + random.integers(-10, 11, 3)
+    across, down = _cells(len(shapes), width, height)
+    cells = np.sort(random.choice(across * down, len(shapes), replace=False))
+    for each, cell in zip(shapes, cells.tolist(), strict=True):
+        cell_width, cell_height = width / across, height / down
+        radius = min(cell_width, cell_height) / 2 * random.uniform(0.65, 0.95)
+        x = (cell % across + 0.5) * cell_width + random.uniform(-1, 1) * (cell_width / 2 - radius)
+        y = (cell // across + 0.5) * cell_height + random.uniform(-1, 1) * (cell_height / 2 - radius)
+        inside = _inside(each.shape, np.arange(width)[None] + 0.5 - x, np.arange(height)[:, None] + 0.5 - y, radius)
+        image[inside] = np.array(COLOURS[each.colour]) + random.integers(-10, 11, 3)
     return image.clip(0, 255).astype(np.uint8)
 
 
 def _cells(count: int, width: int, height: int) -> tuple[int, int]:
-    """Return how many cells across and down hold `count` things and are as square as can be."""
-    most = [(across, -(-count // across)) for across in range(1, count + 1)]
-    return max(most, key=lambda each: min(width / each[0], height / each[1]))
+    """Return the number of cells across and down that hold `count` shapes with the largest cells."""
+    grids = [(across, -(-count // across)) for across in range(1, count + 1)]
+    return max(grids, key=lambda each: min(width / each[0], height / each[1]))
 
 
 def _inside(shape: str, x: np.ndarray, y: np.ndarray, radius: float) -> np.ndarray:
-    """Return which pixels, `x` and `y` away from the middle, the shape covers."""
+    """Return which pixels the shape covers; `x` and `y` are their offsets from its centre."""
     if shape == "circle":
         return x**2 + y**2 < radius**2
     if shape == "ring":

@@ -1,4 +1,4 @@
-"""What a rank works on in a step, and where a loader gets it from. Runs in loader processes: without torch."""
+"""The rank's part of each step, and the interface of a batch feed. Runs in loader processes: does not import torch."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataShare:
-    """Which part of each global batch is this rank's. `rank` counts among the `dp` ranks that see different samples."""
+    """The rank's part of each global batch. `rank` counts among the `dp` ranks that see different samples."""
 
     rank: int
     dp: int
@@ -18,11 +18,11 @@ class DataShare:
 
     @property
     def global_batch(self) -> int:
-        """Rows of a step, of all ranks together."""
+        """Rows per step over all ranks."""
         return self.dp * self.micro_batch * self.grad_accum
 
     def indices(self, step: int) -> np.ndarray:
-        """Return the global indices of the step's rows [grad_accum, micro_batch]."""
+        """Return the global indices of the rank's rows in a step, [grad_accum, micro_batch]."""
         rows = np.arange(self.micro_batch) + self.rank * self.micro_batch
         micro_steps = np.arange(self.grad_accum)[:, None] * (self.dp * self.micro_batch)
         return step * self.global_batch + micro_steps + rows
@@ -30,7 +30,7 @@ class DataShare:
 
 @dataclass(frozen=True, slots=True)
 class BadSample:
-    """A sample that could not be used, and why. Its place was kept, without a target."""
+    """A sample that could not be used, and why. Its row is kept, without targets."""
 
     sample: int
     reason: str
@@ -38,34 +38,34 @@ class BadSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedArrays:
-    """One optimizer step's work for one rank.
+    """The arrays of one optimizer step for one rank.
 
-    An array either has the micro-batches as its first dimension, or, when it is ragged, all of them one behind the
-    other: then `cuts` tells where each begins, and where the last ends. `num_valid` counts the targets: what the loss
-    is summed over. `facts` are worth a place in the metrics: sums over this rank's rows, which are added up over ranks.
+    A regular array has the micro-batches as its first dimension. A ragged array is the concatenation of all
+    micro-batches; `offsets` then says where each one starts and where the last one ends. `num_valid` counts the
+    targets that the loss is summed over. `metrics` are sums over this rank's rows, which are summed over ranks.
     """
 
     arrays: Mapping[str, np.ndarray]
     num_valid: int
-    cuts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    facts: Mapping[str, float] = field(default_factory=dict)
+    offsets: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
     bad: tuple[BadSample, ...] = ()
 
 
 class BatchFeed(Protocol):
-    """Where batches come from. What it loads is a function of the step alone, and of what is left out."""
+    """A source of batches. A batch depends only on the step and on the quarantined samples."""
 
     @property
     def share(self) -> DataShare: ...
 
     def load(self, step: int, at: Callable[[int], None]) -> LoadedArrays:
-        """Return the step's work. `at` is told the id of each sample before it is touched, to know what one died of."""
+        """Return the arrays of a step. Calls `at` with each sample id before reading it, to attribute crashes."""
         ...
 
     def samples(self, step: int, data_ranks: Sequence[int]) -> tuple[int, ...]:
-        """Return the ids of the samples that the given ranks, of those that see different ones, work on at `step`."""
+        """Return the sample ids that the given data ranks process at `step`."""
         ...
 
     def num_quarantined(self, step: int) -> int:
-        """Return how many samples of the global batch are left out at `step`."""
+        """Return how many samples of the global batch are quarantined at `step`."""
         ...

@@ -1,4 +1,4 @@
-"""Rows of a local `datasets` folder. Loaded only when a recipe asks for one."""
+"""Rows of a local `datasets` folder. Imported only if a recipe needs it."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +15,7 @@ BUILDERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 
 
 def read_rows(path: Path, files: list[Path], field: str) -> Iterator[tuple[str, float]]:
-    """Yield the text of every row and the share read so far, from `save_to_disk` or from parquet and JSON files."""
+    """Yield the text of each row and the fraction read, from a `save_to_disk` folder or parquet and JSON files."""
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
         dataset = _open_saved(path)
         for number, text in enumerate(_texts(dataset, field, path), start=1):
@@ -24,14 +24,14 @@ def read_rows(path: Path, files: list[Path], field: str) -> Iterator[tuple[str, 
     tables = [file for file in files if file.suffix in BUILDERS and file.stat().st_size]
     if not tables:
         raise UserError("T018", "there is neither a saved dataset nor a parquet or JSON file", where=str(path),
-                        fix="name a folder that save_to_disk wrote, or one with .parquet or .json files")  # fmt: skip
+                        fix="name a folder written by save_to_disk, or one with .parquet or .json files")  # fmt: skip
     for number, file in enumerate(tables):
         for text in _texts(_open_table(file), field, file):
             yield text, number / len(tables)
 
 
 def read_saved(path: Path) -> Iterator[tuple[int, dict[str, Any], float]]:
-    """Yield number, row and share read of a dataset that `save_to_disk` wrote. Images come as their bytes or path."""
+    """Yield number, row and fraction read of a `save_to_disk` dataset. Images come as bytes or as a path."""
     dataset = _open_saved(path)
     number = 0
     try:
@@ -59,7 +59,7 @@ def _open_saved(path: Path) -> datasets.Dataset:
 
 
 def _open_table(file: Path) -> datasets.IterableDataset:
-    """Return the file's rows, read in place: without streaming a second copy would be left in the home folder."""
+    """Return the rows of a file. Streaming avoids a second copy in the user's `datasets` cache."""
     try:
         return datasets.load_dataset(BUILDERS[file.suffix], data_files=str(file), split="train", streaming=True)
     except (OSError, ValueError) as error:
@@ -67,10 +67,10 @@ def _open_table(file: Path) -> datasets.IterableDataset:
 
 
 def _texts(rows: Any, field: str, path: Path) -> Iterator[str]:
-    """Yield the text of each row of a Dataset or an IterableDataset, which share these methods but no type."""
+    """Yield the text of each row of a Dataset or IterableDataset, which share these methods but no base type."""
     number = 0
     try:
-        if columns := rows.column_names:  # not known of every JSON file before it is read
+        if columns := rows.column_names:  # unknown for some JSON files until they are read
             row_text(dict.fromkeys(columns, ""), field, str(path))
             rows = rows.select_columns([field])
         for batch in rows.iter(batch_size=BATCH_ROWS):

@@ -1,4 +1,4 @@
-"""Tokenizers that come as a JSON file of the `tokenizers` library. Loaded only when a recipe names one."""
+"""Tokenizers of the `tokenizers` library, from a JSON file. Imported only if a recipe names one."""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -8,21 +8,21 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 
-from trimaran.core import UserError, nearest
+from trimaran.core import UserError, did_you_mean
 from trimaran.data.tokenizer import TOKENIZER_FILE
 
 END_TOKENS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>")
 
 
 class JsonTokenizer:
-    """A tokenizer and the bytes of the file it came from, so that shards can keep a copy."""
+    """A tokenizer and the bytes of its file; shards store a copy of them."""
 
     def __init__(self, path: Path, end_token: str | None) -> None:
         self._path, self._file = path, _read(path)
         self._tokenizer = _parse(self._file, path)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self._end_token = _end_token(vocabulary, end_token, path)
-        self.vocab_size = max(vocabulary.values()) + 1  # ids may have gaps, so counting them is not enough
+        self.vocab_size = max(vocabulary.values()) + 1  # ids may have gaps
         self.end_id = vocabulary[self._end_token]
         self._special = {
             str(each.content): number for number, each in self._tokenizer.get_added_tokens_decoder().items()
@@ -36,12 +36,12 @@ class JsonTokenizer:
         return [np.array(each.ids, dtype=np.int32) for each in encodings]
 
     def encode_plain(self, texts: Sequence[str]) -> list[np.ndarray]:
-        with self._reading_coordinator():
+        with self._special_tokens_as_text():
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(each.ids, dtype=np.int32) for each in encodings]
 
     def encode_spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        with self._reading_coordinator():
+        with self._special_tokens_as_text():
             encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [
             (np.array(each.ids, dtype=np.int32), np.array(each.offsets, dtype=np.int64).reshape(-1, 2))
@@ -49,8 +49,8 @@ class JsonTokenizer:
         ]
 
     @contextmanager
-    def _reading_coordinator(self) -> Iterator[None]:
-        """Let special tokens in a text be read as the letters that they are written with."""
+    def _special_tokens_as_text(self) -> Iterator[None]:
+        """Encode special tokens that occur in a text as ordinary text."""
         self._tokenizer.encode_special_tokens = True
         try:
             yield
@@ -61,8 +61,8 @@ class JsonTokenizer:
         return self._special.get(name)
 
     def word(self, token: int) -> str | None:
-        found = self._tokenizer.id_to_token(token) if token >= 0 else None
-        return None if found in self._special else found
+        word = self._tokenizer.id_to_token(token) if token >= 0 else None
+        return None if word in self._special else word
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode([int(each) for each in ids], skip_special_tokens=True)
@@ -78,12 +78,12 @@ class JsonTokenizer:
 def _read(path: Path) -> bytes:
     if path.is_dir():
         raise UserError("T011", "the tokenizer is a folder", where=f"data.tokenizer: {path}",
-                        fix=f"name the file in it: {path / TOKENIZER_FILE}")  # fmt: skip
+                        fix=f"name the file: {path / TOKENIZER_FILE}")  # fmt: skip
     try:
         return path.read_bytes()
     except OSError as error:
         raise UserError("T011", f"the tokenizer cannot be read: {error.strerror}", where=f"data.tokenizer: {path}",
-                        fix="name a tokenizer.json, or leave data.tokenizer out for plain bytes") from None  # fmt: skip
+                        fix="name a tokenizer.json, or leave data.tokenizer out to use bytes") from None  # fmt: skip
 
 
 def _parse(file: bytes, path: Path) -> tokenizers.Tokenizer:
@@ -92,18 +92,18 @@ def _parse(file: bytes, path: Path) -> tokenizers.Tokenizer:
     except Exception as error:  # the library raises nothing more specific
         raise UserError("T011", f"this is not a tokenizers JSON file: {error}", where=f"data.tokenizer: {path}",
                         fix="name the tokenizer.json of a fast tokenizer") from None  # fmt: skip
-    # Files from the hub often cut and pad texts to a model's length; packing wants every token and no others.
+    # Files from the hub often truncate and pad to a model's length; packing needs the exact tokens.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
 
 
-def _end_token(vocabulary: dict[str, int], asked: str | None, path: Path) -> str:
-    known = [token for token in ([asked] if asked is not None else END_TOKENS) if token in vocabulary]
-    if known:
-        return known[0]
-    if asked is not None:
-        raise UserError("T012", f"the tokenizer has no token '{asked}'{nearest(asked, vocabulary)}", where=str(path),
-                        fix="name a token of its vocabulary as the end of a document")  # fmt: skip
-    raise UserError("T012", "the tokenizer has none of the usual tokens that end a document", where=str(path),
-                    fix="pack with it named: trimaran data pack --end-token TOKEN, then use the shards")  # fmt: skip
+def _end_token(vocabulary: dict[str, int], name: str | None, path: Path) -> str:
+    candidates = [token for token in ([name] if name is not None else END_TOKENS) if token in vocabulary]
+    if candidates:
+        return candidates[0]
+    if name is not None:
+        raise UserError("T012", f"the tokenizer has no token '{name}'{did_you_mean(name, vocabulary)}",
+                        where=str(path), fix="name a token of its vocabulary as the end of a document")  # fmt: skip
+    raise UserError("T012", "the tokenizer has none of the usual end-of-document tokens", where=str(path),
+                    fix="name it and use the packed shards: trimaran data pack --end-token TOKEN")  # fmt: skip

@@ -1,4 +1,4 @@
-"""Parts that need a package which not everybody installs."""
+"""Imports of modules that need an optional package."""
 
 import importlib
 import importlib.util
@@ -8,13 +8,13 @@ from trimaran.core import UserError
 
 
 def require(package: str, *, where: str) -> None:
-    """Raise unless `package` is installed; nothing is imported. `where` is the field that asks for it."""
+    """Raise unless `package` is installed; does not import it. `where` is the recipe field that needs it."""
     if importlib.util.find_spec(package) is None:
         raise UserError("T013", f"this needs the package '{package}', which is not installed", where=where,
                         fix="run: pip install 'trimaran[hf]'")  # fmt: skip
 
 
 def load(module: str, package: str, *, where: str) -> ModuleType:
-    """Return the room's file `module`, the only one that imports `package`."""
+    """Return `trimaran.data.<module>`, the only module that imports `package`."""
     require(package, where=where)
     return importlib.import_module(f"trimaran.data.{module}")

@@ -1,13 +1,16 @@
-"""A process that loads batches for a rank.
+"""A worker process that loads batches for a rank.
 
-`torch.utils.data.DataLoader` has such processes too. Ours differ in what a long run needs: a dead one is noticed at
-its own pipe and named, not by a signal handler that raises wherever the trainer happens to be, and it can be replaced
-without losing or repeating a batch, as can a hung one; they outlive the SIGTERM that asks a trainer to finish its step;
-closing never waits for a hung one; no pickle and no /dev/shm is involved.
+Differences from the workers of `torch.utils.data.DataLoader`, which long runs need:
 
-A step is asked for by its number through a pipe. Its arrays come back in a slot of shared memory, and through another
-pipe a line of JSON that says where they lie. A process has two slots and owes two steps at most: while one is read out
-it fills the other.
+- A dead worker is detected at its own pipe and named, not by a signal handler that raises anywhere in the trainer.
+- A dead or hung worker can be replaced without losing or repeating a batch.
+- Workers ignore the SIGTERM that asks a trainer to finish its step.
+- Closing never waits for a hung worker.
+- Batches need neither pickle nor /dev/shm.
+
+The rank requests a step by writing its number to a pipe. The arrays come back in a slot of shared memory; a JSON header
+in another pipe says where they are. A worker has two slots and at most two pending steps: it fills one slot while the
+rank reads the other.
 """
 
 import gc
@@ -30,52 +33,53 @@ import numpy as np
 from trimaran.data.feed import BadSample, LoadedArrays
 from trimaran.data.shared_slot import SharedSlot
 
-HEAD = struct.Struct("=?I")  # whether all is well, and the length of what follows: what there is to say, in JSON
+PREFIX = struct.Struct("=?I")  # success flag and length of the JSON message that follows
 STEP = struct.Struct("=q")
 NUM_SLOTS = 2
 NO_SAMPLE = -1
-START_SECONDS = 5.0  # that a new process may need before it loads anything
+START_SECONDS = 5.0  # extra time for a new process before it loads anything
 
 Read = Callable[[int, Callable[[int], None]], LoadedArrays]
-"""Return the work of a step, and tell the id of each sample before it is touched."""
+"""Returns the arrays of a step. Calls its second argument with each sample id before reading the sample."""
 
 
 class DeadWorkerError(Exception):
-    """The process ended without being told to."""
+    """The process ended unexpectedly."""
 
 
 class HungWorkerError(Exception):
-    """The process lives and says nothing."""
+    """The process is alive and sends nothing."""
 
 
 class RaisedInWorkerError(Exception):
-    """The code in the process raised; the message ends with the error, and before it comes its traceback."""
+    """The code in the process raised. The message is the traceback; its last line is the error."""
 
 
-class Worker:
-    """One forked process that loads the steps that it is asked for, in that order.
+class LoaderWorker:
+    """One forked process that loads the requested steps in order.
 
-    `owed` are those that have not come back, and `since` is when it last said something, or was first asked to.
+    `pending` are the requested steps that have not come back. `last_active` is the time of the last result, or of the
+    first request since the worker was idle.
     """
 
-    def __init__(self, read: Read, *, timeout_seconds: float, siblings: Sequence["Worker"]) -> None:
-        self._allowance = timeout_seconds
+    def __init__(self, read: Read, *, timeout_seconds: float, siblings: Sequence["LoaderWorker"]) -> None:
+        self._timeout_seconds = timeout_seconds
         context = multiprocessing.get_context("fork")
-        self.owed: deque[int] = deque()
-        self.since = time.monotonic()
+        self.pending: deque[int] = deque()
+        self.last_active = time.monotonic()
         self._received = 0
         self._slots = tuple(SharedSlot() for _ in range(NUM_SLOTS))
-        # The sample that it is at, and when it began (monotonic clock, nanoseconds). It is memory that outlives the
-        # process, to tell what it died of.
+        # The current sample, and the start time of the process (monotonic clock, nanoseconds). This memory outlives the
+        # process, so the rank can attribute a crash to a sample.
         self._at = np.frombuffer(mmap.mmap(-1, 2 * STEP.size), dtype=np.int64)
         self._at[0] = NO_SAMPLE
-        self._answers, answers = context.Pipe(duplex=False)
-        asked, self._asks = context.Pipe(duplex=False)
-        arguments = (read, asked, answers, [self, *siblings])
+        self._results, results = context.Pipe(duplex=False)
+        requests, self._requests = context.Pipe(duplex=False)
+        arguments = (read, requests, results, [self, *siblings])
         self._process = context.Process(target=self._run, args=arguments, daemon=True)
         self._process.start()
-        for theirs in (asked, answers):
-            theirs.close()
+        for child_end in (requests, results):
+            child_end.close()
 
     @property
     def pid(self) -> int | None:
@@ -83,128 +87,135 @@ class Worker:
 
     @property
     def sample(self) -> int:
-        """The id of the sample that it is loading, or was when it ended."""
+        """The id of the sample that the process is loading, or was loading when it ended."""
         return int(self._at[0])
 
     @property
-    def due(self) -> float:
-        """When it will have been silent for its allowance, which begins once it runs: a busy machine starts it late."""
-        began = self._at[1] / 1e9 or self.since + START_SECONDS
-        return max(self.since, began) + self._allowance
+    def deadline(self) -> float:
+        """When the worker counts as hung. The timeout starts once the process runs: a busy machine starts it late."""
+        began = self._at[1] / 1e9 or self.last_active + START_SECONDS
+        return max(self.last_active, began) + self._timeout_seconds
 
     @property
-    def answers(self) -> Connection:
-        """What to wait at for the next answer."""
-        return self._answers
+    def results(self) -> Connection:
+        """The pipe that becomes readable with the next result."""
+        return self._results
 
-    def ask(self, step: int) -> None:
-        """Have it load `step` after those that it owes already."""
-        assert len(self.owed) < NUM_SLOTS
-        if not self.owed:
-            self.since = time.monotonic()
-        self.owed.append(step)
-        with suppress(BrokenPipeError):  # it is dead, which will be noticed where the answer should come
-            os.write(self._asks.fileno(), STEP.pack(step))
+    def request(self, step: int) -> None:
+        """Request `step` after the pending ones."""
+        assert len(self.pending) < NUM_SLOTS
+        if not self.pending:
+            self.last_active = time.monotonic()
+        self.pending.append(step)
+        with suppress(BrokenPipeError):  # the process is dead; `receive` will notice
+            os.write(self._requests.fileno(), STEP.pack(step))
 
     def receive(self) -> tuple[LoadedArrays, float]:
-        """Return the work of the step that it has owed longest, and the seconds it took.
+        """Return the arrays of the oldest pending step and the seconds that loading took.
 
-        Waits until there is an answer, the process ends, or it takes too long. The arrays lie in shared memory: copy
-        them before the next step is asked for.
+        Waits until a result arrives, the process ends, or the timeout passes. The arrays are views of shared memory:
+        copy them before the next request.
         """
         try:
-            well, size = HEAD.unpack(self._read(memoryview(bytearray(HEAD.size))))
-            words = json.loads(bytes(self._read(memoryview(bytearray(size)))))
+            ok, size = PREFIX.unpack(self._read(memoryview(bytearray(PREFIX.size))))
+            message = json.loads(bytes(self._read(memoryview(bytearray(size)))))
         except (EOFError, OSError):
             self._process.join(timeout=1.0)
-            raise DeadWorkerError(_how(self._process.exitcode)) from None
-        if not well:
-            raise RaisedInWorkerError(words)
-        arrays = self._slots[self._received % NUM_SLOTS].arrays(words["arrays"], words["slot_bytes"])
-        self.owed.popleft()
-        self._received, self.since = self._received + 1, time.monotonic()
-        return _load_of(words, arrays), words["seconds"]
+            raise DeadWorkerError(_exit_text(self._process.exitcode)) from None
+        if not ok:
+            raise RaisedInWorkerError(message)
+        arrays = self._slots[self._received % NUM_SLOTS].arrays(message["arrays"], message["slot_bytes"])
+        self.pending.popleft()
+        self._received, self.last_active = self._received + 1, time.monotonic()
+        return _from_header(message, arrays), message["seconds"]
 
     def _read(self, into: memoryview) -> memoryview:
-        """Fill `into` and return it. A process may stop in the middle of a word, so none is waited for without end."""
+        """Fill `into` and return it. A process may hang in the middle of a message, so every read has a timeout."""
         filled = 0
         while filled < len(into):
-            if not self._answers.poll(self._allowance):
-                raise HungWorkerError(f"nothing came for {self._allowance:g} s")
-            size = os.readv(self._answers.fileno(), [into[filled:]])
+            if not self._results.poll(self._timeout_seconds):
+                raise HungWorkerError(f"no data for {self._timeout_seconds:g} s")
+            size = os.readv(self._results.fileno(), [into[filled:]])
             if not size:
                 raise EOFError
             filled += size
         return into
 
     def kill(self) -> None:
-        """End the process now; it holds nothing that could be lost. Any thread may."""
+        """Kill the process; it has no state to lose. Callable from any thread."""
         self._process.kill()
         self._process.join(timeout=1.0)
 
-    def let_go(self) -> None:
-        """Close the pipes and give the memory back. For the thread that asks and receives."""
-        for each in (self._answers, self._asks, *self._slots):
+    def close(self) -> None:
+        """Close the pipes and free the memory. Only for the thread that requests and receives."""
+        for each in (self._results, self._requests, *self._slots):
             each.close()
 
-    def _run(self, read: Read, asked: Connection, answers: Connection, inherited: Sequence["Worker"]) -> None:
+    def _run(self, read: Read, requests: Connection, results: Connection, inherited: Sequence["LoaderWorker"]) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)  # a stop is agreed between ranks, which need their data until then
+            signal.signal(number, signal.SIG_IGN)  # ranks agree on when to stop and need data until then
         self._at[1] = time.monotonic_ns()
-        gc.freeze()  # what was inherited is never looked at again, and stays shared with the rank
+        gc.freeze()  # keeps inherited objects out of collections, so their pages stay shared with the rank
         slots, self._slots = self._slots, ()
-        # A fork inherits the rank's ends of all pipes. It has to close them, or no worker would notice that the rank is
-        # gone; and the slots of the others, or their memory would outlive them.
+        # A fork inherits the rank's ends of all pipes and the slots of the other workers. Close them: otherwise no
+        # worker would notice that the rank is gone, and the slots would outlive their owners.
         for each in inherited:
-            each.let_go()
+            each.close()
         with suppress(BrokenPipeError):  # the rank is gone
             number = 0
-            while word := os.read(asked.fileno(), STEP.size):
-                if not self._answer(read, STEP.unpack(word)[0], slots[number % NUM_SLOTS], answers):
+            while word := os.read(requests.fileno(), STEP.size):
+                if not self._serve(read, STEP.unpack(word)[0], slots[number % NUM_SLOTS], results):
                     return
                 number += 1
 
-    def _answer(self, read: Read, step: int, slot: SharedSlot, answers: Connection) -> bool:
-        """Load `step` into the slot, tell so, and return whether all went well."""
+    def _serve(self, read: Read, step: int, slot: SharedSlot, results: Connection) -> bool:
+        """Load `step` into the slot and send the header. Return False if loading raised."""
         try:
             began = time.perf_counter()
-            load = read(step, lambda sample: self._at.__setitem__(0, sample))
+            loaded = read(step, lambda sample: self._at.__setitem__(0, sample))
             self._at[0] = NO_SAMPLE
-            places = slot.fill(load.arrays)
-            words = _words_of(load) | {"arrays": places, "slot_bytes": slot.num_bytes}
-            words["seconds"] = time.perf_counter() - began
+            locations = slot.fill(loaded.arrays)
+            header = _header_of(loaded) | {"arrays": locations, "slot_bytes": slot.num_bytes}
+            header["seconds"] = time.perf_counter() - began
         except Exception:
-            _say(answers, traceback.format_exc(), well=False)
+            _send(results, traceback.format_exc(), ok=False)
             return False
-        _say(answers, words, well=True)
+        _send(results, header, ok=True)
         return True
 
 
-def _words_of(load: LoadedArrays) -> dict[str, Any]:
-    """Return all of a load but the arrays."""
-    bad = [(each.sample, each.reason) for each in load.bad]
-    return {"num_valid": load.num_valid, "cuts": dict(load.cuts), "facts": dict(load.facts), "bad": bad}
+def _header_of(loaded: LoadedArrays) -> dict[str, Any]:
+    """Return everything but the arrays."""
+    bad = [(each.sample, each.reason) for each in loaded.bad]
+    return {
+        "num_valid": loaded.num_valid,
+        "offsets": dict(loaded.offsets),
+        "metrics": dict(loaded.metrics),
+        "bad": bad,
+    }
 
 
-def _load_of(words: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> LoadedArrays:
-    cuts = {name: tuple(cut) for name, cut in words["cuts"].items()}
-    bad = tuple(BadSample(*each) for each in words["bad"])
-    return LoadedArrays(arrays=arrays, num_valid=words["num_valid"], cuts=cuts, facts=words["facts"], bad=bad)
+def _from_header(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> LoadedArrays:
+    offsets = {name: tuple(each) for name, each in header["offsets"].items()}
+    bad = tuple(BadSample(*each) for each in header["bad"])
+    return LoadedArrays(
+        arrays=arrays, num_valid=header["num_valid"], offsets=offsets, metrics=header["metrics"], bad=bad
+    )
 
 
-def _say(pipe: Connection, words: Any, *, well: bool) -> None:
-    text = json.dumps(words, default=_plain).encode()
-    left = memoryview(HEAD.pack(well, len(text)) + text)
+def _send(pipe: Connection, message: Any, *, ok: bool) -> None:
+    text = json.dumps(message, default=_to_python).encode()
+    left = memoryview(PREFIX.pack(ok, len(text)) + text)
     while left:
         left = left[os.write(pipe.fileno(), left) :]
 
 
-def _plain(value: Any) -> Any:
-    """Return a number of numpy's as one of Python's."""
+def _to_python(value: Any) -> Any:
+    """Return a numpy scalar as a Python number."""
     return value.item()
 
 
-def _how(exit_code: int | None) -> str:
+def _exit_text(exit_code: int | None) -> str:
     if exit_code is not None and exit_code < 0:
         return f"killed by {signal.Signals(-exit_code).name}"
     return f"exit code {exit_code}"

@@ -1,4 +1,4 @@
-"""One sample as it lies in a row: its images written out as tokens, and what is to be predicted."""
+"""One sample of a row: tokens with each image expanded, labels, and image grids."""
 
 from dataclasses import dataclass
 
@@ -14,14 +14,15 @@ from trimaran.data.vision.image_grid import grids_of
 
 @dataclass(frozen=True, slots=True)
 class PackedSample:
-    """`labels` are the next tokens, IGNORED where there is no target.
+    """One sample with its images expanded. `labels` are the next tokens, IGNORED where there is no target.
 
-    `firsts` are where its images begin, and `grids` the rows and columns of patches of each one's parts [parts, 2].
+    `image_starts` are the positions of its images. `grids` has one array [parts, 2] per image: the rows and columns of
+    patches of each part.
     """
 
     tokens: np.ndarray
     labels: np.ndarray
-    firsts: tuple[int, ...] = ()
+    image_starts: tuple[int, ...] = ()
     grids: tuple[np.ndarray, ...] = ()
 
     def __len__(self) -> int:
@@ -29,43 +30,44 @@ class PackedSample:
 
 
 @dataclass(frozen=True, slots=True)
-class Scribe:
-    """Writes samples out. `rules` say how images are taken; None: there are none.
+class SamplePacker:
+    """Expands the images of samples and builds labels. `rules` says how images are tokenized; None: no images.
 
-    No piece is longer than `limit` tokens. `vocabulary` is how many token ids the model knows; None checks nothing.
+    Samples are truncated to `limit` tokens. Ids must be below `vocabulary`; None skips that check.
     """
 
     rules: ImageRules | None
     limit: int
     vocabulary: int | None = None
 
-    def spell(self, sample: IndexedSample, sizes: np.ndarray) -> PackedSample:
-        """Return the sample with its images, of `sizes` [images, 2] (width, height), written out.
+    def pack(self, sample: IndexedSample, sizes: np.ndarray) -> PackedSample:
+        """Return the sample with its images, of `sizes` [images, 2] (width, height), expanded.
 
-        A sample whose text and images do not belong together, or that the model has no tokens for, is a bad one.
+        Raises BadSampleError if the image tokens do not match the images, or a token id is out of range.
         """
         tokens, targets = np.asarray(sample.tokens, dtype=np.int64), np.asarray(sample.targets, dtype=bool)
         self._check(tokens, targets, len(sizes))
-        grids, times = self._grids(sizes)
-        seen = np.zeros_like(targets) if self.rules is None else tokens == self.rules.image_token
-        each = np.ones(len(tokens), dtype=np.int64)
-        each[seen] = times
-        firsts = (np.cumsum(each) - each)[seen]
-        tokens, targets = np.repeat(tokens, each), np.repeat(targets & ~seen, each)
+        grids, image_tokens = self._grids(sizes)
+        is_image = np.zeros_like(targets) if self.rules is None else tokens == self.rules.image_token
+        repeats = np.ones(len(tokens), dtype=np.int64)
+        repeats[is_image] = image_tokens
+        image_starts = (np.cumsum(repeats) - repeats)[is_image]
+        tokens, targets = np.repeat(tokens, repeats), np.repeat(targets & ~is_image, repeats)
         labels = np.full_like(tokens, IGNORED)
         labels[:-1][targets[1:]] = tokens[1:][targets[1:]]
-        return PackedSample(tokens[: self.limit], labels[: self.limit], tuple(firsts.tolist()), grids)
+        return PackedSample(tokens[: self.limit], labels[: self.limit], tuple(image_starts.tolist()), grids)
 
     def blank(self, length: int, sizes: np.ndarray) -> PackedSample:
-        """Return what keeps the place of a sample that is not used: its images, then nothing, and no target."""
-        grids, times = self._grids(sizes)
+        """Return a stand-in for an unused sample: image tokens first, then zeros, and no targets."""
+        grids, image_tokens = self._grids(sizes)
         tokens = np.zeros(min(length, self.limit), dtype=np.int64)
         if self.rules is not None:
-            tokens[: times.sum()] = self.rules.image_token
-        return PackedSample(tokens, np.full_like(tokens, IGNORED), tuple((np.cumsum(times) - times).tolist()), grids)
+            tokens[: image_tokens.sum()] = self.rules.image_token
+        image_starts = np.cumsum(image_tokens) - image_tokens
+        return PackedSample(tokens, np.full_like(tokens, IGNORED), tuple(image_starts.tolist()), grids)
 
     def _grids(self, sizes: np.ndarray) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
-        """Return the grids of images, and how many tokens each is."""
+        """Return the grids of the images and the number of tokens of each image."""
         if self.rules is None:
             return (), np.zeros(0, dtype=np.int64)
         grids = tuple(grids_of((width, height), self.rules) for width, height in sizes.tolist())
@@ -79,15 +81,15 @@ class Scribe:
             worst = tokens.min() if tokens.min() < 0 else tokens.max()
             raise BadSampleError(f"token id {worst} is not one of the model's {self.vocabulary}")
         if self.rules is not None:
-            found = int(np.count_nonzero(tokens == self.rules.image_token))
-            if found != num_images:
-                raise BadSampleError(f"it has {num_images} images, and places for {found}")
+            num_slots = int(np.count_nonzero(tokens == self.rules.image_token))
+            if num_slots != num_images:
+                raise BadSampleError(f"it has {num_images} images and {num_slots} image tokens")
 
 
-def place_tokens(piece: PackedSample, rules: ImageRules, length: int) -> np.ndarray:
-    """Return time, row and column [3, length] of a piece and the padding behind it."""
+def token_positions(sample: PackedSample, rules: ImageRules, length: int) -> np.ndarray:
+    """Return the position ids (time, row, column) [3, length] of a sample and the padding after it."""
     images = []
-    for first, parts in zip(piece.firsts, piece.grids, strict=True):
+    for first, parts in zip(sample.image_starts, sample.grids, strict=True):
         at = first
         for rows, columns in (parts // rules.merge).tolist():
             images.append((at, rows, columns))

@@ -1,4 +1,4 @@
-"""From a source to packed shards, once."""
+"""Tokenizes a text source into packed shards, once, in a cache."""
 
 import hashlib
 import json
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from trimaran.core import DataSection, UserError
 from trimaran.data.sequences import count_sequences
-from trimaran.data.text_sources import TextChunk, check_heads, find_files, named_path, read_pieces
+from trimaran.data.text_sources import TextChunk, check_file_starts, find_files, named_path, read_chunks
 from trimaran.data.token_shards import FORMAT, ShardWriter, TokenShards
 from trimaran.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -19,9 +19,9 @@ Progress = Callable[[str, float], None]
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
-    """Return where packed data is kept between runs: TRIMARAN_CACHE, or a folder in the user's cache.
+    """Return the cache folder of packed data: TRIMARAN_CACHE, or a folder in the user's cache.
 
-    The environment is handed in, because only those who start programs read it.
+    The environment is an argument: only entry points read it.
     """
     if named := environ.get("TRIMARAN_CACHE"):
         return Path(named)
@@ -29,9 +29,9 @@ def cache_folder(environ: Mapping[str, str]) -> Path:
 
 
 def prepare(section: DataSection, *, cache: Path, progress: Progress | None = None) -> Path:
-    """Return the folder of packed shards for `section`: its own path, or `cache/<fingerprint>`, packed when missing.
+    """Return the folder of packed shards for `section`: its own path, or `cache/<fingerprint>`, packed if missing.
 
-    Any number of processes may prepare the same data at once: the first to finish wins, the others drop their copy.
+    Several processes may prepare the same data at once: the first to finish wins, the others drop their copy.
     """
     if section.source == "shards":
         path = named_path(section)
@@ -39,7 +39,7 @@ def prepare(section: DataSection, *, cache: Path, progress: Progress | None = No
         files, tokenizer = find_files(section), load_tokenizer(section.tokenizer)
         path = cache / _fingerprint(section, files, tokenizer)
         if not path.exists():
-            with suppress(FileExistsError):  # another process was first, with the same shards
+            with suppress(FileExistsError):  # another process finished first, with the same shards
                 _pack(section, files, tokenizer, path, progress)
     _check_shards(section, path)
     return path
@@ -48,39 +48,39 @@ def prepare(section: DataSection, *, cache: Path, progress: Progress | None = No
 def pack(section: DataSection, out: Path, *, end_token: str | None = None, progress: Progress | None = None) -> Path:
     """Return `out` after packing `section` into it. It must be missing or an empty folder."""
     if section.source == "shards":
-        raise UserError("T016", "these are packed shards already", where="data.source",
-                        fix="pack another source, or use the shards as they are")  # fmt: skip
+        raise UserError("T016", "the source is packed shards already", where="data.source",
+                        fix="pack another source, or use the shards directly")  # fmt: skip
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise _occupied(out)
+        raise _already_exists(out)
     try:
         _pack(section, find_files(section), load_tokenizer(section.tokenizer, end_token=end_token), out, progress)
     except FileExistsError:
-        raise _occupied(out) from None
+        raise _already_exists(out) from None
     return out
 
 
 def check(section: DataSection) -> None:
-    """Raise what a quick look can find: missing, empty or unreadable data. Packs nothing and reads only heads."""
+    """Raise if the data is missing, empty or unreadable. Reads only the start of files and packs nothing."""
     if section.source == "shards":
         _check_shards(section, named_path(section))
         return
     files = find_files(section)
     load_tokenizer(section.tokenizer)
-    check_heads(section, files)
+    check_file_starts(section, files)
 
 
 def _check_shards(section: DataSection, path: Path) -> None:
     shards = TokenShards.open(path)
     count_sequences(shards, section.seq_len)
     if section.source == "shards" and section.tokenizer is not None:
-        asked, used = load_tokenizer(section.tokenizer).describe(), shards.meta.tokenizer
-        if asked["sha256"] != used.get("sha256"):
+        requested, used = load_tokenizer(section.tokenizer).describe(), shards.meta.tokenizer
+        if requested["sha256"] != used.get("sha256"):
             raise UserError("T019", "the shards were packed with another tokenizer", where="data.tokenizer",
-                            fix="leave data.tokenizer out: the shards bring their own")  # fmt: skip
+                            fix="leave data.tokenizer out: the shards include their tokenizer")  # fmt: skip
 
 
 def _fingerprint(section: DataSection, files: list[Path], tokenizer: Tokenizer) -> str:
-    """Return a name that changes when anything does that the packed tokens depend on."""
+    """Return a hash of everything that the packed tokens depend on."""
     stats = [(str(file.resolve()), file.stat()) for file in files]
     parts = {
         "format": FORMAT,
@@ -96,17 +96,17 @@ def _fingerprint(section: DataSection, files: list[Path], tokenizer: Tokenizer) 
 def _pack(section: DataSection, files: list[Path], tokenizer: Tokenizer, path: Path, progress: Progress | None) -> None:
     try:
         with ShardWriter(path, tokenizer) as writer:
-            for batch in _batches(read_pieces(section, files)):
-                encoded = tokenizer.encode_many([piece.text for piece in batch])
-                for piece, ids in zip(batch, encoded, strict=True):
+            for batch in _batches(read_chunks(section, files)):
+                encoded = tokenizer.encode_many([chunk.text for chunk in batch])
+                for chunk, ids in zip(batch, encoded, strict=True):
                     writer.append(ids)
-                    if piece.ends_document:
+                    if chunk.ends_document:
                         writer.end_document()
                 if progress is not None:
-                    progress(f"packing {section.source}", batch[-1].done)
+                    progress(f"packing {section.source}", batch[-1].fraction_read)
             if not writer.num_documents:
-                raise UserError("T009", "the data holds no text at all", where=f"data.path: {section.path}",
-                                fix="name data with at least one document that is not empty")  # fmt: skip
+                raise UserError("T009", "the data has no text", where=f"data.path: {section.path}",
+                                fix="name data with at least one non-empty document")  # fmt: skip
     except FileExistsError:
         raise
     except OSError as error:
@@ -114,13 +114,13 @@ def _pack(section: DataSection, files: list[Path], tokenizer: Tokenizer, path: P
                         fix="choose a folder on a disk with free space that you may write to") from None  # fmt: skip
 
 
-def _batches(pieces: Iterable[TextChunk]) -> Iterator[list[TextChunk]]:
-    """Yield the pieces in lists of a few megabytes: enough for a tokenizer to use every core."""
+def _batches(chunks: Iterable[TextChunk]) -> Iterator[list[TextChunk]]:
+    """Yield the chunks in batches of a few megabytes: enough for a tokenizer to use all cores."""
     batch: list[TextChunk] = []
     num_characters = 0
-    for piece in pieces:
-        batch.append(piece)
-        num_characters += len(piece.text)
+    for chunk in chunks:
+        batch.append(chunk)
+        num_characters += len(chunk.text)
         if num_characters >= BATCH_CHARACTERS:
             yield batch
             batch, num_characters = [], 0
@@ -128,6 +128,6 @@ def _batches(pieces: Iterable[TextChunk]) -> Iterator[list[TextChunk]]:
         yield batch
 
 
-def _occupied(path: Path) -> UserError:
-    return UserError("T016", "there is something at this place already", where=str(path),
+def _already_exists(path: Path) -> UserError:
+    return UserError("T016", "this path already exists", where=str(path),
                      fix="name a folder that does not exist yet")  # fmt: skip

@@ -1,7 +1,7 @@
-"""Samples that are left out of training, and the check that every sample passes on its way into a batch.
+"""Quarantined samples, and the check that every text sample passes before it enters a batch.
 
-A sample that is left out keeps its place: its row is there, without a target. So the order of samples, the size of the
-batch and all other samples stay what they were.
+A quarantined sample keeps its row, without targets. So the order of samples, the batch size and all other samples do
+not change.
 """
 
 import json
@@ -16,24 +16,24 @@ from trimaran.core import UserError
 from trimaran.data.sequences import IGNORED, Sequences, TokenSample
 from trimaran.run import append_line
 
-TRIES = 3
-PAUSE_SECONDS = 0.1
-MAX_BYTES = 64 << 20
+READ_ATTEMPTS = 3
+RETRY_PAUSE_SECONDS = 0.1
+MAX_QUARANTINE_BYTES = 64 << 20
 
 
 class BadSampleError(Exception):
-    """A sample was loaded and cannot be used."""
+    """A sample cannot be used; the message says why."""
 
 
 class Quarantine:
-    """The samples to leave out, by id. The list must be the same on all ranks: one reads it and tells the others."""
+    """The ids of quarantined samples. The set must be equal on all ranks: one rank reads it and broadcasts it."""
 
     def __init__(self, ids: Iterable[int] = (), *, path: Path | None = None) -> None:
         self.ids = frozenset(ids)
         self._path = path
 
     def add(self, ids: Iterable[int], reason: str, step: int, *, write: bool) -> None:
-        """Leave these out too. Every rank calls it with the same ids; the one that may `write` files them."""
+        """Quarantine these ids too. Every rank passes the same ids; the rank with `write` appends to the file."""
         new = sorted(set(ids) - self.ids)
         self.ids |= frozenset(new)
         if write and self._path is not None:
@@ -42,43 +42,43 @@ class Quarantine:
 
 
 def read_quarantine(path: Path) -> tuple[int, ...]:
-    """Return the ids in a file of JSON lines, sorted; none when there is no such file."""
+    """Return the ids in a JSONL file, sorted; an empty tuple if the file does not exist."""
     if not path.exists():
         return ()
     found: set[int] = set()
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise ValueError(f"it is larger than {MAX_BYTES} bytes")
+        if path.stat().st_size > MAX_QUARANTINE_BYTES:
+            raise ValueError(f"it is larger than {MAX_QUARANTINE_BYTES} bytes")
         for line in path.read_text(encoding="utf-8").splitlines():
             sample = json.loads(line)["sample"]
             if type(sample) is not int or not 0 <= sample < 2**63:
-                raise ValueError(f"{sample!r} is not the number of a sample")
+                raise ValueError(f"{sample!r} is not a sample id")
             found.add(sample)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError("T021", f"the list of samples to leave out cannot be read: {error!r}", where=str(path),
-                        fix='mend the line or delete it; a line looks like {"sample": 12}') from None  # fmt: skip
+        raise UserError("T021", f"the quarantine list cannot be read: {error!r}", where=str(path),
+                        fix='correct or delete the line; a line looks like {"sample": 12}') from None  # fmt: skip
     return tuple(sorted(found))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Screen:
-    """How a sample gets into a batch: tried a few times, checked, and masked when it is in quarantine.
+class SampleReader:
+    """Reads text samples: retries failed reads, checks each sample, and blanks quarantined ones.
 
-    `vocabulary` is how many token ids the model knows; None checks nothing.
+    Token ids must be below `vocabulary`; None skips that check.
     """
 
     vocabulary: int | None = None
     quarantined: frozenset[int] = frozenset()
 
     def load(self, sequences: Sequences, index: int) -> TokenSample:
-        """Return sample `index` of the sequences, fit to be trained on."""
+        """Return sample `index` of the sequences, checked; blank if it is quarantined."""
         if sequences.first + index in self.quarantined:
-            return without_target(sequences)
-        for _ in range(TRIES - 1):
+            return blank_sample(sequences)
+        for _ in range(READ_ATTEMPTS - 1):
             try:
                 return self._checked(sequences, index)
-            except Exception:  # a disk across the network may do better in a moment
-                time.sleep(PAUSE_SECONDS)
+            except Exception:  # a network file system may recover within a moment
+                time.sleep(RETRY_PAUSE_SECONDS)
         return self._checked(sequences, index)
 
     def _checked(self, sequences: Sequences, index: int) -> TokenSample:
@@ -86,7 +86,7 @@ class Screen:
         parts = [sample.tokens, sample.labels] + ([] if sample.documents is None else [sample.documents])
         for part in parts:
             if part.shape != (sequences.seq_len,):
-                raise BadSampleError(f"a part of it has shape {part.shape} instead of ({sequences.seq_len},)")
+                raise BadSampleError(f"one of its arrays has shape {part.shape} instead of ({sequences.seq_len},)")
         if self.vocabulary is not None:
             for part in (sample.tokens, sample.labels[sample.labels != IGNORED]):
                 if part.size and (part.min() < 0 or part.max() >= self.vocabulary):
@@ -95,7 +95,7 @@ class Screen:
         return sample
 
 
-def without_target(sequences: Sequences) -> TokenSample:
-    """Return a row that keeps a place and teaches nothing."""
-    nothing = np.zeros(sequences.seq_len, dtype=np.int64)
-    return TokenSample(nothing, np.full_like(nothing, IGNORED), nothing if sequences.isolate else None)
+def blank_sample(sequences: Sequences) -> TokenSample:
+    """Return a sample of zeros without targets."""
+    zeros = np.zeros(sequences.seq_len, dtype=np.int64)
+    return TokenSample(zeros, np.full_like(zeros, IGNORED), zeros if sequences.isolate else None)

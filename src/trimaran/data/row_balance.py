@@ -1,7 +1,7 @@
-"""The rows of a global batch dealt out by cost to ranks and micro-steps.
+"""Assigns the rows of a global batch to ranks and micro-steps by cost.
 
-It is a function of what the rows cost and of the plan: no rank asks another, and which rows form the batch never
-changes. That rows can be dealt evenly at all is the work of `chart`, which mixes dear samples with cheap ones.
+The assignment depends only on the row costs and the plan, so ranks do not communicate, and the set of rows in a batch
+never changes. `row_packing` mixes expensive and cheap samples so that an even assignment exists.
 """
 
 import numpy as np
@@ -9,15 +9,16 @@ import numpy as np
 from trimaran.data.feed import DataShare
 
 
-def deal_rows(costs: np.ndarray, share: DataShare) -> np.ndarray:
-    """Return which row each place [grad_accum, dp, micro_batch] of the batch takes.
+def balance_rows(costs: np.ndarray, share: DataShare) -> np.ndarray:
+    """Return the row of each slot [grad_accum, dp, micro_batch] of the batch.
 
-    A micro-step takes rows of about one cost, because ranks that gather weights move in step: each waits for the
-    slowest. The dearest come first, so what does not fit fails at once. Inside it the dearest row left goes to the rank
-    with the cheapest so far, and the dearest rank's share to the one that has the least of all micro-steps before.
+    A micro-step takes rows of similar cost, because FSDP ranks wait for the slowest rank in each micro-step. The most
+    expensive rows come first, so a batch that does not fit in memory fails at once. Within a micro-step, the most
+    expensive row left goes to the rank with the lowest cost so far; the most expensive bundle goes to the rank with the
+    lowest total over the previous micro-steps.
     """
     order = np.argsort(-costs, kind="stable").reshape(share.grad_accum, share.micro_batch, share.dp)
-    places = np.empty((share.grad_accum, share.dp, share.micro_batch), dtype=np.int64)
+    assignment = np.empty((share.grad_accum, share.dp, share.micro_batch), dtype=np.int64)
     totals = np.zeros(share.dp)
     for micro_step, layers in enumerate(order):
         sums = np.zeros(share.dp)
@@ -26,17 +27,17 @@ def deal_rows(costs: np.ndarray, share: DataShare) -> np.ndarray:
             cheapest = np.argsort(sums, kind="stable")
             bundles[cheapest, number] = layer
             sums[cheapest] += costs[layer]
-        ranks, dearest = np.argsort(totals, kind="stable"), np.argsort(-sums, kind="stable")
-        places[micro_step, ranks] = bundles[dearest]
-        totals[ranks] += sums[dearest]
-    return places
+        ranks, most_expensive = np.argsort(totals, kind="stable"), np.argsort(-sums, kind="stable")
+        assignment[micro_step, ranks] = bundles[most_expensive]
+        totals[ranks] += sums[most_expensive]
+    return assignment
 
 
-def in_order(share: DataShare) -> np.ndarray:
-    """Return which row each place [grad_accum, dp, micro_batch] takes when nothing is balanced."""
+def sequential_rows(share: DataShare) -> np.ndarray:
+    """Return the row of each slot [grad_accum, dp, micro_batch] without balancing."""
     return np.arange(share.global_batch).reshape(share.grad_accum, share.dp, share.micro_batch)
 
 
-def slowest(costs: np.ndarray, places: np.ndarray) -> float:
-    """Return what a rank has to wait for: of every micro-step the cost of its slowest rank, in sum."""
-    return float(costs[places].sum(-1).max(-1).sum())
+def slowest_rank_cost(costs: np.ndarray, assignment: np.ndarray) -> float:
+    """Return the cost of the step's critical path: the sum over micro-steps of the slowest rank's cost."""
+    return float(costs[assignment].sum(-1).max(-1).sum())

@@ -1,7 +1,6 @@
-"""Rows of one length from samples of many: which samples lie in which row, decided once for a data set.
+"""Packs samples of different lengths into rows of `seq_len` tokens, once per data set.
 
-A row is never longer than `seq_len` tokens. What is longer is cut at its end, unless that would cut an image or leave
-no target: then it is left out, and counted.
+A longer sample is truncated, unless that would cut an image or leave no target: then it is left out and counted.
 """
 
 import hashlib
@@ -19,31 +18,31 @@ from typing import Literal
 import numpy as np
 
 from trimaran.core import ImageRules, RowCost
-from trimaran.data.sample_costs import Measures, SampleTable
+from trimaran.data.sample_costs import SampleSizes, SampleTable
 from trimaran.data.sample_order import positions
 
 FORMAT = "trimaran-chart-1"
-WINDOW = 1 << 14  # samples that are packed together: enough to fill rows, few enough that each pass mixes anew
-# What makes samples dear in most models. It only mixes them, and is the same for all, so that no row depends on one.
-TYPICAL = RowCost(token_pair=4e-5, patch=0.2, patch_pair=4e-5)
-SHADES = (0.015, 0.03, 0.06, 0.1, 0.15, 0.25, 0.4)  # how far off the mean a row is, as a share of what the mean costs
-LEFT_OUT = ("an image would be cut", "no target would be left", "it is empty")
+PACKING_WINDOW_SAMPLES = 1 << 14  # samples packed together: enough to fill rows, few enough to keep the shuffle
+# Typical costs of samples. Used only to mix samples, and the same for all models, so rows do not depend on the model.
+TYPICAL_COST = RowCost(token_pair=4e-5, patch=0.2, patch_pair=4e-5)
+COST_BANDS = (0.015, 0.03, 0.06, 0.1, 0.15, 0.25, 0.4)  # deviation of a row from the mean cost, as a fraction of it
+REJECTION_REASONS = ("an image would be cut", "no target would be left", "it is empty")
 
 Batching = Literal["pack", "bucket", "pad"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowPacking:
-    """The rows: row r holds `samples[offsets[r]:offsets[r + 1]]`, ids of the index, in this order.
+    """Packed rows: row r holds the sample ids `samples[offsets[r]:offsets[r + 1]]`, in this order.
 
-    `num_cut` samples are cut; `left_out` counts those that are not there, by reason.
+    `num_truncated` counts truncated samples; `left_out` counts rejected samples by reason.
     """
 
     seq_len: int
     batching: Batching
     offsets: np.ndarray
     samples: np.ndarray
-    num_cut: int
+    num_truncated: int
     left_out: dict[str, int]
 
     def __len__(self) -> int:
@@ -56,7 +55,7 @@ class RowPacking:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackingRules:
-    """What a chart is a function of, beside the samples."""
+    """What a row packing depends on, besides the samples."""
 
     seq_len: int
     batching: Batching = "pack"
@@ -64,163 +63,166 @@ class PackingRules:
     images: ImageRules | None = None
 
 
-def pack_samples(table: SampleTable, ids: np.ndarray, measures: Measures, rules: PackingRules) -> RowPacking:
-    """Return the rows of the samples `ids`, each as often as it is there."""
-    kept, num_cut, left_out = _usable(table, ids, measures, rules)
-    mixed = kept[positions(rules.seed, np.arange(len(kept)), len(kept))] if len(kept) else kept
-    lengths = np.minimum(measures.lengths[mixed], rules.seq_len)
-    excess = measures.excess(TYPICAL, rules.seq_len)[mixed]
-    order, offsets = MAKERS[rules.batching](lengths, excess, rules.seq_len)
+def pack_samples(table: SampleTable, ids: np.ndarray, sample_sizes: SampleSizes, rules: PackingRules) -> RowPacking:
+    """Return the rows of the samples `ids`, which may repeat."""
+    usable, num_truncated, left_out = _usable(table, ids, sample_sizes, rules)
+    shuffled = usable[positions(rules.seed, np.arange(len(usable)), len(usable))] if len(usable) else usable
+    lengths = np.minimum(sample_sizes.lengths[shuffled], rules.seq_len)
+    extra_cost = sample_sizes.extra_cost(TYPICAL_COST, rules.seq_len)[shuffled]
+    order, offsets = PACKERS[rules.batching](lengths, extra_cost, rules.seq_len)
     return RowPacking(
         seq_len=rules.seq_len,
         batching=rules.batching,
         offsets=offsets,
-        samples=mixed[order],
-        num_cut=num_cut,
+        samples=shuffled[order],
+        num_truncated=num_truncated,
         left_out=left_out,
     )
 
 
 def _usable(
-    table: SampleTable, ids: np.ndarray, measures: Measures, rules: PackingRules
+    table: SampleTable, ids: np.ndarray, sample_sizes: SampleSizes, rules: PackingRules
 ) -> tuple[np.ndarray, int, dict[str, int]]:
-    """Return the ids that can lie in a row, how many of them are cut, and how many are left out, by reason."""
+    """Return the ids that fit a row, how many of them are truncated, and the number of rejected ones by reason."""
     unique, counts = np.unique(ids, return_counts=True)
-    lengths = measures.lengths[unique]
-    found = dict.fromkeys(LEFT_OUT, 0)
-    found["it is empty"] = int(counts[lengths < 1].sum())
+    lengths = sample_sizes.lengths[unique]
+    left_out = dict.fromkeys(REJECTION_REASONS, 0)
+    left_out["it is empty"] = int(counts[lengths < 1].sum())
     fits = (lengths > 0) & (lengths <= rules.seq_len)
-    num_cut = 0
-    for place in np.flatnonzero(lengths > rules.seq_len).tolist():
-        reason = _spoiled(table, int(unique[place]), measures, rules)
+    num_truncated = 0
+    for position in np.flatnonzero(lengths > rules.seq_len).tolist():
+        reason = _reason_against_truncation(table, int(unique[position]), sample_sizes, rules)
         if reason is None:
-            fits[place] = True
-            num_cut += int(counts[place])
+            fits[position] = True
+            num_truncated += int(counts[position])
         else:
-            found[reason] += int(counts[place])
+            left_out[reason] += int(counts[position])
     keep = np.zeros(table.num_samples, dtype=bool)
     keep[unique[fits]] = True
-    return np.asarray(ids)[keep[ids]], num_cut, found
+    return np.asarray(ids)[keep[ids]], num_truncated, left_out
 
 
-def _spoiled(table: SampleTable, number: int, measures: Measures, rules: PackingRules) -> str | None:
-    """Return why a sample that is too long cannot be cut, or None when it can."""
+def _reason_against_truncation(
+    table: SampleTable, number: int, sample_sizes: SampleSizes, rules: PackingRules
+) -> str | None:
+    """Return why a sample that is too long cannot be truncated; None if it can."""
     sample = table.sample(number)
     weights = np.ones(len(sample.tokens), dtype=np.int64)
     if rules.images is not None and len(sample.images):
-        seen = sample.tokens == rules.images.image_token
-        sizes = measures.image_tokens[sample.images.start : sample.images.stop]
-        if int(seen.sum()) == len(sizes):  # what does not match is found, and told, where the sample is loaded
-            weights[seen] = sizes
-            if np.cumsum(weights)[seen][-1] > rules.seq_len:
+        is_image = sample.tokens == rules.images.image_token
+        sizes = sample_sizes.image_tokens[sample.images.start : sample.images.stop]
+        if int(is_image.sum()) == len(sizes):  # a mismatch is reported when the sample is loaded
+            weights[is_image] = sizes
+            if np.cumsum(weights)[is_image][-1] > rules.seq_len:
                 return "an image would be cut"
-    predicted_at = np.cumsum(weights)[1:] - 2  # the token before it
+    predicted_at = np.cumsum(weights)[1:] - 2  # the position before each token
     if not sample.targets[1:][predicted_at < rules.seq_len].any():
         return "no target would be left"
     return None
 
 
-def _pack(lengths: np.ndarray, excess: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the order of the samples and where each row begins: as many to a row as fit, dear beside cheap ones.
+def _pack(lengths: np.ndarray, extra_cost: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the order of the samples and the row offsets: best-fit packing that mixes expensive and cheap samples.
 
-    In windows of neighbours: the longest first, each into the row where it leaves the least room, of those that cost
-    too little for what they hold when it is dear, and too much when it is cheap.
+    Samples are packed in windows of neighbours, longest first. A sample goes to the row where it leaves the least
+    space. An expensive sample prefers rows that are cheap for their length, and a cheap one expensive rows.
     """
     rows = np.empty(len(lengths), dtype=np.int64)
     num_rows = 0
-    for window in np.array_split(np.arange(len(lengths)), max(1, round(len(lengths) / WINDOW))):
+    for window in np.array_split(np.arange(len(lengths)), max(1, round(len(lengths) / PACKING_WINDOW_SAMPLES))):
         longest = window[np.argsort(-lengths[window], kind="stable")]
-        mean = excess[window].sum() / max(1, lengths[window].sum())
-        shelf = _Shelf(seq_len, mean * seq_len, most=-(-int(lengths[window].sum()) // seq_len))
-        bends = excess[longest] - mean * lengths[longest]
-        rows[longest] = [shelf.put(*each) for each in zip(lengths[longest].tolist(), bends.tolist(), strict=True)]
+        mean = extra_cost[window].sum() / max(1, lengths[window].sum())
+        open_rows = _OpenRows(seq_len, mean * seq_len, target_rows=-(-int(lengths[window].sum()) // seq_len))
+        deviations = extra_cost[longest] - mean * lengths[longest]
+        pairs = zip(lengths[longest].tolist(), deviations.tolist(), strict=True)
+        rows[longest] = [open_rows.place(*each) for each in pairs]
         rows[longest] += num_rows
-        num_rows += shelf.num_rows
+        num_rows += open_rows.num_rows
     return np.argsort(rows, kind="stable"), _offsets(np.bincount(rows, minlength=num_rows))
 
 
-class _Shelf:
-    """Rows that are being filled, by how far their cost is off (from too cheap to too dear) and the room they have.
+class _OpenRows:
+    """Rows that still have space, grouped by cost band (from too cheap to too expensive) and by free tokens.
 
-    `mean` is what a row costs on average beside its tokens. As long as there are fewer than `most` rows, a new one is
-    better than one that a sample would bend further.
+    `mean` is the average cost of a row beyond its tokens. While there are fewer than `target_rows` rows, a new row is
+    better than one whose cost the sample would push further from the mean.
     """
 
-    def __init__(self, seq_len: int, mean: float, *, most: int) -> None:
-        self._seq_len, self._most, self.num_rows = seq_len, most, 0
-        self._edges = [mean * each for each in (*(-shade for shade in reversed(SHADES)), 0.0, *SHADES)]
+    def __init__(self, seq_len: int, mean: float, *, target_rows: int) -> None:
+        self._seq_len, self._target_rows, self.num_rows = seq_len, target_rows, 0
+        self._edges = [mean * each for each in (*(-band for band in reversed(COST_BANDS)), 0.0, *COST_BANDS)]
         self._rows: list[dict[int, list[int]]] = [defaultdict(list) for _ in range(len(self._edges) + 1)]
-        self._rooms = [0] * len(self._rows)  # bit n is set when a row has room for n tokens: nothing is searched
-        self._bends: list[float] = []
-        self._ways = (range(len(self._rows)), range(len(self._rows) - 1, -1, -1))
+        self._free = [0] * len(self._rows)  # per band a bit set: bit n is set if a row has n free tokens
+        self._deviations: list[float] = []
+        self._band_orders = (range(len(self._rows)), range(len(self._rows) - 1, -1, -1))
 
-    def put(self, length: int, bend: float) -> int:
-        """Return the row that a sample goes to, whose cost beside the mean is `bend`."""
-        row, room = self._take(length, bend <= 0)
-        self._bends[row] += bend
-        if left := room - length:
-            shade = bisect_right(self._edges, self._bends[row])
-            self._rows[shade][left].append(row)
-            self._rooms[shade] |= 1 << left
+    def place(self, length: int, deviation: float) -> int:
+        """Return the row for a sample whose cost differs from the mean by `deviation`."""
+        row, free = self._take(length, deviation <= 0)
+        self._deviations[row] += deviation
+        if left := free - length:
+            band = bisect_right(self._edges, self._deviations[row])
+            self._rows[band][left].append(row)
+            self._free[band] |= 1 << left
         return row
 
     def _take(self, length: int, cheap: bool) -> tuple[int, int]:
-        """Return a row with room for `length`, and its room. It is not on the shelf any more."""
-        for tried, shade in enumerate(self._ways[cheap]):
-            if tried == len(self._edges) // 2 + 1 and self.num_rows < self._most:
+        """Remove and return a row with at least `length` free tokens, and its number of free tokens."""
+        for tried, band in enumerate(self._band_orders[cheap]):
+            if tried == len(self._edges) // 2 + 1 and self.num_rows < self._target_rows:
                 break
-            if enough := self._rooms[shade] >> length:
-                room = length + (enough & -enough).bit_length() - 1
-                rows = self._rows[shade][room]
+            if enough := self._free[band] >> length:
+                free = length + (enough & -enough).bit_length() - 1
+                rows = self._rows[band][free]
                 row = rows.pop()
                 if not rows:
-                    self._rooms[shade] ^= 1 << room
-                return row, room
-        self._bends.append(0.0)
+                    self._free[band] ^= 1 << free
+                return row, free
+        self._deviations.append(0.0)
         self.num_rows += 1
         return self.num_rows - 1, self._seq_len
 
 
-def _bucket(lengths: np.ndarray, excess: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the order of the samples and where each row begins: samples of about one length to a row."""
-    places = num_places(lengths, seq_len)
-    order = np.argsort(places, kind="stable")
-    kinds, counts = np.unique(places, return_counts=True)
+def _bucket(lengths: np.ndarray, extra_cost: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the order of the samples and the row offsets: samples of similar length share a row."""
+    slots = slots_per_row(lengths, seq_len)
+    order = np.argsort(slots, kind="stable")
+    buckets, counts = np.unique(slots, return_counts=True)
     sizes = []
-    for kind, count in zip(kinds.tolist(), counts.tolist(), strict=True):
-        sizes += [kind] * (count // kind) + [count % kind] * (count % kind > 0)
+    for bucket, count in zip(buckets.tolist(), counts.tolist(), strict=True):
+        sizes += [bucket] * (count // bucket) + [count % bucket] * (count % bucket > 0)
     return order, _offsets(np.array(sizes, dtype=np.int64))
 
 
-def _pad(lengths: np.ndarray, excess: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the order of the samples and where each row begins: one to a row."""
+def _pad(lengths: np.ndarray, extra_cost: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the order of the samples and the row offsets: one sample per row."""
     return np.arange(len(lengths)), np.arange(len(lengths) + 1)
 
 
-MAKERS = {"pack": _pack, "bucket": _bucket, "pad": _pad}
+PACKERS = {"pack": _pack, "bucket": _bucket, "pad": _pad}
 
 
 def _offsets(sizes: np.ndarray) -> np.ndarray:
     return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes, dtype=np.int64)])
 
 
-def num_places(lengths: np.ndarray, seq_len: int) -> np.ndarray:
-    """Return into how many equal places a row is divided so that samples of these lengths just fit in one."""
+def slots_per_row(lengths: np.ndarray, seq_len: int) -> np.ndarray:
+    """Return the largest number of equal slots per row such that a sample of each length fits in one slot."""
     return seq_len // np.maximum(lengths, 1)
 
 
 def open_row_packing(
-    table: SampleTable, ids: np.ndarray, measures: Measures, rules: PackingRules, *, folder: Path | None
+    table: SampleTable, ids: np.ndarray, sample_sizes: SampleSizes, rules: PackingRules, *, folder: Path | None
 ) -> RowPacking:
-    """Return the chart of these samples: read from `folder` when it was drawn before, else drawn and kept there."""
+    """Return the packing of these samples, read from the cache in `folder` or computed and saved there."""
     if folder is None:
-        return pack_samples(table, ids, measures, rules)
+        return pack_samples(table, ids, sample_sizes, rules)
     path = folder / f"chart-{_key(table, ids, rules)}.npz"
-    if (chart := _read(path, rules)) is None:
-        chart = pack_samples(table, ids, measures, rules)
-        with suppress(OSError):  # a folder that cannot be written to costs seconds at each start, and nothing else
-            _write(path, chart)
-    return chart
+    if (packing := _read(path, rules)) is None:
+        packing = pack_samples(table, ids, sample_sizes, rules)
+        with suppress(OSError):  # without a writable cache each start only takes some seconds longer
+            _write(path, packing)
+    return packing
 
 
 def _key(table: SampleTable, ids: np.ndarray, rules: PackingRules) -> str:
@@ -229,32 +231,32 @@ def _key(table: SampleTable, ids: np.ndarray, rules: PackingRules) -> str:
 
 
 def _read(path: Path, rules: PackingRules) -> RowPacking | None:
-    """Return the chart at `path`, or None when there is none, or none that is whole."""
+    """Return the packing saved at `path`; None if the file is missing or damaged."""
     try:
-        with np.load(path, allow_pickle=False) as found:
-            counts = found["counts"].tolist()
-            offsets, samples = found["offsets"], found["samples"]  # reading checks the sums of the file
+        with np.load(path, allow_pickle=False) as arrays:
+            counts = arrays["counts"].tolist()
+            offsets, samples = arrays["offsets"], arrays["samples"]  # reading verifies the CRC of the zip file
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None
-    left_out = dict(zip(LEFT_OUT, counts[1:], strict=True))
+    left_out = dict(zip(REJECTION_REASONS, counts[1:], strict=True))
     return RowPacking(
         seq_len=rules.seq_len,
         batching=rules.batching,
         offsets=offsets,
         samples=samples,
-        num_cut=counts[0],
+        num_truncated=counts[0],
         left_out=left_out,
     )
 
 
-def _write(path: Path, chart: RowPacking) -> None:
-    """Put the chart at `path`, whole or not at all. Others may do the same: it is the same chart."""
+def _write(path: Path, packing: RowPacking) -> None:
+    """Write the packing to `path` atomically. Other processes may write the same content at the same time."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}")
     try:
-        counts = [chart.num_cut, *(chart.left_out[reason] for reason in LEFT_OUT)]
+        counts = [packing.num_truncated, *(packing.left_out[reason] for reason in REJECTION_REASONS)]
         with draft.open("wb") as file:
-            np.savez(file, offsets=chart.offsets, samples=chart.samples, counts=np.array(counts))
+            np.savez(file, offsets=packing.offsets, samples=packing.samples, counts=np.array(counts))
         os.replace(draft, path)
     finally:
         draft.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""What samples cost: how long they are with their images written out, and what a rank pays for them."""
+"""Sample sizes and costs: tokens after each image is expanded, patches, and compute beyond the tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from trimaran.data.vision.image_grid import measure_images
 
 
 class IndexedSample(Protocol):
-    """One sample: its tokens, an image being one of them, which of them are targets, and its images' numbers."""
+    """One sample: tokens (an image is one token), a target mask over them, and the numbers of its images."""
 
     @property
     def tokens(self) -> np.ndarray: ...
@@ -27,10 +27,10 @@ class IndexedSample(Protocol):
 
 
 class SampleTable(Protocol):
-    """An index of samples, as far as rows and batches need it; `samples.index.SampleIndex` is one.
+    """The part of a sample index that packing and loading use; `samples.sample_index.SampleIndex` implements it.
 
-    `text_lengths` [samples] count an image as one token; `first_picture` [samples + 1] says where the images of a
-    sample begin among `image_sizes` [images, 2] (width, height).
+    `text_lengths` [samples] count an image as one token. `first_image` [samples + 1] is where the images of each
+    sample start in `image_sizes` [images, 2] (width, height).
     """
 
     @property
@@ -62,10 +62,11 @@ class SampleTable(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Measures:
-    """Of each sample: its tokens with the images written out, not cut, and its patches. Of each image: its tokens.
+class SampleSizes:
+    """Sizes per sample (`lengths`, `patches`, `patch_pairs`) and per image (`image_tokens`, `image_patches`).
 
-    `patch_pairs` are the pairs of patches that see each other.
+    `lengths` count tokens after image expansion and before truncation. `patch_pairs` counts the pairs of patches that
+    attend to each other.
     """
 
     lengths: np.ndarray
@@ -74,24 +75,24 @@ class Measures:
     image_tokens: np.ndarray
     image_patches: np.ndarray
 
-    def excess(self, cost: RowCost, seq_len: int) -> np.ndarray:
-        """Return what each sample costs beside its tokens, f64 [samples], when what is longer than `seq_len` is cut.
+    def extra_cost(self, cost: RowCost, seq_len: int) -> np.ndarray:
+        """Return the cost of each sample beyond its tokens, f64 [samples], after truncation to `seq_len`.
 
-        A row is `seq_len` tokens, filled or not: those cost the same everywhere, and only this differs.
+        Every row has `seq_len` tokens, padded or not, so the cost per token is the same for all rows.
         """
         tokens = np.minimum(self.lengths, seq_len).astype(np.float64)
         return cost.token_pair * tokens**2 + cost.patch * self.patches + cost.patch_pair * self.patch_pairs
 
 
-def measure(table: SampleTable, rules: ImageRules | None) -> Measures:
-    """Return the measures of all samples. Without `rules` there must be no images."""
+def measure_samples(table: SampleTable, rules: ImageRules | None) -> SampleSizes:
+    """Return the sizes of all samples. Without `rules` there must be no images."""
     lengths = np.asarray(table.text_lengths, dtype=np.int64)
     if rules is None or not len(table.image_sizes):
-        none, nothing = np.zeros(0, dtype=np.int64), np.zeros(table.num_samples, dtype=np.int64)
-        return Measures(lengths, nothing, nothing, none, none)
+        no_images, zeros = np.zeros(0, dtype=np.int64), np.zeros(table.num_samples, dtype=np.int64)
+        return SampleSizes(lengths, zeros, zeros, no_images, no_images)
     sizes = measure_images(table.image_sizes, rules)
     first = np.asarray(table.first_image)
-    return Measures(
+    return SampleSizes(
         lengths + _sums(sizes.tokens - 1, first),
         _sums(sizes.patches, first),
         _sums(sizes.patch_pairs, first),
@@ -101,6 +102,6 @@ def measure(table: SampleTable, rules: ImageRules | None) -> Measures:
 
 
 def _sums(values: np.ndarray, first: np.ndarray) -> np.ndarray:
-    """Return the sum of `values` between each two neighbours of `first`."""
-    upto = np.concatenate([[0], np.cumsum(values)])
-    return upto[first[1:]] - upto[first[:-1]]
+    """Return the sum of `values` per segment; `first` are the segment offsets."""
+    cumulative = np.concatenate([[0], np.cumsum(values)])
+    return cumulative[first[1:]] - cumulative[first[:-1]]

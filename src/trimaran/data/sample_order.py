@@ -9,15 +9,15 @@ GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def position(seed: int, index: int, length: int) -> int:
-    """Return the sample that comes at global `index` when `length` samples are shuffled anew each epoch."""
+    """Return the sample at global `index` when `length` samples are reshuffled each epoch."""
     return int(positions(seed, np.array([index]), length)[0])
 
 
 def positions(seed: int, indices: np.ndarray, length: int) -> np.ndarray:
-    """Return `position` of every index. Each epoch is a permutation of range(length) that no table holds.
+    """Return `position` of every index. Each epoch is a permutation of range(length), computed without a table.
 
-    A Feistel network shuffles the cells of the smallest near-square grid that has room for `length`; what lands on a
-    cell too many walks on until it is inside, which keeps the map one to one.
+    A Feistel network permutes the cells of the smallest near-square grid with at least `length` cells. An index that
+    lands outside is permuted again until it is inside (cycle walking), which keeps the map a bijection.
     """
     assert length > 0
     epochs, places = np.divmod(indices.astype(np.uint64), np.uint64(length))
@@ -25,13 +25,13 @@ def positions(seed: int, indices: np.ndarray, length: int) -> np.ndarray:
     height = math.isqrt(length - 1) + 1
     width = -(-length // height)
     places = _feistel(places, keys, height, width)
-    while (outside := places >= length).any():
-        places[outside] = _feistel(places[outside], keys[outside], height, width)
+    while (out_of_bounds := places >= length).any():
+        places[out_of_bounds] = _feistel(places[out_of_bounds], keys[out_of_bounds], height, width)
     return places.astype(np.int64)
 
 
 def _feistel(cells: np.ndarray, keys: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Return the cells after shifting each column by a hash of its number, then each row, a few times over."""
+    """Return the cells after ROUNDS rounds. A round shifts each column by a hash of its number, then each row."""
     rows, columns = np.divmod(cells, np.uint64(width))
     for _ in range(ROUNDS):
         keys = keys + GOLDEN
@@ -42,7 +42,7 @@ def _feistel(cells: np.ndarray, keys: np.ndarray, height: int, width: int) -> np
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
-    """Return splitmix64's finalizer of each value: every bit of the input reaches every bit of the output."""
+    """Return splitmix64's finalizer of each value: every input bit affects every output bit."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))

@@ -1,4 +1,4 @@
-"""Batches of simulated scenes, in the order of the seed. Runs in loader processes: without torch."""
+"""Batches of simulated scenes, in the order of the seed. Runs in loader processes: does not import torch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -11,14 +11,14 @@ from trimaran.data.feed import DataShare, LoadedArrays
 from trimaran.data.sample_order import positions
 from trimaran.data.simulated_scenes import SimulatedScene, make_scene
 
-NUM_SCENES = 100_000  # of an epoch; none is stored
-SCENES_SEED = 0  # of the scenes themselves: another train.seed sees the same ones in another order
-VERSION = 1  # of what is simulated; more when a scene of the same number looks different
+NUM_SCENES = 100_000  # per epoch; scenes are generated on the fly
+SCENES_SEED = 0  # of the scene content; train.seed only changes their order
+VERSION = 1  # of the simulation; increase it when the content of a scene changes
 
 
 @dataclass(frozen=True, slots=True)
 class SceneRange:
-    """Scenes `first` to `last` (exclusive); a scene's number is its id."""
+    """Scenes `first` to `last` (exclusive). A scene's number is its sample id."""
 
     rules: SceneRules
     first: int
@@ -29,9 +29,9 @@ class SceneRange:
 
 
 class SceneFeed:
-    """See `feed.Feed`. A sample is a scene. The `scenes` must not be none.
+    """A `feed.BatchFeed` of scenes. `scenes` must not be empty.
 
-    One that is left out keeps its row, which is then dark, empty and not `valid`.
+    A quarantined scene keeps its row, which is then black, empty and not `valid`.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class SceneFeed:
         for number in self.samples(step, [self.share.rank]):
             at(number)
             valid.append(number not in self._quarantined)
-            scenes.append(make_scene(SCENES_SEED, number, self._scenes.rules) if valid[-1] else self._nothing())
+            scenes.append(make_scene(SCENES_SEED, number, self._scenes.rules) if valid[-1] else self._blank_scene())
         shape, size = (self.share.grad_accum, self.share.micro_batch), self.share.micro_batch
         cameras, grounds = (np.stack([getattr(each, name) for each in scenes]) for name in ("cameras", "segmentation"))
         arrays = {
@@ -54,32 +54,32 @@ class SceneFeed:
             "segmentation": grounds.reshape(*shape, *grounds.shape[1:]),
             "valid": np.array(valid).reshape(shape),
         }
-        cuts: dict[str, tuple[int, ...]] = {}
+        offsets: dict[str, tuple[int, ...]] = {}
         for name, rows in (("points", "point_rows"), ("boxes", "box_rows")):
-            pieces = [getattr(each, name) for each in scenes]
-            counts = np.array([len(each) for each in pieces])
+            ragged = [getattr(each, name) for each in scenes]
+            counts = np.array([len(each) for each in ragged])
             ends = np.concatenate([[0], counts.cumsum()])[::size]
-            arrays[name] = np.concatenate(pieces)
+            arrays[name] = np.concatenate(ragged)
             arrays[rows] = np.repeat(np.arange(len(scenes), dtype=np.int32) % size, counts)
-            cuts[name] = cuts[rows] = tuple(ends.tolist())
-        facts = {"points": float(len(arrays["points"])), "objects": float(len(arrays["boxes"]))}
-        return LoadedArrays(arrays=arrays, num_valid=sum(valid), cuts=cuts, facts=facts)
+            offsets[name] = offsets[rows] = tuple(ends.tolist())
+        metrics = {"points": float(len(arrays["points"])), "objects": float(len(arrays["boxes"]))}
+        return LoadedArrays(arrays=arrays, num_valid=sum(valid), offsets=offsets, metrics=metrics)
 
     def samples(self, step: int, data_ranks: Sequence[int]) -> tuple[int, ...]:
         shares = [replace(self.share, rank=rank) for rank in data_ranks]
         indices = np.concatenate([share.indices(step).ravel() for share in shares])
-        found = self._scenes.first + positions(self._seed, indices, len(self._scenes))
-        return tuple(found.tolist())
+        numbers = self._scenes.first + positions(self._seed, indices, len(self._scenes))
+        return tuple(numbers.tolist())
 
     def num_quarantined(self, step: int) -> int:
-        left_out = self._quarantined
-        return len(left_out.intersection(self.samples(step, range(self.share.dp)))) if left_out else 0
+        quarantined = self._quarantined
+        return len(quarantined.intersection(self.samples(step, range(self.share.dp)))) if quarantined else 0
 
     def steps_in(self, epochs: float) -> int:
-        """Return how many steps it takes to see so many epochs of the scenes; the last may be beyond their end."""
+        """Return the number of steps in so many epochs; the last step may extend into the next epoch."""
         return -(-round(epochs * len(self._scenes)) // self.share.global_batch)
 
-    def _nothing(self) -> SimulatedScene:
+    def _blank_scene(self) -> SimulatedScene:
         rules = self._scenes.rules
         return SimulatedScene(
             np.zeros((rules.cameras, 3, rules.height, rules.width), dtype=np.uint8),
@@ -97,14 +97,14 @@ def scene_feeds(
     share: DataShare,
     quarantined: frozenset[int] = frozenset(),
 ) -> tuple[SceneFeed, SceneFeed | None]:
-    """Return the scenes to train on, and the last `holdout` share of them, if any."""
-    held = min(max(1, round(NUM_SCENES * section.holdout)), NUM_SCENES - 1) if section.holdout > 0 else 0
-    training = SceneRange(rules, 0, NUM_SCENES - held)
-    holdout = SceneRange(rules, NUM_SCENES - held, NUM_SCENES)
+    """Return the training feed and the holdout feed (the last `holdout` fraction of the scenes), if any."""
+    num_held_out = min(max(1, round(NUM_SCENES * section.holdout)), NUM_SCENES - 1) if section.holdout > 0 else 0
+    training = SceneRange(rules, 0, NUM_SCENES - num_held_out)
+    holdout = SceneRange(rules, NUM_SCENES - num_held_out, NUM_SCENES)
     feed = SceneFeed(training, seed=seed, share=share, quarantined=quarantined)
-    return feed, SceneFeed(holdout, seed=seed, share=share) if held else None
+    return feed, SceneFeed(holdout, seed=seed, share=share) if num_held_out else None
 
 
 def scenes_digest(rules: SceneRules) -> str:
-    """Return what tells these scenes from any others."""
+    """Return a string that identifies the content of these scenes."""
     return f"scenes-{VERSION}-{SCENES_SEED}-{NUM_SCENES}-{rules}"

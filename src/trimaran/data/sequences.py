@@ -1,4 +1,4 @@
-"""Fixed-length pieces of the token stream, and the share of them that is never trained on."""
+"""Fixed-length sequences of the token stream, and the split into training and holdout."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ IGNORED = -100
 class TokenSample:
     """One sequence. `labels` are the next tokens, IGNORED where there is no target.
 
-    `documents` counts the documents of the sequence from 0, or is None where attention may cross them.
+    `documents` numbers the documents of the sequence from 0; None if attention may cross document boundaries.
     """
 
     tokens: np.ndarray
@@ -26,8 +26,7 @@ class TokenSample:
 class Sequences:
     """Sequences `first` to `last` (exclusive) of the shards; sample i is the i-th of them.
 
-    Neighbours share the one token that is the last target of the first and the first input of the second, so no
-    target is ever met twice.
+    Neighbours overlap by one token: the last target of one is the first input of the next. So no target occurs twice.
     """
 
     shards: TokenShards
@@ -53,15 +52,15 @@ class Sequences:
 
 
 def split(shards: TokenShards, section: DataSection) -> tuple[Sequences, Sequences]:
-    """Return the sequences to train on and the last `holdout` share of them, which may be empty."""
+    """Return the training sequences and the holdout (the last `holdout` fraction), which may be empty."""
     count = count_sequences(shards, section.seq_len)
-    held = min(max(1, round(count * section.holdout)), count - 1) if section.holdout > 0 else 0
-    train = Sequences(shards, section.seq_len, section.isolate_documents, 0, count - held)
-    return train, Sequences(shards, section.seq_len, section.isolate_documents, count - held, count)
+    num_held_out = min(max(1, round(count * section.holdout)), count - 1) if section.holdout > 0 else 0
+    train = Sequences(shards, section.seq_len, section.isolate_documents, 0, count - num_held_out)
+    return train, Sequences(shards, section.seq_len, section.isolate_documents, count - num_held_out, count)
 
 
 def count_sequences(shards: TokenShards, seq_len: int) -> int:
-    """Return how many sequences the shards hold: at least one, or a person's mistake."""
+    """Return the number of sequences in the shards. Raises if there is not even one."""
     if count := (shards.num_tokens - 1) // seq_len:
         return count
     shorter = f", or set data.seq_len to at most {shards.num_tokens - 1}" if shards.num_tokens > 2 else ""

@@ -1,7 +1,7 @@
-"""Simulated traffic: scenes that cameras and LiDAR look at, each a function of the seed and its number.
+"""Simulated traffic scenes with cameras and LiDAR. A scene is a function of the seed and its number.
 
-Neither sensor tells all: LiDAR measures where things are and how large, a camera sees colours, which tell a taxi from
-a car and the road from the terrain.
+Both sensors are needed: LiDAR measures position and size; only cameras see colour, which distinguishes a taxi from a
+car and road from terrain.
 """
 
 import math
@@ -14,27 +14,27 @@ from trimaran.core.scene_rules import BOX_NUMBERS, CAMERA_METRES, GROUND, OBJECT
 
 LIDAR_METRES, LIDAR_BEAMS, LIDAR_COLUMNS = 1.8, 16, 200
 LIDAR_DEGREES = (-22.0, 2.0)  # elevation of the lowest and the highest beam
-LIDAR_NOISE_METRES, LIDAR_LOST = 0.03, 0.05
-FEWEST_POINTS = 3  # of a box that is to be found: what nobody can see is no target
-MOST_OBJECTS, TRIES = 6, 12
-NEAREST_METRES, MARGIN_METRES = 3.0, 0.5
+LIDAR_NOISE_METRES, LIDAR_DROP_FRACTION = 0.03, 0.05
+MIN_BOX_POINTS = 3  # a box with fewer LiDAR points is not a target
+MAX_OBJECTS, PLACEMENT_ATTEMPTS = 6, 12
+MIN_DISTANCE_METRES, MARGIN_METRES = 3.0, 0.5
 PIXEL_NOISE = 8.0
 GROUND_HIT, SKY = -1, -2
 
 # length, width, height in metres of each of OBJECTS; each box is up to a tenth larger or smaller.
 SIZES = np.array([[4.0, 1.8, 1.5], [4.0, 1.8, 1.5], [6.5, 2.4, 2.8], [0.7, 0.7, 1.7]], dtype=np.float32)
-SHARES = np.array([0.3, 0.3, 0.15, 0.25])
+OBJECT_FRACTIONS = np.array([0.3, 0.3, 0.15, 0.25])  # of each of OBJECTS
 TAXI_YELLOW = np.array([225.0, 190.0, 20.0], dtype=np.float32)
 PAINTS = np.array([[200, 40, 40], [40, 70, 190], [215, 215, 220], [45, 45, 50], [120, 50, 130]], dtype=np.float32)
 TERRAIN_GREEN, ROAD_GREY, SKY_BLUE = (
     np.array(each, dtype=np.float32) for each in ((80, 120, 60), (95, 95, 98), (165, 200, 235))
 )
-SHADES = np.array([0.7, 0.85, 1.0], dtype=np.float32)  # of faces along a box, across it and on top
+FACE_BRIGHTNESS = np.array([0.7, 0.85, 1.0], dtype=np.float32)  # of faces along a box, across it and on top
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedScene:
-    """One moment.
+    """One scene.
 
     `cameras` are u8 [cameras, 3, height, width], `points` f32 [P, 4] (x, y, z, intensity), `boxes` f32 [K, 8] (x, y, z,
     length, width, height, yaw, class), `segmentation` i64 [cells, cells].
@@ -47,8 +47,8 @@ class SimulatedScene:
 
 
 @dataclass(frozen=True, slots=True)
-class Rig:
-    """Rays from one place. A column of them has one azimuth; `rays` f32 [columns, rows, 3] have length 1."""
+class SensorRays:
+    """Rays from one point. Each column has one azimuth; `rays` f32 [columns, rows, 3] are unit vectors."""
 
     azimuths: np.ndarray
     rays: np.ndarray
@@ -57,19 +57,19 @@ class Rig:
 
 @dataclass(frozen=True, slots=True)
 class Road:
-    """A band of ground: the direction it runs in, how far its middle passes from the vehicle, half its width."""
+    """A straight road: its direction, the distance of its centre line from the vehicle, and half its width."""
 
     heading: float
     offset: float
     half_width: float
 
     def across(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-        """Return how far each place lies from the middle, to the left."""
+        """Return the distance of each point from the centre line; positive to the left."""
         return y * math.cos(self.heading) - x * math.sin(self.heading) - self.offset
 
 
 def make_scene(seed: int, number: int, rules: SceneRules) -> SimulatedScene:
-    """Return scene `number` of the seed's."""
+    """Return scene `number` for this seed."""
     draw = np.random.default_rng([seed, number])
     roads = _roads(draw)
     boxes = _boxes(draw, roads, rules)
@@ -77,14 +77,14 @@ def make_scene(seed: int, number: int, rules: SceneRules) -> SimulatedScene:
     counts = np.bincount(hits[hits >= 0], minlength=len(boxes))
     points = _points(draw, distances, hits, rules)
     images = _images(draw, boxes, roads, rules)
-    boxes = boxes[counts >= FEWEST_POINTS]
+    boxes = boxes[counts >= MIN_BOX_POINTS]
     return SimulatedScene(images, points, boxes, _segmentation(boxes, roads, rules))
 
 
-def cast(rig: Rig, boxes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return how far each ray [columns, rows] flies, which box it hits (or GROUND_HIT, SKY), and how bright that is.
+def cast(rig: SensorRays, boxes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the distance, the hit box (or GROUND_HIT, SKY) and the brightness of each ray [columns, rows].
 
-    A ray is met by a box's three pairs of parallel planes; it hits where it is inside all of them at once.
+    Uses the slab method: a ray hits a box where it is between all three pairs of parallel planes.
     """
     down = rig.rays[..., 2] < -1e-3
     with np.errstate(divide="ignore"):
@@ -111,34 +111,34 @@ def cast(rig: Rig, boxes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarra
         closer = (enter < far) & (enter > 0) & (enter < distances[columns])
         distances[columns] = np.where(closer, enter, distances[columns])
         hits[columns] = np.where(closer, number, hits[columns])
-        shades[columns] = np.where(closer, SHADES[face], shades[columns])
+        shades[columns] = np.where(closer, FACE_BRIGHTNESS[face], shades[columns])
     return distances, hits, shades
 
 
 @lru_cache(maxsize=8)
-def _lidar() -> Rig:
+def _lidar() -> SensorRays:
     azimuths = (np.arange(LIDAR_COLUMNS) + 0.5) * (2 * math.pi / LIDAR_COLUMNS) - math.pi
     heights = np.radians(np.linspace(*LIDAR_DEGREES, LIDAR_BEAMS))
     flat = np.stack([np.cos(azimuths), np.sin(azimuths)], axis=-1)[:, None] * np.cos(heights)[None, :, None]
     up = np.broadcast_to(np.sin(heights)[None, :, None], (*flat.shape[:2], 1))
-    return Rig(azimuths, np.concatenate([flat, up], axis=-1).astype(np.float32), LIDAR_METRES)
+    return SensorRays(azimuths, np.concatenate([flat, up], axis=-1).astype(np.float32), LIDAR_METRES)
 
 
 @lru_cache(maxsize=8)
-def _cameras(rules: SceneRules) -> Rig:
-    """Return all cameras as one rig: their columns side by side, left to right in each."""
+def _cameras(rules: SceneRules) -> SensorRays:
+    """Return the rays of all cameras: their columns side by side, left to right within each camera."""
     right = (np.arange(rules.width) + 0.5 - rules.width / 2) / rules.focal
     up = (rules.horizon - np.arange(rules.height) - 0.5) / rules.focal
     azimuths = (np.array(rules.headings)[:, None] - np.arctan(right)).ravel()
-    ahead = np.tile(np.sqrt(1 + right**2), rules.cameras)  # to the plane of the image, at each column
+    ahead = np.tile(np.sqrt(1 + right**2), rules.cameras)  # distance to the image plane at each column
     flat = np.stack([np.cos(azimuths), np.sin(azimuths)], axis=-1) * ahead[:, None]
     rays = np.empty((len(azimuths), rules.height, 3), dtype=np.float32)
     rays[..., :2], rays[..., 2] = flat[:, None], up
-    return Rig(azimuths, rays / np.linalg.norm(rays, axis=-1, keepdims=True), CAMERA_METRES)
+    return SensorRays(azimuths, rays / np.linalg.norm(rays, axis=-1, keepdims=True), CAMERA_METRES)
 
 
 def _roads(draw: np.random.Generator) -> list[Road]:
-    """Return the road that the vehicle is on, and for every second scene one that crosses it."""
+    """Return the vehicle's road, and in half of the scenes a crossing road."""
     heading = draw.uniform(-0.4, 0.4)
     roads = [Road(heading, draw.uniform(-2, 2), draw.uniform(3, 4.5))]
     if draw.random() < 0.5:
@@ -147,16 +147,16 @@ def _roads(draw: np.random.Generator) -> list[Road]:
 
 
 def _boxes(draw: np.random.Generator, roads: list[Road], rules: SceneRules) -> np.ndarray:
-    """Return a few boxes on the ground that touch neither each other nor the vehicle. Most that drive are on a road.
+    """Return boxes on the ground that touch neither each other nor the vehicle. Most vehicles are on a road.
 
-    Boxes look the same from both ends, so a yaw is between a quarter of a turn to the right and one to the left.
+    Boxes look the same from both ends, so yaw is in [-pi/2, pi/2).
     """
     boxes: list[np.ndarray] = []
-    wanted, edge = draw.integers(2, MOST_OBJECTS + 1), rules.reach - MARGIN_METRES
-    for _ in range(wanted * TRIES):
+    wanted, edge = draw.integers(2, MAX_OBJECTS + 1), rules.reach - MARGIN_METRES
+    for _ in range(wanted * PLACEMENT_ATTEMPTS):
         if len(boxes) == wanted:
             break
-        kind = int(draw.choice(len(OBJECTS), p=SHARES))
+        kind = int(draw.choice(len(OBJECTS), p=OBJECT_FRACTIONS))
         length, width, height = SIZES[kind] * draw.uniform(0.9, 1.1, 3)
         yaw = draw.uniform(-math.pi / 2, math.pi / 2)
         x, y = draw.uniform(-edge, edge, 2)
@@ -168,18 +168,19 @@ def _boxes(draw: np.random.Generator, roads: list[Road], rules: SceneRules) -> n
         yaw = (yaw + math.pi / 2) % math.pi - math.pi / 2
         wide = math.hypot(length, width) / 2
         clear = all(math.hypot(x - each[0], y - each[1]) > wide + math.hypot(*each[3:5]) / 2 for each in boxes)
-        if clear and max(abs(x), abs(y)) < edge and math.hypot(x, y) > NEAREST_METRES + wide:
+        if clear and max(abs(x), abs(y)) < edge and math.hypot(x, y) > MIN_DISTANCE_METRES + wide:
             boxes.append(np.array([x, y, height / 2, length, width, height, yaw, kind], dtype=np.float32))
     return np.array(boxes, dtype=np.float32).reshape(-1, BOX_NUMBERS)
 
 
 def _points(draw: np.random.Generator, distances: np.ndarray, hits: np.ndarray, rules: SceneRules) -> np.ndarray:
-    """Return what comes back to the LiDAR: some is lost, the rest is a little off. Intensity tells no class."""
+    """Return the LiDAR points: some are dropped, the rest are noisy. Intensity does not depend on the class."""
     rig = _lidar()
-    seen = (hits != SKY) & (draw.random(hits.shape, dtype=np.float32) > LIDAR_LOST)
-    away = distances[seen] + draw.standard_normal(np.count_nonzero(seen), dtype=np.float32) * LIDAR_NOISE_METRES
+    returned = (hits != SKY) & (draw.random(hits.shape, dtype=np.float32) > LIDAR_DROP_FRACTION)
+    noise = draw.standard_normal(np.count_nonzero(returned), dtype=np.float32)
+    away = distances[returned] + noise * LIDAR_NOISE_METRES
     points = np.empty((len(away), 4), dtype=np.float32)
-    points[:, :3] = rig.rays[seen] * away[:, None]
+    points[:, :3] = rig.rays[returned] * away[:, None]
     points[:, 2] += rig.metres
     points[:, 3] = draw.random(len(away), dtype=np.float32) / (1 + 0.1 * away)
     return points[(np.abs(points[:, :2]) < rules.reach).all(axis=1)]
@@ -193,7 +194,7 @@ def _images(draw: np.random.Generator, boxes: np.ndarray, roads: list[Road], rul
     paints = np.where((kinds == OBJECTS.index("taxi"))[:, None], TAXI_YELLOW, paints)
     colours = np.concatenate([paints, SKY_BLUE[None], TERRAIN_GREEN[None], ROAD_GREY[None]])
     sky, terrain, road = (len(boxes) + each for each in range(3))
-    # Places on the ground, wherever a ray that goes down would meet it: a sky's distance would spoil the sums.
+    # Where each ray meets the ground. Rays into the sky have an infinite distance, which would give NaN: use 0.
     flat = np.where(np.isfinite(distances), distances, 0)[..., None] * rig.rays[..., :2]
     on_road = _on_road(roads, flat[..., 0], flat[..., 1])
     which = np.where(hits == SKY, sky, np.where(hits == GROUND_HIT, np.where(on_road, road, terrain), hits))
@@ -205,15 +206,15 @@ def _images(draw: np.random.Generator, boxes: np.ndarray, roads: list[Road], rul
 
 
 def _segmentation(boxes: np.ndarray, roads: list[Road], rules: SceneRules) -> np.ndarray:
-    """Return what lies in the middle of each cell."""
-    middles = (np.arange(rules.cells, dtype=np.float32) + 0.5) * rules.cell - rules.reach
-    x, y = middles[:, None], middles[None, :]
-    found = np.where(_on_road(roads, x, y), GROUND.index("road"), GROUND.index("terrain"))
+    """Return the class at the centre of each cell."""
+    centres = (np.arange(rules.cells, dtype=np.float32) + 0.5) * rules.cell - rules.reach
+    x, y = centres[:, None], centres[None, :]
+    classes = np.where(_on_road(roads, x, y), GROUND.index("road"), GROUND.index("terrain"))
     for box_x, box_y, _, length, width, _, yaw, _ in boxes:
         cos, sin = math.cos(yaw), math.sin(yaw)
         along, across = (x - box_x) * cos + (y - box_y) * sin, (y - box_y) * cos - (x - box_x) * sin
-        found[(np.abs(along) < length / 2) & (np.abs(across) < width / 2)] = GROUND.index("object")
-    return found.astype(np.int64)
+        classes[(np.abs(along) < length / 2) & (np.abs(across) < width / 2)] = GROUND.index("object")
+    return classes.astype(np.int64)
 
 
 def _on_road(roads: list[Road], x: np.ndarray, y: np.ndarray) -> np.ndarray:

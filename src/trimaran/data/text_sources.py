@@ -1,4 +1,4 @@
-"""Where text comes from: the files of a source, and the documents in them."""
+"""Text sources: finds the files of a source and reads their documents."""
 
 import codecs
 import json
@@ -10,36 +10,36 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from trimaran.core import DataSection, UserError, nearest
+from trimaran.core import DataSection, UserError, did_you_mean
 from trimaran.data import lazy_import
 
 HEAD_BYTES = 1 << 16
 HEAD_FILES = 64
-PIECE_BYTES = 1 << 24
+CHUNK_BYTES = 1 << 24
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
 JSON_SUFFIXES = (*JSONL_SUFFIXES, ".json")
-# Which files of a folder are the source's; those of the others all are.
+# The file suffixes that belong to a source. Other sources take all files of a folder.
 SUFFIXES = {"jsonl": JSONL_SUFFIXES, "chat": JSON_SUFFIXES, "webdataset": (".tar",), "parquet": (".parquet",)}
-MADE_HERE = ("python-stdlib", "shapes", "scenes")
-# Not the language's own text: other people's packages, caches, and tests with broken files on purpose.
+GENERATED_SOURCES = ("python-stdlib", "shapes", "scenes")
+# Not part of the standard library's own source: other packages, caches, and tests with deliberately broken files.
 NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 
 
 @dataclass(frozen=True, slots=True)
 class TextChunk:
-    """Some text of a document: no file has to fit into memory. `done` is the share of the source read so far."""
+    """A chunk of a document, so that no file has to fit in memory. `fraction_read` is the progress in the source."""
 
     text: str
     ends_document: bool
-    done: float
+    fraction_read: float
 
 
 def find_files(section: DataSection) -> list[Path]:
-    """Return the files of the source in the order they are read in; at least one of them is not empty."""
-    if section.source in MADE_HERE and section.path is not None:
+    """Return the files of the source in reading order. Raises if all of them are empty."""
+    if section.source in GENERATED_SOURCES and section.path is not None:
         raise UserError("T002", f"data.path is set, but the source {section.source} reads no path",
                         where=f"data.path: {section.path}",
-                        fix="say what the path is: data.source = text, jsonl, chat, shards or datasets")  # fmt: skip
+                        fix="set data.source to the type of data.path: text, jsonl, chat, shards or datasets")  # fmt: skip
     if section.source == "python-stdlib":
         root = Path(sysconfig.get_path("stdlib"))
         files = [file for file in _walk(root, NOT_STDLIB) if file.suffix == ".py"]
@@ -53,12 +53,12 @@ def find_files(section: DataSection) -> list[Path]:
     kind = (
         "Python file" if section.source == "python-stdlib" else f"{SUFFIXES.get(section.source, ('',))[0]} file".strip()
     )
-    raise UserError("T005", f"there is no {kind} with anything in it", where=str(root),
-                    fix="name a file or a folder that has text in it")  # fmt: skip
+    raise UserError("T005", f"there is no non-empty {kind}", where=str(root),
+                    fix="name a file or a folder with text")  # fmt: skip
 
 
 def named_path(section: DataSection) -> Path:
-    """Return `data.path`, which must be there and be a file or a folder."""
+    """Return `data.path`. Raises unless it is an existing file or folder."""
     if section.path is None:
         raise UserError("T001", f"the source {section.source} needs a path", where="data.path",
                         fix="set data.path to a file or folder, or data.source to python-stdlib")  # fmt: skip
@@ -69,29 +69,29 @@ def named_path(section: DataSection) -> Path:
         if path.exists():
             raise UserError("T004", "this is neither a file nor a folder", where=f"data.path: {path}",
                             fix="name a regular file or a folder")  # fmt: skip
-        there = next(parent for parent in path.absolute().parents if parent.is_dir())
-        missing = path.absolute().relative_to(there).parts[0]
-        what = f"'{missing}' does not exist in {there}{nearest(missing, os.listdir(there))}"
-        if os.path.lexists(there / missing):
-            what = f"'{missing}' in {there} is a link to nothing, or a file where a folder should be"
+        existing = next(parent for parent in path.absolute().parents if parent.is_dir())
+        missing = path.absolute().relative_to(existing).parts[0]
+        what = f"'{missing}' does not exist in {existing}{did_you_mean(missing, os.listdir(existing))}"
+        if os.path.lexists(existing / missing):
+            what = f"'{missing}' in {existing} is a broken link, or a file where a folder should be"
     raise UserError("T003", what, where=f"data.path: {path}",
-                    fix="correct data.path; it is taken relative to where you start")  # fmt: skip
+                    fix="correct data.path; it is relative to the working directory")  # fmt: skip
 
 
-def read_pieces(section: DataSection, files: list[Path]) -> Iterator[TextChunk]:
-    """Yield the text of the files, document by document; documents without text are left out."""
+def read_chunks(section: DataSection, files: list[Path]) -> Iterator[TextChunk]:
+    """Yield the text of the files, document by document. Skips empty documents."""
     return READERS[section.source](section, files)
 
 
-def check_heads(section: DataSection, files: list[Path]) -> None:
-    """Raise when the beginning of one of the first files shows that it cannot be read as the source says."""
+def check_file_starts(section: DataSection, files: list[Path]) -> None:
+    """Raise if the start of one of the first files does not match the source type."""
     if section.source == "datasets":
         lazy_import.require("datasets", where="data.source")
         return
     for file in files[:HEAD_FILES]:
         with _reading(file), file.open("rb") as stream:
             head = stream.read(HEAD_BYTES)
-        text = _decode(head, file, offset=0, whole=len(head) < HEAD_BYTES)
+        text = _decode(head, file, offset=0, final=len(head) < HEAD_BYTES)
         if section.source == "jsonl":
             lines = text.split("\n")
             for number, line in enumerate(lines[:-1] if len(head) == HEAD_BYTES else lines, start=1):
@@ -103,12 +103,12 @@ def _read_texts(section: DataSection, files: list[Path]) -> Iterator[TextChunk]:
     for file in files:
         offset = 0
         with _reading(file), file.open("rb") as stream:
-            chunk = stream.read(PIECE_BYTES) + stream.readline()
+            chunk = stream.read(CHUNK_BYTES) + stream.readline()
             while chunk:
-                following = stream.read(PIECE_BYTES) + stream.readline()
+                following = stream.read(CHUNK_BYTES) + stream.readline()
                 text = _decode(chunk, file, offset=offset)
                 offset += len(chunk)
-                yield TextChunk(text, ends_document=not following, done=min(1.0, (before + offset) / total))
+                yield TextChunk(text, ends_document=not following, fraction_read=min(1.0, (before + offset) / total))
                 chunk = following
         before += offset
 
@@ -122,15 +122,15 @@ def _read_jsonl(section: DataSection, files: list[Path]) -> Iterator[TextChunk]:
                 text = _line_text(_decode(line, file, offset=offset), section.text_field, f"{file}:{number}")
                 offset += len(line)
                 if text:
-                    yield TextChunk(text, ends_document=True, done=min(1.0, (before + offset) / total))
+                    yield TextChunk(text, ends_document=True, fraction_read=min(1.0, (before + offset) / total))
         before += offset
 
 
 def _read_datasets(section: DataSection, files: list[Path]) -> Iterator[TextChunk]:
     module = lazy_import.load("hf_datasets", "datasets", where="data.source")
-    for text, done in module.read_rows(named_path(section), files, section.text_field):
+    for text, fraction_read in module.read_rows(named_path(section), files, section.text_field):
         if text:
-            yield TextChunk(text, ends_document=True, done=done)
+            yield TextChunk(text, ends_document=True, fraction_read=fraction_read)
 
 
 READERS: dict[str, Callable[[DataSection, list[Path]], Iterator[TextChunk]]] = {
@@ -142,18 +142,18 @@ READERS: dict[str, Callable[[DataSection, list[Path]], Iterator[TextChunk]]] = {
 
 
 def _walk(root: Path, skip: frozenset[str] = frozenset()) -> list[Path]:
-    """Return the files under `root` sorted by relative path, without hidden ones and the folders in `skip`."""
-    found: list[Path] = []
+    """Return the files under `root` sorted by path, without hidden files and the folders in `skip`."""
+    files: list[Path] = []
     with _reading(root):
         for folder, folders, names in os.walk(root, onerror=_raise):
             folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
-            found += [Path(folder, name) for name in names if not name.startswith(".")]
-    return sorted(file for file in found if file.is_file())
+            files += [Path(folder, name) for name in names if not name.startswith(".")]
+    return sorted(file for file in files if file.is_file())
 
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Turn what the system says about a file into a person's mistake."""
+    """Turn an OSError into a UserError."""
     try:
         yield
     except OSError as error:
@@ -173,12 +173,12 @@ def _raise(error: OSError) -> NoReturn:
     raise error
 
 
-def _decode(data: bytes, file: Path, *, offset: int, whole: bool = True) -> str:
-    """Return `data`, which begins at `offset` of the file, as text; unless it is `whole` its end may be cut."""
+def _decode(data: bytes, file: Path, *, offset: int, final: bool = True) -> str:
+    """Return `data`, which starts at `offset` of the file, as text. Unless `final`, it may end inside a character."""
     if (zero := data.find(b"\0")) >= 0:
         raise _not_text(file, offset + zero, "a zero byte")
     try:
-        return codecs.utf_8_decode(data, "strict", whole)[0]
+        return codecs.utf_8_decode(data, "strict", final)[0]
     except UnicodeDecodeError as error:
         raise _not_text(file, offset + error.start, f"byte 0x{data[error.start]:02x}, which is not UTF-8") from None
 
@@ -189,7 +189,7 @@ def _not_text(file: Path, offset: int, what: str) -> UserError:
 
 
 def _line_text(line: str, field: str, where: str) -> str:
-    """Return the text that one line of JSONL holds; a blank line holds none."""
+    """Return the text of one JSONL line; empty for a blank line."""
     if not line.strip():
         return ""
     try:
@@ -198,7 +198,7 @@ def _line_text(line: str, field: str, where: str) -> str:
         raise UserError("T007", f"this line is not JSON: {error}", where=where,
                         fix="write one JSON object per line, or use data.source = text") from None  # fmt: skip
     if not isinstance(row, dict):
-        raise UserError("T007", f"this line is JSON, but a {type(row).__name__} and not an object", where=where,
+        raise UserError("T007", f"this line is a JSON {type(row).__name__} and not an object", where=where,
                         fix=f'write lines like {{"{field}": "..."}}')  # fmt: skip
     return row_text(row, field, where)
 
@@ -206,13 +206,13 @@ def _line_text(line: str, field: str, where: str) -> str:
 def row_text(row: dict, field: str, where: str) -> str:
     """Return the text in `field` of one row."""
     if field not in row:
-        raise UserError("T008", f"there is no field '{field}'{nearest(field, row)}", where=where,
-                        fix=f"set data.text_field to one of {', '.join(row) or 'the fields there are'}")  # fmt: skip
+        raise UserError("T008", f"there is no field '{field}'{did_you_mean(field, row)}", where=where,
+                        fix=f"set data.text_field to one of {', '.join(row) or 'the existing fields'}")  # fmt: skip
     text = row[field]
     if not isinstance(text, str):
         raise UserError("T008", f"the field '{field}' holds a {type(text).__name__} and not a string", where=where,
                         fix="set data.text_field to the field that holds the text, or drop the row")  # fmt: skip
-    if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise UserError("T008", f"the field '{field}' holds half of a surrogate pair, which is not text", where=where,
-                        fix="repair the row or drop it")  # fmt: skip
+    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+        raise UserError("T008", f"the field '{field}' holds an unpaired surrogate, which is not valid text",
+                        where=where, fix="correct the row or drop it")  # fmt: skip
     return text

@@ -1,4 +1,4 @@
-"""Batches of packed text: rows of one length, in the order of the seed."""
+"""Batches of packed text: sequences of one length, in the order of the seed."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -7,29 +7,35 @@ from dataclasses import replace
 import numpy as np
 
 from trimaran.data.feed import DataShare, LoadedArrays
-from trimaran.data.quarantine import Screen, without_target
+from trimaran.data.quarantine import SampleReader, blank_sample
 from trimaran.data.sample_order import positions
 from trimaran.data.sequences import IGNORED, Sequences
 
 
 class TokenFeed:
-    """See `feed.Feed`. A sample is a sequence; its id is its place in the shards.
+    """A `feed.BatchFeed` of text. A sample is a sequence; its id is its index in the shards.
 
-    With `epochs` there is an end: rows that come after so many passes over the data have no target and no sample, the
-    same on all ranks, so that the last batch is as large as all others and every sequence is met equally often.
+    With `epochs`, rows after the last epoch are blank on all ranks alike, so the last batch has the usual size and
+    every sequence occurs equally often. Without, the feed has no end.
     """
 
     def __init__(
-        self, sequences: Sequences, *, seed: int, share: DataShare, screen: Screen | None = None, epochs: float = 0.0
+        self,
+        sequences: Sequences,
+        *,
+        seed: int,
+        share: DataShare,
+        reader: SampleReader | None = None,
+        epochs: float = 0.0,
     ) -> None:
         assert len(sequences) > 0
-        self._sequences, self._seed, self._screen = sequences, seed, screen or Screen()
+        self._sequences, self._seed, self._reader = sequences, seed, reader or SampleReader()
         self._num_rows = self._rows_in(epochs) if epochs else None
         self.share = share
         self._last: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
     def steps_in(self, epochs: float) -> int:
-        """Return how many steps so many passes over the data take; the last may be filled up."""
+        """Return the number of steps in so many epochs; the last step may have blank rows."""
         return math.ceil(self._rows_in(epochs) / self.share.global_batch)
 
     def _rows_in(self, epochs: float) -> int:
@@ -41,8 +47,8 @@ class TokenFeed:
         rows = []
         for sample_id in self.samples(step, [self.share.rank]):
             at(sample_id)
-            rows.append(self._screen.load(self._sequences, sample_id - self._sequences.first))
-        rows += [without_target(self._sequences)] * (shape[0] * shape[1] - len(rows))
+            rows.append(self._reader.load(self._sequences, sample_id - self._sequences.first))
+        rows += [blank_sample(self._sequences)] * (shape[0] * shape[1] - len(rows))
         for number, row in enumerate(rows):
             tokens.reshape(-1, shape[-1])[number] = row.tokens
             labels.reshape(-1, shape[-1])[number] = row.labels
@@ -52,9 +58,9 @@ class TokenFeed:
         return LoadedArrays(arrays=arrays, num_valid=int(np.count_nonzero(labels != IGNORED)))
 
     def samples(self, step: int, data_ranks: Sequence[int]) -> tuple[int, ...]:
-        asked, last = (step, *data_ranks), self._last
-        if last[0] != asked:  # the loader asks for those of a batch twice: to load it, and to name them
-            last = self._last = (asked, self._samples(step, data_ranks))
+        key, last = (step, *data_ranks), self._last
+        if last[0] != key:  # the loader asks twice per batch: to load it and to name its samples
+            last = self._last = (key, self._samples(step, data_ranks))
         return last[1]
 
     def _samples(self, step: int, data_ranks: Sequence[int]) -> tuple[int, ...]:
@@ -62,9 +68,9 @@ class TokenFeed:
         indices = np.concatenate([share.indices(step).ravel() for share in shares])
         if self._num_rows is not None:
             indices = indices[indices < self._num_rows]
-        found = self._sequences.first + positions(self._seed, indices, len(self._sequences))
-        return tuple(found.tolist())
+        ids = self._sequences.first + positions(self._seed, indices, len(self._sequences))
+        return tuple(ids.tolist())
 
     def num_quarantined(self, step: int) -> int:
-        left_out = self._screen.quarantined
-        return len(left_out.intersection(self.samples(step, range(self.share.dp)))) if left_out else 0
+        quarantined = self._reader.quarantined
+        return len(quarantined.intersection(self.samples(step, range(self.share.dp)))) if quarantined else 0

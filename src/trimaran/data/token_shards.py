@@ -1,4 +1,4 @@
-"""Packed tokens on disk: a folder of memory-mapped shards that is complete or absent, and is never written over."""
+"""Packed tokens on disk: a folder of memory-mapped shards. It is created atomically and never modified."""
 
 import hashlib
 import json
@@ -29,7 +29,7 @@ Positive = Annotated[int, Field(ge=1)]
 
 
 class Shard(BaseModel):
-    """One pair of files. `sha256` covers the tokens, then the ends of the documents."""
+    """One shard, a pair of files. `sha256` covers the tokens, then the document ends."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -40,7 +40,7 @@ class Shard(BaseModel):
 
 
 class TokenShardsMeta(BaseModel):
-    """The content of `meta.json`. Documents never straddle shards; every document ends with `end_id`."""
+    """The content of `meta.json`. A document never spans shards and always ends with `end_id`."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -55,9 +55,9 @@ class TokenShardsMeta(BaseModel):
 
 
 class ShardWriter:
-    """Writes a folder of shards beside `path` and renames it into place when the `with` block ends well.
+    """Writes a draft folder of shards next to `path` and renames it to `path` when the `with` block succeeds.
 
-    When the block fails nothing is left behind. When somebody else has put shards there meanwhile, theirs stay and
+    If the block fails, the draft is removed. If another process created `path` meanwhile, its shards stay and
     FileExistsError is raised.
     """
 
@@ -77,7 +77,7 @@ class ShardWriter:
         return self
 
     def append(self, ids: np.ndarray) -> None:
-        """Add tokens to the document at hand."""
+        """Add tokens to the current document."""
         assert ids.size == 0 or 0 <= ids.min() <= ids.max() < self._tokenizer.vocab_size
         data = ids.astype(DTYPES[self._dtype]).tobytes()
         self._file.write(data)
@@ -102,7 +102,7 @@ class ShardWriter:
                 rename_into_place(self._draft, self._path)
         finally:
             self._file.close()
-            shutil.rmtree(self._draft, ignore_errors=True)  # gone already when it was renamed
+            shutil.rmtree(self._draft, ignore_errors=True)  # no longer exists if it was renamed
 
     def _begin_shard(self) -> None:
         self._file = (self._draft / f"shard-{len(self._shards):05d}.tokens").open("wb")
@@ -114,7 +114,7 @@ class ShardWriter:
         self._file.close()
         file = Path(self._file.name)
         if not self._ends:
-            file.unlink()  # the shard before it was full when the last document ended
+            file.unlink()  # the last document filled the previous shard
             return
         assert self._ends[-1] == self._num_tokens, "the last document was not ended"
         ends = np.array(self._ends, dtype=ENDS_DTYPE).tobytes()
@@ -143,7 +143,7 @@ class ShardWriter:
 
 
 class TokenShards:
-    """Random access to the tokens of a folder of shards, numbered as if they were one file."""
+    """Random access to the tokens of a folder of shards, numbered across shards."""
 
     def __init__(self, path: Path, meta: TokenShardsMeta) -> None:
         self.path, self.meta = path, meta
@@ -153,31 +153,31 @@ class TokenShards:
         self._ends = [_map(_ends_file(path, shard), ENDS_DTYPE, shard.num_documents) for shard in meta.shards]
         for shard, ends in zip(meta.shards, self._ends, strict=True):
             if ends[-1] != shard.num_tokens:
-                raise _damaged(_ends_file(path, shard), "its last document does not end where the tokens do")
+                raise _damaged(_ends_file(path, shard), "its last document does not end at the last token")
         if (meta.num_tokens, meta.num_documents) != (self._starts[-1], self._first_documents[-1]):
             raise _damaged(path / META, "its counts do not add up")
 
     @property
     def digest(self) -> str:
-        """What tells these tokens from others, in 64 hexadecimal digits. No token is read: `meta.json` has the sums."""
+        """A hash of the tokens, 64 hexadecimal digits, computed from the checksums in `meta.json`."""
         parts = [self.meta.dtype, self.meta.end_id, *((each.num_tokens, each.sha256) for each in self.meta.shards)]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Return the shards at `path` after a look at the sizes; `verify` is the thorough one."""
+        """Return the shards at `path`. Checks only file sizes; `verify` checks the content."""
         try:
             text = (path / META).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError):
             raise UserError("T014", f"this is not a folder of packed shards: it has no readable {META}",
-                            where=str(path), fix="make one with: trimaran data pack") from None  # fmt: skip
+                            where=str(path), fix="create one with: trimaran data pack") from None  # fmt: skip
         try:
             return cls(path, TokenShardsMeta.model_validate_json(text))
         except ValidationError as error:
             mistake = error.errors(include_url=False)[0]
-            what = ".".join(map(str, mistake["loc"])) or "it"
-            raise UserError("T014", f"this is not a folder of packed shards: {what} in {META}: {mistake['msg']}",
-                            where=str(path), fix="make one with: trimaran data pack") from None  # fmt: skip
+            field = ".".join(map(str, mistake["loc"])) or "the object"
+            raise UserError("T014", f"this is not a folder of packed shards: {field} in {META}: {mistake['msg']}",
+                            where=str(path), fix="create one with: trimaran data pack") from None  # fmt: skip
 
     @property
     def num_tokens(self) -> int:
@@ -191,25 +191,25 @@ class TokenShards:
     def vocab_size(self) -> int:
         return self.meta.vocab_size
 
-    def refuse_unknown(self, vocabulary: int) -> None:
-        """Raise when the tokens go beyond what a model with that vocabulary knows."""
+    def check_vocabulary(self, vocabulary: int) -> None:
+        """Raise if a token id is outside a vocabulary of this size."""
         if self.vocab_size > vocabulary:
-            raise UserError("T020", f"the data has {self.vocab_size:,} token ids, the model knows {vocabulary:,}",
+            raise UserError("T020", f"the data has {self.vocab_size:,} token ids, the model has {vocabulary:,}",
                             where="data.tokenizer", fix=f"set model.shape.vocab to {self.vocab_size}, "
                             "or use the model's own tokenizer")  # fmt: skip
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """Return the tokenizer that the shards were packed with, from their own folder."""
+        """The tokenizer that the shards were packed with; it is stored with them."""
         return open_tokenizer(self.meta.tokenizer, self.path)
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
-        """Return the tokens of the range as int64."""
+        """Return the tokens of a range as int64."""
         parts = [self._tokens[shard][low:high] for shard, low, high in self._parts(start, stop)]
         return parts[0].astype(np.int64) if len(parts) == 1 else np.concatenate(parts, dtype=np.int64)
 
     def documents(self, start: int, stop: int) -> np.ndarray:
-        """Return for each token of the range which document it belongs to, counted from 0 over all shards, as int64."""
+        """Return the document number of each token of a range, counted over all shards, as int64."""
         parts = []
         for shard, low, high in self._parts(start, stop):
             ends = self._ends[shard]
@@ -219,7 +219,7 @@ class TokenShards:
         return np.concatenate(parts, dtype=np.int64)
 
     def verify(self) -> None:
-        """Raise unless every shard is byte for byte what was written. Reads everything."""
+        """Raise unless all checksums match. Reads all files."""
         for shard, tokens, ends in zip(self.meta.shards, self._tokens, self._ends, strict=True):
             digest = hashlib.sha256(tokens.data)
             digest.update(ends.data)
@@ -227,7 +227,7 @@ class TokenShards:
                 raise _damaged(self.path / shard.file, "its checksum differs")
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (shard, low, high) for each shard that the range touches, low and high counted inside the shard."""
+        """Yield (shard, low, high) for each shard that the range overlaps; low and high are relative to the shard."""
         assert 0 <= start < stop <= self.num_tokens
         shard = bisect_right(self._starts, start) - 1
         while start < stop:
@@ -237,7 +237,7 @@ class TokenShards:
 
 
 def _map(file: Path, dtype: np.dtype, count: int) -> np.ndarray:
-    """Return the memory-mapped file as a plain array: memmap's own slices are several times slower."""
+    """Return the memory-mapped file as a plain ndarray: slicing a memmap is several times slower."""
     try:
         size = file.stat().st_size
         if size != count * dtype.itemsize:
@@ -257,14 +257,14 @@ def _damaged(file: Path, what: str) -> UserError:
 
 
 def rename_into_place(draft: Path, path: Path) -> None:
-    """Give a finished folder its name, safe from a power cut; FileExistsError when there is something already."""
+    """Rename a finished folder to `path`, durably (fsync). Raises FileExistsError if `path` exists."""
     for file in draft.iterdir():
         _sync(file)
     _sync(draft)
     try:
         draft.rename(path)
     except OSError as error:
-        if path.exists():  # ENOTEMPTY on some systems, EEXIST on others
+        if path.exists():  # the error is ENOTEMPTY on some systems, EEXIST on others
             raise FileExistsError(error.errno, error.strerror, str(path)) from None
         raise
     _sync(path.parent)

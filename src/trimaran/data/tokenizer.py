@@ -1,4 +1,4 @@
-"""Text to token ids and back."""
+"""Tokenizers: text to token ids and back."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ TOKENIZER_FILE = "tokenizer.json"
 
 
 class Tokenizer(Protocol):
-    """What packing and sampling need. `vocab_size` is one more than the largest id."""
+    """The tokenizer interface that packing and sampling use. `vocab_size` is one more than the largest id."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -28,32 +28,32 @@ class Tokenizer(Protocol):
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]: ...
 
     def encode_plain(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the ids of each text; what looks like a special token is read as the letters it is written with."""
+        """Return the ids of each text. Special tokens that occur in it are encoded as ordinary text."""
         ...
 
     def encode_spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return what `encode_plain` does, and the letters that each id stands for [tokens, 2]: from, and up to."""
+        """Return the ids of `encode_plain`, and the character span [tokens, 2] (start, stop) of each id."""
         ...
 
     def special(self, name: str) -> int | None:
-        """Return the id of a token that no text becomes by itself, such as `<|im_end|>`; None when there is none."""
+        """Return the id of a special token such as `<|im_end|>`; None if the tokenizer does not have it."""
         ...
 
     def word(self, token: int) -> str | None:
-        """Return the ordinary word of the vocabulary that has this id; None for a special one, or when none has it."""
+        """Return the ordinary vocabulary entry with this id; None for a special token or an unused id."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str: ...
 
     def describe(self) -> dict[str, str]:
-        """Return what `open_tokenizer` needs to find this tokenizer again in a folder that `save` wrote to."""
+        """Return the description with which `open_tokenizer` reopens this tokenizer from a folder of `save`."""
         ...
 
     def save(self, folder: Path) -> None: ...
 
 
 class ByteTokenizer:
-    """Ids 0 to 255 are the bytes of UTF-8, 256 ends a document. Needs no file."""
+    """A byte-level tokenizer without a file: ids 0 to 255 are UTF-8 bytes, 256 ends a document."""
 
     vocab_size = 257
     end_id = 256
@@ -77,47 +77,47 @@ class ByteTokenizer:
         return bytes([token]).decode("latin-1") if 0 <= token < 256 else None
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of `ids`; ids that are no bytes say nothing, broken UTF-8 shows as U+FFFD."""
+        """Return the text of `ids`. Ids above 255 are skipped; invalid UTF-8 becomes U+FFFD."""
         return bytes(each for each in ids if each < 256).decode(errors="replace")
 
     def describe(self) -> dict[str, str]:
         return {"kind": "bytes"}
 
     def save(self, folder: Path) -> None:
-        """Write nothing: there is nothing to keep."""
+        """Do nothing: this tokenizer has no file."""
 
 
 def _byte_spans(text: str) -> np.ndarray:
-    """Return the character that each byte belongs to."""
+    """Return the character span (start, stop) that each byte belongs to."""
     if text.isascii():
         starts = np.arange(len(text))
     else:
-        starts = np.repeat(np.arange(len(text)), [len(letter.encode()) for letter in text])
+        starts = np.repeat(np.arange(len(text)), [len(character.encode()) for character in text])
     return np.stack([starts, starts + 1], axis=1)
 
 
 def load_tokenizer(path: str | None, *, end_token: str | None = None) -> Tokenizer:
-    """Return the tokenizer of a `tokenizers` JSON file, or the byte-level one without a path.
+    """Return the tokenizer of a `tokenizers` JSON file; without a path, the byte-level one.
 
-    `end_token` names the token that ends a document; by default it is found among the usual names.
+    `end_token` names the token that ends a document. By default the usual names are tried.
     """
     if path is not None:
         return lazy_import.load("json_tokenizer", "tokenizers", where="data.tokenizer").JsonTokenizer(
             Path(path), end_token
         )
     if end_token is not None:
-        raise UserError("T012", "the byte-level tokenizer has an end of document of its own", where="end token",
+        raise UserError("T012", "the byte-level tokenizer has its own end-of-document token", where="end token",
                         fix="leave the end token out, or name a tokenizers JSON file in data.tokenizer")  # fmt: skip
     return ByteTokenizer()
 
 
 def open_tokenizer(description: Mapping[str, str], folder: Path) -> Tokenizer:
-    """Return the tokenizer that `describe` described and `save` put into `folder`."""
+    """Return the tokenizer that `save` wrote to `folder`; `description` is what its `describe` returned."""
     if description["kind"] == "bytes":
         return ByteTokenizer()
     file = folder / TOKENIZER_FILE
     tokenizer = load_tokenizer(str(file), end_token=description["end_token"])
     if tokenizer.describe()["sha256"] != description["sha256"]:
-        raise UserError("T015", "the tokenizer beside these shards is not the one that they were packed with",
+        raise UserError("T015", "the tokenizer saved with these shards is not the one they were packed with",
                         where=str(file), fix="pack the data again: trimaran data pack")  # fmt: skip
     return tokenizer

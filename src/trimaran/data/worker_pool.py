@@ -1,4 +1,4 @@
-"""The processes that load for a rank: who loads which step, and what happens when one of them dies or hangs."""
+"""The worker processes of a rank: assigns steps to them and replaces those that die or hang."""
 
 import logging
 import threading
@@ -14,25 +14,25 @@ from trimaran.data.loader_worker import (
     NUM_SLOTS,
     DeadWorkerError,
     HungWorkerError,
+    LoaderWorker,
     RaisedInWorkerError,
     Read,
-    Worker,
 )
 
 log = logging.getLogger(__name__)
 
-RESTARTS = 3  # of a worker process for the same step
+MAX_RESTARTS = 3  # of a worker process for the same step
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerAnswer:
-    """The work of a step and the seconds it took, or why there is none. `worker`, `pid` and `sample` say who and where.
+class WorkerResult:
+    """The arrays of a step, or the error that prevented it. `worker`, `pid` and `sample` say where it came from.
 
-    The arrays lie in shared memory: copy them before the next step is asked for.
+    The arrays are views of shared memory: copy them before the next request.
     """
 
     step: int
-    load: LoadedArrays | Exception
+    loaded: LoadedArrays | Exception
     seconds: float
     worker: int
     pid: int | None
@@ -40,123 +40,124 @@ class WorkerAnswer:
 
 
 class WorkerPool:
-    """Worker processes. Whoever has time gets the next step, so that a slow step holds up nobody but itself.
+    """Worker processes. The next step goes to a worker with free capacity, so a slow step delays no other.
 
-    A process that hangs or dies is replaced by a new one, which gets the steps that were owed; only when that has
-    happened several times for one step is it given up. All methods but `kill` are for one thread.
+    A worker that hangs or dies is replaced, and the new one gets its pending steps. A step that fails more than
+    MAX_RESTARTS times is given up. Only `kill` may be called from other threads.
     """
 
     def __init__(self, read: Read, *, timeout_seconds: float) -> None:
         self._read, self._timeout_seconds = read, timeout_seconds
-        self._workers: list[Worker] = []
-        self._leaving: list[Worker] = []
+        self._workers: list[LoaderWorker] = []
+        self._draining: list[LoaderWorker] = []  # end once they have nothing pending
         self._failures: Counter[int] = Counter()
-        self._seen: dict[int, int] = {}  # the sample at which a step was last seen to fail
+        self._failed_sample: dict[int, int] = {}  # by step: the sample at which it last failed
         self._killed, self._forking = False, threading.Lock()
 
     def __len__(self) -> int:
         return len(self._workers)
 
     @property
-    def owed(self) -> int:
-        """How many steps were asked for and have not come back."""
-        return sum(len(worker.owed) for worker in (*self._workers, *self._leaving))
+    def num_pending(self) -> int:
+        """How many steps were requested and have not come back."""
+        return sum(len(worker.pending) for worker in (*self._workers, *self._draining))
 
     def resize(self, size: int) -> None:
-        """Start processes, or have the last ones leave as soon as they owe nothing."""
+        """Start workers, or let the last ones end as soon as they have nothing pending."""
         while len(self._workers) < size and (worker := self._start()) is not None:
             self._workers.append(worker)
-        self._leaving += self._workers[size:]
+        self._draining += self._workers[size:]
         del self._workers[size:]
-        for worker in [each for each in self._leaving if not each.owed]:
-            self._leaving.remove(worker)
+        for worker in [each for each in self._draining if not each.pending]:
+            self._draining.remove(worker)
             self._end(worker)
 
-    def ask(self, step: int) -> bool:
-        """Give `step` to the worker that owes least, and return whether any had time."""
-        worker = min(self._workers, key=lambda each: len(each.owed), default=None)
-        if worker is None or len(worker.owed) >= NUM_SLOTS:
+    def request(self, step: int) -> bool:
+        """Give `step` to the worker with the fewest pending steps. Return False if all are busy."""
+        worker = min(self._workers, key=lambda each: len(each.pending), default=None)
+        if worker is None or len(worker.pending) >= NUM_SLOTS:
             return False
-        worker.ask(step)
+        worker.request(step)
         return True
 
-    def collect(self, bell: int) -> list[WorkerAnswer]:
-        """Wait until something comes, from a worker or from the file `bell`, and return what came from the workers.
+    def collect(self, wakeup: int) -> list[WorkerResult]:
+        """Wait for a result or for the file descriptor `wakeup`, and return the results.
 
-        What is returned has to be copied before the next call of any method.
+        Copy the arrays before the next call of any method.
         """
-        workers = [each for each in (*self._workers, *self._leaving) if each.owed]
-        # When a process that has not begun is due is not known before it has: look again after its allowance.
-        patience = min(self._timeout_seconds, min((each.due for each in workers), default=0.0) - time.monotonic())
-        ready = wait([bell, *(each.answers for each in workers)], max(0.0, patience) if workers else None)
-        found = [self._receive(each) for each in workers if each.answers in ready]
+        workers = [each for each in (*self._workers, *self._draining) if each.pending]
+        # The deadline of a process that has not started yet is unknown: check again after one timeout.
+        patience = min(self._timeout_seconds, min((each.deadline for each in workers), default=0.0) - time.monotonic())
+        ready = wait([wakeup, *(each.results for each in workers)], max(0.0, patience) if workers else None)
+        results = [self._receive(each) for each in workers if each.results in ready]
         now = time.monotonic()
         for worker in workers:
-            if worker.answers not in ready and now > worker.due:
-                found.append(self._lost(worker, HungWorkerError(f"nothing came for {self._timeout_seconds:g} s")))
-        return [answer for answer in found if answer is not None]
+            if worker.results not in ready and now > worker.deadline:
+                results.append(self._replace(worker, HungWorkerError(f"no data for {self._timeout_seconds:g} s")))
+        return [each for each in results if each is not None]
 
     def kill(self) -> None:
-        """End all processes now, and start none any more. Any thread may."""
+        """Kill all processes and start no more. Callable from any thread."""
         with self._forking:
             self._killed = True
-            for worker in (*self._workers, *self._leaving):
+            for worker in (*self._workers, *self._draining):
                 worker.kill()
 
-    def let_go(self) -> None:
-        """End what is left, and give back what the processes needed."""
+    def close(self) -> None:
+        """Kill the remaining processes and free their pipes and memory."""
         self.kill()
-        for worker in (*self._workers, *self._leaving):
-            worker.let_go()
+        for worker in (*self._workers, *self._draining):
+            worker.close()
 
-    def _receive(self, worker: Worker) -> WorkerAnswer | None:
-        step = worker.owed[0]
+    def _receive(self, worker: LoaderWorker) -> WorkerResult | None:
+        step = worker.pending[0]
         try:
-            load, seconds = worker.receive()
+            loaded, seconds = worker.receive()
         except (DeadWorkerError, HungWorkerError) as error:
-            return self._lost(worker, error)
+            return self._replace(worker, error)
         except RaisedInWorkerError as error:
-            answer = self._answer(worker, error)
-            worker.owed.clear()  # it has ended itself, and what it owed comes after the fault
-            return answer
-        return WorkerAnswer(step, load, seconds, self._number(worker), worker.pid, worker.sample)
+            failure = self._failure(worker, error)
+            worker.pending.clear()  # the process has ended, and its other steps come after the failed one
+            return failure
+        return WorkerResult(step, loaded, seconds, self._number(worker), worker.pid, worker.sample)
 
-    def _lost(self, worker: Worker, error: Exception) -> WorkerAnswer | None:
-        """Put another process in the place of a worker. Return an answer only if the step is given up."""
-        step = worker.owed[0]
+    def _replace(self, worker: LoaderWorker, error: Exception) -> WorkerResult | None:
+        """Replace a worker by a new process. Return a failure only if the step is given up."""
+        step = worker.pending[0]
         self._failures[step] += 1
-        if worker.sample != NO_SAMPLE:  # a new process may be given up before it comes that far
-            self._seen[step] = worker.sample
-        given_up = self._answer(worker, error)
+        if worker.sample != NO_SAMPLE:  # a replacement may fail before it reaches a sample
+            self._failed_sample[step] = worker.sample
+        failure = self._failure(worker, error)
         self._end(worker)
-        new = None if self._failures[step] > RESTARTS else self._start(but=worker)
+        new = None if self._failures[step] > MAX_RESTARTS else self._start(replaces=worker)
         if new is None:
-            worker.owed.clear()
-            return given_up
-        # As text: whoever kept the error would keep its frames, and the shared memory that they look at.
+            worker.pending.clear()
+            return failure
+        # Log the text only: a reference to the error would keep its frames and their shared memory alive.
         log.warning("loader worker %d was replaced at step %d: %s", self._number(worker), step + 1, str(error))
-        for team in (self._workers, self._leaving):
-            team[:] = [new if each is worker else each for each in team]
-        for owed in worker.owed:
-            new.ask(owed)
+        for workers in (self._workers, self._draining):
+            workers[:] = [new if each is worker else each for each in workers]
+        for pending in worker.pending:
+            new.request(pending)
         return None
 
-    def _answer(self, worker: Worker, error: Exception) -> WorkerAnswer:
-        step = worker.owed[0]
-        return WorkerAnswer(step, error, 0.0, self._number(worker), worker.pid, self._seen.get(step, worker.sample))
+    def _failure(self, worker: LoaderWorker, error: Exception) -> WorkerResult:
+        step = worker.pending[0]
+        sample = self._failed_sample.get(step, worker.sample)
+        return WorkerResult(step, error, 0.0, self._number(worker), worker.pid, sample)
 
-    def _number(self, worker: Worker) -> int:
-        return [*self._workers, *self._leaving].index(worker)
+    def _number(self, worker: LoaderWorker) -> int:
+        return [*self._workers, *self._draining].index(worker)
 
-    def _start(self, *, but: Worker | None = None) -> Worker | None:
-        """Return a new process, or None when the team has been ended."""
-        siblings: Sequence[Worker] = [each for each in (*self._workers, *self._leaving) if each is not but]
+    def _start(self, *, replaces: LoaderWorker | None = None) -> LoaderWorker | None:
+        """Return a new worker; None if the pool was killed."""
+        siblings: Sequence[LoaderWorker] = [each for each in (*self._workers, *self._draining) if each is not replaces]
         with self._forking:
-            return (
-                None if self._killed else Worker(self._read, timeout_seconds=self._timeout_seconds, siblings=siblings)
-            )
+            if self._killed:
+                return None
+            return LoaderWorker(self._read, timeout_seconds=self._timeout_seconds, siblings=siblings)
 
     @staticmethod
-    def _end(worker: Worker) -> None:
+    def _end(worker: LoaderWorker) -> None:
         worker.kill()
-        worker.let_go()
+        worker.close()

@@ -1,1 +1,1 @@
-"""What is wrong with a machine before a run, and with a run while it happens or afterwards."""
+"""Diagnoses a machine before a run (`checks`), and a run while it trains or afterwards (`rules`)."""

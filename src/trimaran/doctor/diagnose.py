@@ -1,4 +1,4 @@
-"""Every rule asked, and the answers in the order in which a person should read them."""
+"""Runs every rule on the evidence of a run and sorts the findings, most important first."""
 
 import logging
 from collections.abc import Iterator
@@ -14,15 +14,15 @@ WORST_FIRST = {"fault": 0, "warning": 1, "note": 2}
 
 
 def diagnose(evidence: Evidence) -> list[Finding]:
-    """Return what is wrong with the run: faults first, then what gains most. A healthy run gets none."""
-    found = [finding for rule in (*health.RULES, *speed.RULES) for finding in _answers(rule, evidence)]
-    return sorted(found, key=lambda each: (WORST_FIRST[each.severity], -(each.gain or 0.0), each.code))
+    """Return the findings: faults first, then by gain. A healthy run has none."""
+    findings = [finding for rule in (*health.RULES, *speed.RULES) for finding in _findings(rule, evidence)]
+    return sorted(findings, key=lambda each: (WORST_FIRST[each.severity], -(each.gain or 0.0), each.code))
 
 
-def _answers(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
-    """Yield what a rule finds. One that stumbles over a strange file is told of, and the others still answer."""
+def _findings(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    """Yield the findings of one rule. An exception, such as from a damaged file, is logged; other rules still run."""
     try:
         for finding in rule(evidence):
             yield finding if finding.step else replace(finding, step=evidence.last_step)
     except Exception:
-        log.exception("the rule %s could not answer", getattr(rule, "__name__", rule))
+        log.exception("the rule %s failed", getattr(rule, "__name__", rule))

@@ -1,4 +1,4 @@
-"""What a run has left behind, read once for all rules."""
+"""Reads the files of a run once, for all rules."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -10,23 +10,23 @@ from trimaran.core import Finding, Plan, Recipe, UserError
 from trimaran.doctor.memory_evidence import read_snapshots
 from trimaran.doctor.profile_evidence import read_traces
 from trimaran.hardware import parse_cluster
-from trimaran.models import outline_if_told, spec_of
+from trimaran.models import outline_if_known, spec_of
 from trimaran.planner import Question
-from trimaran.run import Follower, RunDirectory
+from trimaran.run import JsonlFollower, RunDirectory
 
 Line = dict[str, Any]
-RECENT = 400  # steps that rules look at
-BACKLOG = 8 << 20  # bytes of a file, from its end: a run of weeks is looked at in a moment
+MAX_STEPS = 400  # the most recent ones, which the rules see
+MAX_FILE_BYTES = 8 << 20  # from the end of a file, so that a run of weeks is read in a moment
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)  # itself and no other: what was measured in it is kept
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)  # compared by identity: `step_breakdown` caches by it
 class Evidence:
-    """The files of a run, parsed. Every line is there as it was written; keys that a run has no reason for are missing.
+    """The parsed files of a run. Lines are as they were written; optional keys may be missing.
 
-    `steps` are the last `RECENT` lines of the metrics, `events` those of all ranks by time, `samples` those of all
-    nodes by time, `traces` what the profiles say of a step, `snapshots` who held memory. `ask` answers with what the
-    planner needs to weigh another plan for the run; None where the model's sizes or the cluster are not known here.
-    `reference` is of a run of the same on fewer ranks, where a person has one.
+    `steps` are the last `MAX_STEPS` lines of the metrics, `events` those of all ranks by time, `samples` those of all
+    nodes by time, `traces` summaries of profiles, `snapshots` summaries of memory snapshots. `planner_inputs` returns
+    what the planner needs to predict another plan for the run; None if the model's sizes or the cluster are unknown.
+    `reference` is the evidence of a run with the same model on fewer ranks, if the user named one.
     """
 
     recipe: Recipe
@@ -38,10 +38,10 @@ class Evidence:
     attempts: tuple[Line, ...] = field(default=())
     traces: tuple[Line, ...] = ()
     snapshots: tuple[Line, ...] = ()
-    ask: Callable[[], Question | None] = lambda: None
+    planner_inputs: Callable[[], Question | None] = lambda: None
     reference: "Evidence | None" = None
 
-    def of_kind(self, kind: str) -> tuple[Line, ...]:
+    def events_of_kind(self, kind: str) -> tuple[Line, ...]:
         return tuple(each for each in self.events if each.get("kind") == kind)
 
     @property
@@ -55,28 +55,28 @@ Rule = Callable[[Evidence], Iterable[Finding]]
 def read_evidence(
     run: RunDirectory, *, calibrations: Path | None = None, against: RunDirectory | None = None
 ) -> Evidence:
-    """Return what the run's files say now. `calibrations` is where measurements of machines are kept.
+    """Return the evidence in the run's files. `calibrations` is the folder of machine calibrations.
 
-    `against` is a run to compare with, whose ranks do the same.
+    `against` is a run of the same recipe to compare with.
     """
-    lines = {name: _lines(run, pattern) for name, pattern in PLACES.items()}
+    lines = {name: _lines(run, pattern) for name, pattern in FILE_PATTERNS.items()}
     recipe, plan = run.read_recipe(), run.read_plan()
     return Evidence(
         recipe=recipe,
         plan=plan,
-        steps=tuple(each for each in lines.pop("steps") if _is_step(each))[-RECENT:],
+        steps=tuple(each for each in lines.pop("steps") if _is_step(each))[-MAX_STEPS:],
         traces=tuple(read_traces(run.profiles)),
         snapshots=tuple(read_snapshots(run.profiles)),
-        ask=cache(lambda: question_of(recipe, plan, calibrations=calibrations)),
+        planner_inputs=cache(lambda: read_planner_inputs(recipe, plan, calibrations=calibrations)),
         reference=_reference(recipe, plan, against),
         **{name: tuple(sorted(found, key=_time)) for name, found in lines.items()},
     )
 
 
 def _reference(recipe: Recipe, plan: Plan, against: RunDirectory | None) -> Evidence | None:
-    """Return the evidence of a run to compare with.
+    """Return the evidence of the run to compare with.
 
-    Raises UserError where its samples are not those of `recipe`, or its ranks not fewer than those of `plan`.
+    Raises UserError if its model or sequence length differs from `recipe`, or if it does not have fewer ranks.
     """
     if against is None:
         return None
@@ -91,14 +91,14 @@ def _reference(recipe: Recipe, plan: Plan, against: RunDirectory | None) -> Evid
     return found
 
 
-def question_of(recipe: Recipe, plan: Plan, *, calibrations: Path | None = None) -> Question | None:
-    """Return what plans for the recipe are weighed with, on the cluster that `plan` was made for; None if unknown.
+def read_planner_inputs(recipe: Recipe, plan: Plan, *, calibrations: Path | None = None) -> Question | None:
+    """Return the planner's inputs for the recipe, on the cluster that `plan` was made for; None if unknown.
 
-    A CPU is taken to be as fast as it was when the run was planned: now it is busy with the run itself.
+    The speed of a CPU is the one at planning time: now it is busy with the run itself.
     """
     try:
         cluster = parse_cluster(recipe.cluster, calibrations=calibrations)
-        spec, outline = spec_of(recipe.model), outline_if_told(recipe.model, recipe.data)
+        spec, outline = spec_of(recipe.model), outline_if_known(recipe.model, recipe.data)
     except UserError:
         return None
     if outline is None or cluster.world_size != plan.mesh.world_size:
@@ -107,10 +107,10 @@ def question_of(recipe: Recipe, plan: Plan, *, calibrations: Path | None = None)
         cluster = replace(
             cluster, device=replace(cluster.device, peak_flops={"fp32": plan.prediction.device_peak_flops})
         )
-    return Question(recipe=recipe, spec=spec, outline=outline, cluster=cluster, most_shown=1)
+    return Question(recipe=recipe, spec=spec, outline=outline, cluster=cluster, max_plans=1)
 
 
-PLACES = {
+FILE_PATTERNS = {
     "steps": "metrics.jsonl",
     "events": "events/rank-*.jsonl",
     "incidents": "incidents.jsonl",
@@ -120,7 +120,9 @@ PLACES = {
 
 
 def _lines(run: RunDirectory, pattern: str) -> list[Line]:
-    return [line for path in sorted(run.path.glob(pattern)) for line in Follower(path, backlog=BACKLOG).new()]
+    return [
+        line for path in sorted(run.path.glob(pattern)) for line in JsonlFollower(path, backlog=MAX_FILE_BYTES).new()
+    ]
 
 
 def _time(line: Line) -> float:
@@ -129,7 +131,7 @@ def _time(line: Line) -> float:
 
 
 def _is_step(line: Line) -> bool:
-    """Whether a line of the metrics is one that rules can count with: files are not to be trusted."""
+    """Whether a line of the metrics has the numbers that rules rely on; a file may be damaged."""
     phases = line.get("phases")
     numbers = [line.get("step"), line.get("step_seconds"), *(phases.values() if isinstance(phases, dict) else [None])]
     return all(isinstance(each, int | float) for each in numbers)

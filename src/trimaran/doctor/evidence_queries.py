@@ -1,32 +1,32 @@
-"""What several rules ask of the evidence: incidents as they were told last, ranks by name, patches that parse."""
+"""Queries that several rules share: incidents by cause, samples by GPU or node, rank names, valid patches."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from trimaran.core import Recipe, UserError
 from trimaran.doctor.evidence import Evidence, Line
-from trimaran.doctor.predicted_gain import Patch, patched
+from trimaran.doctor.predicted_gain import Patch, apply_patch
 
-OVER = ("stopped", None)  # what became of an incident that the run did not get over
+RUN_ENDING_ACTIONS = ("stopped", None)  # of an incident that ended the run
 
 
 def incidents_of(evidence: Evidence, *causes: str) -> list[Line]:
-    """Return the incidents of these causes, each as it was filed last, in order."""
+    """Return the incidents with these causes, each in its latest version, in order."""
     latest = {each.get("id", index): each for index, each in enumerate(evidence.incidents)}
     return [each for each in latest.values() if each.get("cause") in causes]
 
 
-def is_over(incident: Line) -> bool:
-    """Whether the run has ended, or stands still, because of it."""
-    return incident.get("action") in OVER
+def ended_run(incident: Line) -> bool:
+    """Whether the run ended, or still hangs, because of the incident."""
+    return incident.get("action") in RUN_ENDING_ACTIONS
 
 
-def severity_of(incidents: Sequence[Line]) -> Any:
-    return "fault" if is_over(incidents[-1]) else "warning"
+def incident_severity(incidents: Sequence[Line]) -> Any:
+    return "fault" if ended_run(incidents[-1]) else "warning"
 
 
 def rank_names(ranks: Sequence[int]) -> str:
-    """Return `rank 3`, `ranks 1 and 2`, `ranks 0, 1 and 2`; empty where there is none."""
+    """Return `rank 3`, `ranks 1 and 2`, `ranks 0, 1 and 2`; '' without ranks."""
     if len(ranks) < 2:
         return "".join(f"rank {each}" for each in ranks)
     if len(ranks) > 6:
@@ -34,46 +34,46 @@ def rank_names(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
-def times(count: int, what: str) -> str:
+def plural(count: int, what: str) -> str:
     """Return `1 step`, `3 steps`."""
     return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
-def facts_of(incident: Line) -> list[str]:
+def incident_facts(incident: Line) -> list[str]:
     return [str(each) for each in (incident.get("evidence") or {}).get("facts", ())]
 
 
-def sound(recipe: Recipe, patch: Patch) -> Patch:
-    """Return the patch, or nothing where the recipe would not take it."""
+def valid_patch(recipe: Recipe, patch: Patch) -> Patch:
+    """Return the patch, or an empty one if the recipe does not accept it."""
     try:
-        patched(recipe, patch)
+        apply_patch(recipe, patch)
     except UserError:
         return {}
     return patch
 
 
-def gpus_of(evidence: Evidence) -> Iterator[tuple[str, list[Line]]]:
-    """Yield each GPU by name, with what the samples say of it, oldest first."""
-    found: dict[str, list[Line]] = {}
+def samples_by_gpu(evidence: Evidence) -> Iterator[tuple[str, list[Line]]]:
+    """Yield (name, samples) of each GPU, oldest sample first."""
+    samples: dict[str, list[Line]] = {}
     for sample in evidence.samples:
         for gpu in sample.get("gpus") or ():
-            name = f"GPU {gpu.get('index')} of {_machine(sample)}"
-            found.setdefault(name, []).append(gpu)
-    yield from found.items()
+            name = f"GPU {gpu.get('index')} of {_node_name(sample)}"
+            samples.setdefault(name, []).append(gpu)
+    yield from samples.items()
 
 
-def smi_name(gpu: Line) -> str:
-    """Return what `nvidia-smi -i` calls a GPU: ranks may number them in another order."""
+def nvidia_smi_id(gpu: Line) -> str:
+    """Return the UUID for `nvidia-smi -i`, because CUDA may number GPUs in another order; else the index."""
     return str(gpu.get("uuid") or gpu.get("index"))
 
 
-def nodes_of(evidence: Evidence) -> Iterator[tuple[str, list[Line]]]:
-    """Yield each machine by name, with its samples, oldest first."""
-    found: dict[str, list[Line]] = {}
+def samples_by_node(evidence: Evidence) -> Iterator[tuple[str, list[Line]]]:
+    """Yield (name, samples) of each node, oldest sample first."""
+    samples: dict[str, list[Line]] = {}
     for sample in evidence.samples:
-        found.setdefault(_machine(sample), []).append(sample)
-    yield from found.items()
+        samples.setdefault(_node_name(sample), []).append(sample)
+    yield from samples.items()
 
 
-def _machine(sample: Line) -> str:
+def _node_name(sample: Line) -> str:
     return str(sample.get("host") or f"node {sample.get('node')}")

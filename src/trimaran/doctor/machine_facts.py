@@ -1,4 +1,4 @@
-"""What is known of a machine, as values: checks read nothing, so that each can be asked about any machine."""
+"""What is known of a machine, as values. Checks read only these, so tests can describe any machine."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,16 +11,16 @@ from trimaran.hardware import Cluster
 Kind = Literal["cuda", "cpu"]
 Version = tuple[int, ...]
 Pair = tuple[int, int]
-Round = Mapping[Pair, float | None]
-"""Seconds by pair of nodes; None where the pair did not come to an end."""
-NOTHING, NEVER = Bytes(0), Seconds(0.0)
+PairSeconds = Mapping[Pair, float | None]
+"""Seconds by pair of nodes; None if the pair did not finish."""
+ZERO_BYTES, ZERO_SECONDS = Bytes(0), Seconds(0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Versions:
-    """What is installed; None or '' where it is not, or nobody could say.
+    """Installed versions; '' if not installed or unknown.
 
-    `torch_cuda` is the CUDA that torch was built with, `driver_cuda` the newest that the driver's library knows.
+    `torch_cuda` is the CUDA that torch was built with, `driver_cuda` the newest that the driver supports.
     """
 
     torch: str = ""
@@ -33,16 +33,16 @@ class Versions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One GPU as the driver's tool describes it; a number that it did not tell is None."""
+    """One GPU as nvidia-smi describes it; a value that it did not report is None."""
 
     index: int
     name: str
     uuid: str = ""
     bus: str = ""
-    memory: Bytes = NOTHING
-    used: Bytes = NOTHING
+    memory: Bytes = ZERO_BYTES
+    used: Bytes = ZERO_BYTES
     ecc: "Ecc | None" = None
-    pace: "GpuClocks | None" = None
+    clocks: "GpuClocks | None" = None
     compute_mode: str = ""
     mig: str = ""
     reset_required: bool = False
@@ -50,19 +50,19 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ecc:
-    """Errors in a GPU's memories since the driver was loaded, and rows that wait for a reset or could not be spared."""
+    """Uncorrected memory errors of a GPU since the driver was loaded, and the state of its spare rows."""
 
     enabled: bool | None = None
     uncorrected: int = 0
-    is_pending: bool = False
-    is_worn: bool = False
+    reset_pending: bool = False
+    spare_rows_exhausted: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuClocks:
-    """What sets a GPU's speed: `brakes` are the driver's reasons for a lower clock, but for idleness."""
+    """What limits a GPU's speed. `throttle_reasons` are the driver's, without idle."""
 
-    brakes: tuple[str, ...] = ()
+    throttle_reasons: tuple[str, ...] = ()
     power_limit: float | None = None
     default_power_limit: float | None = None
     clock: float | None = None
@@ -74,7 +74,7 @@ class GpuClocks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nic:
-    """A card that leads out of the machine; `numa` is -1 where Linux does not say."""
+    """A network card; `numa` is -1 if Linux does not report its node."""
 
     name: str
     kind: Literal["infiniband", "ethernet"]
@@ -84,21 +84,24 @@ class Nic:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wiring:
-    """How devices are joined: `topology` and `peers` by pair of GPUs, `to_nics` the way of each GPU to each card."""
+class Interconnect:
+    """How devices are connected: `topology` and `peers` by pair of GPUs, `gpu_nic_paths` by GPU and network card.
+
+    `allowed_numa` are the NUMA nodes whose cores this process may use.
+    """
 
     topology: Sequence[Sequence[str]] = ()
     peers: Sequence[Sequence[str]] = ()
-    to_nics: Sequence[Sequence[str]] = ()
+    gpu_nic_paths: Sequence[Sequence[str]] = ()
     nics: tuple[Nic, ...] = ()
     gpu_numa: tuple[int, ...] = ()
-    own_numa: frozenset[int] = frozenset()
+    allowed_numa: frozenset[int] = frozenset()
     interfaces: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
-    """The machine around the devices. A limit of None has no end; `quota` are the cores that a container may use."""
+    """The host. A limit of None means unlimited; `quota` is the container's CPU quota in cores."""
 
     cores: int
     memory_free: Bytes
@@ -111,36 +114,36 @@ class HostFacts:
     core: int | None = 0
     core_pattern: str = ""
     loopback: str = ""
-    clock: Seconds = NEVER
+    clock: Seconds = ZERO_SECONDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskFacts:
-    """The disk that runs lie on. `trouble` is what writing a file there said; `bandwidth` is bytes a second, synced."""
+    """The disk for runs. `write_error` is the error of a test write; `bandwidth` is bytes per second with fsync."""
 
     path: Path
     free: Bytes
     total: Bytes
     inodes: int | None = None
-    trouble: str = ""
+    write_error: str = ""
     bandwidth: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """What a recipe asks of the machine. `refusal` is why no plan could be made of it: the rest is then unknown.
+class RunRequirements:
+    """What a recipe needs from the machine. `refusal` is why no plan exists; the rest is unknown then.
 
-    `device_bytes` is what one device must have, `error` the relative half-width around it, `every` and
-    `interval` the steps and the seconds between two checkpoints.
+    `device_bytes` is the predicted memory of one device and `error` its relative half-width. `every` and `interval`
+    are the steps and the seconds between two checkpoints.
     """
 
     kind: Kind = "cpu"
     ranks: int = 1
     nodes: int = 1
-    device_bytes: Bytes = NOTHING
+    device_bytes: Bytes = ZERO_BYTES
     error: float = 0.0
-    checkpoint_bytes: Bytes = NOTHING
-    disk_bytes: Bytes = NOTHING
+    checkpoint_bytes: Bytes = ZERO_BYTES
+    disk_bytes: Bytes = ZERO_BYTES
     every: int = 0
     interval: Seconds | None = None
     ports: tuple[int, ...] = ()
@@ -149,55 +152,55 @@ class Work:
 
     @property
     def ranks_here(self) -> int:
-        """Ranks of one node."""
+        """Ranks per node."""
         return max(1, self.ranks // self.nodes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineMeasurements:
-    """What the probe saw with torch. `missing` is why it saw nothing.
+    """What the probe process measured with torch. `missing` is why it measured nothing.
 
-    `products` are flops a second by device, `failures` what went wrong on others, `reduce` the answer about sums,
-    `archs` what torch has kernels for, `capabilities` what the devices are.
+    `matmul_flops` is FLOP/s by device, `failures` the errors by device, `all_reduce` the probe's answer about it,
+    `archs` the architectures torch has kernels for, `capabilities` those of the devices.
     """
 
     missing: str = ""
-    products: Mapping[str, float] = field(default_factory=dict)
+    matmul_flops: Mapping[str, float] = field(default_factory=dict)
     failures: Mapping[str, str] = field(default_factory=dict)
     precision: str = "fp32"
-    reduce: Mapping[str, Any] = field(default_factory=dict)
+    all_reduce: Mapping[str, Any] = field(default_factory=dict)
     archs: tuple[str, ...] = ()
     capabilities: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeMeasurements:
-    """What several nodes found out about each other, or why not (`missing`). Node 0's clock is the measure."""
+    """Pair times and clock skews between nodes, or why there are none (`missing`). Skews are relative to node 0."""
 
     names: tuple[str, ...]
-    rounds: tuple[Round, ...] = ()
+    rounds: tuple[PairSeconds, ...] = ()
     skews: Mapping[int, float] = field(default_factory=dict)
     missing: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """One machine, as far as somebody looked. What is None was not looked at, and its checks are skipped."""
+    """One machine. A field that is None was not read, and its checks are skipped."""
 
     environment: Mapping[str, str]
     versions: Versions
     gpus: tuple[Gpu, ...] = ()
-    wiring: Wiring | None = None
+    interconnect: Interconnect | None = None
     host: HostFacts
     disk: DiskFacts | None = None
-    work: Work | None = None
+    requirements: RunRequirements | None = None
     measured: MachineMeasurements | None = None
     cluster: Cluster | None = None
-    fleet: NodeMeasurements | None = None
+    node_measurements: NodeMeasurements | None = None
 
 
 def version_of(text: str) -> Version:
-    """Return `2.13.0+cpu` as (2, 13, 0); what is not a number ends it."""
+    """Return `2.13.0+cpu` as (2, 13, 0); stop at the first part that is not a number."""
     numbers: list[int] = []
     for part in text.partition("+")[0].split("."):
         if not part.isdigit():

@@ -1,4 +1,4 @@
-"""What the memory snapshots of a run say: who held how much, on which rank."""
+"""Reads the memory snapshots of a run: which modules held how much memory, on which rank."""
 
 import json
 import re
@@ -6,18 +6,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-MOST = 16  # of the newest
-MAX_BYTES = 16 << 20
-NAME = re.compile(r"memory-step-\d+-rank-(\d+)\.json")
+MAX_SNAPSHOTS = 16  # the newest
+MAX_FILE_BYTES = 16 << 20
+FILE_NAME = re.compile(r"memory-step-\d+-rank-(\d+)\.json")
 
 
 def read_snapshots(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the newest snapshots by time, each with its `rank`. What is no snapshot of ours is passed over."""
+    """Yield the newest snapshots by time, each with its `rank`. Files that are not our snapshots are skipped."""
     found: list[dict[str, Any]] = []
-    for path in sorted(folder.glob("memory-step-*-rank-*.json"))[-MOST:]:
-        name = NAME.fullmatch(path.name)
+    for path in sorted(folder.glob("memory-step-*-rank-*.json"))[-MAX_SNAPSHOTS:]:
+        name = FILE_NAME.fullmatch(path.name)
         try:
-            tree = json.loads(path.read_text(encoding="utf-8")) if path.stat().st_size <= MAX_BYTES else None
+            tree = json.loads(path.read_text(encoding="utf-8")) if path.stat().st_size <= MAX_FILE_BYTES else None
         except (OSError, ValueError):
             continue
         if name and isinstance(tree, dict) and isinstance(tree.get("time"), int | float):
@@ -26,7 +26,7 @@ def read_snapshots(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def largest_holder(snapshot: dict[str, Any]) -> tuple[str, float] | None:
-    """Return who held most, such as `activations of layers.0`, and how many bytes."""
+    """Return the largest holder, such as `activations of layers.0`, and its bytes; None if there is none."""
     within = snapshot.get("within")
     lists = (snapshot.get("holders"), within.get("holders") if isinstance(within, dict) else None)
     holders = [each for found in lists if isinstance(found, list) for each in found if isinstance(each, dict)]

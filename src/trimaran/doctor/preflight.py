@@ -1,42 +1,42 @@
-"""The checklist of a machine: which looks there are, and what stands in the way of a run."""
+"""The list of machine checks, and those that refuse a run."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from trimaran.core import Bytes, Plan, UserError
 from trimaran.doctor.checks import (
-    bandwidth,
-    clock,
-    clocks,
+    all_reduce,
+    all_reduce_speed,
+    cpu_cores,
     disk,
     disk_speed,
     ecc,
     environment,
+    gpu_clocks,
     gpus,
     limits,
-    load,
+    matmul,
     memory,
     network,
-    pairs,
+    node_clocks,
+    node_pairs,
     ports,
-    products,
     shared_memory,
-    sums,
     topology,
     versions,
 )
 from trimaran.doctor.checks.result import CheckResult
-from trimaran.doctor.machine_facts import Facts, Kind, Work
+from trimaran.doctor.machine_facts import Facts, Kind, RunRequirements
 from trimaran.doctor.read_machine import read_facts
 
 Check = Callable[[Facts], CheckResult]
-HERE = "this machine"
+THIS_MACHINE = "this machine"
 
 CHECKS: tuple[Check, ...] = (
     versions.check,
     gpus.check,
     ecc.check,
-    clocks.check,
+    gpu_clocks.check,
     topology.check,
     network.check,
     environment.check,
@@ -44,17 +44,17 @@ CHECKS: tuple[Check, ...] = (
     limits.check,
     disk.check,
     disk_speed.check,
-    clock.check,
+    node_clocks.check,
     ports.check,
     memory.check,
-    products.check,
-    sums.check,
-    bandwidth.check,
-    pairs.check,
-    load.check,
+    matmul.check,
+    all_reduce.check,
+    all_reduce_speed.check,
+    node_pairs.check,
+    cpu_cores.check,
 )
-# What a run is refused for: looks that take no time, and whose failure means that it could not work.
-GATE: tuple[Check, ...] = (
+# Checks that refuse a run: they are fast, and if one fails the run cannot work.
+BLOCKING_CHECKS: tuple[Check, ...] = (
     versions.check,
     gpus.check,
     environment.check,
@@ -64,23 +64,26 @@ GATE: tuple[Check, ...] = (
 )
 
 
-def examine(facts: Facts, checks: tuple[Check, ...] = CHECKS) -> list[CheckResult]:
-    """Return the answer of each check, in the order of the list."""
+def run_checks(facts: Facts, checks: tuple[Check, ...] = CHECKS) -> list[CheckResult]:
+    """Return the result of each check, in the order of the list."""
     return [check(facts) for check in checks]
 
 
-def look_before(environment: Mapping[str, str], plan: Plan, *, kind: Kind, nodes: int = 1, where: str = HERE) -> None:
-    """Raise when `plan` on `nodes` nodes could not work on this one, as far as a moment's look shows."""
+def check_before_run(
+    environment: Mapping[str, str], plan: Plan, *, kind: Kind, nodes: int = 1, where: str = THIS_MACHINE
+) -> None:
+    """Raise UserError if a fast check shows that `plan` on `nodes` nodes cannot work on this node."""
     prediction = plan.prediction
     need = (prediction.device_bytes or prediction.peak_bytes) if prediction else Bytes(0)
     error = prediction.error if prediction else 0.0
-    work = Work(kind=kind, ranks=plan.mesh.world_size, nodes=nodes, device_bytes=need, error=error)
-    refuse_unfit(replace(read_facts(environment, quick=True, gpus=kind == "cuda"), work=work), where=where)
+    requirements = RunRequirements(kind=kind, ranks=plan.mesh.world_size, nodes=nodes, device_bytes=need, error=error)
+    facts = replace(read_facts(environment, quick=True, gpus=kind == "cuda"), requirements=requirements)
+    refuse_failed_checks(facts, where=where)
 
 
-def refuse_unfit(facts: Facts, *, where: str = HERE) -> None:
-    """Raise when a run could not work on this machine. Warnings are for `trimaran doctor`."""
-    for result in examine(facts, GATE):
+def refuse_failed_checks(facts: Facts, *, where: str = THIS_MACHINE) -> None:
+    """Raise UserError if a blocking check fails. Warnings are left to `trimaran doctor`."""
+    for result in run_checks(facts, BLOCKING_CHECKS):
         if result.status == "fail":
             raise UserError(result.code, result.what, where=where,
-                            fix=f"{result.fix}; or go on with --no-check")  # fmt: skip
+                            fix=f"{result.fix}; or skip this check with --no-check")  # fmt: skip

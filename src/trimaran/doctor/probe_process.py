@@ -1,4 +1,4 @@
-"""The doctor's hand in the world of torch: a process that carries orders out, spoken to in lines of JSON."""
+"""Runs `python -m trimaran.probe`, which imports torch, and exchanges JSON lines with it."""
 
 import contextlib
 import json
@@ -16,17 +16,17 @@ import psutil
 
 from trimaran.core import Seconds
 
-START_SECONDS = Seconds(120.0)  # to import torch, from a cold network disk
+START_SECONDS = Seconds(120.0)  # timeout to import torch from a cold network disk
 
 
 class ProbeError(Exception):
-    """The probe could not be asked, or did not answer."""
+    """The probe process died, timed out, or answered with an error."""
 
 
 class ProbeProcess:
-    """`python -m trimaran.probe`, from `with` to the end of it.
+    """A probe process that lives as long as the `with` block, with its own `environment`.
 
-    `environment` is its own. Of what it says besides its answers, the last line is told when it dies.
+    If it dies, the error is the last line of its standard error.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
@@ -35,9 +35,9 @@ class ProbeProcess:
 
     def __enter__(self) -> Self:
         command = [sys.executable, "-m", "trimaran.probe"]
-        self._words = TemporaryFile()  # a pipe that nobody reads would fill up
+        self._stderr = TemporaryFile()  # an unread pipe would fill up and block the process
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._words, env=self._environment
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr, env=self._environment
         )
         return self
 
@@ -49,18 +49,18 @@ class ProbeProcess:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     each.kill()
         self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout, self._words):
+        for pipe in (self._process.stdin, self._process.stdout, self._stderr):
             if pipe:
                 pipe.close()
 
-    def ask(self, do: str, *, within: float, **order: Any) -> dict[str, Any]:
-        """Return the answer to an order; raise `ProbeError` where there is none in time, or it is an error."""
+    def request(self, do: str, *, within: float, **order: Any) -> dict[str, Any]:
+        """Return the answer to a request. Raises `ProbeError` after `within` seconds, or if the answer is an error."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps({"do": do, **order}).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            raise ProbeError(self._last_words()) from None
+            raise ProbeError(self._last_stderr_line()) from None
         answer = json.loads(self._line(time.monotonic() + within))
         if error := answer.get("error"):
             raise ProbeError(error)
@@ -71,15 +71,15 @@ class ProbeProcess:
         pipe = self._process.stdout.fileno()
         while b"\n" not in self._left:
             ready, _, _ = select.select([pipe], [], [], max(0.0, end - time.monotonic()))
-            piece = os.read(pipe, 1 << 16) if ready else b""
-            if not piece:
-                raise ProbeError(self._last_words() if ready else "the probe did not answer in time")
-            self._left += piece
+            chunk = os.read(pipe, 1 << 16) if ready else b""
+            if not chunk:
+                raise ProbeError(self._last_stderr_line() if ready else "the probe did not answer in time")
+            self._left += chunk
         line, _, self._left = self._left.partition(b"\n")
         return line
 
-    def _last_words(self) -> str:
+    def _last_stderr_line(self) -> str:
         self._process.wait()
-        self._words.seek(0)
-        lines = self._words.read().decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else f"the probe ended with code {self._process.returncode}"
+        self._stderr.seek(0)
+        lines = self._stderr.read().decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else f"the probe exited with code {self._process.returncode}"

@@ -1,4 +1,4 @@
-"""What the profiles of a run say of its steps: how often the host waited for the device in the middle of them."""
+"""Counts host-device synchronisations inside forward and backward in the profiles of a run."""
 
 import gzip
 import json
@@ -13,22 +13,24 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-MAX_BYTES = 128 << 20  # of one trace, unpacked: more is not read
-NUMBER = "aten::_local_scalar_dense"  # a number is read out of a tensor
-# What makes the host wait until the device has caught up.
-WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", NUMBER)
-LOOKED_AT = ("forward", "backward")  # an optimizer on a CPU reads its own counters, and the loop its marks
+MAX_TRACE_BYTES = 128 << 20  # uncompressed; larger traces are not read
+SCALAR_READ = "aten::_local_scalar_dense"  # `.item()` and the like
+# Calls that make the host wait for the device.
+SYNC_CALLS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", SCALAR_READ)
+PHASES = ("forward", "backward")  # elsewhere the optimizer and the loop read scalars on purpose
 
 
 def read_traces(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield what each trace of a rank says: `file`, `steps`, `waits` by call, `places` and `wait_seconds`, of all steps
-    together. What is no trace of ours is passed over."""
+    """Yield a summary of each trace: `file`, `steps`, `waits` by call, `places` and `wait_seconds`, over all steps.
+
+    Files that are not our traces are skipped.
+    """
     for path in sorted(folder.glob("step-*-rank-*.trace.json.gz")):
         try:
             about = path.stat()
             facts = _facts(path, about.st_mtime_ns, about.st_size)
         except (OSError, ValueError, EOFError, zlib.error, KeyError, TypeError, AttributeError) as error:
-            log.warning("%s cannot be read: %r", path, error)
+            log.warning("cannot read the trace %s: %r", path, error)
             continue
         if facts:
             yield facts
@@ -36,23 +38,23 @@ def read_traces(folder: Path) -> Iterator[dict[str, Any]]:
 
 @lru_cache(maxsize=64)
 def _facts(path: Path, changed: int, size: int) -> dict[str, Any]:
-    """Return what a trace says. A file that is still the same (`changed`, `size`) is read once."""
+    """Return the summary of a trace. `changed` and `size` are keys of the cache: an unchanged file is read once."""
     with gzip.open(path) as file:
-        raw = file.read(MAX_BYTES + 1)
-    if len(raw) > MAX_BYTES:
+        raw = file.read(MAX_TRACE_BYTES + 1)
+    if len(raw) > MAX_TRACE_BYTES:
         return {}
     tree = json.loads(raw)
     about = tree["trimaran"]
     first, last = about["steps"]
-    spans = sorted((begin, end, phase) for _, phase, begin, end in about["phases"] if phase in LOOKED_AT)
+    spans = sorted((begin, end, phase) for _, phase, begin, end in about["phases"] if phase in PHASES)
     base = int(tree.get("baseTimeNanoseconds") or 0)
     waits: Counter[str] = Counter()
     places: Counter[str] = Counter()
     seconds, before, busy_until = 0.0, "", 0.0
     events = sorted((each for each in tree["traceEvents"] if each.get("ph") == "X"), key=lambda each: each["ts"])
-    # On a GPU the call that waits is there itself, and a number of the host's costs nothing.
-    calls = {each["name"] for each in events if each["name"] in WAITS}
-    calls = calls - {NUMBER} or calls
+    # On a GPU the trace has the CUDA call itself, and reading a scalar of a CPU tensor costs nothing.
+    calls = {each["name"] for each in events if each["name"] in SYNC_CALLS}
+    calls = calls - {SCALAR_READ} or calls
     for event in events:
         if event["name"] in calls and (phase := _phase(spans, base + event["ts"] * 1e3)):
             waits[event["name"]] += 1
@@ -70,6 +72,6 @@ def _facts(path: Path, changed: int, size: int) -> dict[str, Any]:
 
 
 def _phase(spans: list[tuple[int, int, str]], moment: float) -> str:
-    """Return the phase that a moment lies in, in nanoseconds since the epoch; nothing where it is none of those."""
-    place = bisect_right(spans, (moment, float("inf"), "")) - 1
-    return spans[place][2] if place >= 0 and spans[place][1] >= moment else ""
+    """Return the phase at a moment, in nanoseconds since the epoch; '' if it is in none of `spans`."""
+    index = bisect_right(spans, (moment, float("inf"), "")) - 1
+    return spans[index][2] if index >= 0 and spans[index][1] >= moment else ""

@@ -1,4 +1,4 @@
-"""This machine as facts: /proc, /sys, the driver's tools and what is installed. Nothing is judged here."""
+"""Reads facts about this machine from /proc, /sys, nvidia-smi and installed packages. The checks judge them."""
 
 import contextlib
 import ctypes
@@ -17,51 +17,59 @@ from tempfile import NamedTemporaryFile
 import psutil
 
 from trimaran.core import Bytes, Seconds
-from trimaran.doctor.machine_facts import DiskFacts, Facts, Gpu, HostFacts, Nic, Versions, Wiring
+from trimaran.doctor.machine_facts import DiskFacts, Facts, Gpu, HostFacts, Interconnect, Nic, Versions
 from trimaran.doctor.nvidia_smi import (
-    PEERS,
-    QUICK,
-    TOPOLOGY,
-    WHOLE,
-    ask,
+    FULL_QUERY,
+    PEER_MATRIX,
+    SHORT_QUERY,
+    TOPOLOGY_MATRIX,
+    parse_full_query,
+    parse_gpu_nic_paths,
     parse_peers,
-    parse_quick,
-    parse_ways_to_nics,
-    parse_whole,
+    parse_short_query,
+    run_nvidia_smi,
 )
 from trimaran.hardware import num_cores
-from trimaran.hardware.gpu_topology import RATE, parse_topology
+from trimaran.hardware.gpu_topology import PORT_RATE, parse_topology
+from trimaran.hardware.host_limits import cpu_quota
 
-WRITE_BYTES = 1 << 26  # that the disk's speed is measured with, at most
-WRITE_SECONDS = 2.0
+MAX_WRITE_BYTES = 1 << 26  # of the file that measures the disk's speed
+MAX_WRITE_SECONDS = 2.0
 SHM = Path("/dev/shm")
 
 
 def read_facts(environment: Mapping[str, str], *, quick: bool, gpus: bool = True) -> Facts:
-    """Return what there is to know without torch. A quick look starts one program at most, and none without `gpus`."""
-    found, driver = (parse_quick(ask(QUICK)) if quick else parse_whole(ask(WHOLE))) if gpus else ((), "")
+    """Return everything that is known without torch. `quick` starts one program at most, and none without `gpus`."""
+    found: tuple[Gpu, ...] = ()
+    driver = ""
+    if gpus:
+        parse, query = (parse_short_query, SHORT_QUERY) if quick else (parse_full_query, FULL_QUERY)
+        found, driver = parse(run_nvidia_smi(query))
     found = visible(found, environment.get("CUDA_VISIBLE_DEVICES"))
-    wiring = read_wiring(found, links=not quick)
     return Facts(
-        environment=environment, versions=read_versions(driver), gpus=found, wiring=wiring, host=read_host(),
-    )  # fmt: skip
+        environment=environment,
+        versions=read_versions(driver),
+        gpus=found,
+        interconnect=read_interconnect(found, links=not quick),
+        host=read_host(),
+    )
 
 
 def visible(gpus: tuple[Gpu, ...], chosen: str | None) -> tuple[Gpu, ...]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves, by number or by the beginning of their UUID, in its order."""
+    """Return the GPUs that CUDA_VISIBLE_DEVICES selects, by index or by UUID prefix, in its order."""
     if chosen is None:
         return gpus
-    kept: list[Gpu] = []
-    for word in (each.strip() for each in chosen.split(",")):
-        match = [gpu for gpu in gpus if word == str(gpu.index) or (len(word) > 4 and gpu.uuid.startswith(word))]
+    selected: list[Gpu] = []
+    for name in (each.strip() for each in chosen.split(",")):
+        match = [gpu for gpu in gpus if name == str(gpu.index) or (len(name) > 4 and gpu.uuid.startswith(name))]
         if not match:
-            break  # as CUDA does: what follows something unknown is not there
-        kept += match
-    return tuple(kept)
+            break  # as CUDA does: it ignores everything after an unknown entry
+        selected += match
+    return tuple(selected)
 
 
 def read_versions(driver: str) -> Versions:
-    """Return what is installed, from packages and the driver's library; torch is not imported."""
+    """Return installed versions, from package metadata and the driver's library; torch is not imported."""
     torch = _installed("torch")
     cuda = re.search(r"\+cu(\d+)(\d)$", torch)
     runtime = next(filter(None, (_installed(f"nvidia-cuda-runtime{each}") for each in ("", "-cu13", "-cu12"))), "")
@@ -77,13 +85,13 @@ def read_versions(driver: str) -> Versions:
 
 
 def read_host() -> HostFacts:
-    """Return limits, memory and load, and whether two sockets of this machine reach each other."""
+    """Return limits, memory and load, and whether loopback works."""
     shm = shutil.disk_usage(SHM) if SHM.is_dir() else None
     return HostFacts(
         cores=num_cores(),
         memory_free=Bytes(psutil.virtual_memory().available),
         load=os.getloadavg()[0],
-        quota=read_quota(),
+        quota=cpu_quota(),
         shm=Bytes(shm.total) if shm else None,
         shm_free=Bytes(shm.free) if shm else None,
         nofile=_limit(resource.RLIMIT_NOFILE),
@@ -95,36 +103,27 @@ def read_host() -> HostFacts:
     )
 
 
-def read_quota(cgroup: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """Return how many cores' time the container may use; None where there is no limit."""
-    told = _read(cgroup / "cpu.max").split()
-    if len(told) == 2 and told[0].isdigit() and told[1].isdigit():
-        return int(told[0]) / int(told[1])
-    quota, period = _read(cgroup / "cpu/cpu.cfs_quota_us"), _read(cgroup / "cpu/cpu.cfs_period_us")
-    return int(quota) / int(period) if quota.isdigit() and period.isdigit() else None
-
-
-def read_wiring(gpus: tuple[Gpu, ...], *, links: bool, sys: Path = Path("/sys")) -> Wiring:
-    """Return cards and interfaces, and with `links` what the driver says of the ways between GPUs."""
-    topology = ask(TOPOLOGY) if links and gpus else ""
+def read_interconnect(gpus: tuple[Gpu, ...], *, links: bool, sys: Path = Path("/sys")) -> Interconnect:
+    """Return network cards and interfaces, and with `links` the driver's GPU topology."""
+    topology = run_nvidia_smi(TOPOLOGY_MATRIX) if links and gpus else ""
     own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
     nodes = {path.name[4:]: _cores(_read(path / "cpulist")) for path in sys.glob("devices/system/node/node[0-9]*")}
-    return Wiring(
+    return Interconnect(
         topology=parse_topology(topology) or [],
-        peers=parse_peers(ask(PEERS)) if links and len(gpus) > 1 else [],
-        to_nics=parse_ways_to_nics(topology),
+        peers=parse_peers(run_nvidia_smi(PEER_MATRIX)) if links and len(gpus) > 1 else [],
+        gpu_nic_paths=parse_gpu_nic_paths(topology),
         nics=read_nics(sys),
         gpu_numa=tuple(_numa(sys / "bus/pci/devices" / _sysfs_bus(gpu.bus)) for gpu in gpus if gpu.bus),
-        own_numa=frozenset(int(node) for node, cores in nodes.items() if cores & own),
+        allowed_numa=frozenset(int(node) for node, cores in nodes.items() if cores & own),
         interfaces=frozenset(path.name for path in sys.glob("class/net/*")),
     )
 
 
 def read_nics(sys: Path = Path("/sys")) -> tuple[Nic, ...]:
-    """Return the cards that lead out of this machine: InfiniBand and RoCE ports, and Ethernet cards with hardware."""
+    """Return the network cards: InfiniBand and RoCE ports, and physical Ethernet cards."""
     fabric = []
     for port in sorted(sys.glob("class/infiniband/*/ports/*")):
-        rate, card = RATE.match(_read(port / "rate")), port.parents[1]
+        rate, card = PORT_RATE.match(_read(port / "rate")), port.parents[1]
         fabric.append(Nic(name=card.name, kind="infiniband", is_up="ACTIVE" in _read(port / "state"),
                           gigabits=float(rate[1]) if rate else 0.0, numa=_numa(card / "device")))  # fmt: skip
     cards = []
@@ -138,29 +137,29 @@ def read_nics(sys: Path = Path("/sys")) -> tuple[Nic, ...]:
 
 
 def read_disk(path: Path, *, measure: bool) -> DiskFacts:
-    """Return the disk that `path` is to lie on; with `measure` a file is written there, synced and removed."""
-    ground = next(each for each in (path.absolute(), *path.absolute().parents) if each.is_dir())
-    usage, inodes = shutil.disk_usage(ground), os.statvfs(ground)
-    trouble, bandwidth = "", None
+    """Return the disk that will hold `path`. With `measure`, a file is written there, synced and removed."""
+    folder = next(each for each in (path.absolute(), *path.absolute().parents) if each.is_dir())
+    usage, inodes = shutil.disk_usage(folder), os.statvfs(folder)
+    write_error, bandwidth = "", None
     try:
         if measure:
-            bandwidth = _write_bandwidth(ground, min(WRITE_BYTES, usage.free // 4))
+            bandwidth = _write_bandwidth(folder, min(MAX_WRITE_BYTES, usage.free // 4))
         else:
-            NamedTemporaryFile(dir=ground).close()
+            NamedTemporaryFile(dir=folder).close()
     except OSError as error:
-        trouble = error.strerror or type(error).__name__
+        write_error = error.strerror or type(error).__name__
     return DiskFacts(
-        path=ground,
+        path=folder,
         free=Bytes(usage.free),
         total=Bytes(usage.total),
-        inodes=inodes.f_favail if inodes.f_files else None,  # some file systems count none
-        trouble=trouble,
+        inodes=inodes.f_favail if inodes.f_files else None,  # some file systems do not count inodes
+        write_error=write_error,
         bandwidth=bandwidth,
     )
 
 
 def try_loopback() -> str:
-    """Return '' when a socket of this machine reaches another, else what was said."""
+    """Return '' if two sockets of this machine can connect, else the error."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             server.settimeout(2.0)
@@ -171,8 +170,8 @@ def try_loopback() -> str:
     return ""
 
 
-def is_taken(host: str, port: int) -> bool:
-    """Whether somebody listens at the port already, so that we could not."""
+def is_port_in_use(host: str, port: int) -> bool:
+    """Whether another process already listens on the port."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -183,10 +182,10 @@ def is_taken(host: str, port: int) -> bool:
 
 
 def _write_bandwidth(folder: Path, num_bytes: int) -> float:
-    block, written = os.urandom(1 << 20), 0  # what a disk could compress would be no measure
+    block, written = os.urandom(1 << 20), 0  # random, because a file system may compress
     with NamedTemporaryFile(dir=folder, prefix=".trimaran-doctor-") as file:
         start = time.perf_counter()
-        while written < max(num_bytes, len(block)) and time.perf_counter() - start < WRITE_SECONDS:
+        while written < max(num_bytes, len(block)) and time.perf_counter() - start < MAX_WRITE_SECONDS:
             file.write(block)
             written += len(block)
         file.flush()
@@ -195,10 +194,7 @@ def _write_bandwidth(folder: Path, num_bytes: int) -> float:
 
 
 def _driver_cuda() -> str:
-    """Return the newest CUDA that the driver's library knows: what a program would load, not what a tool was built for.
-
-    The driver is asked for a number only; no device is opened.
-    """
+    """Return the newest CUDA that libcuda.so supports, which counts for a program; no device is opened."""
     number = ctypes.c_int(0)
     try:
         if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number)):
@@ -226,7 +222,7 @@ def _numa(device: Path) -> int:
 
 
 def _sysfs_bus(bus: str) -> str:
-    """Return `00000000:01:00.0`, as the driver's tool has it, the way Linux does: `0000:01:00.0`."""
+    """Return nvidia-smi's `00000000:01:00.0` as sysfs spells it: `0000:01:00.0`."""
     return bus[-12:].lower()
 
 

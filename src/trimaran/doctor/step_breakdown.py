@@ -1,4 +1,4 @@
-"""Where the time of a run's steps went, in seconds of a usual step."""
+"""Splits the time of a typical step into compute, data, communication, stragglers, bubble and checkpoints."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,18 +8,17 @@ from typing import Any
 
 from trimaran.doctor.evidence import Evidence, Line
 
-WARM_STEPS = 5  # after each start: compiling, first allocations, caches that fill
-FEWEST = 10  # steps that a verdict needs
-USUAL_BACKWARD = 2.0  # times a forward, where no prediction says
+WARMUP_STEPS = 5  # after each start: compilation, first allocations, cold caches
+MIN_STEPS = 10  # for a verdict
+BACKWARD_OVER_FORWARD = 2.0  # without a prediction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBreakdown:
-    """Seconds of a step as rank 0 saw it. The parts add up to `step`.
+    """Seconds of a step as rank 0 measured them. The parts add up to `step`.
 
-    What comes now and then, `data` and `checkpoint`, is a mean; the rest is what a step in the middle takes. `comm` is
-    what travelled while nothing was computed, `straggler` what was waited for the slowest rank, `bubble` what a
-    pipeline waited while it filled and drained.
+    `data` and `checkpoint`, which are occasional, are means; the others are medians. `comm` is exposed communication,
+    `straggler` the wait for the slowest rank, `bubble` the pipeline bubble.
     """
 
     steps: int
@@ -31,27 +30,29 @@ class StepBreakdown:
     checkpoint: float
     compute: float
 
-    def share(self, part: str) -> float:
+    def fraction(self, part: str) -> float:
         return getattr(self, part) / self.step if self.step else 0.0
 
     @property
-    def shares(self) -> dict[str, float]:
-        """The parts as shares of a step, for evidence."""
+    def fractions(self) -> dict[str, float]:
+        """The parts as fractions of a step, for evidence."""
         parts = ("compute", "data", "comm", "straggler", "bubble", "checkpoint")
-        return {part: round(self.share(part), 4) for part in parts if self.share(part) > 0}
+        return {part: round(self.fraction(part), 4) for part in parts if self.fraction(part) > 0}
 
 
-@lru_cache(maxsize=1)  # most rules ask, of the same evidence
-def measure(evidence: Evidence) -> StepBreakdown | None:
-    """Return where the time went; None while there are too few steps to tell."""
-    steps = settled(evidence)
-    if len(steps) < FEWEST:
+@lru_cache(maxsize=1)  # most rules ask for it, with the same evidence
+def step_breakdown(evidence: Evidence) -> StepBreakdown | None:
+    """Return the breakdown of a typical step; None with fewer than `MIN_STEPS` steps."""
+    steps = steady_steps(evidence)
+    if len(steps) < MIN_STEPS:
         return None
-    data, checkpoint = fmean(map(data_wait, steps)), fmean(phase(each, "checkpoint") for each in steps)
-    rest = median(each["step_seconds"] - data_wait(each) - phase(each, "checkpoint") for each in steps)
-    bubble = median(number(each, "bubble", "measured") or 0.0 for each in steps) * rest
-    straggler = max(median(number(each, "waits", "straggler") or 0.0 for each in steps), late_seconds(evidence, steps))
-    waited = _comm(evidence, steps)  # for whatever reason
+    data, checkpoint = fmean(map(data_wait_seconds, steps)), fmean(phase_seconds(each, "checkpoint") for each in steps)
+    rest = median(each["step_seconds"] - data_wait_seconds(each) - phase_seconds(each, "checkpoint") for each in steps)
+    bubble = median(get_number(each, "bubble", "measured") or 0.0 for each in steps) * rest
+    straggler = max(
+        median(get_number(each, "waits", "straggler") or 0.0 for each in steps), straggler_seconds(evidence, steps)
+    )
+    waited = _comm(evidence, steps)
     straggler = min(straggler, waited)
     comm = max(0.0, waited - straggler - bubble)
     return StepBreakdown(
@@ -66,10 +67,10 @@ def measure(evidence: Evidence) -> StepBreakdown | None:
     )
 
 
-def late_seconds(evidence: Evidence, steps: Sequence[Line]) -> float:
-    """Return how much longer than the others the slowest rank computes before they wait for it, in a usual step.
+def straggler_seconds(evidence: Evidence, steps: Sequence[Line]) -> float:
+    """Return how much longer than the others the slowest rank computes in a typical step, while they wait for it.
 
-    Stages of a pipeline have different work, so there nobody is late.
+    It is 0 with a pipeline, because its stages have different work.
     """
     if evidence.plan.mesh.pp > 1:
         return 0.0
@@ -77,33 +78,33 @@ def late_seconds(evidence: Evidence, steps: Sequence[Line]) -> float:
     late = [
         most - usual
         for step in steps
-        if (most := number(step, "ranks", "forward_seconds", "max")) is not None
-        and (usual := number(step, "ranks", "forward_seconds", others)) is not None
+        if (most := get_number(step, "ranks", "forward_seconds", "max")) is not None
+        and (usual := get_number(step, "ranks", "forward_seconds", others)) is not None
     ]
     return median(late) if late else 0.0
 
 
-def settled(evidence: Evidence) -> list[Line]:
-    """Return the steps that count: not those right after a start, and none that took nothing."""
-    starts = {int(each.get("step") or 0) for each in evidence.of_kind("started")} or {1}
-    cold = {start + number for start in starts for number in range(WARM_STEPS)}
+def steady_steps(evidence: Evidence) -> list[Line]:
+    """Return the steps without the first `WARMUP_STEPS` after each start, and without those that took no time."""
+    starts = {int(each.get("step") or 0) for each in evidence.events_of_kind("started")} or {1}
+    cold = {start + offset for start in starts for offset in range(WARMUP_STEPS)}
     return [each for each in evidence.steps if each["step"] not in cold and each["step_seconds"] > 0]
 
 
-def data_wait(step: Line) -> float:
-    """Return how long a step waited for its batch. The metrics tell it where it was worth telling.
+def data_wait_seconds(step: Line) -> float:
+    """Return how long a step waited for its batch; 0 if the metrics do not have it.
 
-    The phase `data` is no measure of it: it has the copy to the device and the host's bookkeeping in it as well.
+    The phase `data` is not used: it includes the copy to the device and the host's bookkeeping.
     """
-    return number(step, "loader", "waited") or 0.0
+    return get_number(step, "loader", "waited") or 0.0
 
 
-def phase(step: Line, name: str) -> float:
-    return number(step, "phases", name) or 0.0
+def phase_seconds(step: Line, name: str) -> float:
+    return get_number(step, "phases", name) or 0.0
 
 
-def number(line: Line, *path: str) -> float | None:
-    """Return the number at `path` in a line, or None where there is none."""
+def get_number(line: Line, *path: str) -> float | None:
+    """Return the number at `path` in a line, or None."""
     here: Any = line
     for key in path:
         here = here.get(key) if isinstance(here, dict) else None
@@ -111,19 +112,19 @@ def number(line: Line, *path: str) -> float | None:
 
 
 def _comm(evidence: Evidence, steps: Sequence[Line]) -> float:
-    """Return the seconds of a step in which a rank waited in collectives and computed nothing.
+    """Return the seconds of a step in which a rank waited in collectives without computing.
 
-    That is what the loop itself waits for. Where it cannot tell that in a backward, what is longer there beside the
-    forward than it should be counts as well: there gradients travel.
+    This is what the loop measures. If it cannot measure inside backward, the time by which backward exceeds its
+    expected multiple of forward counts as well, because gradients are reduced there.
     """
     mesh = evidence.plan.mesh
     if mesh.world_size == 1:
         return 0.0
-    told = median(phase(each, "comm") for each in steps)
-    inside = mesh.tp * mesh.cp * mesh.ep * mesh.pp > 1 or evidence.plan.engine != "torch"
-    if not inside and any("waits" in each for each in steps):
-        return told
+    comm = median(phase_seconds(each, "comm") for each in steps)
+    hidden_in_backward = mesh.tp * mesh.cp * mesh.ep * mesh.pp > 1 or evidence.plan.engine != "torch"
+    if not hidden_in_backward and any("waits" in each for each in steps):
+        return comm
     time = evidence.plan.prediction.time if evidence.plan.prediction else {}
-    usual = time["backward"] / time["forward"] if time.get("forward") else USUAL_BACKWARD
-    late = median(phase(each, "backward") - usual * phase(each, "forward") for each in steps)
-    return told + max(0.0, late)
+    ratio = time["backward"] / time["forward"] if time.get("forward") else BACKWARD_OVER_FORWARD
+    excess = median(phase_seconds(each, "backward") - ratio * phase_seconds(each, "forward") for each in steps)
+    return comm + max(0.0, excess)

@@ -1,4 +1,4 @@
-"""What the machines are: the catalogue of devices, clusters, and this machine. Imports no torch."""
+"""Devices, clusters and the limits of this machine. Imports no torch."""
 
 from trimaran.hardware.calibration import Calibration, apply_calibration, calibration_folder, read_calibration
 from trimaran.hardware.cluster import Cluster, Link

@@ -1,4 +1,4 @@
-"""What was measured on a machine: a value, its file, and a cluster that it replaces the guesses of."""
+"""Measured rates of a machine: the value, its file, and a cluster with measured rates instead of assumed ones."""
 
 import json
 import logging
@@ -11,8 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trimaran.core import Flops, Seconds, UserError
 from trimaran.hardware.cluster import Cluster, Link
-from trimaran.hardware.device_catalogue import DEVICES, STREAM_SHARE, Device
-from trimaran.hardware.validation_error import first_mistake
+from trimaran.hardware.device_catalogue import DEVICES, STREAM_FRACTION, Device
+from trimaran.hardware.validation_error import first_error
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ Positive = Annotated[float, Field(gt=0, lt=1e9, allow_inf_nan=False)]
 
 
 class Collectives(BaseModel):
-    """How `devices` neighbours talk: seconds a hop, and the bus bandwidth that each collective reached."""
+    """Measured collectives of `devices` neighbours: latency per hop, and the bus bandwidth of each collective."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -36,15 +36,15 @@ class Collectives(BaseModel):
 
     @property
     def reached(self) -> dict[str, float]:
-        """Bytes a second by collective, as a Link has them."""
-        told = self.model_dump(exclude={"devices", "latency_us"}, exclude_none=True)
-        return {name.removesuffix("_gb_per_second"): rate * 1e9 for name, rate in told.items()}
+        """Bytes a second by collective, as in `Link.reached`."""
+        rates = self.model_dump(exclude={"devices", "latency_us"}, exclude_none=True)
+        return {name.removesuffix("_gb_per_second"): rate * 1e9 for name, rate in rates.items()}
 
 
 class Calibration(BaseModel):
-    """Measured rates of one device; where the cores of a machine are the devices, of all of them together.
+    """Measured rates of one device; for CPU devices, of all cores of the machine together.
 
-    `launch_us` and `shapes` are to look at; the latter are the products behind the rates, TFLOP/s by
+    `launch_us` and `shapes` are for information. `shapes` holds the matmuls behind the rates: TFLOP/s by
     `bf16 8192x8192x8192` (rows, inner, columns).
     """
 
@@ -65,9 +65,9 @@ class Calibration(BaseModel):
 
 
 def calibration_folder(environ: Mapping[str, str]) -> Path:
-    """Return where measurements are kept: under TRIMARAN_CACHE, or in the user's cache.
+    """Return the folder of measurements: under TRIMARAN_CACHE, or in the user's cache.
 
-    The environment is handed in, because only those who start programs read it.
+    `environ` is an argument because only `app`, `launch` and `train/__main__.py` read the environment.
     """
     if named := environ.get("TRIMARAN_CACHE"):
         return Path(named) / "calibration"
@@ -75,18 +75,18 @@ def calibration_folder(environ: Mapping[str, str]) -> Path:
 
 
 def parse_calibration(tree: object, *, where: str) -> Calibration:
-    """Return the calibration that a person or `trimaran bench calibrate` wrote."""
+    """Return the calibration that the user or `trimaran bench calibrate` wrote."""
     if not isinstance(tree, dict):
         raise UserError("C006", "the calibration is not a mapping", where=where,
                         fix="write it again with `trimaran bench calibrate`")  # fmt: skip
     try:
         return Calibration.model_validate(tree)
     except ValidationError as error:
-        raise first_mistake(error, Calibration, code="C006", where=where) from None
+        raise first_error(error, Calibration, code="C006", where=where) from None
 
 
 def read_calibration(path: Path) -> Calibration:
-    """Return the calibration in the file; a file that is missing, damaged or too large is a person's mistake."""
+    """Return the calibration in the file; raise UserError if it is missing, damaged or too large."""
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_FILE_BYTES + 1)
@@ -94,13 +94,13 @@ def read_calibration(path: Path) -> Calibration:
     except OSError as error:
         raise UserError("C006", f"the calibration cannot be read: {error.strerror}", where=str(path),
                         fix="write it with `trimaran bench calibrate`") from None  # fmt: skip
-    except (ValueError, RecursionError):  # not JSON, not UTF-8, or brackets without end
+    except (ValueError, RecursionError):  # not JSON, not UTF-8, or nested too deep
         tree = None
     return parse_calibration(tree, where=str(path))
 
 
 def find_calibration(folder: Path | None, machine: str) -> Calibration | None:
-    """Return what was measured on this machine, if it was. A file that cannot be used is a warning, not an error."""
+    """Return the measurements of this machine, or None. An unusable file is a warning, not an error."""
     if folder is None or not (path := folder / f"{machine}.json").exists():
         return None
     try:
@@ -113,7 +113,7 @@ def find_calibration(folder: Path | None, machine: str) -> Calibration | None:
 
 
 def apply_calibration(cluster: Cluster, calibration: Calibration) -> Cluster:
-    """Return the cluster with measured rates in place of those on paper, and a note that says so."""
+    """Return the cluster with measured rates instead of those of the catalogue, and a note that says so."""
     host = calibration.host_gb_per_second
     return replace(
         cluster,
@@ -126,27 +126,27 @@ def apply_calibration(cluster: Cluster, calibration: Calibration) -> Cluster:
 def _measured_device(cluster: Cluster, calibration: Calibration) -> Device:
     device = cluster.device
     is_cpu = device.kind == "cpu"
-    # The ranks of a CPU cluster share what was measured on all cores. They compute in fp32: what a device lists is what
-    # the planner may choose, and a measurement is no reason to train in another precision.
-    share = 1 / cluster.devices_per_node if is_cpu else 1
-    told = {each: getattr(calibration, f"{each}_tflops") for each in (PRECISIONS[:1] if is_cpu else PRECISIONS)}
-    rates = {precision: Flops(rate * share * 1e12) for precision, rate in told.items() if rate}
+    # The ranks of a CPU cluster share what was measured on all cores. They compute in fp32: the planner may choose any
+    # precision that a device lists, and a measurement is no reason to train in another precision.
+    fraction = 1 / cluster.devices_per_node if is_cpu else 1
+    tflops = {each: getattr(calibration, f"{each}_tflops") for each in (PRECISIONS[:1] if is_cpu else PRECISIONS)}
+    rates = {precision: Flops(rate * fraction * 1e12) for precision, rate in tflops.items() if rate}
     if not is_cpu and device.name in DEVICES:
-        _refuse_wonders(device, rates)
-    memory, pcie = (calibration.memory_gb_per_second or 0) * share * 1e9, calibration.pcie_gb_per_second
+        _refuse_above_peak(device, rates)
+    memory, pcie = (calibration.memory_gb_per_second or 0) * fraction * 1e9, calibration.pcie_gb_per_second
     return replace(
         device,
-        # A CPU has no data sheet here: what it reaches is what it has.
+        # A CPU has no data sheet here: its measured rate is its peak.
         peak_flops={**device.peak_flops, **rates} if is_cpu else device.peak_flops,
-        memory_bandwidth=memory / STREAM_SHARE["cpu"] if is_cpu and memory else device.memory_bandwidth,
+        memory_bandwidth=memory / STREAM_FRACTION["cpu"] if is_cpu and memory else device.memory_bandwidth,
         reached={**device.reached, **rates, **({"memory": memory} if memory else {})},
         pcie_bandwidth=pcie * 1e9 if pcie else device.pcie_bandwidth,
         note=f"measured{f' on {calibration.date}' if calibration.date else ''}",
     )
 
 
-def _refuse_wonders(device: Device, rates: Mapping[str, Flops]) -> None:
-    """Raise when a device would be faster than its data sheet, but for what a clock may add."""
+def _refuse_above_peak(device: Device, rates: Mapping[str, Flops]) -> None:
+    """Raise if a rate exceeds the device's data sheet by more than 10 %, which higher clocks cannot explain."""
     for precision, rate in rates.items():
         if rate > 1.1 * (peak := device.peak(precision)):
             raise UserError("C006", f"{precision}_tflops is {rate / 1e12:,.0f}, and {device.name} has at most "
@@ -155,11 +155,11 @@ def _refuse_wonders(device: Device, rates: Mapping[str, Flops]) -> None:
 
 
 def _measured_links(cluster: Cluster, measured: Collectives | None) -> tuple[Link, ...]:
-    """Return the links with the one that was measured: the innermost that joins as many devices, or more."""
+    """Return the links with measured rates for the innermost one that connects as many devices or more."""
     if measured is None:
         return cluster.links
     levels = list(cluster.levels)
-    place = next((place for place, link in enumerate(levels) if link.devices >= measured.devices), -1)
+    index = next((index for index, link in enumerate(levels) if link.devices >= measured.devices), -1)
     latency = Seconds(measured.latency_us * 1e-6)
-    levels[place] = replace(levels[place], latency=latency, reached=measured.reached)
+    levels[index] = replace(levels[index], latency=latency, reached=measured.reached)
     return tuple(levels)

@@ -1,4 +1,4 @@
-"""What a cluster is: equal nodes of equal devices, and the links between them."""
+"""A cluster: equal nodes of equal devices, and the links between them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -6,19 +6,26 @@ from dataclasses import dataclass, field, replace
 from trimaran.core import Bytes, Seconds
 from trimaran.hardware.device_catalogue import Device
 
-HOST_BYTES = Bytes(2**40)  # of a node, where nobody said otherwise: what a server with 8 GPUs usually has
-HOST_BANDWIDTH = 200e9  # of a node, likewise: `bench calibrate` found 205e9 on the host of an H200
+DEFAULT_HOST_BYTES = Bytes(2**40)  # per node: what a server with 8 GPUs usually has
+DEFAULT_HOST_BANDWIDTH = 200e9  # bytes a second per node: `bench calibrate` measured 205e9 on the host of an H200
 
-# Seconds a hop by kind of way: near what NCCL's own model has for large messages (hwLat of graph/tuning.cc: 4 us over
-# NVLink, 6 us over PCIe, 14 us over the network), and gloo's measured 0.3 ms.
-LATENCY = {"NVLink": 5e-6, "Infinity Fabric": 5e-6, "PCIe": 6e-6, "sockets": 8e-6, "network": 15e-6, "loopback": 3e-4}
+# Seconds per hop by kind of link. Close to NCCL's own model for large messages (hwLat in graph/tuning.cc: 4 us over
+# NVLink, 6 us over PCIe, 14 us over the network); gloo's 0.3 ms is measured.
+LATENCY_SECONDS = {
+    "NVLink": 5e-6,
+    "Infinity Fabric": 5e-6,
+    "PCIe": 6e-6,
+    "sockets": 8e-6,
+    "network": 15e-6,
+    "loopback": 3e-4,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A way between devices: how many neighbours it joins, and bytes a second of one device, one way.
+    """A link between devices: how many neighbours it connects, and bytes a second per device in one direction.
 
-    `reached` are measured bus bandwidths by collective (all_reduce, all_gather, all_to_all, send), where there are any.
+    `reached` holds measured bus bandwidths by collective (all_reduce, all_gather, all_to_all, send), if there are any.
     """
 
     name: str
@@ -32,16 +39,17 @@ class Link:
 class Cluster:
     """The machines of a run. Ranks are numbered node by node.
 
-    `links` go from the innermost to the outermost, each joining more devices than the one before. Those of a node are
-    enough, and without any they follow from the device. `host_bytes` and `host_bandwidth` are of a node's own memory.
+    `links` go from the innermost to the outermost; each connects more devices than the one before. The links inside
+    a node are enough. Without any, they follow from the device. `host_bytes` and `host_bandwidth` describe a node's
+    host memory.
     """
 
     device: Device
     num_nodes: int = 1
     devices_per_node: int = 1
     links: tuple[Link, ...] = ()
-    host_bytes: Bytes = HOST_BYTES
-    host_bandwidth: float = HOST_BANDWIDTH
+    host_bytes: Bytes = DEFAULT_HOST_BYTES
+    host_bandwidth: float = DEFAULT_HOST_BANDWIDTH
 
     @property
     def world_size(self) -> int:
@@ -49,7 +57,7 @@ class Cluster:
 
     @property
     def levels(self) -> tuple[Link, ...]:
-        """The links, or those that follow from the device; the last joins all devices."""
+        """The links, or those that follow from the device; the last connects all devices."""
         if not self.links:
             return default_links(self.device, self.num_nodes, self.devices_per_node)
         if self.links[-1].devices == self.world_size:
@@ -68,13 +76,13 @@ def default_links(device: Device, num_nodes: int, devices_per_node: int) -> tupl
     """Return the link inside a node, and the network between nodes where there are several."""
     name = "NVLink" if device.link_bandwidth > 100e9 else "PCIe"  # no PCIe is that fast yet
     name = "Infinity Fabric" if device.name.startswith("MI") else "loopback" if device.kind == "cpu" else name
-    latency = Seconds(LATENCY[name])
+    latency = Seconds(LATENCY_SECONDS[name])
     near = Link(name=name, devices=devices_per_node, bandwidth=device.link_bandwidth, latency=latency)
     return (near,) if num_nodes == 1 else (near, network_link(device, num_nodes * devices_per_node))
 
 
 def network_link(device: Device, num_devices: int) -> Link:
-    """Return the way between nodes."""
+    """Return the link between nodes."""
     name = "Ethernet" if device.kind == "cpu" or device.network_bandwidth < 5e9 else "InfiniBand"
-    latency = Seconds(LATENCY["loopback" if device.kind == "cpu" else "network"])
+    latency = Seconds(LATENCY_SECONDS["loopback" if device.kind == "cpu" else "network"])
     return Link(name=name, devices=num_devices, bandwidth=device.network_bandwidth, latency=latency)

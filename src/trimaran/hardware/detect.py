@@ -1,9 +1,11 @@
-"""What this machine is: its GPUs as the driver names and wires them, or its cores. Torch is not asked."""
+"""Detects this machine: its GPUs and their links from the driver's tools, or its cores. Imports no torch."""
 
+import functools
 import json
 import os
 import re
 import subprocess
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,25 +13,28 @@ from pathlib import Path
 import psutil
 
 from trimaran.core import Bytes, Flops
-from trimaran.hardware.calibrate import cpu_flops
 from trimaran.hardware.calibration import apply_calibration, find_calibration
 from trimaran.hardware.cluster import Cluster, Link
 from trimaran.hardware.device_catalogue import CPU, DEVICES, Device, model_words
-from trimaran.hardware.gpu_topology import links_of, parse_topology, read_network
+from trimaran.hardware.gpu_topology import gpu_links, parse_topology, read_network
 
 MAX_CPU_RANKS = 8
-QUERY = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
+NVIDIA_QUERY = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
 TOPOLOGY = ("nvidia-smi", "topo", "-m")
 ROCM_QUERY = ("rocm-smi", "--showproductname", "--showmeminfo", "vram", "--json")
-DRIVER_SHARE = 0.007  # of the memory that the driver lists, what CUDA keeps from every process
+DRIVER_FRACTION = 0.007  # of the memory that the driver lists, reserved by CUDA in every process
 UNKNOWN_GPU = replace(DEVICES["V100-16GB"], peak_flops={"fp32": Flops(15e12), "bf16": Flops(60e12)})
+# The matmuls that estimate the rate of a core, see `_core_flops`.
+MATMUL_WIDTH = 64
+NUM_MATMULS = 256
+NUM_TRIES = 24
 
 
 def detect(*, visible_devices: str | None = None, calibrations: Path | None = None) -> Cluster:
-    """Return this machine as a cluster of one node: its GPUs, else one rank for each core, at most eight.
+    """Return this machine as a cluster of one node: its GPUs, or one rank per core, at most eight.
 
-    `visible_devices` is the value of CUDA_VISIBLE_DEVICES, which the driver's tool does not heed and only `app` reads.
-    `calibrations` is the folder of measurements: those of this machine replace what the catalogue says.
+    `visible_devices` is the value of CUDA_VISIBLE_DEVICES, which nvidia-smi ignores and only `app` reads.
+    `calibrations` is the folder of measurements. Those of this machine replace the rates of the catalogue.
     """
     if gpus := _list_gpus(visible_devices) or _list_amd_gpus(visible_devices):
         cluster = _gpu_cluster(gpus, visible_devices)
@@ -39,26 +44,54 @@ def detect(*, visible_devices: str | None = None, calibrations: Path | None = No
 
 
 def cpu_cluster(num_ranks: int, *, calibrations: Path | None = None) -> Cluster:
-    """Return `num_ranks` gloo ranks that share this machine's cores and the memory that is free now."""
+    """Return `num_ranks` gloo ranks that share this machine's cores and its free memory."""
     cores = num_cores()
-    share, free_bytes = cores / num_ranks, psutil.virtual_memory().available
+    cores_per_rank, free_bytes = cores / num_ranks, psutil.virtual_memory().available
     device = replace(
         CPU,
         memory_bytes=Bytes(free_bytes // num_ranks),
-        memory_bandwidth=CPU.memory_bandwidth * share,
-        note=f"cores per rank: {share:.2g}",
+        memory_bandwidth=CPU.memory_bandwidth * cores_per_rank,
+        note=f"cores per rank: {cores_per_rank:.2g}",
     )
     cluster = Cluster(device=device, devices_per_node=num_ranks, host_bytes=Bytes(free_bytes))
     if calibration := find_calibration(calibrations, machine_name(cluster)):
         return apply_calibration(cluster, calibration)
-    guess, note = Flops(cpu_flops(cores) / num_ranks), "a first guess, timed on this machine in a moment"
-    return replace(cluster, device=replace(device, peak_flops={"fp32": guess}, note=f"{note}; {device.note}"))
+    estimate, note = Flops(cpu_flops(cores) / num_ranks), "a quick estimate, timed on this machine"
+    return replace(cluster, device=replace(device, peak_flops={"fp32": estimate}, note=f"{note}; {device.note}"))
+
+
+def cpu_flops(threads: int = 1) -> Flops:
+    """Return the float32 matmul rate of `threads` cores, as if they did not slow each other down.
+
+    A quick estimate that takes a few hundredths of a second, not a benchmark.
+    """
+    return Flops(_core_flops() * threads)
+
+
+@functools.cache
+def _core_flops() -> float:
+    """Return the rate of one core, however many threads NumPy's BLAS uses.
+
+    Threads cannot be counted or limited from here without the environment. But OpenBLAS runs a matmul of up to 2**18
+    multiplications on one thread, and a batch of 64 x 64 matmuls reaches 0.9 or more of the rate of a large one.
+    The best of several tries is the one without an interruption.
+    """
+    import numpy as np  # noqa: PLC0415  (takes a tenth of a second, and only a CPU run needs it)
+
+    left = np.full((NUM_MATMULS, MATMUL_WIDTH, MATMUL_WIDTH), 0.5, dtype=np.float32)
+    right, out = left[0].copy(), np.empty_like(left)
+    best = float("inf")
+    for _ in range(NUM_TRIES):
+        start = time.perf_counter()
+        np.matmul(left, right, out=out)
+        best = min(best, time.perf_counter() - start)
+    return 2.0 * MATMUL_WIDTH**3 * NUM_MATMULS / best
 
 
 def machine_name(cluster: Cluster) -> str:
-    """Return the file name of what is measured here. Machines that are alike share one, so a cluster needs one file.
+    """Return the file name of this machine's calibration. Equal machines share it, so a cluster needs one file.
 
-    GPUs are named one by one, because a rank may see any number of them; cores are counted, because ranks share them.
+    For GPUs the name has no count, because a rank may see any number of them. Cores are counted: ranks share them.
     """
     if cluster.device.kind == "cuda":
         return _file_name(cluster.device.name)
@@ -71,9 +104,9 @@ def machine_name(cluster: Cluster) -> str:
 
 
 def gpu_device(gpus: Sequence[tuple[str, float]]) -> Device:
-    """Return the device that stands for all `gpus`, pairs of the driver's name and MiB: the smallest of them."""
+    """Return the device that represents all `gpus`, pairs of the driver's name and MiB: the smallest of them."""
     name, mebibytes = min(gpus, key=lambda gpu: gpu[1])
-    memory = Bytes(int(mebibytes * 2**20 * (1 - DRIVER_SHARE)))
+    memory = Bytes(int(mebibytes * 2**20 * (1 - DRIVER_FRACTION)))
     words = set(re.split(r"[\s_-]+", name.upper()))
     family = [each for each in DEVICES.values() if each.kind == "cuda" and model_words(each) <= words]
     if not family:
@@ -87,7 +120,7 @@ def gpu_device(gpus: Sequence[tuple[str, float]]) -> Device:
 
 
 def num_cores() -> int:
-    """Return the cores this process may use. Two hyper-threads are one: a matrix product gains nothing from them."""
+    """Return the cores this process may use. Two hyper-threads count as one: a matmul gains nothing from them."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(allowed, psutil.cpu_count(logical=False) or allowed)
 
@@ -97,13 +130,13 @@ def _gpu_cluster(gpus: Sequence[tuple[str, float]], visible: str | None) -> Clus
     if network := read_network():
         device = replace(device, network_bandwidth=network / len(gpus))
     host_bytes = Bytes(psutil.virtual_memory().total)
-    links = _wired(device, len(gpus), visible)
+    links = _read_gpu_links(device, len(gpus), visible)
     return Cluster(device=device, devices_per_node=len(gpus), links=links, host_bytes=host_bytes)
 
 
-def _wired(device: Device, num_gpus: int, visible: str | None) -> tuple[Link, ...]:
-    """Return how the visible GPUs are joined; nothing where the driver does not say: then the device's own link."""
-    matrix = parse_topology(_ask(TOPOLOGY)) if num_gpus > 1 else None
+def _read_gpu_links(device: Device, num_gpus: int, visible: str | None) -> tuple[Link, ...]:
+    """Return the links between the visible GPUs; empty if the driver does not say: then the device's link counts."""
+    matrix = parse_topology(_run_tool(TOPOLOGY)) if num_gpus > 1 else None
     if matrix is None:
         return ()
     chosen = (
@@ -111,15 +144,15 @@ def _wired(device: Device, num_gpus: int, visible: str | None) -> tuple[Link, ..
     )
     if len(chosen) != num_gpus or max(chosen) >= len(matrix):
         return ()  # chosen by UUID, or a container that counts differently
-    return links_of([[matrix[row][column] for column in chosen] for row in chosen], device)
+    return gpu_links([[matrix[row][column] for column in chosen] for row in chosen], device)
 
 
 def _list_gpus(visible: str | None) -> list[tuple[str, float]]:
     if visible is not None and not visible.strip(", "):
         return []
     chosen = () if visible is None else (f"--id={visible}",)
-    rows = (line.rpartition(",") for line in _ask((*QUERY, *chosen)).splitlines())
-    # A Grace-Blackwell or an iGPU may answer `[N/A]`, which is not a memory to plan with.
+    rows = (line.rpartition(",") for line in _run_tool((*NVIDIA_QUERY, *chosen)).splitlines())
+    # A Grace-Blackwell or an iGPU may report `[N/A]`, which is not a memory size to plan with.
     return [(name.strip(), float(memory)) for name, _, memory in rows if memory.strip().isdigit()]
 
 
@@ -127,16 +160,16 @@ def _list_amd_gpus(visible: str | None) -> list[tuple[str, float]]:
     if visible is not None and not visible.strip(", "):
         return []
     try:
-        cards = json.loads(_ask(ROCM_QUERY) or "{}")
+        cards = json.loads(_run_tool(ROCM_QUERY) or "{}")
         pairs = [(str(card["Card Series"]), float(card["VRAM Total Memory (B)"]) / 2**20) for card in cards.values()]
     except (ValueError, KeyError, TypeError, AttributeError):
         return []  # another version of the tool, or no card
     chosen = range(len(pairs)) if visible is None else [int(each) for each in visible.split(",") if each.isdigit()]
-    return [pairs[place] for place in chosen if place < len(pairs)]
+    return [pairs[index] for index in chosen if index < len(pairs)]
 
 
-def _ask(command: Sequence[str]) -> str:
-    """Return what a driver's tool answers; nothing where there is no tool, no answer, or no such device."""
+def _run_tool(command: Sequence[str]) -> str:
+    """Return the output of a driver's tool; empty if there is no tool, no answer, or no such device."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):

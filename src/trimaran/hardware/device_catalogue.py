@@ -1,27 +1,27 @@
-"""What a device is, on paper: the catalogue, and how people and drivers spell its names."""
+"""The device catalogue: data sheet rates, and how users and drivers spell the names."""
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from trimaran.core import GIB, Bytes, Flops, UserError, nearest
+from trimaran.core import GIB, Bytes, Flops, UserError, did_you_mean
 
-# Of the peak, where nobody measured, what the best product reaches: the devices below for which somebody did reach 0.73
-# to 0.87 (NVIDIA) and 0.51 to 0.60 (AMD).
-ASSUMED = {"NVIDIA": 0.75, "AMD": 0.55}
-# Of the memory's rate, where nobody measured, what a large elementwise operator reaches.
-STREAM_SHARE = {"cuda": 0.85, "cpu": 0.7}
+# Fraction of the peak that the best matmul reaches, for devices without a measurement. The measured devices below
+# reach 0.73 to 0.87 (NVIDIA) and 0.51 to 0.60 (AMD).
+ASSUMED_MATMUL_FRACTION = {"NVIDIA": 0.75, "AMD": 0.55}
+# Fraction of the memory bandwidth that a large elementwise operator reaches, without a measurement.
+STREAM_FRACTION = {"cuda": 0.85, "cpu": 0.7}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """One accelerator, or one CPU rank. Bandwidths are bytes a second, one way, of one device.
+    """One accelerator, or one CPU rank. Bandwidths are bytes a second per device in one direction.
 
-    `memory_bytes` is what a process can see, not what the box says. `peak_flops` is dense arithmetic by precision,
-    `achievable` the share of it that the best matrix product reaches, `reached` what was measured instead: flops by
-    precision, and bytes a second of `memory`. `link_bandwidth` goes to a neighbour in the node, `network_bandwidth` to
-    another node, `pcie_bandwidth` to the host. `node_size` is how many share a node unless a person says otherwise.
+    `memory_bytes` is what a process can see, not the nominal size. `peak_flops` is dense arithmetic by precision.
+    `achievable` is the fraction of it that the best matmul reaches; `reached` holds measurements instead: flops by
+    precision, and bytes a second of `memory`. `link_bandwidth` leads to a neighbour in the node, `network_bandwidth`
+    to another node, `pcie_bandwidth` to the host. `node_size` is how many devices a node has by default.
     """
 
     name: str
@@ -38,26 +38,26 @@ class Device:
     note: str = ""
 
     def peak(self, precision: str) -> Flops:
-        """Return the data sheet's rate; a precision the device lacks runs at the rate of fp32."""
+        """Return the data sheet's rate; a precision that the device lacks runs at the fp32 rate."""
         return self.peak_flops.get(precision, self.peak_flops["fp32"])
 
     def achievable_flops(self, precision: str) -> Flops:
-        """Return the rate of the best matrix product: measured, or its share of the peak."""
-        known = precision if precision in self.peak_flops else "fp32"
-        return Flops(self.reached.get(known, self.peak(known) * self.achievable))
+        """Return the rate of the best matmul: measured, or a fraction of the peak."""
+        supported = precision if precision in self.peak_flops else "fp32"
+        return Flops(self.reached.get(supported, self.peak(supported) * self.achievable))
 
     @property
     def stream_bandwidth(self) -> float:
-        """Bytes a second that a large elementwise operator moves: measured, or the usual share of the data sheet."""
-        return self.reached.get("memory", self.memory_bandwidth * STREAM_SHARE[self.kind])
+        """Bytes a second that a large elementwise operator moves: measured, or the usual fraction of the data sheet."""
+        return self.reached.get("memory", self.memory_bandwidth * STREAM_FRACTION[self.kind])
 
 
-# Rates are dense, from the makers' data sheets and architecture papers; fp32 is without TF32, as torch starts, and half
-# precision sums in fp32 (half the rate on GeForce). Memory is what torch reports, or 0.99 of the box where we have not
-# seen that. `best` are the best measured bf16 and fp8 products (MAMF, stas00/ml-engineering; A800, H800 and GH200 have
-# the die of A100 and H100). Bridges between pairs of cards do not carry a ring over the node, so such cards meet over
-# PCIe here; `auto` and a cluster file know the pairs. NIC is a typical node's cards divided by its devices: a guess
-# that a cluster file replaces.
+# Rates are dense, from the makers' data sheets and architecture papers. fp32 is without TF32, which is torch's default.
+# Half precision accumulates in fp32 (half the rate on GeForce). Memory is what torch reports, or 0.99 of the nominal
+# size where we have no report. `best` are the best measured bf16 and fp8 matmuls (MAMF, stas00/ml-engineering; A800,
+# H800 and GH200 have the die of A100 and H100). Bridges between pairs of cards do not carry a ring over the node, so
+# such cards communicate over PCIe here; `auto` and a cluster file know the pairs. NIC is the bandwidth of a typical
+# node's network cards divided by its devices: a guess that a cluster file replaces.
 # fmt: off
 _GPUS = (
     # name            GiB   fp32   half   fp8   best (bf16, fp8)  HBM  link  PCIe   NIC  node   (TFLOP/s and GB/s)
@@ -98,9 +98,9 @@ _GPUS = (
     ("MI355X",      287.7, 157.3,  2516, 5033,    0,    0,  8000,  537,   63,   50,    8),
 )
 # fmt: on
-WITHOUT_BF16 = {"V100-16GB", "V100-32GB", "T4"}  # Volta and Turing: tensor cores for fp16 alone
+WITHOUT_BF16 = {"V100-16GB", "V100-32GB", "T4"}  # Volta and Turing: their tensor cores support fp16 only
 
-# One core of a recent server. `hardware.detect` puts this machine's memory and rate in place of the nominal ones.
+# One core of a recent server. `hardware.detect` replaces the nominal memory and rate with those of this machine.
 # memory_bandwidth: what one core streams through torch's allocator; link_bandwidth: gloo over loopback.
 CPU = Device(
     name="cpu",
@@ -119,7 +119,7 @@ CPU = Device(
 def _gpu(row: tuple) -> Device:
     name, gib, fp32, half, fp8, best, best_fp8, hbm, link, pcie, nic, node_size = row
     rates = {"fp32": fp32, "fp16": half, "bf16": 0 if name in WITHOUT_BF16 else half, "fp8": fp8}
-    assumed = ASSUMED["AMD" if name.startswith("MI") else "NVIDIA"]
+    assumed = ASSUMED_MATMUL_FRACTION["AMD" if name.startswith("MI") else "NVIDIA"]
     return Device(
         name=name,
         kind="cuda",
@@ -132,14 +132,14 @@ def _gpu(row: tuple) -> Device:
         pcie_bandwidth=pcie * 1e9,
         network_bandwidth=nic * 1e9,
         node_size=node_size,
-        note="the best product that others measured" if best else f"{assumed} of the data sheet, assumed",
+        note="the best published matmul rate" if best else f"{assumed} of the data sheet, assumed",
     )
 
 
 DEVICES: dict[str, Device] = {row[0]: _gpu(row) for row in _GPUS} | {"cpu": CPU}
 
 _ALIASES = {"3090": "RTX3090", "4090": "RTX4090", "5090": "RTX5090", "a6000": "RTX-A6000", "h10094gb": "H100-NVL"}
-# Words that name the maker, the socket or the rack, and no other device.
+# Words that name the maker, the socket or the rack, not the device.
 _NOISE = re.compile(
     r"nvidia|amd|geforce|tesla|instinct|sxm\d?|oam|hbm\d\w?|nvl\d\d|generation|blackwell", re.IGNORECASE
 )
@@ -147,27 +147,27 @@ _MEMORY = re.compile(r"(\d+)(?:gb|gib|g)", re.IGNORECASE)
 
 
 def find_device(name: str) -> Device:
-    """Return the device of the catalogue that `name` means, however it is spelt: `a100_80gb`, `H100-SXM`, `rtx 4090`.
+    """Return the device of the catalogue that `name` means, in any spelling: `a100_80gb`, `H100-SXM`, `rtx 4090`.
 
-    Without its memory, the largest of the name.
+    Without a memory size, the largest device of that name.
     """
     words = [word for word in _words(name) if not _NOISE.fullmatch(word)]
-    spelt = _squeeze("".join(words))
-    known = {_squeeze(each): each for each in DEVICES} | _ALIASES
-    if spelt in known:
-        return DEVICES[known[spelt]]
+    key = _squeeze("".join(words))
+    by_key = {_squeeze(each): each for each in DEVICES} | _ALIASES
+    if key in by_key:
+        return DEVICES[by_key[key]]
     sizes = [float(match[1]) for word in words if (match := _MEMORY.fullmatch(word))]
     same = [each for each in DEVICES.values() if model_words(each) == {word.upper() for word in words} - _sizes(words)]
     if sizes:
         same = [each for each in same if abs(each.memory_bytes / GIB / sizes[0] - 1) < 0.1]
     if not same:
-        raise UserError("C001", f"there is no device '{name}' in the catalogue{nearest(name, DEVICES)}",
+        raise UserError("C001", f"there is no device '{name}' in the catalogue{did_you_mean(name, DEVICES)}",
                         where="cluster", fix=f"use one of {', '.join(DEVICES)}")  # fmt: skip
     return min(same, key=lambda each: abs(each.memory_bytes / GIB - (sizes[0] if sizes else 1e6)))
 
 
 def model_words(device: Device) -> set[str]:
-    """Return the words that a driver's name has to contain: 4090 of `GeForce RTX 4090`, H100 and NVL of `H100 NVL`."""
+    """Return the words that a driver's name must contain: 4090 of `GeForce RTX 4090`, H100 and NVL of `H100 NVL`."""
     words = _words(device.name)
     return {word.upper().removeprefix("RTX") for word in words} - _sizes(words) - {""}
 

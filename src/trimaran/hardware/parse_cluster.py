@@ -1,4 +1,4 @@
-"""A cluster's text in, Cluster out: `auto`, `8xH100`, `4x8xA100-80GB`, `2xcpu` or a YAML file."""
+"""Parses a cluster: `auto`, `8xH100`, `4x8xA100-80GB`, `2xcpu` or a YAML file."""
 
 import re
 from dataclasses import replace
@@ -11,10 +11,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trimaran.core import GIB, Bytes, Seconds, UserError
 from trimaran.hardware.calibration import apply_calibration, parse_calibration, read_calibration
-from trimaran.hardware.cluster import LATENCY, Cluster, Link
+from trimaran.hardware.cluster import LATENCY_SECONDS, Cluster, Link
 from trimaran.hardware.detect import cpu_cluster, detect
 from trimaran.hardware.device_catalogue import find_device
-from trimaran.hardware.validation_error import first_mistake
+from trimaran.hardware.validation_error import first_error
 
 MAX_FILE_BYTES = 1 << 16
 MAX_DEVICES = 1 << 16
@@ -24,8 +24,8 @@ EXAMPLES = "write auto, 8xH100, 4x8xA100-80GB, 2xcpu or the name of a YAML file"
 Positive = Annotated[float, Field(gt=0, lt=1e6)]
 
 
-class Reached(BaseModel):
-    """Bus bandwidths that somebody measured on a link, in 10^9 bytes a second."""
+class MeasuredBandwidths(BaseModel):
+    """Measured bus bandwidths of a link, in 10^9 bytes a second."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -36,7 +36,7 @@ class Reached(BaseModel):
 
 
 class LinkFile(BaseModel):
-    """What a person writes about a link. The last of the list may leave out how many devices it joins: all."""
+    """A link in a cluster file. The last of the list may leave out `devices`: it connects all of them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -44,11 +44,11 @@ class LinkFile(BaseModel):
     devices: Annotated[int, Field(ge=2, le=MAX_DEVICES)] | None = None
     gb_per_second: Positive
     latency_us: Positive | None = None
-    reached: Reached = Reached()
+    reached: MeasuredBandwidths = MeasuredBandwidths()
 
 
 class ClusterFile(BaseModel):
-    """What a person writes about a cluster. Bandwidths are of one device, one way; the catalogue fills in the rest."""
+    """A cluster file. Bandwidths are per device in one direction; the catalogue fills in the rest."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -66,8 +66,7 @@ class ClusterFile(BaseModel):
 def parse_cluster(text: str, *, visible_devices: str | None = None, calibrations: Path | None = None) -> Cluster:
     """Return the cluster that `text` names.
 
-    `visible_devices` counts only for `auto`, `calibrations` for what stands for this machine: `auto` and `2xcpu`; see
-    `detect`.
+    `visible_devices` applies to `auto` only. `calibrations` applies to this machine: `auto` and `2xcpu`; see `detect`.
     """
     text = text.strip()
     if text.casefold() == "auto":
@@ -96,7 +95,7 @@ def _build(counts: list[int], name: str, text: str, calibrations: Path | None = 
         devices_per_node = num_devices // num_nodes
     if num_nodes * devices_per_node > MAX_DEVICES:
         raise UserError("C003", f"'{text}' has more than {MAX_DEVICES:,} devices", where="cluster", fix=EXAMPLES)
-    if device.kind == "cpu":  # the other nodes are taken to be like this one
+    if device.kind == "cpu":  # the other nodes are assumed to equal this one
         return replace(cpu_cluster(devices_per_node, calibrations=calibrations), num_nodes=num_nodes)
     return Cluster(device=device, num_nodes=num_nodes, devices_per_node=devices_per_node)
 
@@ -115,51 +114,51 @@ def _read_cluster(path: Path) -> Cluster:
         raise UserError("C004", "this is not a small YAML mapping", where=str(path),
                         fix="start from: {device: H100, num_nodes: 2, devices_per_node: 8}")  # fmt: skip
     try:
-        told = ClusterFile.model_validate(tree)
+        file = ClusterFile.model_validate(tree)
     except ValidationError as error:
-        raise first_mistake(error, ClusterFile, code="C005", where=str(path)) from None
-    return _describe(told, path)
+        raise first_error(error, ClusterFile, code="C005", where=str(path)) from None
+    return _cluster_of(file, path)
 
 
-def _describe(told: ClusterFile, path: Path) -> Cluster:
-    cluster = _build([told.num_nodes, told.devices_per_node], told.device, str(path))
+def _cluster_of(file: ClusterFile, path: Path) -> Cluster:
+    cluster = _build([file.num_nodes, file.devices_per_node], file.device, str(path))
     device = cluster.device
-    if told.memory_gib:
-        device = replace(device, memory_bytes=Bytes(int(told.memory_gib * GIB)))
-    if told.link_gb_per_second:
-        device = replace(device, link_bandwidth=told.link_gb_per_second * 1e9)
-    if told.network_gb_per_second:
-        device = replace(device, network_bandwidth=told.network_gb_per_second * 1e9)
-    if told.host_memory_gib:
-        cluster = replace(cluster, host_bytes=Bytes(int(told.host_memory_gib * GIB)))
-    cluster = replace(cluster, device=device, links=_links(told, cluster.world_size, path))
-    if told.calibration is None:
+    if file.memory_gib:
+        device = replace(device, memory_bytes=Bytes(int(file.memory_gib * GIB)))
+    if file.link_gb_per_second:
+        device = replace(device, link_bandwidth=file.link_gb_per_second * 1e9)
+    if file.network_gb_per_second:
+        device = replace(device, network_bandwidth=file.network_gb_per_second * 1e9)
+    if file.host_memory_gib:
+        cluster = replace(cluster, host_bytes=Bytes(int(file.host_memory_gib * GIB)))
+    cluster = replace(cluster, device=device, links=_links(file, cluster.world_size, path))
+    if file.calibration is None:
         return cluster
-    if isinstance(told.calibration, str):
-        return apply_calibration(cluster, read_calibration(path.parent / told.calibration))
-    return apply_calibration(cluster, parse_calibration(told.calibration, where=f"{path}: calibration"))
+    if isinstance(file.calibration, str):
+        return apply_calibration(cluster, read_calibration(path.parent / file.calibration))
+    return apply_calibration(cluster, parse_calibration(file.calibration, where=f"{path}: calibration"))
 
 
-def _links(told: ClusterFile, world_size: int, path: Path) -> tuple[Link, ...]:
-    """Return the links of the file, after a look at whether they grow and the last joins all."""
-    if not told.links:
+def _links(file: ClusterFile, world_size: int, path: Path) -> tuple[Link, ...]:
+    """Return the links of the file; raise unless their sizes grow and the last connects all devices."""
+    if not file.links:
         return ()
-    sizes = [each.devices for each in told.links[:-1]] + [told.links[-1].devices or world_size]
-    if told.link_gb_per_second or told.network_gb_per_second:
-        raise UserError("C007", "the bandwidths are told twice: in links, and on their own", where=str(path),
+    sizes = [each.devices for each in file.links[:-1]] + [file.links[-1].devices or world_size]
+    if file.link_gb_per_second or file.network_gb_per_second:
+        raise UserError("C007", "the bandwidths are set twice: in links, and on their own", where=str(path),
                         fix="leave out link_gb_per_second and network_gb_per_second")  # fmt: skip
     if sizes[-1] != world_size:
-        raise UserError("C007", f"the last link joins {sizes[-1]} devices of {world_size}", where=f"{path}: links",
-                        fix="leave out its devices: the last link joins all")  # fmt: skip
+        raise UserError("C007", f"the last link connects {sizes[-1]} devices of {world_size}", where=f"{path}: links",
+                        fix="leave out its devices: the last link connects all")  # fmt: skip
     for inner, outer in pairwise(sizes):
         if inner is None or outer is None or outer <= inner or outer % inner:
             raise UserError("C007", f"a link of {inner or 'all'} devices does not fit into one of {outer or 'all'}",
-                            where=f"{path}: links", fix="go from the innermost outwards: 8, then 64")  # fmt: skip
-    return tuple(_link(each, size or world_size) for each, size in zip(told.links, sizes, strict=True))
+                            where=f"{path}: links", fix="start with the innermost: 8, then 64")  # fmt: skip
+    return tuple(_link(each, size or world_size) for each, size in zip(file.links, sizes, strict=True))
 
 
-def _link(told: LinkFile, num_devices: int) -> Link:
-    reached = {name: rate * 1e9 for name, rate in told.reached.model_dump(exclude_none=True).items()}
-    latency = told.latency_us * 1e-6 if told.latency_us else LATENCY.get(told.name, LATENCY["network"])
-    bandwidth = told.gb_per_second * 1e9
-    return Link(name=told.name, devices=num_devices, bandwidth=bandwidth, latency=Seconds(latency), reached=reached)
+def _link(file: LinkFile, num_devices: int) -> Link:
+    reached = {name: rate * 1e9 for name, rate in file.reached.model_dump(exclude_none=True).items()}
+    latency = file.latency_us * 1e-6 if file.latency_us else LATENCY_SECONDS.get(file.name, LATENCY_SECONDS["network"])
+    bandwidth = file.gb_per_second * 1e9
+    return Link(name=file.name, devices=num_devices, bandwidth=bandwidth, latency=Seconds(latency), reached=reached)

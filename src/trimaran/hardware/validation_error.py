@@ -1,26 +1,26 @@
-"""What is wrong with a file that a person wrote: the first of pydantic's complaints, in our words."""
+"""Turns the first of pydantic's validation errors in a user's file into a UserError."""
 
 from collections.abc import Sequence
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from trimaran.core import UserError, nearest
+from trimaran.core import UserError, did_you_mean
 
 
-def first_mistake(error: ValidationError, model: type[BaseModel], *, code: str, where: str) -> UserError:
-    """Return the error to raise for the first field of `model` that is wrong."""
+def first_error(error: ValidationError, model: type[BaseModel], *, code: str, where: str) -> UserError:
+    """Return the error to raise for the first invalid field of `model`."""
     first: Any = error.errors(include_url=False)[0]
     path, name = ".".join(map(str, first["loc"])), str(first["loc"][-1])
     if first["type"] == "extra_forbidden":
-        known = _fields(model, first["loc"][:-1])
-        return UserError(code, f"there is no field '{path}'{nearest(name, known)}", where=where,
-                         fix=f"the fields here are {', '.join(known)}")  # fmt: skip
+        names = _fields(model, first["loc"][:-1])
+        return UserError(code, f"there is no field '{path}'{did_you_mean(name, names)}", where=where,
+                         fix=f"the fields here are {', '.join(names)}")  # fmt: skip
     return UserError(code, f"{path}: {first['msg']}", where=where, fix=f"correct {path} in that file")
 
 
 def _fields(model: type[BaseModel], path: Sequence[str | int]) -> list[str]:
-    """Return the fields of the section that `path` leads to, through lists and options."""
+    """Return the fields of the section at `path`; lists and unions are followed."""
     for step in path:
         if step in model.model_fields:
             model = next(_models(model.model_fields[str(step)].annotation), model)

@@ -1,1 +1,1 @@
-"""Outside the worker: starts the ranks and watches over them. Meets them only through files and command lines."""
+"""Starts the ranks and supervises them from outside. It shares only files, sockets and command lines with them."""

@@ -1,4 +1,4 @@
-"""How long a rank may stand still before it has hung: learnt from how long the same thing took before."""
+"""How long a rank may stay in one section or step before it counts as hung, learnt from earlier durations."""
 
 import statistics
 from collections import deque
@@ -7,38 +7,38 @@ from collections.abc import Mapping
 from trimaran.core import FaultsSection
 from trimaran.run import Heartbeat, Section
 
-STEPS = 20
+NUM_RECENT_STEPS = 20
 STEP_FACTOR = 5.0
 SECTION_FACTOR = 10.0
-LEAST_SECONDS = 30.0
-NAPS = 3
+MIN_SECTION_SECONDS = 30.0
+MAX_PAUSES = 3  # of the supervisor during one silence; then the silence counts in full
 
 
 class Deadlines:
-    """Looks at the heartbeats of a node's ranks, and says which of them are late.
+    """Reads the heartbeats of a node's ranks, and finds those past their deadline.
 
-    A step may take five times the median of the last 20, but at least `hang_seconds`. Everything else may take
-    `start_seconds` the first time, and later ten times the longest that was seen, but at least 30 s. A wait for data
-    always may: the loader has deadlines of its own, and names the sample. So may what is compiled: no two things take
-    the same time. Seconds in which a rank could run and was
-    given no core do not count, for it or for those that may be waiting for it.
+    A step may take five times the median of the last 20 steps, but at least `hang_seconds`. Every other section may
+    take `start_seconds` the first time, and later ten times the longest so far, but at least 30 s. Two sections may
+    always take `start_seconds`: waiting for data, because the loader has its own deadlines and names the sample, and
+    compiling, because earlier compilations say nothing about the next. Seconds in which a rank was ready to run and had
+    no core do not count, neither for it nor for the ranks that may wait for it.
     """
 
     def __init__(self, faults: FaultsSection) -> None:
         self._faults = faults
-        self._steps: deque[float] = deque(maxlen=STEPS)
+        self._steps: deque[float] = deque(maxlen=NUM_RECENT_STEPS)
         self._longest: dict[Section, float] = {}
         self._before: dict[int, Heartbeat] = {}
         self._queued: dict[int, float] = {}
-        self._crowded = 0.0  # seconds, of the rank that waited longest at each look, for a core
-        self._crowded_at: dict[int, float] = {}  # what they were when a rank was last heard of
-        self._naps: deque[float] = deque(maxlen=NAPS)  # when whoever watches was there again
+        self._core_wait = 0.0  # seconds of waiting for a core, of the rank that waited longest in each interval
+        self._core_wait_at: dict[int, float] = {}  # the same when a rank last made progress
+        self._pauses: deque[float] = deque(maxlen=MAX_PAUSES)  # when the supervisor resumed polling after a pause
 
     def start(self) -> None:
-        """Forget the ranks, which are new, but not how long things take."""
+        """Forget the ranks of the last attempt, but keep the durations learnt so far."""
         self._before.clear()
         self._queued.clear()
-        self._crowded_at.clear()
+        self._core_wait_at.clear()
 
     def of(self, section: Section) -> float:
         """Return the seconds that `section` may take."""
@@ -47,18 +47,18 @@ class Deadlines:
             return max(self._faults.hang_seconds, STEP_FACTOR * usual)
         if section in ("data", "compile") or section not in self._longest:
             return self._faults.start_seconds
-        return min(self._faults.start_seconds, max(LEAST_SECONDS, SECTION_FACTOR * self._longest[section]))
+        return min(self._faults.start_seconds, max(MIN_SECTION_SECONDS, SECTION_FACTOR * self._longest[section]))
 
-    def excuse(self, now: float) -> None:
-        """Count silence only from `now` on: whoever watches was not there, and the ranks may not have been either."""
-        self._naps.append(now)
+    def note_pause(self, now: float) -> None:
+        """Count silence only from `now` on: the supervisor did not run until now, and maybe neither did the ranks."""
+        self._pauses.append(now)
 
     def _counted(self, entered: float, now: float) -> float:
-        """Return the seconds of a silence that count. Who naps again and again does not excuse it for ever."""
-        is_excused = self._naps and not (len(self._naps) == NAPS and self._naps[0] > entered)
-        return now - (max(entered, self._naps[-1]) if is_excused else entered)
+        """Return the seconds of a silence that count. After `MAX_PAUSES` pauses all of it counts."""
+        is_excused = self._pauses and not (len(self._pauses) == MAX_PAUSES and self._pauses[0] > entered)
+        return now - (max(entered, self._pauses[-1]) if is_excused else entered)
 
-    def late(
+    def overdue(
         self, heartbeats: Mapping[int, Heartbeat], now: float, queued: Mapping[int, float] | None = None
     ) -> dict[int, float]:
         """Return the seconds of silence of each rank that is past its deadline, and learn from the others.
@@ -66,16 +66,16 @@ class Deadlines:
         `queued` are the seconds that each rank has waited for a core since it was started.
         """
         queued, silent = queued or {}, {}
-        # Of a rank that has just ended nothing is counted any more: its 0 takes nothing back.
-        self._crowded += max([0.0, *(each - self._queued.get(rank, each) for rank, each in queued.items())])
+        # The value of a rank that has just ended drops to 0; the difference must not become negative.
+        self._core_wait += max([0.0, *(each - self._queued.get(rank, each) for rank, each in queued.items())])
         self._queued.update(queued)
         for rank, heartbeat in heartbeats.items():
             before = self._before.get(rank)
             self._learn(before, heartbeat)
             if before is None or heartbeat.entered > before.entered:
-                self._crowded_at[rank] = self._crowded
+                self._core_wait_at[rank] = self._core_wait
             self._before[rank] = heartbeat
-            seconds = self._counted(heartbeat.entered, now) - (self._crowded - self._crowded_at[rank])
+            seconds = self._counted(heartbeat.entered, now) - (self._core_wait - self._core_wait_at[rank])
             if seconds > self.of(heartbeat.section):
                 silent[rank] = seconds
         return silent
@@ -85,7 +85,7 @@ class Deadlines:
             return
         seconds = after.entered - before.entered
         if before.section == "step" and after.section in ("step", "data"):
-            # A look is not taken at every step: several may have passed.
+            # Several steps may have passed since the last poll.
             self._steps.append(seconds / max(1, after.step - before.step))
         elif before.section != "step":
             self._longest[before.section] = max(seconds, self._longest.get(before.section, 0.0))

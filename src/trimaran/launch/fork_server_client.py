@@ -1,4 +1,4 @@
-"""The supervisor's end of the line to a fork server, the process that forks the ranks of a node."""
+"""Starts a fork server, the process that forks the ranks of a node, and talks to it over a socket."""
 
 import contextlib
 import json
@@ -14,22 +14,26 @@ from typing import Any
 from trimaran.run import RunDirectory
 from trimaran.run.compile_cache import compile_cache
 
-# What must be there before torch is imported: its flight recorder, and a way to count GPUs that does not start CUDA.
-FORK_SERVER = {"TORCH_FR_BUFFER_SIZE": "2000", "PYTORCH_NVML_BASED_CUDA_CHECK": "1", "PYTHONUNBUFFERED": "1"}
+# Variables that torch reads when it is imported: its flight recorder, and to count GPUs without initialising CUDA.
+FORK_SERVER_ENVIRONMENT = {
+    "TORCH_FR_BUFFER_SIZE": "2000",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    "PYTHONUNBUFFERED": "1",
+}
 
 
 @dataclass(slots=True)
 class ForkServerClient:
-    """A fork server that was started, and what is told over the line. It dies with the thread that made it."""
+    """A running fork server. It dies with the thread that started it."""
 
     process: subprocess.Popen[bytes]
     _socket: socket.socket
-    _heard: bytes = b""
+    _received: bytes = b""  # without the lines that were returned
     warm: bool = False  # torch is imported: ranks start at once
 
     @classmethod
     def start(cls, run: RunDirectory, environment: Mapping[str, str], fds: Sequence[int]) -> "ForkServerClient":
-        """Start a fork server that hands `fds` down to its ranks. Returns at once; torch is imported meanwhile."""
+        """Start a fork server that passes `fds` to its ranks. Returns at once, while it imports torch."""
         ours, theirs = socket.socketpair()
         command = [
             sys.executable,
@@ -45,7 +49,7 @@ class ForkServerClient:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=compile_cache(environment) | dict(environment) | FORK_SERVER,
+                env=compile_cache(environment) | dict(environment) | FORK_SERVER_ENVIRONMENT,
                 pass_fds=[theirs.fileno(), *fds],
                 start_new_session=True,
             )
@@ -57,15 +61,15 @@ class ForkServerClient:
         return self.process.poll() is None
 
     def fork(self, ranks: Sequence[tuple[int, Mapping[str, str]]]) -> None:
-        """Have ranks forked, each with its environment."""
-        order = {"start": [{"rank": rank, "environment": dict(environment)} for rank, environment in ranks]}
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a dead fork server is noticed by `alive`
+        """Fork ranks, each with its environment."""
+        command = {"start": [{"rank": rank, "environment": dict(environment)} for rank, environment in ranks]}
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `alive` says that the fork server is dead
             self._socket.setblocking(True)
-            self._socket.sendall(json.dumps(order).encode() + b"\n")
+            self._socket.sendall(json.dumps(command).encode() + b"\n")
         self._socket.setblocking(False)
 
-    def hear(self, *, wait: float = 0.0) -> list[dict[str, Any]]:
-        """Return what was told since the last look; waits at most `wait` seconds for something."""
+    def receive(self, *, wait: float = 0.0) -> list[dict[str, Any]]:
+        """Return the fork server's events since the last call; wait at most `wait` seconds for one."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         poll.poll(1000 * wait)
@@ -78,14 +82,14 @@ class ForkServerClient:
                 data = b""
             if not data:
                 break
-            self._heard += data
-        *lines, self._heard = self._heard.split(b"\n")
-        told = [json.loads(line) for line in lines]
-        self.warm |= any(each["told"] == "warm" for each in told)
-        return told
+            self._received += data
+        *lines, self._received = self._received.split(b"\n")
+        events = [json.loads(line) for line in lines]
+        self.warm |= any(each["event"] == "warm" for each in events)
+        return events
 
     def end(self) -> None:
-        """End the fork server, and with it what it has forked."""
+        """Kill the fork server; its ranks die with it."""
         self.process.kill()
         self.process.wait()
         self._socket.close()

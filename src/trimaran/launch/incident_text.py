@@ -1,20 +1,21 @@
-"""An incident in a few lines that anybody can read: what happened, who, the evidence, what was done, what it cost."""
+"""An incident as a few lines of text: what happened, the ranks at fault, the evidence, the action and the cost."""
 
 from collections.abc import Sequence
 
 from trimaran.core import Incident
 from trimaran.launch.attribution import name_ranks
 
-NUM_FACTS = 3
-NUM_FILES = 2
-DONE = {
-    "continued": "the run went on",
-    "skipped": "the update was not applied, and the run went on",
-    "rewound": "went back to the last good state, without these samples",
-    "quarantined": "left the sample out and started again",
-    "restarted": "started again from the newest state",
-    "replanned": "changed the plan and started again",
-    "resized": "started again with another number of ranks",
+MAX_FACTS = 3
+MAX_FILES = 2
+MAX_SAMPLES = 8
+ACTION_TEXTS = {
+    "continued": "the run continued",
+    "skipped": "the update was skipped, and the run continued",
+    "rewound": "restored the last good state, and left these samples out",
+    "quarantined": "left the sample out and restarted",
+    "restarted": "restarted from the newest state",
+    "replanned": "changed the plan and restarted",
+    "resized": "restarted with another number of ranks",
     "saved": "saved a checkpoint",
     "waited": "waited",
     "stopped": "stopped the run",
@@ -22,8 +23,8 @@ DONE = {
 
 
 def incident_text(incident: Incident) -> str:
-    """Return the lines about `incident`, the same for the command line, the live view and the documentation."""
-    rows = [("who", [_who(incident)]), ("evidence", _evidence(incident)), ("done", [_done(incident)])]
+    """Return the lines about `incident`. The command line, the live view and the documentation show the same."""
+    rows = [("ranks", [_ranks(incident)]), ("evidence", _evidence(incident)), ("action", [_action(incident)])]
     rows.append(("cost", [_cost(incident)]))
     lines = [headline(incident)]
     for name, texts in rows:
@@ -33,50 +34,53 @@ def incident_text(incident: Incident) -> str:
 
 
 def headline(incident: Incident) -> str:
-    """Return the first line of the incident_text: which incident, what kind, when, and what happened."""
+    """Return the first line: the incident's number, its cause, the step, and what happened."""
     when = f" after step {incident.step}" if incident.step else ""
     return f"{incident.id}  {incident.cause}{when}: {incident.what}"
 
 
-def _who(incident: Incident) -> str:
-    did = f"{name_ranks(incident.suspects)} did it" if incident.suspects else ""
-    suffered = f"{name_ranks(incident.victims)} only suffered from it" if incident.victims else ""
-    if not did:
-        return "no rank is to blame" + (f"; {suffered}" if suffered else "")
-    return "; ".join(filter(None, [did, suffered]))
+def _ranks(incident: Incident) -> str:
+    suspects, victims = incident.suspects, incident.victims
+    at_fault = f"{name_ranks(suspects)} {_be(suspects)} at fault" if suspects else "no rank is at fault"
+    return f"{at_fault}; {name_ranks(victims)} {_be(victims)} affected" if victims else at_fault
+
+
+def _be(ranks: Sequence[int]) -> str:
+    return "is" if len(ranks) == 1 else "are"
 
 
 def _evidence(incident: Incident) -> list[str]:
     facts: Sequence[str] = incident.evidence.get("facts", ())
     files: Sequence[str] = incident.evidence.get("files", ())
-    left = len(facts) - NUM_FACTS
-    more = [f"and {left} fact{'' if left == 1 else 's'} more"] if left > 0 else []
+    left = len(facts) - MAX_FACTS
+    more = [f"and {left} more fact{'' if left == 1 else 's'}"] if left > 0 else []
     samples = incident.evidence.get("sample_ids", ())
-    found = [f"samples {', '.join(map(str, samples[:8]))}{' ...' if len(samples) > 8 else ''}"] if samples else []
-    # A bare name lies in the incident's own folder.
-    paths = [file if "/" in file else f"incidents/{incident.id}/{file}" for file in files[:NUM_FILES]]
-    return [*facts[:NUM_FACTS], *more, *found, *([f"see {', '.join(paths)}"] if paths else [])]
+    shown = f"samples {', '.join(map(str, samples[:MAX_SAMPLES]))}{' ...' if len(samples) > MAX_SAMPLES else ''}"
+    # A name without a folder is in the incident's own folder.
+    paths = [file if "/" in file else f"incidents/{incident.id}/{file}" for file in files[:MAX_FILES]]
+    see = [f"see {', '.join(paths)}"] if paths else []
+    return [*facts[:MAX_FACTS], *more, *([shown] if samples else []), *see]
 
 
-def _done(incident: Incident) -> str:
+def _action(incident: Incident) -> str:
     if incident.action is None:
-        return "nothing yet"
-    done, why = DONE[incident.action], incident.evidence.get("why")
-    return f"{done}: {why}" if why and why not in done else done
+        return "none yet"
+    action, why = ACTION_TEXTS[incident.action], incident.evidence.get("why")
+    return f"{action}: {why}" if why and why not in action else action
 
 
 def _cost(incident: Incident) -> str:
     cost = incident.cost
     parts = []
     if "seconds_to_detect" in cost:
-        parts.append(f"noticed in {cost['seconds_to_detect']:.1f} s")
+        parts.append(f"detected in {cost['seconds_to_detect']:.1f} s")
     if "seconds_to_recover" in cost:
-        parts.append(f"the next new step after {cost['seconds_to_recover']:.1f} s")
+        parts.append(f"first new step after {cost['seconds_to_recover']:.1f} s")
     if "seconds_to_stop" in cost:
-        parts.append(f"{cost['seconds_to_stop']:.1f} s to the end")
+        parts.append(f"stopped in {cost['seconds_to_stop']:.1f} s")
     if "lost_steps" in cost:
         lost = round(cost["lost_steps"])
-        parts.append("no step lost" if lost == 0 else f"{lost} step{'' if lost == 1 else 's'} done again")
+        parts.append("no step lost" if lost == 0 else f"{lost} step{'' if lost == 1 else 's'} repeated")
     if "slowdown" in cost:
-        parts.append(f"every step takes {cost['slowdown']:.1f} times as long")
+        parts.append(f"each step takes {cost['slowdown']:.1f} times as long")
     return ", ".join(parts)

@@ -1,4 +1,4 @@
-"""What happened to an attempt in trouble: filed at once, found out within seconds, before anything is killed."""
+"""Investigates an attempt in trouble: files an incident at once, then collects evidence before the ranks are killed."""
 
 import logging
 import time
@@ -10,53 +10,52 @@ from typing import Any
 from trimaran.core import Incident
 from trimaran.launch.attempt_watch import AttemptWatch
 from trimaran.launch.attribution import Attribution, attribute_fault
-from trimaran.launch.node import on_all
+from trimaran.launch.node import on_all_nodes
 from trimaran.launch.rank_report import read_rank_reports
 from trimaran.run import IncidentLog, RunDirectory
 
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS = 0.02
-GATHER_SECONDS = 0.3  # after the first sign of trouble: what follows at once belongs to it
-DEATH_SECONDS, HANG_SECONDS = 0.5, 2.0  # for the rank report of the living
+POLL_SECONDS = 0.02
+GATHER_SECONDS = 0.3  # after the first sign of trouble; what follows within it belongs to the same incident
+REPORT_SECONDS_AFTER_DEATH, REPORT_SECONDS_IN_HANG = 0.5, 2.0  # how long live ranks may take to write their reports
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Investigation:
-    """An incident and when it began, by the monotonic clock: a death, or the last sign of life before a silence."""
+    """An incident and when it began, by the monotonic clock: the first death, or the last progress before a hang."""
 
     incident: Incident
     since: float
 
 
 def investigate(run: RunDirectory, watch: AttemptWatch, incidents: IncidentLog, *, step: int) -> Investigation:
-    """File the trouble that `watch` has seen: who did it, and the evidence. Ranks that live still do so afterwards."""
-    since, dead = _since(watch), bool(watch.improper())
-    first = _first_words(run, watch)
-    known: Mapping[str, Any] = {"attempt": watch.orders.attempt, "step": step, "suspects": first.suspects}
+    """File an incident for the trouble that `watch` has seen, with the ranks at fault and evidence. Kills no rank."""
+    since, dead = _since(watch), bool(watch.unexpected_exits())
+    first = _attribute_at_once(run, watch)
+    known: Mapping[str, Any] = {"attempt": watch.spec.attempt, "step": step, "suspects": first.suspects}
     incident = incidents.notice(first.cause, first.what, victims=first.victims, evidence=first.evidence, **known)
     noticed = time.monotonic()
     while time.monotonic() < noticed + GATHER_SECONDS and watch.alive:
-        time.sleep(LOOK_SECONDS)
-        watch.look()
+        time.sleep(POLL_SECONDS)
+        watch.poll()
     folder = run.incident(incident.id)
     if watch.alive:
+        seconds = REPORT_SECONDS_AFTER_DEATH if dead else REPORT_SECONDS_IN_HANG
         try:
-            on_all(
-                watch.nodes, lambda node: node.collect_reports(folder, seconds=DEATH_SECONDS if dead else HANG_SECONDS)
-            )
+            on_all_nodes(watch.nodes, lambda node: node.collect_reports(folder, seconds=seconds))
         except OSError as error:
-            log.warning("the evidence cannot be filed: %s", error)
-        watch.look()
-    last = _last_words(run, watch, folder)
-    evidence = last.evidence | ({"folder": str(folder.relative_to(run.path))} if folder.exists() else {})
-    named = noticed if dead and last.suspects == first.suspects else time.monotonic()
+            log.warning("the rank reports cannot be written: %s", error)
+        watch.poll()
+    final = _attribute_with_reports(run, watch, folder)
+    evidence = final.evidence | ({"folder": str(folder.relative_to(run.path))} if folder.exists() else {})
+    named = noticed if dead and final.suspects == first.suspects else time.monotonic()
     incident = incidents.amend(
         incident,
-        cause=last.cause,
-        what=last.what,
-        suspects=last.suspects,
-        victims=last.victims,
+        cause=final.cause,
+        what=final.what,
+        suspects=final.suspects,
+        victims=final.victims,
         evidence=evidence,
         cost={"seconds_to_detect": round(named - since, 3)},
     )
@@ -64,41 +63,41 @@ def investigate(run: RunDirectory, watch: AttemptWatch, incidents: IncidentLog, 
 
 
 def _since(watch: AttemptWatch) -> float:
-    deaths = [each.time for each in watch.improper()]
+    deaths = [each.time for each in watch.unexpected_exits()]
     silences = [each.heartbeat.entered for each in watch.silent.values()]
     losses = [each.since for each in watch.lost if each.since]
     return min([*deaths, *silences, *losses], default=time.monotonic())
 
 
-def _first_words(run: RunDirectory, watch: AttemptWatch) -> Attribution:
-    """Return what can be said at once."""
-    if watch.improper():
-        return _judge(run, watch, folder=run.incident("none"))
+def _attribute_at_once(run: RunDirectory, watch: AttemptWatch) -> Attribution:
+    """Return what is known before any rank has written a report."""
+    if watch.unexpected_exits():
+        return _attribute(run, watch, folder=run.incident("none"))
     if watch.lost:
-        return _lost(watch)
+        return _attribute_lost_nodes(watch)
     late = max(watch.silent.values(), key=lambda each: each.seconds)
-    who = ", ".join(map(str, sorted(watch.silent)))
-    what = f"no progress on rank {who} for {late.seconds:.1f} s in section {late.heartbeat.section}"
+    ranks = ", ".join(map(str, sorted(watch.silent)))
+    what = f"no progress on rank {ranks} for {late.seconds:.1f} s in section {late.heartbeat.section}"
     return Attribution(cause="hang", suspects=(), victims=(), what=what, evidence={"deadline": late.deadline})
 
 
-def _last_words(run: RunDirectory, watch: AttemptWatch, folder: Path) -> Attribution:
-    """Return what the evidence says. Ranks that only lost the others have lost those of a node that is lost."""
-    if watch.lost and not watch.improper():
-        return _lost(watch)
-    judged = _judge(run, watch, folder=folder)
-    return _lost(watch) if watch.lost and judged.cause == "network" else judged
+def _attribute_with_reports(run: RunDirectory, watch: AttemptWatch, folder: Path) -> Attribution:
+    """Return what the rank reports say. If a node is lost, it explains ranks that only lost a connection."""
+    if watch.lost and not watch.unexpected_exits():
+        return _attribute_lost_nodes(watch)
+    attribution = _attribute(run, watch, folder=folder)
+    return _attribute_lost_nodes(watch) if watch.lost and attribution.cause == "network" else attribution
 
 
-def _judge(run: RunDirectory, watch: AttemptWatch, *, folder: Path) -> Attribution:
-    reports = read_rank_reports(run, folder, range(watch.orders.world_size))
-    return attribute_fault(reports, watch.improper(), watch.events, oom_killed=watch.oom_killed)
+def _attribute(run: RunDirectory, watch: AttemptWatch, *, folder: Path) -> Attribution:
+    reports = read_rank_reports(run, folder, range(watch.spec.world_size))
+    return attribute_fault(reports, watch.unexpected_exits(), watch.events, oom_killed=watch.oom_killed)
 
 
-def _lost(watch: AttemptWatch) -> Attribution:
+def _attribute_lost_nodes(watch: AttemptWatch) -> Attribution:
     names = ", ".join(each.node for each in watch.lost)
     what = "; ".join(f"{each.node}: {each.what}" for each in watch.lost)
     cause = "network" if any("connection" in each.what for each in watch.lost) else "host"
     gone = tuple(rank for each in watch.lost for rank in each.ranks)
-    left = tuple(rank for rank in range(watch.orders.world_size) if rank not in gone)
+    left = tuple(rank for rank in range(watch.spec.world_size) if rank not in gone)
     return Attribution(cause=cause, suspects=gone, victims=left, what=f"lost {what}", evidence={"nodes": names})

@@ -1,4 +1,4 @@
-"""The values that the ranks of one attempt leave for each other, and who waits for which."""
+"""The key-value store of one attempt, and the requests that wait for keys in it."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ Reply = Callable[[Record], None]
 
 
 @dataclass(eq=False, slots=True)
-class Waiting:
-    """A question that is answered when none of its keys is `missing` any more, or too late."""
+class PendingWait:
+    """A request that is answered when none of its keys is `missing` any more, or when it times out."""
 
     keys: list[str]
     missing: set[str]
@@ -20,41 +20,41 @@ class Waiting:
     with_values: bool
 
 
-class Keys:
-    """Values by key, as bytes. Means by its operations what torch's own stores mean by theirs."""
+class KeyStore:
+    """Values by key, as bytes. The operations behave like those of `torch.distributed.Store`."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
-        self._waiting: dict[str, list[Waiting]] = {}
-        self._all_waiting: set[Waiting] = set()
+        self._waiting: dict[str, list[PendingWait]] = {}
+        self._all_waiting: set[PendingWait] = set()
 
     def answer(self, request: Record, reply: Reply, *, now: float) -> None:
-        """Do what `request` asks and reply, now or when its keys are there. Raises `WireError` at nonsense."""
+        """Execute `request` and reply, now or when its keys are set. Raises `WireError` for a malformed request."""
         operation = OPERATIONS.get(request.get("op", ""))
         if operation is None:
-            raise WireError(f"an operation that is not known: {str(request.get('op'))[:40]}")
+            raise WireError(f"unknown operation: {str(request.get('op'))[:40]}")
         answer = operation(self, request, reply, now)
         if answer is not None:
             reply(answer)
 
-    def late(self, now: float) -> None:
-        """Tell those who have waited long enough that they wait in vain."""
+    def expire(self, now: float) -> None:
+        """Reply with a timeout to the requests whose time is up."""
         for each in [each for each in self._all_waiting if each.until <= now]:
             self._drop(each)
             each.reply({"error": "timeout", "missing": sorted(each.missing)[:8]})
 
-    def next_late(self) -> float | None:
-        """Return when somebody's patience ends next."""
+    def next_timeout(self) -> float | None:
+        """Return when the next request times out; None if none waits."""
         return min((each.until for each in self._all_waiting), default=None)
 
     def close(self) -> None:
-        """Send everybody home."""
+        """Reply to all requests that wait: the attempt is over."""
         for each in list(self._all_waiting):
             self._drop(each)
             each.reply({"error": "over"})
 
-    def leave(self, reply: Reply) -> None:
-        """Forget what whoever owns `reply` waits for: it has hung up."""
+    def drop_client(self, reply: Reply) -> None:
+        """Forget the requests of the client behind `reply`, which has disconnected."""
         for each in [each for each in self._all_waiting if each.reply == reply]:
             self._drop(each)
 
@@ -64,23 +64,23 @@ class Keys:
             each.missing.discard(key)
             if not each.missing:
                 self._all_waiting.discard(each)
-                each.reply(self._found(each))
+                each.reply(self._answer(each))
 
     def wait(self, keys: list[str], reply: Reply, *, until: float, with_values: bool) -> Record | None:
-        """Return the answer, or None and reply later when keys are missing."""
+        """Return the answer; if keys are missing, return None and reply later."""
         missing = {key for key in keys if key not in self.values}
-        waiting = Waiting(keys, missing, until, reply, with_values)
+        waiting = PendingWait(keys, missing, until, reply, with_values)
         if not missing:
-            return self._found(waiting)
+            return self._answer(waiting)
         self._all_waiting.add(waiting)
         for key in missing:
             self._waiting.setdefault(key, []).append(waiting)
         return None
 
-    def _found(self, waiting: Waiting) -> Record:
+    def _answer(self, waiting: PendingWait) -> Record:
         return {"values": [pack(self.values[key]) for key in waiting.keys]} if waiting.with_values else {}
 
-    def _drop(self, waiting: Waiting) -> None:
+    def _drop(self, waiting: PendingWait) -> None:
         self._all_waiting.discard(waiting)
         for key in waiting.missing:
             others = self._waiting.get(key, [])
@@ -90,61 +90,61 @@ class Keys:
                 self._waiting.pop(key, None)
 
 
-def _set(keys: Keys, request: Record, _reply: Reply, _now: float) -> Record:
+def _set(keys: KeyStore, request: Record, _reply: Reply, _now: float) -> Record:
     values = _list(request, "values")
     names = _names(request)
     if len(names) != len(values):
-        raise WireError("keys and values of different number")
+        raise WireError("the numbers of keys and values differ")
     for key, value in zip(names, [unpack(value) for value in values], strict=True):
         keys.put(key, value)
     return {}
 
 
-def _get(keys: Keys, request: Record, reply: Reply, now: float) -> Record | None:
+def _get(keys: KeyStore, request: Record, reply: Reply, now: float) -> Record | None:
     return keys.wait(_names(request), reply, until=now + _seconds(request), with_values=True)
 
 
-def _wait(keys: Keys, request: Record, reply: Reply, now: float) -> Record | None:
+def _wait(keys: KeyStore, request: Record, reply: Reply, now: float) -> Record | None:
     return keys.wait(_names(request), reply, until=now + _seconds(request), with_values=False)
 
 
-def _add(keys: Keys, request: Record, _reply: Reply, _now: float) -> Record:
+def _add(keys: KeyStore, request: Record, _reply: Reply, _now: float) -> Record:
     key, amount = _name(request), request.get("amount")
     before = keys.values.get(key, b"0")
     if not isinstance(amount, int) or not before.removeprefix(b"-").isdigit():
-        raise WireError("add wants whole numbers")
+        raise WireError("add needs integers")
     keys.put(key, str(int(before) + amount).encode())
     return {"amount": int(keys.values[key])}
 
 
-def _append(keys: Keys, request: Record, _reply: Reply, _now: float) -> Record:
+def _append(keys: KeyStore, request: Record, _reply: Reply, _now: float) -> Record:
     key = _name(request)
     keys.put(key, keys.values.get(key, b"") + unpack(request.get("value")))
     return {}
 
 
-def _compare_set(keys: Keys, request: Record, _reply: Reply, _now: float) -> Record:
-    key, expected, wanted = _name(request), unpack(request.get("expected")), unpack(request.get("value"))
-    there = keys.values.get(key)
-    if there == expected or (there is None and not expected):
-        keys.put(key, wanted)
-        return {"value": pack(wanted)}
-    return {"value": pack(expected if there is None else there)}
+def _compare_set(keys: KeyStore, request: Record, _reply: Reply, _now: float) -> Record:
+    key, expected, desired = _name(request), unpack(request.get("expected")), unpack(request.get("value"))
+    current = keys.values.get(key)
+    if current == expected or (current is None and not expected):
+        keys.put(key, desired)
+        return {"value": pack(desired)}
+    return {"value": pack(expected if current is None else current)}
 
 
-def _check(keys: Keys, request: Record, _reply: Reply, _now: float) -> Record:
+def _check(keys: KeyStore, request: Record, _reply: Reply, _now: float) -> Record:
     return {"all": all(key in keys.values for key in _names(request))}
 
 
-def _delete(keys: Keys, request: Record, _reply: Reply, _now: float) -> Record:
+def _delete(keys: KeyStore, request: Record, _reply: Reply, _now: float) -> Record:
     return {"deleted": keys.values.pop(_name(request), None) is not None}
 
 
-def _list_keys(keys: Keys, _request: Record, _reply: Reply, _now: float) -> Record:
+def _list_keys(keys: KeyStore, _request: Record, _reply: Reply, _now: float) -> Record:
     return {"keys": list(keys.values)}
 
 
-OPERATIONS: dict[str, Callable[[Keys, Record, Reply, float], Record | None]] = {
+OPERATIONS: dict[str, Callable[[KeyStore, Record, Reply, float], Record | None]] = {
     "set": _set,
     "get": _get,
     "wait": _wait,
@@ -171,14 +171,14 @@ def _names(request: Record) -> list[str]:
 def _strings(values: list[Any]) -> Iterator[str]:
     for value in values:
         if not isinstance(value, str):
-            raise WireError("a key that is not a string")
+            raise WireError("a key is not a string")
         yield value
 
 
 def _name(request: Record) -> str:
     names = _names(request)
     if len(names) != 1:
-        raise WireError("one key is wanted")
+        raise WireError("the operation needs exactly one key")
     return names[0]
 
 

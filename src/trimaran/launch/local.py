@@ -1,7 +1,6 @@
-"""A run on this machine: the command of its supervisor, the environment of its ranks, and how it is stopped."""
+"""Runs a run on this machine: the command of its supervisor, the environment of its ranks, and how it is stopped."""
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -12,46 +11,51 @@ from dataclasses import dataclass
 import psutil
 
 from trimaran.core import Plan
-from trimaran.launch.collect_reports import STOPPED, process_state
-from trimaran.launch.signals import HEARD
+from trimaran.launch.collect_reports import STOPPED_STATES, process_state
+from trimaran.launch.signals import HANDLED_SIGNALS
 from trimaran.run import RunDirectory
+from trimaran.run.process_control import die_with_parent
 
-PR_SET_PDEATHSIG = 1  # of Linux's prctl.h
-END_SECONDS = 3.0  # that a supervisor has to end at once
-# The names that torch reads its allocator's settings from; the others are the first one's past.
-ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+END_SECONDS = 3.0  # for a supervisor to end after SIGQUIT
+# The variables that torch reads its allocator settings from. The second and third are older names of the first.
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
 def local_command(run: RunDirectory) -> list[str]:
-    """Return the command that runs `run` here: the supervisor, which starts the ranks."""
-    return [sys.executable, "-m", "trimaran.launch", str(run.path.absolute())]  # a whole path is never taken for a flag
+    """Return the command of the supervisor, which runs `run` on this machine."""
+    return [
+        sys.executable,
+        "-m",
+        "trimaran.launch",
+        str(run.path.absolute()),
+    ]  # an absolute path never looks like a flag
 
 
 def allocator_settings(plan: Plan) -> dict[str, str]:
-    """Return the settings of the CUDA allocator that suit the plan; nothing for one that needs none.
+    """Return the settings of the CUDA allocator for `plan`; empty if the defaults are fine.
 
-    Whoever gathers weights, has several micro-batches in flight or computes layers again asks for blocks of many sizes
-    at changing times. Segments that can grow leave no holes between them.
+    Sharded weights, pipelines, recompute and offload allocate blocks of many sizes at changing times. Expandable
+    segments avoid the fragmentation that this causes.
     """
     steady = plan.sharding == "none" and plan.mesh.pp == 1 and plan.recompute == "none" and plan.offload == "none"
-    return {} if steady else {ALLOCATOR_SETTINGS[0]: "expandable_segments:True"}
+    return {} if steady else {ALLOCATOR_VARIABLES[0]: "expandable_segments:True"}
 
 
 def worker_environment(outer: Mapping[str, str], plan: Plan, *, on_cpu: bool, deterministic: bool) -> dict[str, str]:
-    """Return what ranks of `plan` find in their environment on top of `outer`; what a person set there wins, but for
-    GPUs that the run does not want."""
+    """Return the variables of the ranks of `plan` on top of `outer`. Variables that the user has set in `outer` win,
+    except that a run on CPUs hides all GPUs."""
     cores = len(os.sched_getaffinity(0))
     ours = {
         "OMP_NUM_THREADS": str(max(1, cores // plan.mesh.world_size)),
         "GLOO_SOCKET_IFNAME": "lo",
         "PYTHONUNBUFFERED": "1",
-        "KINETO_LOG_LEVEL": "6",  # else a profiler says in the log of the rank that it starts and stops
+        "KINETO_LOG_LEVEL": "6",  # otherwise the profiler logs its starts and stops to the rank's log
     }
     if deterministic:
         ours["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     if on_cpu:
         ours |= {"DS_ACCELERATOR": "cpu"} if plan.engine == "deepspeed" else {}
-    elif not any(name in outer for name in ALLOCATOR_SETTINGS):
+    elif not any(name in outer for name in ALLOCATOR_VARIABLES):
         ours |= allocator_settings(plan)
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}
     return {name: value for name, value in ours.items() if name not in outer} | hidden
@@ -59,14 +63,14 @@ def worker_environment(outer: Mapping[str, str], plan: Plan, *, on_cpu: bool, de
 
 @dataclass(frozen=True, slots=True)
 class LocalRun:
-    """A supervisor at work on this machine; talks to it through signals, and to everybody else through files."""
+    """A running supervisor on this machine, controlled with signals."""
 
     run: RunDirectory
     command: list[str]
     process: subprocess.Popen[bytes]
 
     def poll(self) -> int | None:
-        """Return the exit code, or None while the run goes on."""
+        """Return the exit code; None while the run continues."""
         return self.process.poll()
 
     def wait(self, timeout: float | None = None) -> int:
@@ -74,18 +78,18 @@ class LocalRun:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a signal holds the supervisor: then nobody watches the ranks."""
-        return process_state(self.process.pid) in STOPPED
+        """Whether a signal has stopped the supervisor; then the ranks are not watched."""
+        return process_state(self.process.pid) in STOPPED_STATES
 
     def request_stop(self, by: int = signal.SIGTERM) -> None:
-        """Ask for an end at the next step that the ranks agree on, with a complete checkpoint.
+        """Ask the run to stop at the next step that all ranks agree on, with a complete checkpoint.
 
-        `by` is the signal that we were asked with, which the supervisor writes down: SIGTERM or SIGINT.
+        `by` is the signal that requested the stop, SIGTERM or SIGINT; the supervisor records it.
         """
         self.process.send_signal(by)
 
     def end(self) -> None:
-        """End every process of the run at once. The supervisor gets a moment to write down that this was asked for."""
+        """End every process of the run at once. The supervisor has a few seconds to record that this was requested."""
         self.process.send_signal(signal.SIGQUIT)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(END_SECONDS)
@@ -94,32 +98,33 @@ class LocalRun:
     def kill(self) -> None:
         """Kill every process of the run, and return when the supervisor is gone."""
         try:
-            doomed = [*psutil.Process(self.process.pid).children(recursive=True)]
+            descendants = [*psutil.Process(self.process.pid).children(recursive=True)]
         except psutil.NoSuchProcess:
-            doomed = []
+            descendants = []
         self.process.kill()
-        for process in doomed:
+        for process in descendants:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGKILL)
         self.process.wait()
 
 
-def _end_with_parent() -> None:
-    """Let the supervisor get a SIGHUP, upon which it stops the run, when we die: nobody would look at it any more.
+def _stop_with_parent() -> None:
+    """Have the supervisor get a SIGHUP, upon which it stops the run, when this process dies.
 
-    What it is told before it can listen is kept for it. `nohup` is for us: it must hear of our end all the same.
+    Signals stay blocked until the supervisor handles them. SIGHUP gets its default handler: `nohup` is meant for this
+    process, and the supervisor must not inherit that it is ignored.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
+    signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED_SIGNALS)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGHUP)
+    die_with_parent(signal.SIGHUP)
 
 
 def start_local(run: RunDirectory) -> LocalRun:
-    """Start the supervisor of `run` and return at once. What it and the ranks say goes to `logs/` in the run directory.
+    """Start the supervisor of `run` and return at once. Its output and that of the ranks goes to `logs/` in the run.
 
-    They get a session of their own, so that Ctrl-C reaches us alone and we decide what it means.
+    They get their own session, so that Ctrl-C reaches only this process, which decides what to do.
     """
-    command = [*local_command(run), "--no-check"]  # who starts it has looked
+    command = [*local_command(run), "--no-check"]  # the caller has checked the machine
     with run.agent_log.open("ab") as log:
         process = subprocess.Popen(
             command,
@@ -127,6 +132,6 @@ def start_local(run: RunDirectory) -> LocalRun:
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_end_with_parent,
+            preexec_fn=_stop_with_parent,
         )
     return LocalRun(run, command, process)

@@ -1,8 +1,8 @@
-"""A run on several machines: who coordinates, and what a machine does when it loses the others.
+"""A run on several machines: which node coordinates, and what a node does when it loses the coordinator.
 
-Every node runs the same command. Whoever gets the run's lease coordinates: it serves the channel, waits for the others
-and is the supervisor of all. The others obey (`member`). A node that loses the coordinator kills its ranks, and takes
-over when the coordinator's lease is dead; a coordinator that loses its lease kills its ranks, and obeys.
+Every node runs the same command. The node that gets the run's lease coordinates: it serves the channel, waits for the
+other nodes and supervises all ranks. The others follow (`follower`). A node that loses the coordinator kills its ranks,
+and takes over when the coordinator's lease has expired. A coordinator that loses its lease kills its ranks and follows.
 """
 
 import logging
@@ -13,157 +13,164 @@ from typing import Any
 from trimaran.core import EXIT_USER, Action, Cause, Incident, UserError
 from trimaran.launch.follower import Follower, FollowerEnd
 from trimaran.launch.node_agent import NodeAgent
-from trimaran.launch.node_fleet import FencedError, RemoteNodeGroup
 from trimaran.launch.node_options import NodeOptions
+from trimaran.launch.remote_node_group import FencedError, RemoteNodeGroup
 from trimaran.launch.signals import Signals
-from trimaran.launch.supervisor import LostNode, Supervisor
+from trimaran.launch.supervisor import OpenIncident, Supervisor
 from trimaran.run import IncidentLog, RunDirectory, append_line, last_step
 from trimaran.run.attempts import read_attempts
-from trimaran.run.lease import Holder, LeaseWatch, claim, refusal
+from trimaran.run.lease import LeaseHolder, LeaseWatch, claim_term, held_lease_error
 
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS = 0.05
-AGAIN_SECONDS = 0.5  # between tries to reach a coordinator
-TAKE_OVER_SECONDS = 30.0  # for those that are left of a run to find a coordinator; half of that is usual
-TAKEN_SECONDS = 8.0  # a place that was ours is free again after this
+POLL_SECONDS = 0.05
+RETRY_SECONDS = 0.5  # between attempts to reach a coordinator
+TAKE_OVER_SECONDS = 30.0  # for the remaining nodes of a run to get a coordinator; half of that is usual
+NAME_TAKEN_SECONDS = 8.0  # after a lost connection; then our old session has timed out, and another node uses our name
 
 
-def run_with_others(run: RunDirectory, node_options: NodeOptions, signals: Signals, *, check: bool = True) -> int:
-    """Take part in `run` until it is over, in whichever role, and return its exit code.
+def run_on_several_nodes(run: RunDirectory, node_options: NodeOptions, signals: Signals, *, check: bool = True) -> int:
+    """Take part in `run` until it is over, as coordinator or follower, and return its exit code.
 
-    With `check` a machine on which the run could not work keeps the run from starting, on all nodes.
+    With `check`, a machine on which the run cannot work keeps it from starting on all nodes.
     """
     agent = NodeAgent(run, node_options, check=check)
     try:
-        return Roles(agent, signals).play()
+        return Participant(agent, signals).run_to_end()
     finally:
         agent.close()
 
 
-class Roles:
-    """What this machine has been in the run so far. `formed`: it has worked together with others."""
+class Participant:
+    """This machine's role in the run over time. `formed`: it has worked together with other nodes."""
 
     def __init__(self, agent: NodeAgent, signals: Signals) -> None:
         self._agent, self._signals = agent, signals
         self._watch = LeaseWatch(agent.run)
         self._formed = False
-        self._apart: Incident | None = None  # we lost the coordinator, and have not found one since
+        self._lost_coordinator: Incident | None = None  # filed when we lost it; None while there is a coordinator
         self._since = self._began = time.monotonic()
         self._unfit: UserError | None = None
 
-    def play(self) -> int:
-        """Coordinate or obey, as the lease has it, until the run is over; return its exit code."""
-        self._unfit = self._look()
-        while not self._agent.node.warm and not self._signals.asked and not self._unfit:
-            time.sleep(LOOK_SECONDS)  # a node is of use to the others when its ranks can start
+    def run_to_end(self) -> int:
+        """Coordinate or follow, depending on the lease, until the run is over; return its exit code."""
+        self._unfit = self._check_machine()
+        while not self._agent.node.warm and not self._signals.stop_requested and not self._unfit:
+            time.sleep(POLL_SECONDS)  # join only when the ranks of this node can start
         while True:
-            found = self._watch.look()
-            if isinstance(found, int) and self._unfit and not self._may_refuse(self._unfit):
-                time.sleep(AGAIN_SECONDS)
+            holder_or_term = self._watch.poll()
+            if isinstance(holder_or_term, LeaseHolder):
+                code = self._follow(holder_or_term)
+            elif self._unfit and not self._may_refuse(self._unfit):
+                time.sleep(RETRY_SECONDS)
                 continue
-            if isinstance(found, int) and self._formed and (over := read_attempts(self._agent.run).over) is not None:
-                return over  # the run ended while we could not hear it
-            code = self._coordinate(found) if isinstance(found, int) else self._obey(found)
+            elif self._formed and (over := read_attempts(self._agent.run).over) is not None:
+                return over  # the run ended while we were disconnected
+            else:
+                code = self._coordinate(holder_or_term)
             if code is not None:
                 return code
 
-    def _look(self) -> UserError | None:
-        """Return why the run could not work on this machine, which people are told at once; None where it could."""
-        unfit = self._agent.look.refusal() if self._agent.look else None
+    def _check_machine(self) -> UserError | None:
+        """Return why the run cannot work on this machine, and log it; None if it can."""
+        unfit = self._agent.preflight.wait_for_error() if self._agent.preflight else None
         if unfit:
             log.error("%s", unfit)
         return unfit
 
     def _may_refuse(self, unfit: UserError) -> bool:
-        """Whether a machine that is unfit may take the lease, to tell those that come: not that of a run under way,
-        which others go on with. Raises when nobody is left to be told."""
-        if self._formed or self._signals.asked:
+        """Return whether an unfit machine may take the lease to refuse the run on all nodes that connect.
+
+        It may not take the lease of a started run, which other nodes continue. Raises if no other node is to be told.
+        """
+        if self._formed or self._signals.stop_requested:
             raise unfit
         known = read_attempts(self._agent.run)
-        is_under_way = bool(known.attempts) and known.over is None
-        return not is_under_way or time.monotonic() > self._began + TAKE_OVER_SECONDS
+        is_started = bool(known.attempts) and known.over is None
+        return not is_started or time.monotonic() > self._began + TAKE_OVER_SECONDS
 
     def _coordinate(self, term: int) -> int | None:
-        """Return the run's exit code; None when somebody else coordinates, or was quicker."""
-        lease = claim(self._agent.run, term, address=self._agent.channel.address, shared=True)
+        """Return the run's exit code; None if another node coordinates now, or was faster to claim the lease."""
+        lease = claim_term(self._agent.run, term, address=self._agent.channel.address, shared=True)
         if lease is None:
             return None
-        log.info("coordinating under term %d at %s", lease.term, lease.holder.address)
-        fleet = RemoteNodeGroup(self._agent, lease, self._signals, formed=self._formed, unfit=self._unfit)
+        log.info("coordinating with term %d at %s", lease.term, lease.holder.address)
+        nodes = RemoteNodeGroup(self._agent, lease, self._signals, formed=self._formed, unfit=self._unfit)
         with lease:
-            run, loss = self._agent.run, self._take_over()
+            run, incident = self._agent.run, self._take_over()
             try:
-                code = Supervisor(run, fleet, self._signals, highest=last_step(run), loss=loss).supervise()
+                supervisor = Supervisor(run, nodes, self._signals, highest_step=last_step(run), open_incident=incident)
+                code = supervisor.supervise()
                 if lease.holds():
-                    fleet.dismiss(code)
+                    nodes.dismiss(code)
                     return code
             except FencedError:
                 pass
             except UserError as refusal:
-                fleet.dismiss(EXIT_USER, refusal)
+                nodes.dismiss(EXIT_USER, refusal)
                 raise
             self._agent.node.kill()
             self._formed = True
-            self._part(FollowerEnd(why="our lease is over, somebody else coordinates", met=True, under_way=True))
+            why = "our lease is over, and another node coordinates"
+            self._note_lost_coordinator(FollowerEnd(why=why, connected=True, ranks_killed=True))
         return None
 
-    def _obey(self, holder: Holder) -> int | None:
-        """Return the run's exit code; None when the coordinator was lost, or cannot be reached."""
+    def _follow(self, holder: LeaseHolder) -> int | None:
+        """Return the run's exit code; None if the coordinator was lost, or cannot be reached."""
         if not holder.address:
-            raise refusal(self._agent.run, holder)  # one machine runs it alone
-        member = Follower(self._agent.run, self._agent.node, holder, self._agent.token, unfit=self._unfit)
-        if member.meet(self._signals):
-            self._together("network", "waited", f"{holder.host} coordinates")
-        parting = member.serve(self._watch, self._signals)
-        if parting.refusal is not None:
-            raise parting.refusal
-        if parting.code is not None:
-            return parting.code
-        if parting.taken and time.monotonic() - self._since > TAKEN_SECONDS:
-            raise UserError("S025", f"a node of this name takes part in run {holder.run} already",
-                            where=self._agent.node.name, fix="start one supervisor on each node")  # fmt: skip
-        if not parting.taken:
-            self._part(parting)
-        time.sleep(AGAIN_SECONDS)
+            raise held_lease_error(self._agent.run, holder)  # a supervisor on one machine runs it
+        follower = Follower(self._agent.run, self._agent.node, holder, self._agent.token, unfit=self._unfit)
+        if follower.wait_until_connected(self._signals):
+            self._note_coordinator("network", "waited", f"{holder.host} coordinates")
+        end = follower.follow(self._watch, self._signals)
+        if end.refusal is not None:
+            raise end.refusal
+        if end.code is not None:
+            return end.code
+        if end.name_taken and time.monotonic() - self._since > NAME_TAKEN_SECONDS:
+            raise UserError("S025", f"another node of this name takes part in run {holder.run}",
+                            where=self._agent.node.name, fix="start only one supervisor on each node")  # fmt: skip
+        if not end.name_taken:
+            self._note_lost_coordinator(end)
+        time.sleep(RETRY_SECONDS)
         return None
 
-    def _part(self, parting: FollowerEnd) -> None:
-        """File that we have lost the coordinator, once for each time that we had one."""
-        self._formed |= parting.met
-        if self._apart is None and parting.met:
+    def _note_lost_coordinator(self, end: FollowerEnd) -> None:
+        """File an incident of this node for a lost coordinator, once for each one that was lost."""
+        self._formed |= end.connected
+        if self._lost_coordinator is None and end.connected:
             self._since = time.monotonic()
-            self._apart = self._file(
+            self._lost_coordinator = self._file(
                 Incident(
                     id=f"{self._agent.node.name}-{time.monotonic_ns()}",
                     cause="network",
                     time=time.time(),
-                    what=f"{self._agent.node.name} lost the coordinator: {parting.why}",
+                    what=f"{self._agent.node.name} lost the coordinator: {end.why}",
                     step=last_step(self._agent.run),
-                    evidence={"ranks_killed": parting.under_way},
+                    evidence={"ranks_killed": end.ranks_killed},
                 )
             )
 
-    def _take_over(self) -> LostNode | None:
-        """Return what a lost coordinator costs the run, filed for the whole run by whoever takes its place."""
-        if self._apart is None:
+    def _take_over(self) -> OpenIncident | None:
+        """File the lost coordinator as an incident of the run, and return it; None if no coordinator was lost."""
+        if self._lost_coordinator is None:
             return None
-        lost, run = self._apart, self._agent.run
-        self._together("host", "restarted", "its lease is over, and we coordinate now")
+        lost, run = self._lost_coordinator, self._agent.run
+        self._note_coordinator("host", "restarted", "its lease is over, and this node coordinates now")
         known: dict[str, Any] = {"step": lost.step, "evidence": {"noticed": lost.time}, "action": "restarted"}
         incident = IncidentLog(run).notice("host", lost.what, attempt=len(read_attempts(run).attempts) - 1, **known)
-        return LostNode(incident=incident, since=self._since, highest=lost.step)
+        return OpenIncident(incident=incident, since=self._since, highest_step=lost.step)
 
-    def _together(self, cause: Cause, action: Action, why: str) -> None:
-        """Amend what was filed when we lost the coordinator: there is one again."""
-        if self._apart is not None:
-            seconds = {"seconds_apart": round(time.monotonic() - self._since, 3)}
-            self._file(replace(self._apart, cause=cause, action=action, cost=seconds,
-                               evidence=self._apart.evidence | {"why": why}))  # fmt: skip
-        self._apart = None
+    def _note_coordinator(self, cause: Cause, action: Action, why: str) -> None:
+        """Amend the incident of a lost coordinator: there is a coordinator again."""
+        lost = self._lost_coordinator
+        if lost is not None:
+            cost = {"seconds_apart": round(time.monotonic() - self._since, 3)}
+            self._file(replace(lost, cause=cause, action=action, cost=cost, evidence=lost.evidence | {"why": why}))
+        self._lost_coordinator = None
 
     def _file(self, incident: Incident) -> Incident:
-        """Write an incident of this node: those of the run are the coordinator's to write."""
+        """Write an incident of this node. Those of the run are written by the coordinator."""
         log.warning("%s (%s)", incident.what, incident.action or "noticed")
         append_line(self._agent.run.path / f"incidents-{self._agent.node.name}.jsonl", incident.as_dict())
         return incident

@@ -1,52 +1,53 @@
-"""Whether the network between nodes keeps up with the plan: communication as it is, beside what was predicted."""
+"""Checks whether the network between nodes is far slower than the plan's prediction."""
 
 from collections import deque
 from collections.abc import Sequence
 from statistics import median
 
 from trimaran.launch.attempt_watch import AttemptWatch
-from trimaran.run import Follower, IncidentLog, RunDirectory
+from trimaran.run import IncidentLog, JsonlFollower, RunDirectory
 
-STEPS = 5  # in a row, of which the middle one counts
-FACTOR = 10.0  # times what was predicted
-LEAST_SECONDS = 0.2  # a step, more than predicted
-LEAST_PART = 0.5  # of the step
+NUM_STEPS = 5  # in a row; their median counts
+MIN_FACTOR = 10.0  # of the predicted time
+MIN_EXCESS_SECONDS = 0.2  # per step above the predicted time
+MIN_STEP_FRACTION = 0.5  # of the step that communication takes
 
 
-def below_plan(comm: Sequence[float], steps: Sequence[float], *, expected: float) -> bool:
-    """Whether communication takes so much longer than `expected` that the plan is wrong. All in seconds per step."""
-    if len(comm) < STEPS:
+def is_below_plan(comm: Sequence[float], steps: Sequence[float], *, expected: float) -> bool:
+    """Return whether communication takes far longer than `expected`. All in seconds per step."""
+    if len(comm) < NUM_STEPS:
         return False
     usual = median(comm)
-    return usual > FACTOR * expected and usual > expected + LEAST_SECONDS and usual > LEAST_PART * median(steps)
+    is_slower = usual > MIN_FACTOR * expected and usual > expected + MIN_EXCESS_SECONDS
+    return is_slower and usual > MIN_STEP_FRACTION * median(steps)
 
 
 class NetworkCheck:
-    """Looks at the steps of one attempt on several nodes, and files it once when the network is below the plan."""
+    """Reads the step metrics of one attempt on several nodes, and files one incident if the network is below plan."""
 
     def __init__(self, run: RunDirectory, log: IncidentLog, watch: AttemptWatch) -> None:
         self._log, self._watch = log, watch
-        self._lines = Follower(run.metrics, backlog=0)
+        self._lines = JsonlFollower(run.metrics, backlog=0)
         prediction = run.read_plan().prediction
         self._expected = prediction.time.get("comm", 0.0) if prediction else 0.0
-        self._comm: deque[float] = deque(maxlen=STEPS)
-        self._steps: deque[float] = deque(maxlen=STEPS)
+        self._comm: deque[float] = deque(maxlen=NUM_STEPS)
+        self._steps: deque[float] = deque(maxlen=NUM_STEPS)
         self._done = len(watch.nodes) < 2 or prediction is None
 
-    def look(self) -> None:
+    def poll(self) -> None:
         if self._done:
             return
         for step in self._lines.new():
             self._comm.append(step["phases"].get("comm", 0.0))
             self._steps.append(step["step_seconds"])
-        if below_plan(self._comm, self._steps, expected=self._expected):
+        if is_below_plan(self._comm, self._steps, expected=self._expected):
             self._done = True
             self._log.notice(
                 "network",
-                f"the network is below plan: communication takes {median(self._comm):.2g} s a step, "
-                f"{self._expected:.2g} s were expected",
-                attempt=self._watch.orders.attempt,
-                step=self._watch.highest,
+                f"the network is below plan: communication takes {median(self._comm):.2g} s per step, "
+                f"{self._expected:.2g} s were predicted",
+                attempt=self._watch.spec.attempt,
+                step=self._watch.highest_step,
                 action="continued",
                 evidence={"comm_seconds": median(self._comm), "expected_seconds": self._expected},
             )

@@ -1,4 +1,4 @@
-"""One machine's ranks, as whoever decides for the whole run sees them."""
+"""The interface of a node: the ranks of one machine, as the supervisor sees them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,8 +10,8 @@ from trimaran.run import Heartbeat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Orders:
-    """What a node is to start: `num_ranks` ranks from `first_rank` on, of `world_size`. `node` is its number.
+class AttemptSpec:
+    """What a node starts: `num_ranks` ranks from `first_rank` on, of `world_size`. `node` is the node's number.
 
     Each rank gets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, TRIMARAN_ATTEMPT, TRIMARAN_STORE and TRIMARAN_TOKEN
     from here, TRIMARAN_PULSE and TRIMARAN_BERTHS (file descriptors) from its node, and `environment` on top.
@@ -28,8 +28,8 @@ class Orders:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
-    """A rank's process is gone: `code` is its exit code, minus the signal's number when a signal ended it."""
+class RankEnded:
+    """A rank's process ended. `code` is its exit code, or minus the number of the signal that killed it."""
 
     rank: int
     code: int
@@ -37,8 +37,8 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Silent:
-    """A rank has shown no progress for longer than its section's deadline, or was `stopped` by a signal."""
+class RankSilent:
+    """A rank made no progress for longer than its section's deadline, or a signal has `stopped` it."""
 
     rank: int
     heartbeat: Heartbeat
@@ -48,9 +48,11 @@ class Silent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lost:
-    """A node answers no more, or answers again (`back`). `ranks` were at work on it; `since` is when it was heard last,
-    by the monotonic clock, 0 where that is not known."""
+class NodeLost:
+    """A node no longer answers, or answers again (`back`).
+
+    `ranks` were running on it. `since` is when the last message came, by the monotonic clock; 0 if unknown.
+    """
 
     node: str
     what: str
@@ -59,11 +61,11 @@ class Lost:
     since: float = 0.0
 
 
-News = Ended | Silent | Lost
+NodeEvent = RankEnded | RankSilent | NodeLost
 
 
-def on_all(nodes: Sequence["Node"], do: Callable[["Node"], None]) -> None:
-    """Have all nodes do what takes its time, at once: the slowest of them is waited for, not the sum."""
+def on_all_nodes(nodes: Sequence["Node"], do: Callable[["Node"], None]) -> None:
+    """Call `do` for all nodes in parallel, and return when the slowest is done."""
     if len(nodes) == 1:
         do(nodes[0])
         return
@@ -72,34 +74,34 @@ def on_all(nodes: Sequence["Node"], do: Callable[["Node"], None]) -> None:
 
 
 class Node(Protocol):
-    """A machine with room for `num_ranks` ranks. Calls return at once, but for `collect_reports` and `kill`."""
+    """A machine that can hold `num_ranks` ranks. Calls return at once, except `collect_reports` and `kill`."""
 
     name: str
     num_ranks: int
 
-    def start(self, orders: Orders) -> None:
-        """Start the ranks; those of an earlier attempt must be gone."""
+    def start(self, spec: AttemptSpec) -> None:
+        """Start the ranks. Those of an earlier attempt must be gone."""
         ...
 
-    def news(self) -> list[News]:
-        """Return what happened since the last look."""
+    def poll(self) -> list[NodeEvent]:
+        """Return what happened since the last call."""
         ...
 
     def heartbeats(self) -> dict[int, Heartbeat]:
-        """Return what each rank showed last."""
+        """Return the last heartbeat of each rank."""
         ...
 
     def collect_reports(self, folder: Path, *, seconds: float, gently: bool = False) -> None:
-        """Have stacks and collectives of all ranks filed in `folder`, also of those that stand still; see `blame`.
+        """Have every live rank, hung or not, write its stacks and collectives into `folder`; see `rank_report`.
 
-        A rank that was stopped is made to go on for that: they are to be killed next. `gently` leaves it alone.
+        A rank that a signal stopped is continued for this, because it is killed next. `gently` leaves it stopped.
         """
         ...
 
-    def ask_to_stop(self) -> None:
-        """Let every rank know that the run is to end at a step that they agree on."""
+    def request_stop(self) -> None:
+        """Ask every rank to stop at a step that all of them agree on."""
         ...
 
     def kill(self) -> None:
-        """End every process of the attempt now, stopped ones too, and return when they are gone."""
+        """Kill every process of the attempt, stopped ones too, and return when they are gone."""
         ...

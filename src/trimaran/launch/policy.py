@@ -1,4 +1,4 @@
-"""What to do about trouble: a pure function of what went wrong so far and of what the recipe allows."""
+"""What to do after a failed attempt: a pure function of the attempts so far and of what the recipe allows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ SAME_RANK_CYCLES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cycle:
-    """One start of the ranks and the trouble that ended it. `new_steps`: how many no earlier one had got to."""
+    """One attempt and the incident that ended it. `new_steps`: the steps that no earlier attempt had finished."""
 
     incident: Incident
     new_steps: int
 
     @property
     def progress(self) -> bool:
-        """Whether it would be wrong to call this standing still: new steps, or a bad sample that was found."""
+        """Whether the attempt brought the run forward: new steps, a bad sample found, or another plan."""
         return self.new_steps > 0 or self.incident.action in ("quarantined", "replanned", "resized")
 
     @property
@@ -28,19 +28,22 @@ class Cycle:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Means:
-    """What the run has left to answer with: `world_size` now, the next `smaller` one that the recipe allows and a plan
-    exists for, a `leaner` plan, how many samples are `quarantined`."""
+class RecoveryOptions:
+    """The changes that are still possible.
+
+    `world_size` is the current one; `smaller` the next smaller one that the recipe allows and a plan exists for;
+    `less_memory` describes the change to a plan that needs less memory; `quarantined` counts samples left out so far.
+    """
 
     world_size: int
     smaller: int | None = None
-    leaner: str | None = None
+    less_memory: str | None = None
     quarantined: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyDecision:
-    """What is done next. `code` is the exit code where that is `stopped`; `why` is a sentence without a full stop."""
+    """What to do next. `code` is the exit code if that is `stopped`; `why` is a sentence without a full stop."""
 
     action: Action
     why: str
@@ -49,35 +52,35 @@ class PolicyDecision:
     samples: tuple[int, ...] = ()
 
 
-def decide(history: Sequence[Cycle], faults: FaultsSection, means: Means) -> PolicyDecision:
+def decide(history: Sequence[Cycle], faults: FaultsSection, options: RecoveryOptions) -> PolicyDecision:
     """Return what to do about the last cycle of `history`."""
     last = history[-1]
     cause = last.incident.cause
     if cause == "user":
-        return PolicyDecision(action="stopped", code=EXIT_USER, why="a person's mistake is not mended by a restart")
+        return PolicyDecision(action="stopped", code=EXIT_USER, why="a restart does not fix a configuration error")
     if cause == "preempted":
-        return PolicyDecision(action="stopped", code=EXIT_AGAIN, why="somebody asked the run to end")
+        return PolicyDecision(action="stopped", code=EXIT_AGAIN, why="the run was asked to stop")
     if not faults.restart:
-        return PolicyDecision(action="stopped", code=EXIT_FAULT, why="the recipe wants no restarts (faults.restart)")
+        return PolicyDecision(action="stopped", code=EXIT_FAULT, why="the recipe forbids restarts (faults.restart)")
     if cause == "numeric":
-        return PolicyDecision(action="stopped", code=EXIT_STUCK, why="the same numbers would come again")
+        return PolicyDecision(action="stopped", code=EXIT_STUCK, why="a restart would compute the same values again")
     if cause == "oom":
-        return _about_memory(means)
+        return _after_oom(options)
     if cause == "data" and last.samples:
-        return _about_samples(last, faults, means)
-    return _about_the_rest(history, faults, means)
+        return _after_bad_samples(last, faults, options)
+    return _after_other_fault(history, faults, options)
 
 
-def _about_memory(means: Means) -> PolicyDecision:
-    """Never the same again: what did not fit will not fit."""
-    if means.leaner:
-        return PolicyDecision(action="replanned", why=means.leaner)
-    return PolicyDecision(action="stopped", code=EXIT_STUCK, why="no leaner plan is left to try; use more devices, a smaller "
-                  "model or shorter sequences")  # fmt: skip
+def _after_oom(options: RecoveryOptions) -> PolicyDecision:
+    """Never restart the same plan: it would run out of memory again."""
+    if options.less_memory:
+        return PolicyDecision(action="replanned", why=options.less_memory)
+    why = "no plan with less memory is left to try; use more devices, a smaller model or shorter sequences"
+    return PolicyDecision(action="stopped", code=EXIT_STUCK, why=why)
 
 
-def _about_samples(last: Cycle, faults: FaultsSection, means: Means) -> PolicyDecision:
-    if means.quarantined + len(last.samples) > faults.max_quarantined:
+def _after_bad_samples(last: Cycle, faults: FaultsSection, options: RecoveryOptions) -> PolicyDecision:
+    if options.quarantined + len(last.samples) > faults.max_quarantined:
         why = f"more than {faults.max_quarantined} samples cannot be loaded (faults.max_quarantined)"
         return PolicyDecision(action="stopped", code=EXIT_STUCK, why=why)
     shown = ", ".join(map(str, last.samples[:4]))
@@ -85,12 +88,13 @@ def _about_samples(last: Cycle, faults: FaultsSection, means: Means) -> PolicyDe
     return PolicyDecision(action="quarantined", why=f"{many} {shown} will be left out", samples=last.samples)
 
 
-def _about_the_rest(history: Sequence[Cycle], faults: FaultsSection, means: Means) -> PolicyDecision:
-    stuck = _standstill(history)
+def _after_other_fault(history: Sequence[Cycle], faults: FaultsSection, options: RecoveryOptions) -> PolicyDecision:
+    stuck = _cycles_without_progress(history)
     same = _same_rank(stuck)
-    if same is not None and len(stuck) >= min(SAME_RANK_CYCLES, faults.cycles) and means.smaller:
-        why = f"rank {same} failed {len(stuck)} times in a row without a new step; going on with {means.smaller} ranks"
-        return PolicyDecision(action="resized", why=why, world_size=means.smaller)
+    if same is not None and len(stuck) >= min(SAME_RANK_CYCLES, faults.cycles) and options.smaller:
+        failed = f"rank {same} failed {len(stuck)} times in a row without a new step"
+        why = f"{failed}; continuing with {options.smaller} ranks"
+        return PolicyDecision(action="resized", why=why, world_size=options.smaller)
     if len(stuck) >= faults.cycles:
         return PolicyDecision(
             action="stopped", code=EXIT_STUCK, why=f"no new step in {len(stuck)} starts; {_suspicion(stuck)}"
@@ -98,8 +102,8 @@ def _about_the_rest(history: Sequence[Cycle], faults: FaultsSection, means: Mean
     return PolicyDecision(action="restarted", why="from the newest state")
 
 
-def _standstill(history: Sequence[Cycle]) -> list[Cycle]:
-    """Return the last cycles in a row that brought nothing new."""
+def _cycles_without_progress(history: Sequence[Cycle]) -> list[Cycle]:
+    """Return the last cycles in a row that made no progress."""
     stuck: list[Cycle] = []
     for cycle in reversed(history):
         if cycle.progress:
@@ -109,23 +113,23 @@ def _standstill(history: Sequence[Cycle]) -> list[Cycle]:
 
 
 def _same_rank(cycles: Sequence[Cycle]) -> int | None:
-    """Return the one rank that was to blame in every one of `cycles`."""
+    """Return the one rank that was at fault in every one of `cycles`."""
     suspects = {cycle.incident.suspects for cycle in cycles}
     (only,) = suspects if len(suspects) == 1 else ((),)
     return only[0] if len(only) == 1 else None
 
 
 def _suspicion(cycles: Sequence[Cycle]) -> str:
-    """Return who or what is to blame for a run that does not get on."""
+    """Return the likely reason why a run makes no progress."""
     steps = {cycle.incident.step for cycle in cycles}
     causes = {cycle.incident.cause for cycle in cycles}
-    rank, words = _same_rank(cycles), []
+    rank, parts = _same_rank(cycles), []
     if len(steps) == 1 and (step := steps.pop()):
-        words.append(f"always after step {step}: suspect the data of step {step + 1}, or the code")
+        parts.append(f"always after step {step}: suspect the data of step {step + 1}, or the code")
     elif steps == {0} or not steps:
-        words.append("it never got to the first step: suspect the code or the machine")
+        parts.append("it never reached the first step: suspect the code or the machine")
     if rank is not None:
-        words.append(f"always rank {rank}")
+        parts.append(f"always rank {rank}")
     if len(causes) == 1:
-        words.append(f"always {causes.pop()}")
-    return ", ".join(words) or "a different rank and step each time: suspect the machine"
+        parts.append(f"always {causes.pop()}")
+    return ", ".join(parts) or "a different rank and step each time: suspect the machine"

@@ -1,6 +1,6 @@
-"""The supervisor's end of the doctor's quick look at this machine, a process beside the fork server that imports torch.
+"""Runs the doctor's preflight check of this machine in a process, while the fork server imports torch.
 
-A look that cannot be taken, or takes too long, stands in nobody's way: it is told in the log.
+A check that fails to run, or takes too long, only logs a warning; the run starts.
 """
 
 import json
@@ -13,11 +13,11 @@ from trimaran.run import RunDirectory
 
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS = 30.0  # half a second is usual, nearly all of it imports
+TIMEOUT_SECONDS = 30.0  # half a second is usual, nearly all of it for imports
 
 
 class PreflightProcess:
-    """A look that is being taken from the making of this object on. `where` is what this machine is called."""
+    """A preflight check, started by the constructor. `where` is the name of this machine in messages."""
 
     def __init__(self, run: RunDirectory, *, kind: str, nodes: int = 1, where: str = "this machine") -> None:
         command = [sys.executable, "-m", "trimaran.doctor.node_check", str(run.path.absolute())]
@@ -26,24 +26,20 @@ class PreflightProcess:
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
         )
 
-    @property
-    def is_over(self) -> bool:
-        return self._process.poll() is not None
-
-    def refusal(self) -> UserError | None:
-        """Return what stands in the way of the run here; None where nothing does. Waits for the end of the look."""
+    def wait_for_error(self) -> UserError | None:
+        """Wait for the check, and return why the run cannot work on this machine; None if it can."""
         try:
-            told, _ = self._process.communicate(timeout=LOOK_SECONDS)
-            found = json.loads(told) if self._process.returncode == 0 else None
+            output, _ = self._process.communicate(timeout=TIMEOUT_SECONDS)
+            error = json.loads(output) if self._process.returncode == 0 else None
         except (subprocess.TimeoutExpired, ValueError):
-            found = None
-        if found is None:
-            self.end()
-            log.warning("this machine could not be looked at, the run starts all the same; see `trimaran doctor`")
-        return UserError(**found) if found else None
+            error = None
+        if error is None:
+            self.cancel()
+            log.warning("the check of this machine failed; the run starts anyway, see `trimaran doctor`")
+        return UserError(**error) if error else None
 
-    def end(self) -> None:
-        """End a look that nobody waits for."""
+    def cancel(self) -> None:
+        """Kill the check."""
         self._process.kill()
         self._process.wait()
         if self._process.stdout is not None:

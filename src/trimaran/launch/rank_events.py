@@ -1,4 +1,4 @@
-"""Ranks' events that are incidents, though the run goes on: refused updates, failed saves, damaged checkpoints."""
+"""Incidents from rank events that do not end the run: skipped updates, failed saves, damaged checkpoints."""
 
 import re
 from collections.abc import Iterable
@@ -7,23 +7,23 @@ from typing import Any
 from trimaran.core import Action, Cause, Incident
 from trimaran.run import IncidentLog
 
-NUMBERS = re.compile(r"[\w.,]*\d[\w.,]*( [KMG]?i?B)?")
-"""Steps, drafts and sizes: they are different every time, and the reason is the same."""
-TOLD = {"skip": "skipped", "rewind": "rewound"}  # a stop ends the ranks, and is found there
+VARIABLE_PARTS = re.compile(r"[\w.,]*\d[\w.,]*( [KMG]?i?B)?")
+"""Steps, temporary names and sizes in an error message. They differ each time while the reason is the same."""
+ACTIONS = {"skip": "skipped", "rewind": "rewound"}  # `stop` ends the ranks, and becomes an incident there
 
 
 class RankEventIncidents:
-    """Files what the ranks of one attempt report. All of them see the same; the first who says it is heard.
+    """Files incidents for the events of one attempt. All ranks write the same events; only the first counts.
 
-    `had` is how many steps the run had done before: those that an older checkpoint lacks are lost.
+    `steps_before` is how many steps the run had finished before: those after an older checkpoint are lost.
     """
 
-    def __init__(self, log: IncidentLog, *, attempt: int, had: int = 0) -> None:
-        self._log, self._attempt, self._had = log, attempt, had
-        self._heard: set[tuple[str, int]] = set()
+    def __init__(self, log: IncidentLog, *, attempt: int, steps_before: int = 0) -> None:
+        self._log, self._attempt, self._steps_before = log, attempt, steps_before
+        self._seen: set[tuple[str, int]] = set()
         self._failures: dict[str, Incident] = {}
 
-    def take(self, events: Iterable[dict[str, Any]]) -> None:
+    def add(self, events: Iterable[dict[str, Any]]) -> None:
         for event in events:
             kind, step, data = event["kind"], event.get("step", 0), event.get("data", {})
             if kind == "skip" and data.get("action") != "stop" and self._first(kind, step):
@@ -34,27 +34,27 @@ class RankEventIncidents:
             elif kind == "checkpoint" and self._first(kind, step):
                 self._checkpoint(step, data)
             elif kind == "resume" and data.get("refused") and self._first(kind, step):
-                what = f"a checkpoint was damaged and is not used: {_shown(data['refused'])}"
+                what = f"a checkpoint is damaged and was not used: {_list_refused(data['refused'])}"
                 incident = self._file("storage", what, step, "continued", {"refused": data["refused"]})
-                self._log.amend(incident, cost={"lost_steps": max(0, self._had - step)})
+                self._log.amend(incident, cost={"lost_steps": max(0, self._steps_before - step)})
 
     def _first(self, kind: str, step: int) -> bool:
-        known = (kind, step) in self._heard
-        self._heard.add((kind, step))
-        return not known
+        is_first = (kind, step) not in self._seen
+        self._seen.add((kind, step))
+        return is_first
 
     def _skip(self, step: int, data: dict[str, Any]) -> None:
         ranks = tuple(data.get("ranks") or ())
-        action: Any = TOLD.get(data.get("action", "skip"), "skipped")
-        what = f"the update of step {step} was not applied: {data.get('reason', 'its numbers were bad')}"
+        action: Any = ACTIONS.get(data.get("action", "skip"), "skipped")
+        what = f"the update of step {step} was not applied: {data.get('reason', 'a value was not finite')}"
         self._file("numeric", what, step, action, data, suspects=ranks)
 
     def _checkpoint(self, step: int, data: dict[str, Any]) -> None:
-        """A disk that fails again and again for the same reason is one incident that counts, until a save succeeds."""
+        """File failed saves. Repeated failures for one reason are one incident with a count, until a save works."""
         if not data.get("failed"):
             self._failures.clear()
             return
-        reason = NUMBERS.sub("", data["failed"])
+        reason = VARIABLE_PARTS.sub("", data["failed"])
         if (known := self._failures.get(reason)) is None:
             what = f"the checkpoint of step {step} could not be saved: {data['failed']}"
             self._failures[reason] = self._file("storage", what, step, "continued", data)
@@ -77,5 +77,5 @@ class RankEventIncidents:
         return self._log.amend(incident, action=action)
 
 
-def _shown(refused: list[dict[str, Any]]) -> str:
+def _list_refused(refused: list[dict[str, Any]]) -> str:
     return "; ".join(f"step {each['step']} ({each['tier']}): {each['why']}" for each in refused)

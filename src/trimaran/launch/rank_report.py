@@ -1,7 +1,7 @@
-"""What ranks said about themselves when something was wrong, and what was seen of them from outside.
+"""Reads rank reports: the stacks and collectives that ranks wrote when something was wrong, and their process state.
 
-`collect_reports.py` has a folder filled with it: for each rank `rank-N.json` and `rank-N.stacks.txt` by its heartbeat thread
-(`train/process/heartbeat_thread.py`), and for each node `process-N.json`. Any of it may be missing or half-written.
+`collect_reports.py` fills a folder with them. The heartbeat thread of each rank (`train/process/heartbeat_thread.py`)
+writes `rank-N.json` and `rank-N.stacks.txt`; each node writes `process-N.json`. Any file may be missing or incomplete.
 """
 
 import contextlib
@@ -14,20 +14,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from trimaran.launch.collect_reports import STOPPED_STATES
 from trimaran.run import RunDirectory
 
-STOPPED = frozenset("Tt")
-LAST_BYTES = 16384
-ATTEMPT = re.compile(r"^-- start \d+ --$", re.MULTILINE)  # where the fork server starts a rank anew in the same log
-# Where torch waits, or may wait, for other ranks or for the device.
+LOG_TAIL_BYTES = 16384
+ATTEMPT_LINE = re.compile(r"^-- start \d+ --$", re.MULTILINE)  # separates the attempts in a rank's log
+# Calls in which torch waits, or may wait, for other ranks or for the device.
 COMMUNICATION = re.compile(r"/torch/distributed/|/torch/autograd/|\bdist\.|\.wait\(|\.backward\(|synchronize\(")
 LIBRARY = re.compile(r"/torch/|/python3\.\d+/(?!(site|dist)-packages/)|^<frozen")
-THROUGH = re.compile(r"/torch/(_ops|_compile|utils/|_dynamo/|nn/modules/module)|/contextlib\.py$|/functools\.py$")
+WRAPPERS = re.compile(r"/torch/(_ops|_compile|utils/|_dynamo/|nn/modules/module)|/contextlib\.py$|/functools\.py$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackCall:
-    """One call of a thread."""
+    """One call on a thread's stack."""
 
     file: str
     line: int
@@ -40,7 +40,7 @@ class StackCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """A collective that a rank has begun, the `number`-th of its group. Sizes and dtypes are those of its inputs."""
+    """A collective that a rank has begun, the `number`-th of its group, with the sizes and dtypes of its inputs."""
 
     group: str
     number: int
@@ -58,8 +58,10 @@ class Operation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportMoment:
-    """On which machine and when a rank spoke, in seconds since the epoch, and for how many seconds until then its
-    threads were `starved`: ready to run while others had the cores."""
+    """On which machine and when, in seconds since the epoch, a rank wrote its report.
+
+    `starved`: the seconds until then in which its threads were ready to run and had no core.
+    """
 
     host: str = ""
     time: float = 0.0
@@ -68,10 +70,9 @@ class ReportMoment:
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """What is known of one rank. `answered`: its heartbeat thread could speak. `state` is the kernel's letter for its process.
+    """What is known of one rank. `answered`: its heartbeat thread wrote a report. `state`: its process state in /proc.
 
     `groups` are the ranks of each group it is in; `sent` and `received` count the messages it has begun, by peer.
-    `words` is the end of its log.
     """
 
     rank: int
@@ -85,11 +86,11 @@ class RankReport:
     sent: Mapping[int, int] = field(default_factory=dict)
     received: Mapping[int, int] = field(default_factory=dict)
     messages: tuple[Mapping[str, Any], ...] = ()
-    words: str = ""
+    log_tail: str = ""
 
     @property
     def stopped(self) -> bool:
-        return self.state in STOPPED
+        return self.state in STOPPED_STATES
 
     @cached_property
     def arrived(self) -> dict[str, int]:
@@ -100,51 +101,51 @@ class RankReport:
         return last
 
     @property
-    def site(self) -> StackCall | None:
-        """The innermost call that says something: torch's own corridors are passed by."""
-        return next((call for call in self.calls if not THROUGH.search(call.file)), None)
+    def innermost_call(self) -> StackCall | None:
+        """The innermost call, without wrappers of torch and Python."""
+        return next((call for call in self.calls if not WRAPPERS.search(call.file)), None)
 
     @property
-    def place(self) -> StackCall | None:
-        """The innermost call outside of torch and Python's own library: the line a person would look at."""
-        return next((call for call in self.calls if not LIBRARY.search(call.file)), self.site)
+    def user_call(self) -> StackCall | None:
+        """The innermost call outside torch and Python's standard library: the line that a user looks at."""
+        return next((call for call in self.calls if not LIBRARY.search(call.file)), self.innermost_call)
 
     @property
-    def communicates(self) -> bool:
-        """Whether the rank's loop may be waiting for others where it stands."""
-        return self.site is None or bool(COMMUNICATION.search(self.site.file) or COMMUNICATION.search(self.site.text))
+    def may_be_waiting(self) -> bool:
+        """Whether the main thread may be waiting for other ranks or for the device."""
+        call = self.innermost_call
+        return call is None or bool(COMMUNICATION.search(call.file) or COMMUNICATION.search(call.text))
 
 
 def read_rank_reports(run: RunDirectory, folder: Path, ranks: Iterable[int]) -> dict[int, RankReport]:
-    """Return what is known of each of `ranks`, from the answers in `folder` and the ranks' logs."""
+    """Return what is known of each of `ranks`, from the files in `folder` and the ranks' logs."""
     states = _states(folder)
     return {rank: _report(run, folder, rank, states.get(rank, "")) for rank in ranks}
 
 
-def last_words(path: Path) -> str:
-    """Return the end of a log, or nothing."""
+def read_tail(path: Path) -> str:
+    """Return the end of a file; an empty string if it cannot be read."""
     try:
         with path.open("rb") as file:
             file.seek(0, 2)
-            file.seek(max(0, file.tell() - LAST_BYTES))
+            file.seek(max(0, file.tell() - LOG_TAIL_BYTES))
             return file.read().decode(errors="replace")
     except OSError:
         return ""
 
 
 def _report(run: RunDirectory, folder: Path, rank: int, state: str) -> RankReport:
-    words = ATTEMPT.split(last_words(run.log(rank)))[-1]
+    log_tail = ATTEMPT_LINE.split(read_tail(run.log(rank)))[-1]
     tree = _load(folder / f"rank-{rank}.json")
     if isinstance(tree, dict):
         with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
-            return _parse(tree, rank, state, words)
-    calls = (
-        _dumped_calls(last_words(folder / f"rank-{rank}.stacks.txt")) or _dumped_calls(words) or _raised_calls(words)
-    )
-    return RankReport(rank=rank, state=state, calls=calls, words=words)
+            return _parse(tree, rank, state, log_tail)
+    dumped = _dumped_calls(read_tail(folder / f"rank-{rank}.stacks.txt"))
+    calls = dumped or _dumped_calls(log_tail) or _traceback_calls(log_tail)
+    return RankReport(rank=rank, state=state, calls=calls, log_tail=log_tail)
 
 
-def _parse(tree: dict[str, Any], rank: int, state: str, words: str) -> RankReport:
+def _parse(tree: dict[str, Any], rank: int, state: str, log_tail: str) -> RankReport:
     return RankReport(
         rank=rank,
         answered=True,
@@ -157,12 +158,12 @@ def _parse(tree: dict[str, Any], rank: int, state: str, words: str) -> RankRepor
         sent={int(peer): count for peer, count in tree["sent"].items()},
         received={int(peer): count for peer, count in tree["received"].items()},
         messages=tuple(tree.get("messages", ())),
-        words=words,
+        log_tail=log_tail,
     )
 
 
 def _dumped_calls(text: str) -> tuple[StackCall, ...]:
-    """Return the main thread's calls from what faulthandler wrote last; of several threads the oldest comes last."""
+    """Return the main thread's calls from the last dump of faulthandler, which writes the main thread last."""
     thread = re.split(r"(?m)^(?:Current thread|Thread|Stack) .*$", text)[-1]
     found = re.findall(r'(?m)^  File "(.*)", line (\d+) in (.*)$', thread)
     return tuple(
@@ -171,9 +172,9 @@ def _dumped_calls(text: str) -> tuple[StackCall, ...]:
     )
 
 
-def _raised_calls(words: str) -> tuple[StackCall, ...]:
-    """Return the calls of the last traceback in a log."""
-    trace = words.rpartition("Traceback (most recent call last):")[2]
+def _traceback_calls(log_tail: str) -> tuple[StackCall, ...]:
+    """Return the calls of the last traceback in a log, innermost first."""
+    trace = log_tail.rpartition("Traceback (most recent call last):")[2]
     found = re.findall(r'(?m)^  File "(.*)", line (\d+), in (.*)\n(?:    (.*))?', trace)
     calls = [StackCall(file=file, line=int(line), function=name, text=text) for file, line, name, text in found]
     return tuple(reversed(calls))
@@ -185,7 +186,7 @@ def _operation(tree: dict[str, Any]) -> Operation:
 
 
 def _states(folder: Path) -> dict[int, str]:
-    """Return the kernel's state letters of all ranks; each node files its own."""
+    """Return the process states of all ranks. Each node writes a file with its own."""
     found: dict[int, str] = {}
     for path in sorted(folder.glob("process*.json")):
         tree = _load(path)

@@ -1,4 +1,4 @@
-"""A run that goes on with another plan or recipe; the ones before stay beside them."""
+"""Replaces the plan or the recipe of a run; the earlier ones are kept as numbered files."""
 
 from itertools import count
 from pathlib import Path
@@ -7,18 +7,18 @@ from trimaran.core import Plan, Recipe, dump_recipe
 from trimaran.run import RunDirectory, dump_plan
 
 
-def keep_plan(run: RunDirectory, plan: Plan) -> None:
-    """Make `plan` the run's; the one before stays as `plan-N.json`."""
-    _keep(run.plan, dump_plan(plan))
+def replace_plan(run: RunDirectory, plan: Plan) -> None:
+    """Write `plan` as the run's plan, and keep the earlier one as `plan-N.json`."""
+    _replace(run.plan, dump_plan(plan))
 
 
-def keep_recipe(run: RunDirectory, recipe: Recipe) -> None:
-    """Make `recipe` the run's, if it is another one; the one before stays as `recipe-N.yaml`."""
+def replace_recipe(run: RunDirectory, recipe: Recipe) -> None:
+    """Write `recipe` as the run's recipe if it differs, and keep the earlier one as `recipe-N.yaml`."""
     if recipe != run.read_recipe():
-        _keep(run.recipe, dump_recipe(recipe))
+        _replace(run.recipe, dump_recipe(recipe))
 
 
-def _keep(path: Path, text: str) -> None:
+def _replace(path: Path, text: str) -> None:
     old = next(each for number in count() if not (each := path.with_stem(f"{path.stem}-{number}")).exists())
     draft = path.with_name(f".{path.name}.draft")
     draft.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A new plan for a run that is under way: leaner after memory ran out, or for another number of ranks."""
+"""A new plan for a started run: with less memory after an OOM, or for another number of ranks."""
 
 import os
 from collections.abc import Iterator
@@ -6,38 +6,35 @@ from dataclasses import replace
 
 from trimaran.core import Mesh, Plan, Recipe, UserError
 from trimaran.hardware import Cluster, calibration_folder, parse_cluster
-from trimaran.models import outline_if_told, spec_of
+from trimaran.models import outline_if_known, spec_of
 from trimaran.planner import Question, check_plan, choose
+from trimaran.planner.memory_ladder import next_rung
 from trimaran.planner.search import predicted
 
-# What changes the numbers that training gives, and not only how they are come by: it stays as it was.
-KEPT = ("precision", "engine", "comm")
+# Fields that change the results of training, not only how they are computed. They stay as they were.
+FIXED_FIELDS = ("precision", "engine", "comm")
 
 
-def leaner(plan: Plan) -> tuple[Plan, str] | None:
-    """Return a plan that needs less memory for activations, and what is different; None when there is none.
+def less_memory(plan: Plan, recipe: Recipe) -> tuple[Plan, str] | None:
+    """Return the plan to continue with after an OOM, and what changes; None if nothing is left to change."""
+    try:
+        question = question_of(recipe, plan.mesh.world_size)
+    except UserError:
+        question = None
+    return next_rung(plan, question)
 
-    The micro-batch gets smaller, with more of them, as far as it goes; then activations are computed again. The global
-    batch stays.
-    """
-    if plan.micro_batch > 1:
-        part = next(each for each in range(2, plan.micro_batch + 1) if plan.micro_batch % each == 0)
-        micro, accum = plan.micro_batch // part, plan.grad_accum * part
-        words = f"micro-batch {plan.micro_batch} -> {micro}, accumulation {plan.grad_accum} -> {accum}"
-        return plan.model_copy(update={"micro_batch": micro, "grad_accum": accum, "prediction": None}), words
-    if plan.recompute != "full":
-        return plan.model_copy(update={"recompute": "full", "prediction": None}), f"recompute {plan.recompute} -> full"
-    return None
+
+def question_of(recipe: Recipe, world_size: int) -> Question:
+    """Return what the planner needs to predict plans of the recipe on `world_size` ranks."""
+    spec, outline = spec_of(recipe.model), outline_if_known(recipe.model, recipe.data)
+    return Question(recipe=recipe, spec=spec, outline=outline, cluster=cluster_of(recipe, world_size), max_plans=1)
 
 
 def with_prediction(plan: Plan, recipe: Recipe) -> Plan:
-    """Return `plan` with what it should cost, where the model's sizes are known. Raises what makes it illegal."""
-    spec, outline = spec_of(recipe.model), outline_if_told(recipe.model, recipe.data)
-    cluster = cluster_of(recipe, plan.mesh.world_size)
-    check_plan(plan, recipe, spec, cluster)
-    if outline is None:
-        return plan
-    return predicted(plan, Question(recipe=recipe, spec=spec, outline=outline, cluster=cluster, most_shown=1))
+    """Return `plan` with its prediction, if the model's outline is known. Raises if the plan is not valid."""
+    question = question_of(recipe, plan.mesh.world_size)
+    check_plan(plan, recipe, question.spec, question.cluster)
+    return plan if question.outline is None else predicted(plan, question)
 
 
 def smaller_sizes(plan: Plan, recipe: Recipe) -> range:
@@ -47,12 +44,12 @@ def smaller_sizes(plan: Plan, recipe: Recipe) -> range:
 
 
 def resized(plan: Plan, recipe: Recipe, world_size: int) -> Plan | None:
-    """Return the best plan for `world_size` ranks that trains what `plan` trains; None where there is none."""
+    """Return the best plan for `world_size` ranks with the same results as `plan`; None if there is none."""
     try:
         cluster = cluster_of(recipe, world_size)
     except UserError:
         return None
-    spec, outline = spec_of(recipe.model), outline_if_told(recipe.model, recipe.data)
+    spec, outline = spec_of(recipe.model), outline_if_known(recipe.model, recipe.data)
     for pins in _looser(recipe.plan if isinstance(recipe.plan, Plan) else Plan(), plan):
         try:
             return choose(recipe.model_copy(update={"plan": pins}), spec, cluster, outline)
@@ -62,9 +59,9 @@ def resized(plan: Plan, recipe: Recipe, world_size: int) -> Plan | None:
 
 
 def _looser(pins: Plan, plan: Plan) -> Iterator[Plan]:
-    """Yield a person's pins with ever less of what belongs to a number of ranks."""
-    kept = {name: getattr(plan, name) for name in KEPT}
-    tree = {name: getattr(pins, name) for name in pins.model_fields_set - {"prediction"}} | kept
+    """Yield the user's pinned fields, with fewer and fewer of those that depend on the number of ranks."""
+    fixed = {name: getattr(plan, name) for name in FIXED_FIELDS}
+    tree = {name: getattr(pins, name) for name in pins.model_fields_set - {"prediction"}} | fixed
     yield Plan(**tree)
     batch = {name: value for name, value in tree.items() if name not in ("micro_batch", "grad_accum")}
     inner = {axis: getattr(pins.mesh, axis) for axis in pins.mesh.model_fields_set - {"dp_replicate", "dp_shard"}}
@@ -73,13 +70,13 @@ def _looser(pins: Plan, plan: Plan) -> Iterator[Plan]:
 
 
 def full_size(recipe: Recipe) -> int:
-    """Return how many ranks the recipe's cluster is for."""
-    return _whole_cluster(recipe).world_size
+    """Return the number of ranks of the recipe's full cluster."""
+    return _full_cluster(recipe).world_size
 
 
 def cluster_of(recipe: Recipe, world_size: int) -> Cluster:
-    """Return the part of the recipe's cluster that `world_size` ranks fill."""
-    cluster = _whole_cluster(recipe)
+    """Return the part of the recipe's cluster that `world_size` ranks use."""
+    cluster = _full_cluster(recipe)
     if cluster.world_size == world_size:
         return cluster
     if cluster.device.kind == "cpu" and cluster.num_nodes == 1:
@@ -91,6 +88,6 @@ def cluster_of(recipe: Recipe, world_size: int) -> Cluster:
     return replace(cluster, num_nodes=world_size // per_node, devices_per_node=per_node)
 
 
-def _whole_cluster(recipe: Recipe) -> Cluster:
+def _full_cluster(recipe: Recipe) -> Cluster:
     visible, measured = os.environ.get("CUDA_VISIBLE_DEVICES"), calibration_folder(os.environ)
     return parse_cluster(recipe.cluster, visible_devices=visible, calibrations=measured)

@@ -1,6 +1,6 @@
-"""The supervisor's end of a node's sidecar, the process that samples the machine and feeds sinks.
+"""Starts and restarts a node's sidecar, the process that samples the machine and feeds sinks.
 
-Nothing here raises or waits while ranks are at work: a run without its sidecar is a run all the same.
+Nothing here raises or waits while ranks are running: a run works without its sidecar.
 """
 
 import logging
@@ -14,36 +14,39 @@ from trimaran.run import RunDirectory
 
 log = logging.getLogger(__name__)
 
-FIRST_DELAY, MOST_DELAY = 10.0, 600.0  # seconds from one start to the next, doubled each time that it has died
-END_SECONDS = 5.0  # to write and hand on its last lines
+FIRST_RESTART_SECONDS, MAX_RESTART_SECONDS = 10.0, 600.0  # from one start to the next; doubled after each death
+END_SECONDS = 5.0  # for the sidecar to write its last lines and close its sinks
 
 
 class SidecarProcess:
-    """Keeps one sidecar alive from `start` to `end`. Use it in a thread that lives as long as the run: the sidecar dies
-    with the one that started it. Ranks are sought below the process `above`, or below this one."""
+    """Keeps one sidecar alive from `start` to `end`.
+
+    Use it in a thread that lives as long as the run: the sidecar dies with the thread that started it. The sidecar
+    samples ranks that descend from the process `above`, by default from this one.
+    """
 
     def __init__(self, run: RunDirectory, environment: Mapping[str, str], *, above: int | None = None) -> None:
         self._run, self._environment, self._above = run, environment, above
         self._process: subprocess.Popen[bytes] | None = None
-        self._node, self._due, self._delay = -1, 0.0, FIRST_DELAY
+        self._node, self._due, self._delay = -1, 0.0, FIRST_RESTART_SECONDS
 
     def start(self, node: int) -> None:
-        """See to it that there is a sidecar for this machine as node `node`; one that is at work goes on."""
+        """Start a sidecar for this machine as node `node`, unless one is already running."""
         if node != self._node:
             self.end()
-            self._node, self._delay = node, FIRST_DELAY
+            self._node, self._delay = node, FIRST_RESTART_SECONDS
             self._begin()
 
-    def look(self) -> None:
-        """Start another one if it has died. One that left with 0 had nothing to do."""
+    def restart_if_dead(self) -> None:
+        """Start another sidecar if it has died. One that exited with 0 had nothing to do."""
         if self._process is None or self._process.poll() is None or self._process.returncode == 0:
             return
         if time.monotonic() >= self._due:
-            log.warning("the sidecar ended with code %d, another one is started", self._process.returncode)
+            log.warning("the sidecar exited with code %d; starting another one", self._process.returncode)
             self._begin()
 
     def end(self) -> None:
-        """End it, with a moment for its last lines."""
+        """Stop the sidecar; it has a few seconds to write its last lines."""
         process, self._process, self._node = self._process, None, -1
         if process is None:
             return
@@ -55,7 +58,7 @@ class SidecarProcess:
             process.wait()
 
     def _begin(self) -> None:
-        self._due, self._delay = time.monotonic() + self._delay, min(2 * self._delay, MOST_DELAY)
+        self._due, self._delay = time.monotonic() + self._delay, min(2 * self._delay, MAX_RESTART_SECONDS)
         name = f"sidecar-{self._node}.log" if self._node else "sidecar.log"
         command = [sys.executable, "-m", "trimaran.telemetry.sidecar", str(self._run.path.absolute()), str(self._node)]
         command.append(f"--supervisor={os.getpid()}")
@@ -74,4 +77,4 @@ class SidecarProcess:
                     start_new_session=True,
                 )
         except OSError as error:
-            log.warning("there is no sidecar: %s", error)
+            log.warning("the sidecar cannot be started: %s", error)

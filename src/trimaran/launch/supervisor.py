@@ -1,10 +1,10 @@
-"""The loop over attempts: start the ranks, watch them, find out what went wrong, and go on or give up."""
+"""The loop over attempts: start the ranks, watch them, investigate faults, and restart or stop."""
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from trimaran.core import EXIT_AGAIN, EXIT_DONE, Incident
 from trimaran.launch.attempt_watch import AttemptWatch
@@ -13,243 +13,260 @@ from trimaran.launch.investigate import Investigation, investigate
 from trimaran.launch.network_check import NetworkCheck
 from trimaran.launch.next_attempt import (
     Rendezvous,
+    apply_decision,
+    attempt_spec,
     fit_plan,
     larger_size,
-    means_of,
-    orders_for,
-    read_wanted_size,
-    repair,
+    read_resize_request,
+    recovery_options,
 )
-from trimaran.launch.node import Node, on_all
+from trimaran.launch.node import Node, on_all_nodes
 from trimaran.launch.policy import EXIT_FAULT, Cycle, decide
 from trimaran.launch.rank_events import RankEventIncidents
 from trimaran.launch.show_ranks import show_ranks
 from trimaran.launch.signals import Signals
 from trimaran.launch.slow_rank_check import SlowRankCheck
 from trimaran.run import IncidentLog, RunDirectory, last_step
-from trimaran.run.attempts import AttemptLog, read_attempts
+from trimaran.run.attempts import AttemptLog, AttemptOutcome, read_attempts
 
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS = 0.05
-LEASE_SECONDS = 1.0
-WAIT_SECONDS = 1.0  # for nodes: longer is worth a word
+POLL_SECONDS = 0.05
+LEASE_SECONDS = 1.0  # between checks of the lease
+LONG_WAIT_SECONDS = 1.0  # a longer wait for nodes is recorded with the incident
 
-End = Literal["done", "stopped", "trouble", "killed", "fenced"]
+SupervisorOutcome = AttemptOutcome | Literal["killed", "fenced"]
 
 
 class NodeGroup(Rendezvous, Protocol):
-    """The machines of a run and where their ranks meet. `local_fleet` is one machine, `fleet` several."""
+    """The nodes of a run and where their ranks meet: one machine (`local_node_group`) or several."""
 
     def wait_for_nodes(self) -> list[Node] | None:
-        """Return the nodes to start ranks on, waiting for those that are to come; None when too few will."""
+        """Return the nodes to start ranks on, once enough are present; None if too few come."""
         ...
 
     def growth(self, nodes: Sequence[Node]) -> int | None:
-        """Return how many ranks there could be, now that there are more machines than `nodes`; None: no more."""
+        """Return how many ranks are possible, if more nodes are present than `nodes`; None if not."""
         ...
 
-    def over(self, attempt: int) -> None:
-        """The ranks of `attempt` are gone: nothing that they left in the store is of use."""
+    def end_attempt(self, attempt: int) -> None:
+        """Drop what the ranks of `attempt`, which are gone, left in the store."""
         ...
 
     def holds(self) -> bool:
-        """Whether this supervisor is still the one that may run the run."""
+        """Return whether this supervisor still holds the run's lease."""
         ...
 
 
 @dataclass(slots=True, kw_only=True)
-class LostNode:
-    """An incident whose price is not known yet: when it began, and how far the run had come."""
+class OpenIncident:
+    """An incident whose cost is not known yet: when it began, and the highest step that was finished by then."""
 
     incident: Incident
     since: float
-    highest: int
+    highest_step: int
 
 
-def lost_supervisor(run: RunDirectory) -> LostNode | None:
-    """File that the supervisor before this one was killed, if it was: it never wrote down that it was over."""
+def file_lost_supervisor(run: RunDirectory) -> OpenIncident | None:
+    """File an incident if the previous supervisor was killed, which never wrote that it was over; None if not."""
     known = read_attempts(run)
     if not known.attempts or known.over is not None:
         return None
     last, step = known.attempts[-1], last_step(run)
-    what = f"the supervisor before this one was killed (process {last.pid} on {last.host})"
+    what = f"the previous supervisor was killed (process {last.pid} on {last.host})"
     incident = IncidentLog(run).notice("host", what, attempt=last.number, step=step, action="restarted")
-    return LostNode(incident=incident, since=time.monotonic(), highest=step)
+    return OpenIncident(incident=incident, since=time.monotonic(), highest_step=step)
 
 
 class Supervisor:
-    """Runs a run to its end, whatever happens on the way.
+    """Supervises a run to its end, through any number of attempts.
 
-    `highest` is the largest number of steps that the run had ever finished before; `loss` is what made this one the
-    run's supervisor, where another one was lost.
+    `highest_step` is the highest step that the run had finished before. `open_incident`: another supervisor or
+    coordinator was lost, and this one takes over.
     """
 
     def __init__(
-        self, run: RunDirectory, fleet: NodeGroup, signals: Signals, *, highest: int = 0, loss: LostNode | None = None
+        self,
+        run: RunDirectory,
+        nodes: NodeGroup,
+        signals: Signals,
+        *,
+        highest_step: int = 0,
+        open_incident: OpenIncident | None = None,
     ) -> None:
-        self.run, self.fleet, self.signals = run, fleet, signals
+        self.run, self.node_group, self.signals = run, nodes, signals
         self.recipe = run.read_recipe()
         self.incidents, self.attempts = IncidentLog(run), AttemptLog(run)
         self.history: list[Cycle] = []
-        self._highest = highest
-        self._losses: list[LostNode] = [loss] if loss else []
-        self._asked: Incident | None = None  # somebody wants the run to end
-        self._new_size: int | None = None  # somebody wants another number of ranks
-        self._stopping = False  # the ranks were told
-        self._room = 0
+        self._highest_step = highest_step
+        self._open_incidents: list[OpenIncident] = [open_incident] if open_incident else []
+        self._stop_incident: Incident | None = None  # set once a stop of the run is requested
+        self._new_size: int | None = None  # the requested number of ranks, if it is to change
+        self._stopping = False  # the ranks were asked to stop
+        self._capacity = 0
         self._lease_due = 0.0
 
     def supervise(self) -> int:
         """Return the exit code of the run: 0 done, 2, 75, 93, 128 + a signal, or another for a fault."""
         self.run.stop_request.unlink(missing_ok=True)
-        if self.signals.asked and not self._losses:
-            return self._over(EXIT_AGAIN, f"asked to end by {self.signals.name} before anything was started")
+        if self.signals.stop_requested and not self._open_incidents:
+            return self._over(EXIT_AGAIN, f"stopped by {self.signals.name} before anything was started")
         while True:
             began = time.monotonic()
-            nodes = self.fleet.wait_for_nodes()
-            if self._losses and time.monotonic() > began + WAIT_SECONDS:
-                self._losses[-1].incident = self.incidents.amend(self._losses[-1].incident, action="waited")
+            nodes = self.node_group.wait_for_nodes()
+            if self._open_incidents and time.monotonic() > began + LONG_WAIT_SECONDS:
+                last = self._open_incidents[-1]
+                last.incident = self.incidents.amend(last.incident, action="waited")
             if nodes is None:
-                return self._over(EXIT_AGAIN, "asked to end" if self.signals.asked else "too few nodes")
-            if why := self._fit(nodes):
-                return self._over(EXIT_FAULT, why)
+                return self._over(EXIT_AGAIN, "asked to stop" if self.signals.stop_requested else "too few nodes")
+            if error := self._fit_plan(nodes):
+                return self._over(EXIT_FAULT, error)
             code = self._attempt(nodes)
             if code is not None:
                 return code
 
-    def _fit(self, nodes: Sequence[Node]) -> str:
-        """Give the run a plan for the nodes that are there, and say so: no run gets smaller in silence."""
-        size, asked = self.run.read_plan().mesh.world_size, self._new_size
-        why = fit_plan(self.run, nodes, world_size=asked)
+    def _fit_plan(self, nodes: Sequence[Node]) -> str:
+        """Fit the plan to the nodes that are present, and record if the run gets smaller. Returns an error, or ""."""
+        size, requested = self.run.read_plan().mesh.world_size, self._new_size
+        error = fit_plan(self.run, nodes, world_size=requested)
         self._new_size, new = None, self.run.read_plan().mesh.world_size
-        if new < size and asked is None:
-            words = f"{size} ranks before, {new} now: there is no room for more"
-            if not self._losses:
-                self.incidents.notice("host", "nodes are missing", action="resized", evidence={"why": words})
-            for loss in self._losses[-1:]:
-                known = loss.incident.evidence | {"why": words}
-                loss.incident = self.incidents.amend(loss.incident, action="resized", evidence=known)
-        return why
+        if new < size and requested is None:
+            why = f"{size} ranks before, {new} now: the nodes hold no more"
+            if not self._open_incidents:
+                self.incidents.notice("host", "nodes are missing", action="resized", evidence={"why": why})
+            for each in self._open_incidents[-1:]:
+                evidence = each.incident.evidence | {"why": why}
+                each.incident = self.incidents.amend(each.incident, action="resized", evidence=evidence)
+        return error
 
     def _attempt(self, nodes: Sequence[Node]) -> int | None:
-        """Start the ranks and stay with them to their end. Returns the run's exit code; None: start again."""
-        plan, before = self.run.read_plan(), self._highest
+        """Start the ranks and supervise them to their end. Returns the run's exit code; None: start again."""
+        plan, before = self.run.read_plan(), self._highest_step
         number = self.attempts.begin(world_size=plan.mesh.world_size)
         log.info("start %d: %s on %s", number + 1, plan, ", ".join(node.name for node in nodes))
-        watch = AttemptWatch(self.run, nodes, orders_for(plan, self.fleet, attempt=number))
-        end = self._follow(watch)
-        finding = investigate(self.run, watch, self.incidents, step=watch.highest) if end == "trouble" else None
-        on_all(nodes, lambda node: node.kill())
-        if end == "fenced":
-            return EXIT_FAULT  # somebody else runs this run now: nothing more is ours to write
-        self.fleet.over(number)
-        self._settle(watch, is_over=end in ("done", "stopped"))
-        self.attempts.end(end if end in ("done", "stopped") else "trouble", step=watch.highest)
-        if finding is not None:
-            return self._answer(finding, new_steps=self._highest - before)
-        if end == "killed":
-            if self._asked is not None:
-                self.incidents.amend(self._asked, action="stopped", step=watch.highest)
+        watch = AttemptWatch(self.run, nodes, attempt_spec(plan, self.node_group, attempt=number))
+        outcome = self._watch(watch)
+        investigation = None
+        if outcome == "trouble":
+            investigation = investigate(self.run, watch, self.incidents, step=watch.highest_step)
+        on_all_nodes(nodes, lambda node: node.kill())
+        if outcome == "fenced":
+            return EXIT_FAULT  # another process holds the lease: this one must not write any more
+        self.node_group.end_attempt(number)
+        self._settle(watch, is_over=outcome in ("done", "stopped"))
+        self.attempts.end(outcome if outcome in ("done", "stopped") else "trouble", step=watch.highest_step)
+        if investigation is not None:
+            return self._recover(investigation, new_steps=self._highest_step - before)
+        if outcome == "killed":
+            if self._stop_incident is not None:
+                self.incidents.amend(self._stop_incident, action="stopped", step=watch.highest_step)
             return self._over(self.signals.exit_code, f"ended at once by {self.signals.name}")
-        return self._over(EXIT_DONE, "all steps are done") if end == "done" else self._stopped(watch)
+        return self._over(EXIT_DONE, "all steps are done") if outcome == "done" else self._stopped(watch)
 
-    def _follow(self, watch: AttemptWatch) -> End:
-        """Look until something ends the attempt; what is left of the ranks still lives then."""
-        # What a lost rank costs is counted with its own incident.
-        had = 0 if self._losses else self._highest
-        reports, taken = RankEventIncidents(self.incidents, attempt=watch.orders.attempt, had=had), 0
-        pace = NetworkCheck(self.run, self.incidents, watch)
-        roll_call = SlowRankCheck(self.run, self.incidents)
-        while (sign := watch.look()) is None:
-            pace.look()
-            roll_call.take(watch)
-            reports.take(watch.events[taken:])
-            taken = len(watch.events)
+    def _watch(self, watch: AttemptWatch) -> SupervisorOutcome:
+        """Poll until the attempt is over or in trouble; the ranks that are left are still alive then."""
+        # Steps that an open incident cost are counted with it.
+        steps_before = 0 if self._open_incidents else self._highest_step
+        reported = RankEventIncidents(self.incidents, attempt=watch.spec.attempt, steps_before=steps_before)
+        network, slow_ranks = NetworkCheck(self.run, self.incidents, watch), SlowRankCheck(self.run, self.incidents)
+        num_read = 0
+        while (outcome := watch.poll()) is None:
+            network.poll()
+            slow_ranks.poll(watch)
+            reported.add(watch.events[num_read:])
+            num_read = len(watch.events)
             self._settle(watch)
             if self._lost_the_lease():
                 return "fenced"
-            if self.signals.urgent:
+            if self.signals.kill_requested:
                 return "killed"
-            self._heed_wishes(watch)
-            if self.signals.curious:
-                self.signals.curious = False
-                show_ranks(self.run, watch.nodes, range(watch.orders.world_size))
-            time.sleep(LOOK_SECONDS)
-        reports.take(watch.events[taken:])
-        return sign
+            self._forward_requests(watch)
+            if self.signals.show_requested:
+                self.signals.show_requested = False
+                show_ranks(self.run, watch.nodes, range(watch.spec.world_size))
+            time.sleep(POLL_SECONDS)
+        reported.add(watch.events[num_read:])
+        return outcome
 
     def _lost_the_lease(self) -> bool:
         now = time.monotonic()
         if now < self._lease_due:
             return False
         self._lease_due = now + LEASE_SECONDS
-        return not self.fleet.holds()
+        return not self.node_group.holds()
 
-    def _heed_wishes(self, watch: AttemptWatch) -> None:
-        """Pass on what people ask for: an end, or another number of ranks, which is an end and a start."""
-        if self._asked is None and (self.signals.asked or (self.run.stop_request.exists() and not self._stopping)):
-            self._asked = self.incidents.notice("preempted", f"the run was asked to end by {self.signals.name}",
-                                                attempt=watch.orders.attempt, step=watch.highest)  # fmt: skip
+    def _forward_requests(self, watch: AttemptWatch) -> None:
+        """Ask the ranks to stop if a stop or another number of ranks was requested; a resize is a stop and a start."""
+        stop_file = self.run.stop_request.exists() and not self._stopping
+        if self._stop_incident is None and (self.signals.stop_requested or stop_file):
+            what = f"the run was asked to stop by {self.signals.name}"
+            known: Mapping[str, Any] = {"attempt": watch.spec.attempt, "step": watch.highest_step}
+            self._stop_incident = self.incidents.notice("preempted", what, **known)
         elif not self._stopping:
-            self._new_size = read_wanted_size(self.run, watch.nodes) or self._growth(watch)
-        if not self._stopping and (self._asked or self._new_size):
+            self._new_size = read_resize_request(self.run, watch.nodes) or self._growth(watch)
+        if not self._stopping and (self._stop_incident or self._new_size):
             self._stopping = True
             for node in watch.nodes:
-                node.ask_to_stop()
+                node.request_stop()
 
     def _growth(self, watch: AttemptWatch) -> int | None:
-        """Return how many ranks to go on with when machines have come; None when nothing is gained by them."""
-        room = self.fleet.growth(watch.nodes)
-        if room is None or room == self._room:
+        """Return the number of ranks to continue with if nodes have joined; None if they do not help."""
+        capacity = self.node_group.growth(watch.nodes)
+        if capacity is None or capacity == self._capacity:
             return None
-        self._room = room  # looked at once: the answer stays the same
-        return larger_size(self.run, room=room)
+        self._capacity = capacity  # planned once for each capacity: the answer stays the same
+        return larger_size(self.run, capacity=capacity)
 
     def _settle(self, watch: AttemptWatch, *, is_over: bool = False) -> None:
-        """Write down what incidents have cost, once the run is farther than before them, or well at its end."""
-        self._highest = max(self._highest, watch.highest)
-        settled = [loss for loss in self._losses if is_over or watch.highest > loss.highest]
-        for loss in settled:
-            came_back = min((event["step"] for event in watch.of_kind("ready")), default=loss.highest)
+        """Write the cost of open incidents once the run is past their step, or has ended well."""
+        self._highest_step = max(self._highest_step, watch.highest_step)
+        settled = [each for each in self._open_incidents if is_over or watch.highest_step > each.highest_step]
+        for each in settled:
+            resumed_at = min((event["step"] for event in watch.of_kind("ready")), default=each.highest_step)
             cost = {
-                "seconds_to_recover": round(time.monotonic() - loss.since, 3),
-                "lost_steps": max(0, loss.highest - came_back),
+                "seconds_to_recover": round(time.monotonic() - each.since, 3),
+                "lost_steps": max(0, each.highest_step - resumed_at),
             }
-            self.incidents.amend(loss.incident, cost=loss.incident.cost | cost)
-            self._losses.remove(loss)
+            self.incidents.amend(each.incident, cost=each.incident.cost | cost)
+            self._open_incidents.remove(each)
 
-    def _answer(self, finding: Investigation, *, new_steps: int) -> int | None:
-        """Do what the policy says about the trouble. Returns the run's exit code; None: start again."""
-        cycle = Cycle(incident=finding.incident, new_steps=new_steps)
-        means = means_of(self.run, self.recipe)
-        course = decide([*self.history, cycle], self.recipe.faults, means)
+    def _recover(self, investigation: Investigation, *, new_steps: int) -> int | None:
+        """Do what the policy decides about an incident. Returns the run's exit code; None: start again."""
+        incident = investigation.incident
+        cycle = Cycle(incident=incident, new_steps=new_steps)
+        options = recovery_options(self.run, self.recipe)
+        decision = decide([*self.history, cycle], self.recipe.faults, options)
         incident = self.incidents.amend(
-            finding.incident, action=course.action, evidence=finding.incident.evidence | {"why": course.why}
+            incident, action=decision.action, evidence=incident.evidence | {"why": decision.why}
         )
-        log.warning("%s: %s; %s", headline(incident), course.action, course.why)
+        log.warning("%s: %s; %s", headline(incident), decision.action, decision.why)
         self.history.append(Cycle(incident=incident, new_steps=new_steps))
-        if course.action == "stopped":
-            return self._over(course.code, f"{incident.what}; {course.why}")
-        self._losses.append(LostNode(incident=incident, since=finding.since, highest=self._highest))
-        repair(self.run, self.recipe, course, incident)
-        self._stopping, self._new_size = self._asked is not None, None
+        if decision.action == "stopped":
+            return self._over(decision.code, f"{incident.what}; {decision.why}")
+        opened = OpenIncident(incident=incident, since=investigation.since, highest_step=self._highest_step)
+        self._open_incidents.append(opened)
+        apply_decision(self.run, self.recipe, decision, incident)
+        self._stopping, self._new_size = self._stop_incident is not None, None
         if not self._stopping:
-            self.run.stop_request.unlink(missing_ok=True)  # ours, for a resize that did not come about
+            self.run.stop_request.unlink(missing_ok=True)  # ours, for a resize that the incident interrupted
         return None
 
     def _stopped(self, watch: AttemptWatch) -> int | None:
-        """All ranks left together with a complete checkpoint: the end, or the moment for another number of ranks."""
-        if self._asked is None and self._new_size is not None:
+        """Handle that all ranks stopped with a complete checkpoint. Returns the run's exit code; None: resize."""
+        if self._stop_incident is None and self._new_size is not None:
             self.run.resize_request.unlink(missing_ok=True)
             self.run.stop_request.unlink(missing_ok=True)
             self._stopping = False
             return None
-        asked = self._asked or self.incidents.notice("preempted", "a rank was asked to end, and all did",
-                                                     attempt=watch.orders.attempt, step=watch.highest)  # fmt: skip
-        cost = {"seconds_to_stop": round(time.time() - asked.time, 3), "lost_steps": 0.0}
-        self.incidents.amend(asked, action="saved", step=watch.highest, cost=cost)
-        return self._over(EXIT_AGAIN, "stopped with a complete checkpoint; `trimaran resume` goes on")
+        incident = self._stop_incident or self.incidents.notice(
+            "preempted",
+            "a rank was asked to stop, and all ranks stopped",
+            attempt=watch.spec.attempt,
+            step=watch.highest_step,
+        )
+        cost = {"seconds_to_stop": round(time.time() - incident.time, 3), "lost_steps": 0.0}
+        self.incidents.amend(incident, action="saved", step=watch.highest_step, cost=cost)
+        return self._over(EXIT_AGAIN, "stopped with a complete checkpoint; `trimaran resume` continues")
 
     def _over(self, code: int, why: str) -> int:
         log.info("over: %d, %s", code, why)

@@ -1,42 +1,43 @@
 """Which rank waits for which: a graph from the numbers of the operations that ranks have begun. Pure functions.
 
-All ranks of a group begin the same operations in the same order. So a rank inside of operation n waits for every
-member that has begun fewer than n, and a rank that has begun to receive n messages waits for a peer that has begun to
-send fewer. Whoever is waited for, and waits for nobody, is to blame.
+All ranks of a group begin the same operations in the same order. So a rank inside operation n waits for every member
+that has begun fewer than n, and a rank that has begun to receive n messages waits for a peer that has begun to send
+fewer. A rank that others wait for, and that waits for no other, is at fault.
 """
 
 from collections.abc import Mapping
 
 from trimaran.launch.rank_report import Operation, RankReport
 
-# Ranks may bring inputs of different sizes to the others, such as a scatter, whose root alone has inputs.
-EVEN = frozenset({"all_reduce", "all_gather", "_allgather_base", "all_gather_into_tensor", "broadcast", "reduce",
-                  "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor", "barrier"})  # fmt: skip
+# Operations whose inputs have the same size on all ranks. In others, such as scatter, only the root has inputs.
+SAME_SIZE_OPERATIONS = frozenset({"all_reduce", "all_gather", "_allgather_base", "all_gather_into_tensor", "broadcast",
+                                  "reduce", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor",
+                                  "barrier"})  # fmt: skip
 Edges = dict[int, dict[int, str]]
 
 
-def waits(reports: Mapping[int, RankReport]) -> Edges:
-    """Return, for each rank that waits, the ranks that it waits for and in what."""
+def find_waits(reports: Mapping[int, RankReport]) -> Edges:
+    """Return, for each rank that waits, the ranks it waits for and the operation it waits in."""
     edges: Edges = {}
     for rank, report in reports.items():
-        reasons = _of_groups(report, reports) | _of_messages(report, reports)
+        reasons = _waits_in_groups(report, reports) | _waits_for_messages(report, reports)
         if reasons:
             edges[rank] = reasons
     return edges
 
 
-def sinks(edges: Edges) -> list[frozenset[int]]:
-    """Return the ends of the graph: ranks, or circles of ranks, that wait for nobody outside."""
+def terminal_components(edges: Edges) -> list[frozenset[int]]:
+    """Return the strongly connected components that have no edge out: single ranks, or cycles of ranks."""
     ranks = {*edges, *(peer for peers in edges.values() for peer in peers)}
     reach = {rank: _reachable(rank, edges) for rank in ranks}
-    circles = {rank: frozenset({rank} | {other for other in reach[rank] if rank in reach[other]}) for rank in ranks}
-    return sorted({circles[rank] for rank in ranks if reach[rank] <= circles[rank]}, key=sorted)
+    component = {rank: frozenset({rank} | {other for other in reach[rank] if rank in reach[other]}) for rank in ranks}
+    return sorted({component[rank] for rank in ranks if reach[rank] <= component[rank]}, key=sorted)
 
 
 def find_mismatch(reports: Mapping[int, RankReport]) -> dict[int, Operation] | None:
-    """Return the first operation of a group that its ranks began with different calls, as each of them called it.
+    """Return the first operation of a group for which its ranks made different calls, by rank; None if there is none.
 
-    Only what hangs counts: what is over on all ranks did no harm.
+    An operation that is done on all ranks does not count.
     """
     calls: dict[tuple[str, int], dict[int, Operation]] = {}
     for rank, report in reports.items():
@@ -50,10 +51,11 @@ def find_mismatch(reports: Mapping[int, RankReport]) -> dict[int, Operation] | N
 
 
 def _kind(operation: Operation) -> tuple[object, ...]:
-    return (operation.op, operation.sizes, operation.dtypes) if operation.op in EVEN else (operation.op,)
+    has_sizes = operation.op in SAME_SIZE_OPERATIONS
+    return (operation.op, operation.sizes, operation.dtypes) if has_sizes else (operation.op,)
 
 
-def _of_groups(report: RankReport, reports: Mapping[int, RankReport]) -> dict[int, str]:
+def _waits_in_groups(report: RankReport, reports: Mapping[int, RankReport]) -> dict[int, str]:
     reasons: dict[int, str] = {}
     for operation in report.operations:
         if operation.done:
@@ -67,7 +69,7 @@ def _of_groups(report: RankReport, reports: Mapping[int, RankReport]) -> dict[in
     return reasons
 
 
-def _of_messages(report: RankReport, reports: Mapping[int, RankReport]) -> dict[int, str]:
+def _waits_for_messages(report: RankReport, reports: Mapping[int, RankReport]) -> dict[int, str]:
     reasons: dict[int, str] = {}
     for peer, count in report.received.items():
         other = reports.get(peer)
@@ -79,10 +81,10 @@ def _of_messages(report: RankReport, reports: Mapping[int, RankReport]) -> dict[
 
 def _reachable(rank: int, edges: Edges) -> set[int]:
     seen: set[int] = set()
-    open_ranks = list(edges.get(rank, ()))
-    while open_ranks:
-        peer = open_ranks.pop()
+    pending = list(edges.get(rank, ()))
+    while pending:
+        peer = pending.pop()
         if peer not in seen:
             seen.add(peer)
-            open_ranks.extend(edges.get(peer, ()))
+            pending.extend(edges.get(peer, ()))
     return seen

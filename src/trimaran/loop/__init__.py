@@ -1,1 +1,1 @@
-"""The API for one's own training loop: `trimaran.prepare`."""
+"""The API for a user's own training loop: `trimaran.prepare`."""

@@ -1,4 +1,4 @@
-"""Ranks whose own data ends at different times go on together until the last of them is out."""
+"""Lets ranks whose own data ends at different times take the same number of steps."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -10,83 +10,75 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten, treespec_dumps, treespec_loads
 
 from trimaran.core import UserError
-from trimaran.train.agreement import Poll
+from trimaran.parallel.comm.json_exchange import broadcast_json
+from trimaran.train.agreement import FlagAllReduce
 
-NOTHING: Any = object()
+NO_BATCH: Any = object()
 
 
-def rounds(batches: Iterable[Any], device: torch.device, weigh: Callable[[bool], None]) -> Iterator[Any]:
-    """Yield this rank's batches on `device`, and then its last one again until every rank is out of batches.
+def uneven_batches(
+    batches: Iterable[Any], device: torch.device, set_counted: Callable[[bool], None]
+) -> Iterator[Any]:  # fmt: skip
+    """Yield this rank's batches on `device`, then its last one again until every rank has run out.
 
-    Before each batch `weigh` is told whether it counts. Whether any rank has another is asked while this one is
-    computed.
+    Before each batch, `set_counted` gets whether it counts: a repeated one does not. The all-reduce that asks whether
+    any rank has another batch runs while this one is computed.
     """
     source = iter(batches)
-    batch = next(source, NOTHING)
-    if not Poll(batch is not NOTHING).wait():
+    batch = next(source, NO_BATCH)
+    if not FlagAllReduce(batch is not NO_BATCH).wait():
         return
-    last = _example(batch)
+    last = _own_or_borrowed(batch)
     try:
         while True:
-            weigh(batch is not NOTHING)
-            following = next(source, NOTHING) if batch is not NOTHING else NOTHING
-            more = Poll(following is not NOTHING)
+            set_counted(batch is not NO_BATCH)
+            following = next(source, NO_BATCH) if batch is not NO_BATCH else NO_BATCH
+            more = FlagAllReduce(following is not NO_BATCH)
             yield tree_map(lambda each: each.to(device, non_blocking=True) if isinstance(each, Tensor) else each, last)
             if not more.wait():
                 return
-            batch, last = following, last if following is NOTHING else following
+            batch, last = following, last if following is NO_BATCH else following
     finally:
-        weigh(True)
+        set_counted(True)
 
 
-def _example(batch: Any) -> Any:
-    """Return `batch`, or the first batch of another rank where there is none: something to compute on."""
-    haves = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(haves, torch.tensor([int(batch is not NOTHING)]))
-    if all(haves):
+def _own_or_borrowed(batch: Any) -> Any:
+    """Return `batch`, or the first batch of another rank if this rank has none. Every rank must call it."""
+    has_batch = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(has_batch, torch.tensor([int(batch is not NO_BATCH)]))
+    if all(has_batch):
         return batch
-    giver = next(rank for rank, have in enumerate(haves) if have)
-    mine = dist.get_rank() == giver
-    leaves, layout = tree_flatten(batch) if mine else ([], None)
-    text = _told(_words(leaves, layout) if mine else "", giver)
-    if not text:
-        raise UserError("T061", "a rank has no batch at all, and those of the others cannot be lent to it: they are "
-                        "not made of tensors, numbers and text in dicts, lists and tuples alone",
-                        where="rounds(batches)", fix="give every rank at least one batch")  # fmt: skip
-    words = json.loads(text)
-    found: list[Any] = []
-    for number, word in enumerate(words["leaves"]):
-        if "shape" in word:
-            empty = torch.empty(word["shape"], dtype=getattr(torch, word["dtype"]))
-            tensor = leaves[number].detach().cpu().contiguous() if mine else empty
-            dist.broadcast(tensor.view(-1).view(torch.uint8) if tensor.numel() else torch.zeros(1), src=giver)
-            found.append(tensor)
+    source = next(rank for rank, each in enumerate(has_batch) if each)
+    is_source = dist.get_rank() == source
+    leaves, layout = tree_flatten(batch) if is_source else ([], None)
+    description = broadcast_json(_describe(leaves, layout) if is_source else None, src=source)
+    if description is None:
+        raise UserError("T061", "a rank has no batch at all, and cannot borrow one from another rank: batches must be "
+                        "made of tensors, numbers and text in dicts, lists and tuples",
+                        where="uneven_batches(batches)", fix="give every rank at least one batch")  # fmt: skip
+    borrowed: list[Any] = []
+    for number, leaf in enumerate(description["leaves"]):
+        if "shape" in leaf:
+            empty = torch.empty(leaf["shape"], dtype=getattr(torch, leaf["dtype"]))
+            tensor = leaves[number].detach().cpu().contiguous() if is_source else empty
+            dist.broadcast(tensor.view(-1).view(torch.uint8) if tensor.numel() else torch.zeros(1), src=source)
+            borrowed.append(tensor)
         else:
-            found.append(word["value"])
-    return batch if batch is not NOTHING else tree_unflatten(found, treespec_loads(words["layout"]))
+            borrowed.append(leaf["value"])
+    return batch if batch is not NO_BATCH else tree_unflatten(borrowed, treespec_loads(description["layout"]))
 
 
-def _words(leaves: list[Any], layout: Any) -> str:
-    """Return what the leaves are and how they hang together, as JSON; an empty text when JSON cannot say it."""
+def _describe(leaves: list[Any], layout: Any) -> dict[str, Any] | None:
+    """Return the leaves of a batch without the values of tensors, and their tree; None if JSON cannot hold them."""
+    described = [
+        {"shape": each.shape, "dtype": str(each.dtype).removeprefix("torch.")}
+        if isinstance(each, Tensor)
+        else {"value": each}
+        for each in leaves
+    ]
     try:
-        told = [
-            {"shape": each.shape, "dtype": str(each.dtype).removeprefix("torch.")}
-            if isinstance(each, Tensor)
-            else {"value": each}
-            for each in leaves
-        ]
-        return json.dumps({"leaves": told, "layout": treespec_dumps(layout)})
+        description = {"leaves": described, "layout": treespec_dumps(layout)}
+        json.dumps(description)  # raises where JSON cannot hold a value
     except (TypeError, ValueError, NotImplementedError):
-        return ""
-
-
-def _told(text: str, giver: int) -> str:
-    """Return the giver's text."""
-    data = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
-    size = torch.tensor([len(text.encode())])
-    dist.broadcast(size, src=giver)
-    if not size.item():
-        return ""
-    data = data if dist.get_rank() == giver else torch.empty(int(size), dtype=torch.uint8)
-    dist.broadcast(data, src=giver)
-    return bytes(data.tolist()).decode()
+        return None
+    return description

@@ -1,4 +1,4 @@
-"""What the network is, on paper: its shape from a preset, a Hugging Face config.json or the recipe. No torch here."""
+"""The shape of a network, from a preset, a Hugging Face config.json or the recipe. Imports no torch."""
 
 from trimaran.models.disk_config import disk_config
 from trimaran.models.from_hf import spec_from_hf, spec_to_hf
@@ -9,7 +9,7 @@ from trimaran.models.module_names import matches_module, module_names, refuse_un
 from trimaran.models.outline import Latent, Opaque, Outline, OutlineLayer, Step, Tower, outline_of
 from trimaran.models.outline_hf import outline_from_hf
 from trimaran.models.perception_spec import PERCEPTION_PRESETS, PerceptionSpec
-from trimaran.models.resolve import model_folder, outline_for, outline_if_told, outline_named, refuse_freezing, spec_of
+from trimaran.models.resolve import model_folder, outline_for, outline_if_known, outline_named, refuse_freezing, spec_of
 from trimaran.models.spec import Block, ExpertSpec, ModelSpec, Rope
 from trimaran.models.specs import Spec
 from trimaran.models.stages import split_by_cost, split_outline, stage_ranges, stages_of_rank
@@ -44,7 +44,7 @@ __all__ = [
     "module_names",
     "outline_for",
     "outline_from_hf",
-    "outline_if_told",
+    "outline_if_known",
     "outline_named",
     "outline_of",
     "read_json",

@@ -1,4 +1,4 @@
-"""The fields of a config.json that somebody else wrote, read by type and under any of their names."""
+"""Fields of a third-party config.json, read with type checks and under any of their alternative names."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -14,9 +14,9 @@ MOST_PIXELS = 2**16
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """One mapping of a configuration. A null counts as missing; so it does for transformers.
+    """One mapping of a configuration. A null counts as missing, as in transformers.
 
-    `usual` is what the model's class assumes where the mapping says nothing.
+    `usual` holds the defaults of the model's configuration class.
     """
 
     config: Mapping[str, Any]
@@ -33,7 +33,7 @@ class Fields:
         return value
 
     def size(self, *names: str, default: int | None = None, least: int = 1, most: int = MOST) -> int:
-        """Return a whole number that something in a network can count."""
+        """Return an integer field within `least` and `most`."""
         value = self.integer(*names, default=default)
         if not least <= value <= most:
             raise bad_field(self._value(names, default)[0], f"{value} is not between {least} and {most}", self.where)
@@ -54,11 +54,11 @@ class Fields:
     def word(self, *names: str, default: str) -> str:
         name, value = self._value(names, default)
         if not isinstance(value, str):
-            raise bad_field(name, f"{show(value)} is not a word", self.where)
+            raise bad_field(name, f"{show(value)} is not a string", self.where)
         return value
 
     def numbers(self, *names: str) -> tuple[int, ...]:
-        """Return a list of whole numbers; a number by itself is a list of one, and nothing is an empty one."""
+        """Return a list of integers; a single number is a list of one, and a missing field an empty list."""
         name, value = self._value(names, ())
         values = value if isinstance(value, list | tuple) else [value]
         if not all(isinstance(each, int) and not isinstance(each, bool) for each in values):
@@ -66,14 +66,14 @@ class Fields:
         return tuple(values)
 
     def sides(self, *names: str) -> tuple[int, int]:
-        """Return the height and the width of an image or a patch, in pixels; one number is both."""
+        """Return the height and the width of an image or a patch, in pixels; a single number is both."""
         values = self.numbers(*names)
         if not values or not 1 <= min(values) <= max(values) <= MOST_PIXELS:
             raise bad_field(names[0], f"{list(values)} is not a size in pixels", self.where)
         return values[0], values[-1]
 
     def below(self, *names: str) -> "Fields":
-        """Return the fields of a mapping inside this one."""
+        """Return the fields of a nested mapping."""
         name, value = self._value(names, None)
         if not isinstance(value, Mapping):
             raise bad_field(name, f"{show(value)} is not a mapping", self.where)
@@ -83,7 +83,7 @@ class Fields:
         return replace(self, usual={**self.usual, **usual})
 
     def missing(self, needed: Mapping[str, Names]) -> list[str]:
-        """Return those of `needed`, each with the names that it was looked for under, which are not there."""
+        """Return the entries of `needed` that are missing, each with the names that were tried."""
         return [f"{what} ({' | '.join(names)})" for what, names in needed.items() if not self.has(*names)]
 
     def _found(self, name: str) -> Any:
@@ -91,10 +91,10 @@ class Fields:
         return self.usual.get(name) if value is None else value
 
     def _value(self, names: Names, default: Any) -> tuple[str, Any]:
-        for told in (self.config, self.usual):
+        for mapping in (self.config, self.usual):
             for name in names:
-                if told.get(name) is not None:
-                    return name, told[name]
+                if mapping.get(name) is not None:
+                    return name, mapping[name]
         if default is None:
             raise bad_field(" | ".join(names), "it is missing", self.where)
         return names[0], default
@@ -107,8 +107,8 @@ def bad_field(name: str, what: str, where: str) -> UserError:
 
 
 def unknown_network(what: str, where: str) -> UserError:
-    return UserError("M011", f"the network cannot be told from its configuration: {what}", where=where,
-                     fix="add what is missing, or hand the live module to outline_from_module")  # fmt: skip
+    return UserError("M011", f"the configuration does not describe the network: {what}", where=where,
+                     fix="add what is missing, or pass the live module to outline_from_module")  # fmt: skip
 
 
 def show(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""From a shape to the config.json that stands beside its weights."""
+"""The config.json that is written beside the weights of a network."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from trimaran.models.vlm_spec import VlmSpec
 
 
 def disk_config(spec: Spec) -> dict[str, Any]:
-    """Return the config.json of a network of this shape; a shape that cannot be written down is a person's mistake."""
+    """Return the config.json of a network of this shape. Raises UserError if no format can express it."""
     match spec:
         case ModelSpec():
             return spec_to_hf(spec)

@@ -1,4 +1,4 @@
-"""Hugging Face's config.json in, ModelSpec out, and back."""
+"""Converts a Hugging Face config.json to a ModelSpec, and back."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from trimaran.core import UserError
 from trimaran.models.config_fields import Fields, bad_field, show
 from trimaran.models.spec import Block, ExpertSpec, ModelSpec, Rope
-from trimaran.models.validate_spec import first_flaw
+from trimaran.models.validate_spec import first_invalid_field
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -36,7 +36,7 @@ HF_NAMES = {
     "experts.capacity": "expert_capacity_factor",
 }
 
-# What our decoder does not do, by the values that switch it off.
+# Features that our decoder lacks, with the values that switch them off.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "hidden_act": (None, "silu"),
     "mlp_bias": (None, False),
@@ -51,7 +51,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 
 
 def unsupported(config: Mapping[str, Any]) -> str | None:
-    """Return what in `config` our decoder cannot be, or None when it can be all of it."""
+    """Return the first feature of `config` that our decoder lacks; None if it supports all of them."""
     if (kind := config.get("model_type")) not in list(ARCHITECTURES):
         return f"model_type is {show(kind)}; the decoder knows {', '.join(ARCHITECTURES)}"
     for key, plain in _PLAIN.items():
@@ -71,13 +71,13 @@ def unsupported(config: Mapping[str, Any]) -> str | None:
 
 
 def spec_from_hf(config: Mapping[str, Any], *, where: str) -> ModelSpec:
-    """Return the shape that `config` describes. `where` is what the person calls the configuration.
+    """Return the shape that `config` describes. `where` names the configuration in errors.
 
-    `router_aux_loss_coef` becomes the weight of our per-sequence balance loss as it is.
+    `router_aux_loss_coef` becomes the weight of our per-sequence balance loss, unchanged.
     """
     if reason := unsupported(config):
-        raise UserError("M006", f"the decoder cannot be this model: {reason}", where=where,
-                        fix="train it as it is with model.family=hf")  # fmt: skip
+        raise UserError("M006", f"the decoder does not support this model: {reason}", where=where,
+                        fix="train it unchanged with model.family=hf")  # fmt: skip
     fields = Fields(config, where)
     kind = config["model_type"]
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
@@ -102,15 +102,15 @@ def spec_from_hf(config: Mapping[str, Any], *, where: str) -> ModelSpec:
         tied=fields.boolean("tie_word_embeddings", default=False),
         block=block,
     )
-    if flaw := first_flaw(spec):
-        raise bad_field(HF_NAMES.get(flaw[0], flaw[0]), flaw[1], where)
+    if problem := first_invalid_field(spec):
+        raise bad_field(HF_NAMES.get(problem[0], problem[0]), problem[1], where)
     return spec
 
 
 def spec_to_hf(spec: ModelSpec) -> dict[str, Any]:
-    """Return a config.json that transformers, from 4.57 on, loads as the same network.
+    """Return a config.json that transformers 4.57 and newer loads as the same network.
 
-    The ids of special tokens are left open: they belong to the tokenizer, which the shape does not know.
+    The ids of special tokens are left out: they belong to the tokenizer.
     """
     kind, rope, experts = _model_type(spec), spec.block.rope, spec.block.experts
     config: dict[str, Any] = {"architectures": [ARCHITECTURES[kind]], "model_type": kind}
@@ -141,7 +141,7 @@ def spec_to_hf(spec: ModelSpec) -> dict[str, Any]:
             "norm_topk_prob": experts.normalize_top_k,
             "router_aux_loss_coef": experts.balance,
         }
-        # transformers' mixtures know neither of the two and keep them as they are; both are for training alone.
+        # transformers' MoE models ignore and preserve both fields, which only matter for training.
         extras = {"router_z_loss_coef": experts.z_loss, "expert_capacity_factor": experts.capacity}
         config |= {name: value for name, value in extras.items() if value}
     if kind == "qwen2_moe":
@@ -151,11 +151,11 @@ def spec_to_hf(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _model_type(spec: ModelSpec) -> str:
-    """Return the architecture that has exactly the features of `spec`."""
+    """Return the Hugging Face architecture that has exactly the features of `spec`."""
     block, experts = spec.block, spec.block.experts
     if experts is None and not (block.qkv_bias and block.qk_norm):
         kind = "qwen2" if block.qkv_bias else "qwen3" if block.qk_norm else "llama"
-        # LlamaConfig alone insists on this.
+        # Only LlamaConfig requires this.
         if kind != "llama" or spec.hidden % spec.heads == 0:
             return kind
     elif experts and experts.shared_ffn and experts.shared_gate and not block.qk_norm:
@@ -171,12 +171,12 @@ def _model_type(spec: ModelSpec) -> str:
         "heads that do not divide hidden": spec.hidden % spec.heads != 0,
     }
     has = ", ".join(name for name, present in features.items() if present)
-    raise UserError("M010", f"Hugging Face has no architecture that has {has} and nothing else", where="model.shape",
+    raise UserError("M010", f"Hugging Face has no architecture with exactly {has}", where="model.shape",
                     fix="choose the features of Llama, Qwen2, Qwen3, Qwen2-MoE or Qwen3-MoE")  # fmt: skip
 
 
 def _experts(fields: Fields, kind: str) -> ExpertSpec:
-    # transformers 5 writes Qwen3-MoE's count under the name that its kernels use.
+    # transformers 5 writes Qwen3-MoE's number of experts under the name that its kernels use.
     count = "num_local_experts" if "num_local_experts" in fields.config else "num_experts"
     shared = kind == "qwen2_moe"
     return ExpertSpec(
@@ -208,7 +208,7 @@ def _rope(config: Mapping[str, Any], max_seq_len: int, where: str) -> Rope:
 
 
 def _rope_tree(config: Mapping[str, Any]) -> Any:
-    """Return the rotary settings in transformers 5's place for them, or in 4's."""
+    """Return the rotary settings from where transformers 5 writes them, or from where 4 does."""
     return config.get("rope_parameters") or config.get("rope_scaling") or {}
 
 

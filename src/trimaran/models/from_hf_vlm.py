@@ -1,4 +1,4 @@
-"""The config.json of a model that sees in, VlmSpec out: Qwen2-VL, Qwen2.5-VL, LLaVA, and our own."""
+"""Converts the config.json of a vision-language model to a VlmSpec: Qwen2-VL, Qwen2.5-VL, LLaVA, and our own."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -9,17 +9,17 @@ from trimaran.models.from_hf import spec_from_hf
 from trimaran.models.hf_vision import USUAL
 from trimaran.models.shape_fields import changed
 from trimaran.models.spec import ModelSpec
-from trimaran.models.validate_vlm import first_vlm_flaw
+from trimaran.models.validate_vlm import first_invalid_vlm_field
 from trimaran.models.vlm_spec import ProjectorSpec, VisionBlock, VisionEnds, VisionSpec, VlmSpec
 
 OWN = "trimaran_vlm"
-FOREIGN = ("qwen2_vl", "qwen2_5_vl", "llava")  # what transformers has classes for
+FOREIGN = ("qwen2_vl", "qwen2_5_vl", "llava")  # transformers has classes for these
 ACTIVATIONS: dict[str, Literal["gelu", "quick-gelu", "silu"]] = {
     "gelu": "gelu",
     "quick_gelu": "quick-gelu",
     "silu": "silu",
 }
-# What transformers' classes assume where a part of a configuration says nothing.
+# Defaults of transformers' configuration classes.
 _LLAMA = {
     "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
     "vocab_size": 32000, "rms_norm_eps": 1e-6,
@@ -30,13 +30,13 @@ _QWEN_THETA = 1_000_000.0
 
 
 def vlm_from_disk(config: Mapping[str, Any], *, where: str) -> VlmSpec:
-    """Return the shape that `config` describes. `where` is what the person calls the configuration."""
+    """Return the shape that `config` describes. `where` names the configuration in errors."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in READERS:
         raise _cannot(f"model_type is {show(kind)}; it knows {', '.join(READERS)}", where)
     spec = READERS[kind](Fields(config, where))
-    if flaw := first_vlm_flaw(spec):
-        raise bad_field(flaw[0], flaw[1], where)
+    if problem := first_invalid_vlm_field(spec):
+        raise bad_field(problem[0], problem[1], where)
     return spec
 
 
@@ -51,7 +51,7 @@ def _qwen(fields: Fields) -> VlmSpec:
     kind = fields.word("model_type", default="")
     below = fields.below("vision_config").assuming(USUAL[kind])
     text = fields.below("text_config") if fields.has("text_config") else fields
-    eye = _qwen_2_eye(below) if kind == "qwen2_vl" else _qwen_25_eye(below)
+    vision = _qwen_2_vision(below) if kind == "qwen2_vl" else _qwen_25_vision(below)
     language, sections = _qwen_language(fields, text)
     width = "hidden_size" if kind == "qwen2_vl" else "out_hidden_size"
     if (out := below.size(width, default=language.hidden)) != language.hidden:
@@ -60,8 +60,8 @@ def _qwen(fields: Fields) -> VlmSpec:
     image, start, end = (fields.integer(name, default=usual) for name, usual in _QWEN_TOKENS.items())
     return VlmSpec(
         name=kind,
-        vision=eye,
-        projector=ProjectorSpec(merge=merge, hidden=eye.hidden * merge * merge),
+        vision=vision,
+        projector=ProjectorSpec(merge=merge, hidden=vision.hidden * merge * merge),
         language=language,
         image_token=image,
         before=(start,),
@@ -71,7 +71,7 @@ def _qwen(fields: Fields) -> VlmSpec:
 
 
 def _qwen_language(fields: Fields, text: Fields) -> tuple[ModelSpec, tuple[int, ...]]:
-    """Return the decoder, which but for its positions is Qwen2, and how its features turn by time, row and column."""
+    """Return the decoder, a Qwen2 except for its positions, and its M-RoPE sections (time, row, column)."""
     rope = text.config.get("rope_parameters") or text.config.get("rope_scaling") or {}
     if not isinstance(rope, Mapping):
         raise bad_field("rope_scaling", f"{show(rope)} is not a mapping", text.where)
@@ -85,7 +85,7 @@ def _qwen_language(fields: Fields, text: Fields) -> tuple[ModelSpec, tuple[int, 
     return spec_from_hf({**text.config, **plain}, where=text.where), sections
 
 
-def _qwen_2_eye(below: Fields) -> VisionSpec:
+def _qwen_2_vision(below: Fields) -> VisionSpec:
     hidden = below.size("embed_dim")
     return VisionSpec(
         layers=below.size("depth"),
@@ -98,7 +98,7 @@ def _qwen_2_eye(below: Fields) -> VisionSpec:
     )
 
 
-def _qwen_25_eye(below: Fields) -> VisionSpec:
+def _qwen_25_vision(below: Fields) -> VisionSpec:
     layers = below.size("depth")
     return VisionSpec(
         layers=layers,
@@ -114,7 +114,7 @@ def _qwen_25_eye(below: Fields) -> VisionSpec:
 
 
 def _llava(fields: Fields) -> VlmSpec:
-    """LLaVA 1.5: CLIP as far as the layer that it takes, two products, a decoder; an image is one tile."""
+    """Return the shape of LLaVA 1.5: CLIP up to the tapped layer, two matmuls, a decoder; an image is one tile."""
     below = fields.below("vision_config")
     if (kind := below.word("model_type", default="clip_vision_model")) != "clip_vision_model":
         raise _cannot(f"its vision is {show(kind)}, and not clip_vision_model", fields.where)
@@ -172,13 +172,13 @@ def _activation(below: Fields, usual: str) -> Literal["gelu", "quick-gelu", "sil
 
 
 def _tied(fields: Fields, text: Fields) -> bool:
-    # Before transformers 5, the language's part said it, or the whole did.
+    # Before transformers 5, either the language part or the whole configuration had it.
     return any(each.boolean("tie_word_embeddings", default=False) for each in (fields, text))
 
 
 def _cannot(what: str, where: str) -> UserError:
-    return UserError("M034", f"the vlm family cannot be this model: {what}", where=where,
-                     fix="use a model of Qwen2-VL's, Qwen2.5-VL's or LLaVA 1.5's kind, or a preset")  # fmt: skip
+    return UserError("M034", f"the vlm family does not support this model: {what}", where=where,
+                     fix="use a Qwen2-VL, Qwen2.5-VL or LLaVA 1.5 model, or a preset")  # fmt: skip
 
 
 READERS: dict[str, Callable[[Fields], VlmSpec]] = {

@@ -1,4 +1,4 @@
-"""A live nn.Module in, Outline out: a copy without memory runs once, and is watched."""
+"""The outline of a live nn.Module, recorded while a fake-tensor copy of it runs once."""
 
 import copy
 import json
@@ -28,18 +28,18 @@ ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_s
 def outline_from_module(module: nn.Module, *inputs: Any, **named: Any) -> Outline:
     """Return the outline of `module` as it runs on `inputs` and `named`.
 
-    The first dimension of the first tensor counts samples. A transformers model whose configuration tells all of it
-    gets that outline. Of any other, a copy runs once on tensors that have a shape and no memory: nothing is computed,
-    and neither the module nor its tensors are touched. It runs in the mode, training or not, and in the precision that
-    the module is in. Every entry of a repeated list of modules is one block, and so is what stands beside such lists;
-    what happens between two blocks belongs to the first. Attention counts as the CPU's flash kernel does it.
+    The first dimension of the first tensor counts samples. A transformers model whose configuration describes it
+    completely gets that outline. Of any other, a copy runs once on fake tensors: nothing is computed, and neither the
+    module nor its tensors change. It runs in the module's own training mode and precision. Every entry of a repeated
+    list of modules is one block, and so is each module beside such lists; operations between two blocks are counted in
+    the first. Attention is counted as the CPU's flash kernel computes it.
     """
-    module = getattr(module, "_orig_mod", module)  # what torch.compile wraps
-    return _told_by_config(module) or _watched(module, inputs, named)
+    module = getattr(module, "_orig_mod", module)  # unwrap torch.compile
+    return _outline_from_config(module) or _watched(module, inputs, named)
 
 
-def _told_by_config(module: nn.Module) -> Outline | None:
-    """Return what a transformers model's own configuration says, if that is all of the module."""
+def _outline_from_config(module: nn.Module) -> Outline | None:
+    """Return the outline from a transformers model's configuration; None if that does not describe all of it."""
     config = getattr(module, "config", None)
     if not hasattr(config, "to_dict"):
         return None
@@ -48,7 +48,7 @@ def _told_by_config(module: nn.Module) -> Outline | None:
     try:
         outline = outline_from_hf(told, where=name, name=name)
     except UserError:
-        return None  # then it is watched, as any module is
+        return None  # the module is recorded instead
     if outline.num_parameters != _count(module.parameters()):
         return None
     trained = _count(each for each in module.parameters() if each.requires_grad)
@@ -62,7 +62,7 @@ def _told_by_config(module: nn.Module) -> Outline | None:
 
 @dataclass(slots=True)
 class _Record:
-    """What one block has cost so far, for all samples."""
+    """The cost of one block so far, for all samples."""
 
     name: str = ""
     path: str = ""
@@ -77,7 +77,7 @@ class _Record:
 
 @dataclass(slots=True)
 class _Log:
-    """The blocks in the order in which they were entered; what happens goes to the last of them."""
+    """The blocks in the order in which they were entered; operations are counted in the last of them."""
 
     records: list[_Record] = field(default_factory=lambda: [_Record()])
     counted: set[int] = field(default_factory=set)
@@ -85,7 +85,7 @@ class _Log:
 
     def enter(self, path: str, block: nn.Module) -> None:
         if self.records[0].name == "":
-            record = self.records[0]  # what came before the first block belongs to it
+            record = self.records[0]  # operations before the first block are counted in it
         else:
             self.records.append(record := _Record())
         new = [each for each in block.parameters() if id(each) not in self.counted]
@@ -98,7 +98,7 @@ class _Log:
         self.records[-1].output_bytes = sum(_seen_bytes(each) for each in _tensors(output))
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """Count what backward will need, each piece of memory once; weights are there anyway."""
+        """Count what is saved for backward, each storage once; weights are resident anyway."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self.kept:
             self.kept[storage._cdata] = tensor
@@ -107,7 +107,7 @@ class _Log:
 
 
 class _OperatorWatch(TorchDispatchMode):
-    """Adds every operation's arithmetic and traffic to the block that is running."""
+    """Adds the FLOPs and memory traffic of every operation to the running block."""
 
     def __init__(self, log: _Log) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class _OperatorWatch(TorchDispatchMode):
 def _watched(module: nn.Module, inputs: Sequence[Any], named: Mapping[str, Any]) -> Outline:
     tensors = _tensors((inputs, named))
     if not tensors or not tensors[0].shape or not tensors[0].shape[0]:
-        raise UserError("M031", "there is no example to run: the first tensor must have samples in its first dimension",
+        raise UserError("M031", "no example input: the first tensor must have samples in its first dimension",
                         where="inputs", fix="call outline_from_module(module, *example_inputs)")  # fmt: skip
     log, mode = _Log(), FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
@@ -143,13 +143,13 @@ def _watched(module: nn.Module, inputs: Sequence[Any], named: Mapping[str, Any])
             ghost(*inputs, **named)
     except Exception as error:
         name, first = type(module).__name__, str(error).strip().split("\n")[0][:200]
-        raise UserError("M030", f"{name} does not run without numbers: {type(error).__name__}: {first}", where=name,
-                        fix="let its forward run on these inputs without looking at values") from error  # fmt: skip
+        raise UserError("M030", f"{name} does not run on fake tensors: {type(error).__name__}: {first}", where=name,
+                        fix="make its forward independent of tensor values for these inputs") from error  # fmt: skip
     return _outline(ghost, log, num_samples=tensors[0].shape[0])
 
 
 def _hollow(tensor: Tensor) -> Tensor:
-    """Return a tensor that has the shape of `tensor` and no memory; call it in the mode of fake tensors."""
+    """Return a fake tensor of the same shape; call it inside FakeTensorMode."""
     hollow = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(hollow, requires_grad=tensor.requires_grad)
@@ -157,7 +157,7 @@ def _hollow(tensor: Tensor) -> Tensor:
 
 
 def _blocks(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that are one block each: entries of the outermost repeated lists, and what is beside them."""
+    """Yield the modules that are one block each: entries of the outermost repeated lists, and modules beside them."""
     children = [
         (f"{path}.{name}".strip("."), child) for name, child in module.named_children() if _count(child.parameters())
     ]
@@ -173,7 +173,7 @@ def _blocks(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _outline(ghost: nn.Module, log: _Log, *, num_samples: int) -> Outline:
-    """Return the watched blocks as towers: a new one begins where training stops or starts again."""
+    """Return the recorded blocks as towers: a new one begins where trained and frozen blocks alternate."""
     name, towers = type(ghost).__name__, []
     for frozen, group in groupby(log.records, lambda record: record.frozen):
         records = list(group)
@@ -195,7 +195,7 @@ def _outline(ghost: nn.Module, log: _Log, *, num_samples: int) -> Outline:
 
 
 def _opaque(record: _Record, num_samples: int) -> Opaque:
-    """Return the block for one sample."""
+    """Return the block, scaled to one sample."""
     return Opaque(
         name=record.name,
         parameters=record.parameters,
@@ -208,7 +208,7 @@ def _opaque(record: _Record, num_samples: int) -> Opaque:
 
 
 def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> float:
-    """Return the arithmetic of one operation, counted by torch; a causal mask halves attention's."""
+    """Return the FLOPs of one operation, counted by torch; a causal mask halves those of attention."""
     packet = getattr(func, "_overloadpacket", func)
     attention = packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     known: Callable[..., int] | None = flop_registry.get(
@@ -223,7 +223,7 @@ def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) 
 
 
 def _moved_bytes(func: Any, given: Any, out: Any) -> int:
-    """Return the bytes that an operation reads and writes; one that only looks at memory differently moves none."""
+    """Return the bytes that an operation reads and writes; a view moves none."""
     results = _tensors(out)
     if not results or func._schema.name.split("::")[-1] in ALLOCATIONS:
         return 0
@@ -235,7 +235,7 @@ def _moved_bytes(func: Any, given: Any, out: Any) -> int:
 
 
 def _seen_bytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor; one that repeats itself has less memory than elements."""
+    """Return the bytes of a tensor's storage; an expanded tensor has less storage than elements."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 

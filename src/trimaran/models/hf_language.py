@@ -1,4 +1,4 @@
-"""A decoder of any family that Hugging Face knows, as a tower: read from the language part of a config.json."""
+"""The outline of any Hugging Face decoder, from the language part of a config.json."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,24 +19,24 @@ VOCAB = ("vocab_size", "n_vocab")
 CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length", "n_ctx")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k")
-# What becomes of the head's scores before the loss, by the names of those who scale or cap them; null is nothing.
-REWORKS = (
+# Fields by which families scale or cap the logits before the loss; null means not at all.
+LOGIT_SCALING_FIELDS = (
     "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap", "logit_scale", "logits_scaling",
     "lm_head_multiplier", "output_multiplier",
 )  # fmt: skip
-REWORKING = ("cohere", "granite", "hyperclovax")  # these scale them whatever their config.json says, if only by 1
+LOGIT_SCALING_FAMILIES = ("cohere", "granite", "hyperclovax")  # these always scale them, if only by 1
 NEEDED = {"width": HIDDEN, "layers": LAYERS, "heads": HEADS, "vocabulary": VOCAB}
 
 Switch = bool | str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Habit:
-    """What a family of decoders does alike in every size.
+class FamilyTraits:
+    """What all sizes of a decoder family have in common.
 
-    A bias is there, or is not, or is there when the field of that name is true. `norms` are in each layer, and
-    `shifted` ones add a bias. `learned` is by how many rows a table of positions is longer than the longest sequence;
-    None is no table. `usual` is what the family's class assumes for fields that a config.json leaves out.
+    A bias is True, False, or the name of the field that switches it on. `norms` counts those of each layer; `shifted`
+    norms have a bias. `learned` is how many rows a position table has beyond the longest sequence; None is no table.
+    `usual` holds the defaults of the family's configuration class.
     """
 
     gated: bool = True
@@ -71,33 +71,33 @@ _GEMMA_2 = {
     "sliding_window_pattern": 2, "final_logit_softcapping": 30.0,
 }  # fmt: skip
 _GEMMA_3 = {**_GEMMA_2, "vocab_size": 262208, "sliding_window_pattern": 6, "final_logit_softcapping": None}
-_PLAIN = Habit(gated=False, shifted=True, qkv_bias=True, out_bias=True, ffn_bias=True)  # GPT-2's block
-_QWEN_2 = Habit(qkv_bias=True, out_bias=False, usual=_QWEN)
-_QWEN_3 = Habit(head_norms=True, usual={**_QWEN, "head_dim": 128, "num_key_value_heads": 32})
-_QWEN_3_MOE = Habit(head_norms=True, usual={"use_sliding_window": False})
+_PLAIN = FamilyTraits(gated=False, shifted=True, qkv_bias=True, out_bias=True, ffn_bias=True)  # GPT-2's block
+_QWEN_2 = FamilyTraits(qkv_bias=True, out_bias=False, usual=_QWEN)
+_QWEN_3 = FamilyTraits(head_norms=True, usual={**_QWEN, "head_dim": 128, "num_key_value_heads": 32})
+_QWEN_3_MOE = FamilyTraits(head_norms=True, usual={"use_sliding_window": False})
 
-PROFILE: dict[str, Habit] = {
-    "llama": Habit(usual={**_LLAMA_7B, "vocab_size": 32000}),
-    "internlm2": Habit(qkv_bias="bias", out_bias="bias", ffn_bias=False),
-    "mistral": Habit(usual={**_MISTRAL_7B, "sliding_window": 4096}),
-    "mixtral": Habit(usual={**_MISTRAL_7B, "num_local_experts": 8, "num_experts_per_tok": 2}),
+FAMILY_TRAITS: dict[str, FamilyTraits] = {
+    "llama": FamilyTraits(usual={**_LLAMA_7B, "vocab_size": 32000}),
+    "internlm2": FamilyTraits(qkv_bias="bias", out_bias="bias", ffn_bias=False),
+    "mistral": FamilyTraits(usual={**_MISTRAL_7B, "sliding_window": 4096}),
+    "mixtral": FamilyTraits(usual={**_MISTRAL_7B, "num_local_experts": 8, "num_experts_per_tok": 2}),
     "qwen2": _QWEN_2,
     "qwen2_vl_text": replace(_QWEN_2, usual=_QWEN_2_VL),
     "qwen2_5_vl_text": replace(_QWEN_2, usual=_QWEN_2_VL),
-    "qwen2_moe": Habit(qkv_bias="qkv_bias", out_bias=False, usual={**_QWEN_2_MOE, "qkv_bias": True}),
+    "qwen2_moe": FamilyTraits(qkv_bias="qkv_bias", out_bias=False, usual={**_QWEN_2_MOE, "qkv_bias": True}),
     "qwen3": _QWEN_3,
     "qwen3_vl_text": _QWEN_3,
     "qwen3_moe": _QWEN_3_MOE,
     "qwen3_vl_moe_text": _QWEN_3_MOE,
-    "gemma": Habit(tied=True, usual=_GEMMA),
-    "gemma2": Habit(norms=4, tied=True, usual=_GEMMA_2),
-    "gemma3_text": Habit(norms=4, head_norms=True, tied=True, usual=_GEMMA_3),
-    "phi3": Habit(ffn_bias=False, qkv_bias=False, out_bias=False),
+    "gemma": FamilyTraits(tied=True, usual=_GEMMA),
+    "gemma2": FamilyTraits(norms=4, tied=True, usual=_GEMMA_2),
+    "gemma3_text": FamilyTraits(norms=4, head_norms=True, tied=True, usual=_GEMMA_3),
+    "phi3": FamilyTraits(ffn_bias=False, qkv_bias=False, out_bias=False),
     "phi": replace(_PLAIN, norms=1, head_bias=True),
-    "deepseek_v2": Habit(usual={"moe_layer_freq": 1}),
-    "deepseek_v3": Habit(usual={"moe_layer_freq": 1}),
-    "olmo2": Habit(),
-    "gpt_oss": Habit(usual={"attention_bias": True, "sliding_window": 128, "sliding_window_pattern": 2}),
+    "deepseek_v2": FamilyTraits(usual={"moe_layer_freq": 1}),
+    "deepseek_v3": FamilyTraits(usual={"moe_layer_freq": 1}),
+    "olmo2": FamilyTraits(),
+    "gpt_oss": FamilyTraits(usual={"attention_bias": True, "sliding_window": 128, "sliding_window_pattern": 2}),
     "gpt2": replace(_PLAIN, learned=0, tied=True, usual={"n_positions": 1024}),
     "gpt_neox": replace(_PLAIN, qkv_bias="attention_bias", out_bias="attention_bias", usual={"attention_bias": True}),
     "gptj": replace(_PLAIN, norms=1, qkv_bias=False, out_bias=False, head_bias=True),
@@ -107,70 +107,70 @@ PROFILE: dict[str, Habit] = {
     ),
     "falcon": replace(_PLAIN, qkv_bias="bias", out_bias="bias", ffn_bias="bias", tied=True),
     "bloom": replace(_PLAIN, stem_norm=True, tied=True),
-    "mpt": Habit(gated=False, qkv_bias=False, out_bias=False, ffn_bias=False, tied=True),
+    "mpt": FamilyTraits(gated=False, qkv_bias=False, out_bias=False, ffn_bias=False, tied=True),
     "starcoder2": replace(
         _PLAIN, qkv_bias="use_bias", out_bias="use_bias", ffn_bias="use_bias", tied=True, usual={"use_bias": True}
     ),
-    "cohere2": Habit(norms=1, tied=True, usual={"sliding_window": 4096, "sliding_window_pattern": 4}),
+    "cohere2": FamilyTraits(norms=1, tied=True, usual={"sliding_window": 4096, "sliding_window_pattern": 4}),
 }  # fmt: skip
 
-# Sizes belong to one model and not to its family: only a part of a larger config may leave them out.
+# Sizes belong to one model and not to its family: only a nested config may leave them out.
 _SIZES = {*HIDDEN, *LAYERS, *HEADS, *FFN, *VOCAB}
 
 
 def language_tower(fields: Fields, *, tied: bool | None = None, nested: bool = False) -> Tower:
-    """Return the decoder that `fields` describe. `tied` overrules what they say about the head.
+    """Return the decoder that `fields` describe. `tied` overrides what they say about the head.
 
-    A family that is not in the table is taken for one of Llama's kind, or of GPT-2's where its norms are.
+    An unknown family is treated like Llama, or like GPT-2 if it has GPT-2's norms.
     """
     kind = fields.word("model_type", default="")
-    habit = PROFILE.get(kind) or _guess(fields)
-    usual = {name: value for name, value in habit.usual.items() if nested or name not in _SIZES}
-    fields, habit = _ODD_FIELDS.get(kind, _as_they_are)(fields.assuming(usual), habit)
-    _refuse_strangers(fields, habit, kind)
+    traits = FAMILY_TRAITS.get(kind) or _guess(fields)
+    usual = {name: value for name, value in traits.usual.items() if nested or name not in _SIZES}
+    fields, traits = _ODD_FIELDS.get(kind, _unchanged)(fields.assuming(usual), traits)
+    _refuse_unsupported(fields, traits, kind)
     layers = fields.size(*LAYERS, most=MOST_LAYERS)
-    layer = _layer(fields, habit)
+    layer = _layer(fields, traits)
     experts = _experts(fields, layer.ffn)
     windows, sparse = _windows(fields, layers), _sparse(fields, layers) if experts else [False] * layers
     extra = _ODD_EXTRAS.get(kind, lambda _: 0)
     blocks = []
     for window, mixed in zip(windows, sparse, strict=True):
         block = replace(layer, window=window, experts=experts if mixed else None)
-        blocks.append(replace(block, extras=_extras(block, habit, fields) + extra(block)))
-    vocab, norm = fields.size(*VOCAB), layer.hidden * (1 + habit.shifted)
-    table = 0 if habit.learned is None else layer.hidden * (fields.size(*CONTEXT) + habit.learned)
+        blocks.append(replace(block, extras=_extras(block, traits, fields) + extra(block)))
+    vocab, norm = fields.size(*VOCAB), layer.hidden * (1 + traits.shifted)
+    table = 0 if traits.learned is None else layer.hidden * (fields.size(*CONTEXT) + traits.learned)
     if tied is None:
-        tied = fields.boolean("tie_word_embeddings", default=habit.tied)
+        tied = fields.boolean("tie_word_embeddings", default=traits.tied)
     return Tower(
         name="language",
         runs=tuple((block, len(list(run))) for block, run in groupby(blocks)),
         hidden=layer.hidden,
         vocab=vocab,
         outputs=vocab,
-        bare_head=not habit.head_bias and not _reworks(fields, kind),
+        bare_head=not traits.head_bias and not _scales_logits(fields, kind),
         tied=tied,
-        extras=norm * (1 + habit.stem_norm) + table + vocab * habit.head_bias,
+        extras=norm * (1 + traits.stem_norm) + table + vocab * traits.head_bias,
     )
 
 
-def _reworks(fields: Fields, kind: str) -> bool:
-    """Return whether the scores of the head are scaled or capped. A null says no, whatever is usual."""
-    told = (fields.config.get(name, fields.usual.get(name)) for name in REWORKS)
-    return kind.startswith(REWORKING) or any(each is not None for each in told)
+def _scales_logits(fields: Fields, kind: str) -> bool:
+    """Return whether the logits are scaled or capped. An explicit null means no, whatever the default."""
+    told = (fields.config.get(name, fields.usual.get(name)) for name in LOGIT_SCALING_FIELDS)
+    return kind.startswith(LOGIT_SCALING_FAMILIES) or any(each is not None for each in told)
 
 
 def longest(fields: Fields) -> int:
-    """Return the longest sequence that the configuration allows; 0 when it names none."""
+    """Return the longest sequence that the configuration allows; 0 if it gives none."""
     kind = fields.word("model_type", default="")
-    usual = PROFILE[kind].usual if kind in PROFILE else {}
+    usual = FAMILY_TRAITS[kind].usual if kind in FAMILY_TRAITS else {}
     return fields.assuming(usual).size(*CONTEXT, default=0, least=0)
 
 
-def _refuse_strangers(fields: Fields, habit: Habit, kind: str) -> None:
-    """Raise for what no tower of layers can be, and for sizes that nothing tells: all of them at once."""
+def _refuse_unsupported(fields: Fields, traits: FamilyTraits, kind: str) -> None:
+    """Raise for unsupported networks, and once for all missing sizes."""
     if fields.boolean("is_encoder_decoder", default=False):
         raise unknown_network(f"{kind or 'the model'} is an encoder and a decoder", fields.where)
-    needed = NEEDED if not habit.gated else NEEDED | {"feed-forward": FFN}
+    needed = NEEDED if not traits.gated else NEEDED | {"feed-forward": FFN}
     if missing := fields.missing(needed):
         raise unknown_network(f"it lacks {', '.join(missing)}", fields.where)
     types = fields.config.get("layer_types") or []
@@ -180,8 +180,8 @@ def _refuse_strangers(fields: Fields, habit: Habit, kind: str) -> None:
             raise unknown_network(f"a layer of the type {show(each)} has no outline yet", fields.where)
 
 
-def _layer(fields: Fields, habit: Habit) -> OutlineLayer:
-    """Return a layer of the network before its window, its experts and its small parameters are known."""
+def _layer(fields: Fields, traits: FamilyTraits) -> OutlineLayer:
+    """Return a layer without its window, experts and small parameters, which are added later."""
     hidden, heads = fields.size(*HIDDEN), fields.size(*HEADS)
     latent = None
     if fields.has("kv_lora_rank"):
@@ -197,10 +197,10 @@ def _layer(fields: Fields, habit: Habit) -> OutlineLayer:
         head_dim = fields.size("head_dim", default=0, least=0) or _head_dim(hidden, heads, fields.where)
     if heads % kv_heads:
         raise bad_field("num_key_value_heads", f"{kv_heads} key-value heads do not divide {heads} heads", fields.where)
-    ffn = fields.size(*FFN, default=None if habit.gated else 4 * hidden)
+    ffn = fields.size(*FFN, default=None if traits.gated else 4 * hidden)
     return OutlineLayer(
-        hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=head_dim, ffn=ffn, gated=habit.gated, latent=latent,
-        qk_norm=habit.head_norms,
+        hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=head_dim, ffn=ffn, gated=traits.gated, latent=latent,
+        qk_norm=traits.head_norms,
     )  # fmt: skip
 
 
@@ -210,21 +210,21 @@ def _head_dim(hidden: int, heads: int, where: str) -> int:
     return hidden // heads
 
 
-def _extras(layer: OutlineLayer, habit: Habit, fields: Fields) -> int:
-    """Return the parameters of a layer that are in no product."""
+def _extras(layer: OutlineLayer, traits: FamilyTraits, fields: Fields) -> int:
+    """Return the parameters of a layer that are in no matmul: norms and biases."""
 
     def on(switch: Switch) -> bool:
         return fields.boolean(switch, default=False) if isinstance(switch, str) else switch
 
-    extras = habit.norms * layer.hidden * (1 + habit.shifted) + 2 * layer.head_dim * habit.head_norms
+    extras = traits.norms * layer.hidden * (1 + traits.shifted) + 2 * layer.head_dim * traits.head_norms
     if latent := layer.latent:
         extras += latent.query_rank + latent.kv_rank
-        extras += (latent.query_rank + latent.kv_rank + latent.rope_dim) * on(habit.qkv_bias)
+        extras += (latent.query_rank + latent.kv_rank + latent.rope_dim) * on(traits.qkv_bias)
     else:
-        extras += (layer.heads + 2 * layer.kv_heads) * layer.head_dim * on(habit.qkv_bias)
-    extras += layer.hidden * on(habit.out_bias)
+        extras += (layer.heads + 2 * layer.kv_heads) * layer.head_dim * on(traits.qkv_bias)
+    extras += layer.hidden * on(traits.out_bias)
     if layer.experts is None:
-        extras += (layer.ffn * (layer.matrices - 1) + layer.hidden) * on(habit.ffn_bias)
+        extras += (layer.ffn * (layer.matrices - 1) + layer.hidden) * on(traits.ffn_bias)
     return extras
 
 
@@ -244,7 +244,7 @@ def _experts(fields: Fields, ffn: int) -> ExpertSpec | None:
 
 
 def _sparse(fields: Fields, layers: int) -> list[bool]:
-    """Return which layers have experts, in the words of any family."""
+    """Return which layers have experts, under any family's field names."""
     types = fields.config.get("mlp_layer_types")
     if isinstance(types, list) and len(types) == layers:
         return [each == "sparse" for each in types]
@@ -257,55 +257,55 @@ def _sparse(fields: Fields, layers: int) -> list[bool]:
 
 
 def _windows(fields: Fields, layers: int) -> list[int]:
-    """Return how far attention looks back in each layer; 0 is all the way."""
+    """Return the attention window of each layer; 0 is unlimited."""
     window = fields.size("sliding_window", "attention_chunk_size", default=0, least=0)
-    nulled = fields.config.get("sliding_window", window) is None  # which is not the same as left out
+    nulled = fields.config.get("sliding_window", window) is None  # an explicit null differs from a missing field
     if not window or nulled or not fields.boolean("use_sliding_window", default=True):
         return [0] * layers
     types = fields.config.get("layer_types")
     if isinstance(types, list) and len(types) == layers:
         return [0 if each == "full_attention" else window for each in types]
-    # Every so manieth layer sees everything (Gemma), or those up to a given one do (Qwen).
+    # Every n-th layer has full attention (Gemma), or all layers up to a given one (Qwen).
     pattern, first = fields.size("sliding_window_pattern", default=MOST_LAYERS + 1), 0
     if fields.has("max_window_layers"):
         first = fields.size("max_window_layers", least=0)
     return [window if number >= first and (number + 1) % pattern else 0 for number in range(layers)]
 
 
-def _guess(fields: Fields) -> Habit:
-    """Return the habit of a family that is not in the table, by what its fields give away."""
+def _guess(fields: Fields) -> FamilyTraits:
+    """Return the traits of a family that is not in the table, guessed from its fields."""
     shifted = fields.has("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon") and not fields.has("rms_norm_eps")
     activation = fields.word("hidden_act", "activation_function", "hidden_activation", default="silu")
     bias = next((name for name in ("attention_bias", "use_bias", "bias") if fields.has(name)), False)
     ffn_bias = "mlp_bias" if fields.has("mlp_bias") else bias
-    return Habit(
+    return FamilyTraits(
         gated=not shifted or activation in ("silu", "swish", "swiglu"), shifted=shifted, qkv_bias=bias, out_bias=bias,
         ffn_bias=ffn_bias,
     )  # fmt: skip
 
 
-def _as_they_are(fields: Fields, habit: Habit) -> tuple[Fields, Habit]:
-    return fields, habit
+def _unchanged(fields: Fields, traits: FamilyTraits) -> tuple[Fields, FamilyTraits]:
+    return fields, traits
 
 
-def _falcon(fields: Fields, habit: Habit) -> tuple[Fields, Habit]:
-    """Falcon's three generations differ in key-value heads and norms, and name the former even where they have one."""
+def _falcon(fields: Fields, traits: FamilyTraits) -> tuple[Fields, FamilyTraits]:
+    """Resolve Falcon's three generations, which differ in key-value heads and norms."""
     new, heads = fields.boolean("new_decoder_architecture", default=False), fields.integer(*HEADS, default=1)
     one = fields.boolean("multi_query", default=True)
     kv_heads = fields.integer("num_kv_heads", default=heads) if new else 1 if one else heads
     parallel = fields.boolean("parallel_attn", default=True)
     norms = fields.integer("num_ln_in_parallel_attn", default=1 + new) if parallel else 2
-    return replace(fields, config={**fields.config, "num_key_value_heads": kv_heads}), replace(habit, norms=norms)
+    return replace(fields, config={**fields.config, "num_key_value_heads": kv_heads}), replace(traits, norms=norms)
 
 
-def _opt(fields: Fields, habit: Habit) -> tuple[Fields, Habit]:
+def _opt(fields: Fields, traits: FamilyTraits) -> tuple[Fields, FamilyTraits]:
     width = fields.integer(*HIDDEN, default=0)
     if fields.integer("word_embed_proj_dim", default=width) != width:
         raise unknown_network("its embedding is narrower than its layers (word_embed_proj_dim)", fields.where)
-    return fields, habit
+    return fields, traits
 
 
-_ODD_FIELDS: dict[str, Callable[[Fields, Habit], tuple[Fields, Habit]]] = {"falcon": _falcon, "opt": _opt}
+_ODD_FIELDS: dict[str, Callable[[Fields, FamilyTraits], tuple[Fields, FamilyTraits]]] = {"falcon": _falcon, "opt": _opt}
 
 
 def _wide_norms(layer: OutlineLayer) -> int:
@@ -313,7 +313,7 @@ def _wide_norms(layer: OutlineLayer) -> int:
 
 
 def _sinks_and_biases(layer: OutlineLayer) -> int:
-    """GPT-OSS has a sink for each head, and biases in the router and in every expert."""
+    """Count GPT-OSS's attention sink of each head, and the biases of the router and of every expert."""
     experts = layer.experts
     return layer.heads + (experts.num_experts * (1 + 2 * experts.ffn + layer.hidden) if experts else 0)
 

@@ -1,4 +1,4 @@
-"""Small JSON files that other people wrote, read with suspicion."""
+"""Reads small third-party JSON files, with a size limit."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ from trimaran.core import UserError
 
 
 def read_json(path: Path, *, limit_bytes: int) -> dict[str, Any]:
-    """Return the mapping that the file holds; a missing, broken or oversized file is the person's mistake."""
+    """Return the mapping in the file. Raises UserError if it is missing, malformed or too large."""
     try:
         with path.open("rb") as file:
             text = file.read(limit_bytes + 1)
@@ -21,7 +21,7 @@ def read_json(path: Path, *, limit_bytes: int) -> dict[str, Any]:
     try:
         tree = json.loads(text)
     except (ValueError, RecursionError):
-        raise UserError("M005", f"{path.name} is not JSON: it is cut off or damaged", where=str(path),
+        raise UserError("M005", f"{path.name} is not JSON: it is truncated or damaged", where=str(path),
                         fix="copy or download the file again") from None  # fmt: skip
     if not isinstance(tree, dict):
         raise UserError("M005", f"{path.name} holds no fields", where=str(path), fix="copy or download the file again")

@@ -1,4 +1,4 @@
-"""Shapes by name, from a toy to 405B, as their makers published them."""
+"""Decoder presets by name, from tiny to 405B, as published."""
 
 from trimaran.models.spec import Block, ExpertSpec, ModelSpec, Rope
 

@@ -1,9 +1,9 @@
-"""The names of a network's modules, on paper, and the patterns that people match them with."""
+"""The module names of a network, without building it, and the patterns that match them."""
 
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
-from trimaran.core import UserError, nearest
+from trimaran.core import UserError, did_you_mean
 from trimaran.models.perception_spec import PerceptionSpec, perception_module_names
 from trimaran.models.spec import ModelSpec
 from trimaran.models.specs import Spec
@@ -45,16 +45,16 @@ def _decoder(spec: ModelSpec) -> list[str]:
 
 
 def matches_module(name: str, pattern: str) -> bool:
-    """Return whether the pattern fits, part by part: a star stands for one part of the name, or some of its letters."""
+    """Return whether the pattern matches, component by component; a star matches within one component."""
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and name != "" and all(map(fnmatchcase, parts, wanted))
 
 
 def refuse_unmatched(patterns: Iterable[str], names: Sequence[str]) -> None:
-    """Raise for the first pattern of `train.precision` that fits none of the modules with these names."""
+    """Raise for the first pattern of `train.precision` that matches none of these module names."""
     for pattern in patterns:
         if not any(matches_module(name, pattern) for name in names):
-            raise UserError("P033", f"no module is called {pattern!r}{nearest(pattern, names)}",
+            raise UserError("P033", f"no module is called {pattern!r}{did_you_mean(pattern, names)}",
                             where="train.precision", fix="use the name of a module, such as "
                             f"{next(iter(names))}; a star stands for one part of it: layers.*.mlp")  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""What any network is, on paper: towers of layers, in the order of the forward. The planner's view of every model."""
+"""The planner's view of any network: towers of layers in forward order, with their shapes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from trimaran.models.spec import ExpertSpec, ModelSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latent:
-    """Keys and values through a narrow middle, as in DeepSeek's attention. `query_rank` 0: queries go straight."""
+    """Multi-head latent attention, as in DeepSeek: low-rank keys and values. `query_rank` 0: full-rank queries."""
 
     query_rank: int
     kv_rank: int
@@ -20,11 +20,10 @@ class Latent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutlineLayer:
-    """One transformer block: attention, then a feed-forward or experts. Without heads it is a feed-forward alone.
+    """One transformer block: attention, then a feed-forward or experts. Without heads it is only a feed-forward.
 
-    `head_dim` is that of queries and keys. `window` 0 means that attention sees everything that `causal` leaves.
-    `extras` counts the parameters that belong to no product: norms, biases, gates. With `qk_norm` the heads of queries
-    and keys are normed.
+    `head_dim` is that of queries and keys. `window` 0 is no window. `extras` counts the parameters outside matmuls:
+    norms, biases, gates. `qk_norm` normalises the heads of queries and keys.
     """
 
     hidden: int
@@ -46,7 +45,7 @@ class OutlineLayer:
 
     @property
     def attention_weights(self) -> int:
-        """Weights of the products around attention."""
+        """Weights of the matmuls around attention."""
         query, output = self.heads * self.head_dim, self.heads * self.value_dim
         if (latent := self.latent) is None:
             return self.hidden * (query + 2 * self.kv_heads * self.head_dim + output)
@@ -57,12 +56,12 @@ class OutlineLayer:
 
     @property
     def matrices(self) -> int:
-        """Products of one feed-forward: a gate makes it three."""
+        """Matmuls of one feed-forward: three with a gate."""
         return 3 if self.gated else 2
 
     @property
     def expert_weights(self) -> int:
-        """Weights of all routed experts: what expert parallelism spreads. 0 in a dense layer."""
+        """Weights of all routed experts, which expert parallelism distributes. 0 in a dense layer."""
         return self.matrices * self.hidden * self.experts.ffn * self.experts.num_experts if self.experts else 0
 
     @property
@@ -71,13 +70,13 @@ class OutlineLayer:
 
     @property
     def dense_weights(self) -> int:
-        """Weights of the products that every token passes and tensor parallelism splits; no router."""
+        """Weights of the matmuls that every token passes and tensor parallelism splits, without the router."""
         ffn = self.experts.shared_ffn if self.experts else self.ffn
         return self.attention_weights + self.matrices * self.hidden * ffn
 
     @property
     def active_ffn(self) -> int:
-        """Features of the feed-forward that a token passes: of its experts and the shared one together."""
+        """Feed-forward width that a token passes: its routed experts and the shared one together."""
         return self.experts.top_k * self.experts.ffn + self.experts.shared_ffn if self.experts else self.ffn
 
     @property
@@ -91,25 +90,25 @@ class OutlineLayer:
         return self.dense_weights + self.expert_weights + self.router_weights + self.extras
 
     def seen(self, length: int) -> float:
-        """Return how many keys a query meets on average in a sequence of `length`.
+        """Return how many keys a query attends to on average in a sequence of `length`.
 
-        Where it is causal, the first queries of a sequence do not fill the window yet; without a window, half remain.
+        With a causal mask the first queries do not fill the window; without a window the mean is half the length.
         """
         reach = min(length, self.window) if self.window else length
         return reach * (1 - reach / (2 * length)) if self.causal else float(reach)
 
     def flops(self, positions: int, length: int) -> Flops:
-        """Return the operations of a forward over `positions`, in sequences of `length`."""
+        """Return the FLOPs of a forward over `positions`, in sequences of `length`."""
         attention = self.heads * (self.head_dim + self.value_dim) * self.seen(length)
         return Flops(2.0 * positions * (self.active_weights + attention))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opaque:
-    """A block of which only totals are known: what one sample cost when it was traced, in its own precision.
+    """A block of which only totals are known: the traced cost of one sample, in the block's own precision.
 
-    `saved_bytes` are kept for backward, `moved_bytes` pass between memory and the processor, `output_bytes` go on to
-    the next block. No axis but the data's and the pipeline's can cut it.
+    `saved_bytes` are saved for backward, `moved_bytes` are read and written, `output_bytes` pass to the next block.
+    Only data and pipeline parallelism can split it.
     """
 
     name: str
@@ -121,7 +120,7 @@ class Opaque:
     num_kernels: int = 1
 
     def flops(self, positions: int, length: int) -> Flops:
-        """Return the operations of a forward over one sample; it was traced at its own size."""
+        """Return the FLOPs of a forward over one sample, as traced."""
         return self.sample_flops
 
 
@@ -129,10 +128,10 @@ class Opaque:
 class Tower:
     """A stack of blocks: language, vision, a projector between them.
 
-    `runs` are equal blocks with their number. `vocab` are the rows of an embedding, `outputs` the scores of a head at
-    each position, 0 where there is none, and `bare_head` that these are its product alone: no bias, scale or cap comes
-    before the loss. `extras` are parameters in no layer besides these two. A sample has `positions` here (0: the
-    sequence length of the data), and attention stays in segments of them (0: all of them).
+    `runs` are equal blocks with their number. `vocab` are the rows of an embedding, `outputs` the logits of a head at
+    each position (0: no head); `bare_head` says that no bias, scale or cap follows the head's matmul. `extras` are
+    other parameters outside the layers. A sample has `positions` here (0: the sequence length of the data), and
+    attention stays within segments of them (0: all of them).
     """
 
     name: str
@@ -168,13 +167,13 @@ class Tower:
         )
 
     def places(self, seq_len: int) -> tuple[int, int]:
-        """Return the positions of one sample here, and how many of them attention sees together."""
+        """Return the positions of one sample here, and how many of them attend to each other."""
         positions = self.positions or seq_len
         return positions, self.segment or positions
 
 
 class Step(NamedTuple):
-    """One block of a forward, and the tower that it stands in."""
+    """One block of a forward, and its tower."""
 
     tower: Tower
     block: OutlineLayer | Opaque
@@ -182,7 +181,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
-    """A whole network. `max_seq_len` 0 means that nothing limits it."""
+    """A complete network. `max_seq_len` 0 is no limit."""
 
     name: str
     towers: tuple[Tower, ...]
@@ -212,16 +211,16 @@ class Outline:
                 yield from [Step(tower, block)] * count
 
     def passes(self, tower: Tower) -> int:
-        """Return how many times a forward's arithmetic a tower does in forward and backward.
+        """Return the FLOPs of forward and backward of a tower, in units of its forward.
 
-        Gradients cost as much again: those of its weights where it is trained, those of what comes in where it or any
-        tower before it is.
+        Gradients of weights cost one unit if the tower is trained; gradients of its input one unit if it or any earlier
+        tower is trained.
         """
         reached = self.towers[: self.towers.index(tower) + 1]
         return 1 + (not tower.frozen) + any(not each.frozen for each in reached)
 
     def training_flops(self, seq_len: int) -> Flops:
-        """Return the operations of one sample's forward and backward; an embedding is a lookup and costs nothing."""
+        """Return the FLOPs of one sample's forward and backward; an embedding is a lookup and costs nothing."""
         total = 0.0
         for tower in self.towers:
             positions, length = tower.places(seq_len)

@@ -1,11 +1,11 @@
-"""What a perception model is, on paper: cameras, LiDAR, their fusion and two heads."""
+"""The shape of a perception model: cameras, LiDAR, their fusion and two heads."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from trimaran.core import Bytes, Flops, ModelSection, UserError, nearest
+from trimaran.core import Bytes, Flops, ModelSection, UserError, did_you_mean
 from trimaran.core.scene_rules import GROUND, OBJECTS, SceneRules
 from trimaran.models.json_file import read_json
 from trimaran.models.outline import Opaque, Outline, OutlineLayer, Tower
@@ -13,11 +13,11 @@ from trimaran.models.shape_fields import changed, refuse_unknown, wrong_value
 
 MODEL_TYPE = "trimaran_perception"
 MAX_CONFIG_BYTES = 1_000_000
-POINT_FEATURES = 6  # x, y, z, intensity, and where in its cell a point lies
-BOX_OUTPUTS = 8  # where in its cell the centre lies (2), its height, three sizes, and two numbers for the yaw
-GROUPS = 8  # of channels that are normed together
-POINTS_A_CELL = 4  # on average, for what LiDAR costs
-LARGEST = 1 << 16  # of any number in a shape
+POINT_FEATURES = 6  # x, y, z, intensity, and the offset within the cell (2)
+BOX_OUTPUTS = 8  # offset of the centre within its cell (2), height, three sizes, and sine and cosine of the yaw
+GROUPS = 8  # of GroupNorm
+POINTS_A_CELL = 4  # on average, for the cost model
+LARGEST = 1 << 16  # for any number in a shape
 
 _CONVOLUTIONS = ("conv1", "norm1", "conv2", "norm2", "skip")
 PARTS: dict[str, tuple[str, ...]] = {
@@ -40,10 +40,10 @@ PARTS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerceptionSpec:
-    """A model that looks around.
+    """The shape of a perception model.
 
-    `camera_widths` are the channels of the camera's residual blocks, each at half the size of the one before. LiDAR's
-    pillars and the queries of the fusion have `hidden` features. See `SceneRules` for the rest.
+    `camera_widths` are the channels of the camera's residual blocks, each at half the resolution of the previous one.
+    LiDAR pillars and fusion queries have `hidden` features. See `SceneRules` for the rest.
     """
 
     name: str
@@ -61,7 +61,7 @@ class PerceptionSpec:
 
     @property
     def block_names(self) -> tuple[str, ...]:
-        """The blocks in the order of the forward: what is sharded, computed again and cut into stages as one."""
+        """The blocks in forward order: the units of sharding, recompute and pipeline stages."""
         camera = [f"camera.layers.{number}" for number in range(len(self.camera_widths))]
         lidar = [f"lidar.layers.{number}" for number in range(self.lidar_layers)]
         fusion = [f"fusion.layers.{number}" for number in range(self.fusion_layers)]
@@ -69,7 +69,7 @@ class PerceptionSpec:
 
     @property
     def layers(self) -> int:
-        """Blocks that a pipeline can be cut between."""
+        """Number of blocks that a pipeline can be split between."""
         return len(self.block_names)
 
     @property
@@ -96,7 +96,7 @@ class PerceptionSpec:
         return perception_outline(self).num_parameters
 
     def scenes(self) -> SceneRules:
-        """Return what the data must know to show this model a scene."""
+        """Return the rules by which the data renders scenes for this model."""
         return SceneRules(
             cameras=self.cameras, height=self.height, width=self.width, cells=self.cells, reach=self.reach
         )
@@ -117,12 +117,13 @@ PERCEPTION_PRESETS = {
 
 
 def perception_spec(section: ModelSection) -> PerceptionSpec:
-    """Return the shape that `section` asks for: a preset or the config.json of a trained one, with its changes."""
+    """Return the shape of `section`: a preset or the config.json of a trained model, with the given changes."""
     if section.path is not None:
         return _reshaped(read_perception_config(Path(section.path).expanduser()), section.shape, "model.shape")
     name = section.preset or "tiny"
     if name not in PERCEPTION_PRESETS:
-        raise UserError("M001", f"there is no preset '{name}' of a perception model{nearest(name, PERCEPTION_PRESETS)}",
+        similar = did_you_mean(name, PERCEPTION_PRESETS)
+        raise UserError("M001", f"there is no preset '{name}' of a perception model{similar}",
                         where="model.preset", fix=f"the presets are {', '.join(PERCEPTION_PRESETS)}")  # fmt: skip
     return _reshaped(PERCEPTION_PRESETS[name], section.shape, "model.shape")
 
@@ -165,20 +166,20 @@ def perception_module_names(spec: PerceptionSpec) -> list[str]:
 def _reshaped(spec: PerceptionSpec, shape: Mapping[str, Any], where: str) -> PerceptionSpec:
     refuse_unknown(shape, SHAPE, where)
     spec = changed(PerceptionSpec, spec, shape, where)
-    for field, wrong in _flaws(spec):
+    for field, wrong in _invalid_fields(spec):
         raise wrong_value(f"{field}: {wrong}", f"{where}.{field}")
     return spec
 
 
-def _flaws(spec: PerceptionSpec) -> Iterator[tuple[str, str]]:
-    """Yield what cannot be, by field."""
+def _invalid_fields(spec: PerceptionSpec) -> Iterator[tuple[str, str]]:
+    """Yield (field, problem) for each invalid field."""
     for field in SHAPE:
         value = getattr(spec, field)
         values = value if isinstance(value, tuple) else (value,)
         if not values or not all(0 < each <= LARGEST for each in values):
             yield field, f"{value} is not from 1 to {LARGEST}"
     if spec.cameras < 3:
-        yield "cameras", "fewer than 3 do not see all around"
+        yield "cameras", "fewer than 3 do not cover all directions"
     stride = 2 ** len(spec.camera_widths)
     for field in ("height", "width"):
         if getattr(spec, field) % stride:
@@ -187,11 +188,11 @@ def _flaws(spec: PerceptionSpec) -> Iterator[tuple[str, str]]:
         yield "heads", f"{spec.heads} heads do not divide hidden {spec.hidden}"
     for field, channels in (("camera_widths", spec.camera_widths), ("hidden", (spec.hidden,))):
         if wrong := [each for each in channels if each % min(GROUPS, each)]:
-            yield field, f"{wrong[0]} channels do not make up {GROUPS} groups"
+            yield field, f"{wrong[0]} channels are not a multiple of {GROUPS} groups"
 
 
 def perception_outline(spec: PerceptionSpec) -> Outline:
-    """Return the outline. Cameras, LiDAR and heads are convolutions, of which the planner knows totals."""
+    """Return the outline. Cameras, LiDAR and heads are convolutions, given to the planner as totals."""
     cells, hidden = spec.cells * spec.cells, spec.hidden
     layer = OutlineLayer(
         hidden=hidden, heads=spec.heads, kv_heads=spec.heads, head_dim=hidden // spec.heads, ffn=spec.ffn,
@@ -242,7 +243,7 @@ def _lidar(spec: PerceptionSpec) -> tuple[tuple[Opaque, int], ...]:
 def _convolution(
     places: int, taken: int, given: int, *, kernel: int = 3, normed: bool = True, bias: bool = False
 ) -> Opaque:
-    """Return a product at each of `places`, with a norm and a ReLU behind it: each keeps what it takes in."""
+    """Return a convolution at each of `places`, followed by a norm and a ReLU; each saves its input."""
     weights = taken * given * kernel * kernel
     tensors = 3 if normed else 1
     return Opaque(
@@ -262,7 +263,7 @@ def _elementwise(name: str, parameters: int, places: int, features: int) -> Opaq
 
 
 def _together(name: str, parts: list[Opaque]) -> Opaque:
-    """Return the parts as one block: its output is the last one's."""
+    """Return the parts as one block; its output is that of the last part."""
     return Opaque(
         name=name,
         parameters=sum(each.parameters for each in parts),

@@ -1,4 +1,4 @@
-"""How the recipe's images come to the recipe's model."""
+"""How a recipe's images are preprocessed for its model."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ from trimaran.models.vlm_spec import VlmSpec
 
 
 def recipe_image_rules(recipe: Recipe) -> ImageRules | None:
-    """Return the model's rules, within the pixels that the recipe allows; None for a model that does not see."""
+    """Return the model's image rules, within the recipe's pixel limits; None for a model without vision."""
     spec, samples = spec_of(recipe.model), recipe.data.samples
     if not isinstance(spec, VlmSpec):
         return None

@@ -1,11 +1,11 @@
-"""The recipe's model section in, ModelSpec and Outline out."""
+"""Resolves the recipe's model section to a spec and an outline."""
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from trimaran.core import DataSection, ModelSection, UserError, nearest
+from trimaran.core import DataSection, ModelSection, UserError, did_you_mean
 from trimaran.models.from_hf import spec_from_hf, unsupported
 from trimaran.models.from_hf_vlm import FOREIGN, vlm_from_disk
 from trimaran.models.hf_vision import ImageLimits
@@ -17,8 +17,8 @@ from trimaran.models.perception_spec import PerceptionSpec, perception_outline, 
 from trimaran.models.shape_fields import changed, refuse_unknown, wrong_value
 from trimaran.models.spec import Block, ModelSpec
 from trimaran.models.specs import Spec
-from trimaran.models.validate_spec import first_flaw
-from trimaran.models.validate_vlm import first_vlm_flaw
+from trimaran.models.validate_spec import first_invalid_field
+from trimaran.models.validate_vlm import first_invalid_vlm_field
 from trimaran.models.vlm_outline import vlm_outline
 from trimaran.models.vlm_presets import VLM_PRESETS
 from trimaran.models.vlm_spec import VlmSpec
@@ -28,7 +28,7 @@ DEFAULT_PRESET = "tiny"
 
 
 def spec_of(section: ModelSection) -> Spec | None:
-    """Return the shape that `section` asks for. None: a Hugging Face model of a kind that we cannot describe."""
+    """Return the shape of the model in `section`; None for a Hugging Face model that no spec of ours describes."""
     _refuse_contradictions(section)
     if section.family == "vlm":
         return _vlm(section)
@@ -47,9 +47,9 @@ def spec_of(section: ModelSection) -> Spec | None:
 
 
 def _foreign_vlm(config: Mapping[str, Any], folder: Path) -> VlmSpec | None:
-    """Return the shape of a Hugging Face model that sees; None where we cannot bring images to it.
+    """Return the shape of a Hugging Face vision-language model; None if our image pipeline does not support it.
 
-    It can be planned all the same, and who trains it is told why not.
+    It can still be planned; training it raises the reason.
     """
     try:
         return replace(vlm_from_disk(config, where=str(folder / "config.json")), name=folder.resolve().name)
@@ -58,7 +58,7 @@ def _foreign_vlm(config: Mapping[str, Any], folder: Path) -> VlmSpec | None:
 
 
 def outline_for(section: ModelSection, data: DataSection | None = None) -> Outline:
-    """Return the outline of the network that `section` asks for, with the images that `data` has for each sample."""
+    """Return the outline of the model in `section`, with the images per sample of `data`."""
     images = _images(data)
     spec = spec_of(section)
     if isinstance(spec, VlmSpec) and section.family == "vlm":
@@ -75,8 +75,8 @@ def outline_for(section: ModelSection, data: DataSection | None = None) -> Outli
     return _frozen(outline, section.freeze)
 
 
-def outline_if_told(section: ModelSection, data: DataSection | None = None) -> Outline | None:
-    """Return the outline, or None where config.json does not tell it: such a model can be trained and not predicted."""
+def outline_if_known(section: ModelSection, data: DataSection | None = None) -> Outline | None:
+    """Return the outline; None if config.json lacks the sizes. Such a model can be trained but not predicted."""
     try:
         return outline_for(section, data)
     except UserError as error:
@@ -86,7 +86,7 @@ def outline_if_told(section: ModelSection, data: DataSection | None = None) -> O
 
 
 def outline_named(text: str) -> Outline:
-    """Return the outline of what a person calls `text`: a preset, a Hugging Face folder, or a config.json."""
+    """Return the outline of `text`: a preset, a Hugging Face folder, or a config.json."""
     path = Path(text).expanduser()
     if text in PRESETS:
         return outline_of(PRESETS[text])
@@ -100,7 +100,7 @@ def outline_named(text: str) -> Outline:
 
 
 def refuse_freezing(section: ModelSection) -> None:
-    """Raise when parts of a Hugging Face model are to stay as they are, and where they are is known on paper only."""
+    """Raise if towers of a Hugging Face model should be frozen that training cannot locate."""
     if section.freeze and section.family == "hf" and not isinstance(spec_of(section), VlmSpec):
         raise UserError("M014", f"training does not freeze {', '.join(section.freeze)} of a Hugging Face model",
                         where="model.freeze", fix="use family vlm for what it knows, remove model.freeze, or "
@@ -118,7 +118,7 @@ def _images(data: DataSection | None) -> ImageLimits:
 
 
 def _refuse_crowding(outline: Outline, data: DataSection) -> None:
-    """Raise when the images of a sample alone are longer than the sequence that a person asked for."""
+    """Raise if the images of a sample alone are longer than the sequence length that the user set."""
     tokens = sum(tower.positions for tower in outline.towers if tower.name == "projector")
     if tokens > data.seq_len and "seq_len" in data.model_fields_set:
         raise UserError("M013", f"the images of a sample are {tokens} tokens, and its sequence has {data.seq_len}",
@@ -130,7 +130,7 @@ def _frozen(outline: Outline, names: tuple[str, ...]) -> Outline:
     towers = [tower.name for tower in outline.towers]
     for name in names:
         if name not in towers:
-            raise UserError("M012", f"the network has no tower '{name}'{nearest(name, towers)}", where="model.freeze",
+            raise UserError("M012", f"there is no tower '{name}'{did_you_mean(name, towers)}", where="model.freeze",
                             fix=f"its towers are {', '.join(towers)}")  # fmt: skip
     if set(names) == set(towers):
         raise UserError("M012", "every tower is frozen, and nothing is left to train", where="model.freeze",
@@ -170,16 +170,16 @@ def _preset(name: str) -> ModelSpec:
 def _named(name: str, presets: Mapping[str, Any]) -> Any:
     other = next((family for family, table in (("decoder", PRESETS), ("vlm", VLM_PRESETS)) if name in table), None)
     if name not in presets and other:
-        raise UserError("M001", f"the preset '{name}' is one of the family {other}", where="model.preset",
+        raise UserError("M001", f"the preset '{name}' belongs to the family {other}", where="model.preset",
                         fix=f"set model.family to {other}, or use another preset")  # fmt: skip
     if name not in presets:
-        raise UserError("M001", f"there is no preset '{name}'{nearest(name, presets)}", where="model.preset",
+        raise UserError("M001", f"there is no preset '{name}'{did_you_mean(name, presets)}", where="model.preset",
                         fix=f"the presets are {', '.join(presets)}")  # fmt: skip
     return presets[name]
 
 
 def _vlm(section: ModelSection) -> VlmSpec:
-    """Return the shape of a model that sees. The fields of its language are named as a decoder's are."""
+    """Return the shape of a vision-language model. The fields of its language model are a decoder's."""
     if section.path is None:
         spec = _named(section.preset or DEFAULT_PRESET, VLM_PRESETS)
     else:
@@ -196,31 +196,31 @@ def _vlm(section: ModelSection) -> VlmSpec:
             spec = replace(spec, sections=_sections(spec.language.head_dim // 2))
     refuse_unknown(shape, [field.name for field in fields(VlmSpec) if field.name != "name"], "model.shape")
     spec = changed(VlmSpec, spec, shape, "model.shape")
-    if flaw := first_vlm_flaw(spec):
-        raise wrong_value(f"{flaw[0]}: {flaw[1]}", f"model.shape.{flaw[0]}")
+    if problem := first_invalid_vlm_field(spec):
+        raise wrong_value(f"{problem[0]}: {problem[1]}", f"model.shape.{problem[0]}")
     return spec
 
 
 def _sections(pairs: int) -> tuple[int, int, int]:
-    """Return Qwen2-VL's shares of a head's pairs of features: a quarter turns by time, the rest by row and column."""
+    """Return Qwen2-VL's M-RoPE sections of `pairs`: a quarter for time, the rest for row and column."""
     row = 3 * pairs // 8
     return pairs - 2 * row, row, row
 
 
 def _reshaped(spec: ModelSpec, shape: Mapping[str, Any]) -> ModelSpec:
-    """Return `spec` with the fields that `shape` names; the fields of its block are named without `block`."""
+    """Return `spec` with the fields in `shape`; fields of its block are named without `block`."""
     inner = {field.name for field in fields(Block)}
     known = [field.name for field in fields(ModelSpec) if field.name not in ("name", "block")] + sorted(inner)
     refuse_unknown(shape, known, "model.shape")
     inside = {key: shape[key] for key in shape if key in inner}
-    outside = {key: shape[key] for key in shape if key not in inner}
+    out_of_bounds = {key: shape[key] for key in shape if key not in inner}
     block = changed(Block, spec.block, inside, "model.shape")
-    spec = replace(changed(ModelSpec, spec, outside, "model.shape"), block=block)
+    spec = replace(changed(ModelSpec, spec, out_of_bounds, "model.shape"), block=block)
     if ("hidden" in shape or "heads" in shape) and "head_dim" not in shape:
         if spec.heads < 1 or spec.hidden % spec.heads:
             raise UserError("M009", f"{spec.heads} heads do not divide hidden {spec.hidden}", where="model.shape.heads",
                             fix="choose heads that divide hidden, or set model.shape.head_dim")  # fmt: skip
         spec = replace(spec, head_dim=spec.hidden // spec.heads)
-    if flaw := first_flaw(spec):
-        raise wrong_value(f"{flaw[0]}: {flaw[1]}", f"model.shape.{flaw[0]}")
+    if problem := first_invalid_field(spec):
+        raise wrong_value(f"{problem[0]}: {problem[1]}", f"model.shape.{problem[0]}")
     return spec

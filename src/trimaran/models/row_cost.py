@@ -1,13 +1,13 @@
-"""What tokens and patches cost beside each other: enough to deal out samples evenly, and no prediction of seconds."""
+"""Relative cost of tokens and patches, for balancing rows over ranks; not a prediction of seconds."""
 
 from trimaran.core import RowCost
 from trimaran.models.outline import Outline, OutlineLayer, Tower
 
 
 def row_cost(outline: Outline) -> RowCost:
-    """Return the arithmetic of a sample's parts, forward and backward, beside that of one language token.
+    """Return the forward and backward FLOPs of a sample's parts, relative to one language token.
 
-    A projector's work is counted with the patches that it merges.
+    The projector is counted with the patches that it merges.
     """
     main = outline.main
     token, token_pair = _arithmetic(main, outline)
@@ -16,20 +16,20 @@ def row_cost(outline: Outline) -> RowCost:
     before = [tower for tower in outline.towers if tower is not main]
     for tower in before:
         each, pair = _arithmetic(tower, outline)
-        # A tower that sees fewer positions than the first one has merged them.
+        # A tower with fewer positions than the first one has merged them.
         share = tower.positions / before[0].positions if before[0].positions else 1.0
         patch, patch_pair = patch + each * share, patch_pair + pair
     return RowCost(token_pair=token_pair / token, patch=patch / token, patch_pair=patch_pair / token)
 
 
 def _arithmetic(tower: Tower, outline: Outline) -> tuple[float, float]:
-    """Return the operations of one position of a tower, and those for each position that it meets."""
+    """Return the FLOPs of one position of a tower, and those for each position that it attends to."""
     linear = pair = 0.0
     for block, count in tower.runs:
         if isinstance(block, OutlineLayer):
             linear += 2.0 * block.active_weights * count
             seen = 0.5 if block.causal else 1.0
-            # In a window a position meets a bounded number of others: that part grows with the positions alone.
+            # A window bounds the number of keys: its cost is linear in the number of positions.
             meets = 2.0 * block.heads * (block.head_dim + block.value_dim) * count
             linear, pair = (linear + meets * block.window, pair) if block.window else (linear, pair + meets * seen)
         elif tower.positions:

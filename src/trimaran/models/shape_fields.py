@@ -1,15 +1,15 @@
-"""Fields of a shape that a person or a file names, each checked against the type that its dataclass declares."""
+"""Changes to the fields of a shape, each checked against the type that its dataclass declares."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from trimaran.core import UserError, nearest
+from trimaran.core import UserError, did_you_mean
 
 
 def changed(kind: type, now: Any, changes: Any, where: str) -> Any:
-    """Return a `kind`, a dataclass, that is `now` but for `changes`, each of the type that its field declares."""
+    """Return a dataclass of type `kind` that equals `now` except for `changes`, whose types are checked."""
     if not isinstance(changes, Mapping):
         raise wrong_value(f"{changes!r} is not a mapping of fields", where)
     hints = get_type_hints(kind)
@@ -27,7 +27,7 @@ def refuse_unknown(changes: Mapping[str, Any], known: Iterable[str], where: str)
     known = list(known)
     for key in changes:
         if key not in known:
-            raise UserError("M008", f"a shape has no field '{key}'{nearest(str(key), known)}", where=where,
+            raise UserError("M008", f"a shape has no field '{key}'{did_you_mean(str(key), known)}", where=where,
                             fix=f"the fields here are {', '.join(known)}")  # fmt: skip
 
 
@@ -41,7 +41,7 @@ def _typed(hint: Any, now: Any, value: Any, where: str) -> Any:
         return _sequence(args, value, where)
     if origin is Literal:
         if value not in args:
-            raise wrong_value(f"{value!r} is none of {', '.join(map(str, args))}", where)
+            raise wrong_value(f"{value!r} is not one of {', '.join(map(str, args))}", where)
         return value
     if origin is UnionType or args:
         if value is None and type(None) in args:
@@ -69,7 +69,7 @@ def _plain(kind: type, value: Any, where: str) -> Any:
 
 _KINDS = {
     int: "a whole number",
-    float: "a number (YAML wants a dot in it: 1.0e-5)",
+    float: "a number (YAML needs a dot in it: 1.0e-5)",
     bool: "true or false",
     str: "a word",
 }

@@ -1,4 +1,4 @@
-"""What a network is, on paper: its shape, its parameters and its arithmetic."""
+"""The shape of a decoder, its parameter count and its FLOPs."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from trimaran.core import Flops
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
-    """Rotary positions. `factor` above 1 stretches the low frequencies the way Llama 3.1 does."""
+    """Rotary positions. `factor` above 1 scales the low frequencies as in Llama 3.1."""
 
     theta: float = 10_000.0
     factor: float = 1.0
@@ -18,11 +18,11 @@ class Rope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertSpec:
-    """The mixture in place of each layer's feed-forward block. `shared_ffn` 0 means no shared expert.
+    """The experts that replace each layer's feed-forward block. `shared_ffn` 0 is no shared expert.
 
-    `balance` weighs the load-balancing loss, which is taken per sequence so that it never depends on the plan, and
-    `z_loss` the squared logsumexp of each token's router scores. `capacity` is how many times its even share of a
-    sequence's choices an expert takes in training: the earliest, and the others pass it by. 0 is no limit.
+    `balance` weights the load-balancing loss, computed per sequence so that it never depends on the plan; `z_loss`
+    weights the squared logsumexp of each token's router logits. `capacity` limits an expert in training to that
+    multiple of its even share of a sequence's assignments, earliest first; the others are dropped. 0 is no limit.
     """
 
     num_experts: int
@@ -38,7 +38,7 @@ class ExpertSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """The choices inside a layer that Llama and Qwen make differently."""
+    """The options of a layer in which Llama and Qwen differ."""
 
     norm_eps: float = 1e-5
     qkv_bias: bool = False
@@ -97,9 +97,9 @@ class ModelSpec:
         return self.layers * self.layer_parameters + self.hidden + ends
 
     def flops_per_token(self, seq_len: int) -> Flops:
-        """Return forward and backward operations a token costs: 6 per weight of a product, and causal attention.
+        """Return the forward and backward FLOPs of a token: 6 per matmul weight, and causal attention.
 
-        The embedding is a lookup and costs nothing; the head is a product even when it is tied.
+        The embedding is a lookup and costs nothing; the head is a matmul even if it is tied.
         """
         weights = self.layers * (self.attention_parameters + self.active_feed_forward_parameters)
         weights += self.vocab * self.hidden

@@ -1,4 +1,4 @@
-"""Layers as the stages of a pipeline: who holds which, and where to cut so that no stage is dearer than it must be."""
+"""Splits layers into pipeline stages, so that the most expensive stage is as cheap as possible."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -16,7 +16,7 @@ Spec = ModelSpec | VlmSpec | PerceptionSpec
 
 
 def stage_ranges(spec: Spec, plan: Plan, *, seq_len: int) -> tuple[range, ...]:
-    """Return the blocks of each stage, in order: as the plan lists them, or split by cost. Without a pipeline, one."""
+    """Return the blocks of each stage, in order: as the plan lists them, or split by cost. One without a pipeline."""
     counts = plan.pipeline.stages if plan.mesh.pp > 1 else (spec.layers,)
     counts = counts or split_by_cost(spec, plan.num_stages, seq_len=seq_len)
     assert sum(counts) == spec.layers, "a legal plan's stages hold every layer once"
@@ -24,9 +24,9 @@ def stage_ranges(spec: Spec, plan: Plan, *, seq_len: int) -> tuple[range, ...]:
 
 
 def stages_of_rank(schedule: str, pp: int, pp_rank: int, num_stages: int) -> tuple[int, ...]:
-    """Return the stages that a rank of the pipeline holds, first to last.
+    """Return the stages that a pipeline rank holds, first to last.
 
-    They go round the ranks, but for `zero-bubble`: there they go to the last rank and back, in the shape of a V.
+    Stages are assigned round-robin; for `zero-bubble` in V shape, to the last rank and back.
     """
     if schedule == "zero-bubble" and num_stages > pp:
         return pp_rank, num_stages - 1 - pp_rank
@@ -34,9 +34,9 @@ def stages_of_rank(schedule: str, pp: int, pp_rank: int, num_stages: int) -> tup
 
 
 def split_by_cost(spec: Spec, num_stages: int, *, seq_len: int) -> tuple[int, ...]:
-    """Return how many blocks of our network each stage gets so that the dearest one costs least.
+    """Return how many blocks of our network each stage gets, so that the most expensive stage is cheapest.
 
-    A model that sees is taken to see one image of its own size in a sequence; the planner knows what the data has.
+    A vision-language model is assumed to get one image of its own size per sequence.
     """
     match spec:
         case ModelSpec():
@@ -50,11 +50,10 @@ def split_by_cost(spec: Spec, num_stages: int, *, seq_len: int) -> tuple[int, ..
 
 @lru_cache(maxsize=1024)  # a search asks again for each plan
 def split_outline(outline: Outline, num_stages: int, *, seq_len: int) -> tuple[int, ...]:
-    """Return how many blocks each stage gets so that the dearest one costs least.
+    """Return how many blocks each stage gets, so that the most expensive stage is cheapest.
 
-    The cost of a block is its arithmetic, the backward's included, where it has one. The head's is added to the last
-    block; an embedding is a lookup, and free. More stages than blocks, which some systems allow, leave the last ones
-    empty.
+    The cost of a block is its FLOPs, including backward if it has one. The head is added to the last block; an
+    embedding is a lookup and free. With more stages than blocks, which some systems allow, the last ones stay empty.
     """
     if num_stages > outline.layers:
         return (1,) * outline.layers + (0,) * (num_stages - outline.layers)
@@ -69,14 +68,14 @@ def split_outline(outline: Outline, num_stages: int, *, seq_len: int) -> tuple[i
 
 
 def cheapest_split(costs: Sequence[int], num_stages: int) -> tuple[int, ...]:
-    """Return how many of `costs` each stage gets, in order and at least one, so that the dearest costs least.
+    """Return how many of `costs` each stage gets, in order and at least one, so that the largest sum is smallest.
 
-    Where several splits do, the stages are as equal as can be (least squares), and then the fewer are the later.
+    Ties go to the most even split (least squares), then to fewer blocks in later stages.
     """
     assert 1 <= num_stages <= len(costs), "every stage needs a layer"
     until = list(accumulate(costs, initial=0))
     limit = _least_limit(costs, num_stages)
-    # By how many layers are placed: the squares so far, and the split with its signs turned, so that less is better.
+    # For each number of placed layers: the sum of squares so far, and the negated split, so that smaller is better.
     best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
     for stage in range(1, num_stages + 1):
         longer: dict[int, tuple[int, tuple[int, ...]]] = {}
@@ -92,7 +91,7 @@ def cheapest_split(costs: Sequence[int], num_stages: int) -> tuple[int, ...]:
 
 
 def _least_limit(costs: Sequence[int], num_stages: int) -> int:
-    """Return the cost of the dearest stage in the best split: the least for which filling up in order suffices."""
+    """Return the cost of the most expensive stage in the best split: the smallest limit that a greedy fill meets."""
     low, high = max(costs), sum(costs)
     while low < high:
         limit = (low + high) // 2

@@ -1,4 +1,4 @@
-"""VlmSpec in, config.json out: as the architecture of Hugging Face that has exactly its features, or as our own."""
+"""Converts a VlmSpec to a config.json: of the Hugging Face architecture with exactly its features, or our own."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -19,7 +19,7 @@ _ON_DISK = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
 
 
 def vlm_to_disk(spec: VlmSpec) -> dict[str, Any]:
-    """Return the config.json of `spec`. What no architecture of Hugging Face has, we read back ourselves."""
+    """Return the config.json of `spec`. If no Hugging Face architecture fits, it is in our own format."""
     form = disk_form(spec)
     config: dict[str, Any] = {"architectures": [ARCHITECTURES[form]], "model_type": form}
     if form == OWN:
@@ -80,7 +80,7 @@ def _qwen(spec: VlmSpec) -> dict[str, Any]:
     del text["architectures"], text["head_dim"]
     text["model_type"] = "qwen2_5_vl_text" if windowed else "qwen2_vl_text"
     text["rope_scaling"] = {"type": "mrope", "rope_type": "default", "mrope_section": list(spec.sections)}
-    eye: dict[str, Any] = {
+    vision_config: dict[str, Any] = {
         "depth": vision.layers,
         "num_heads": vision.heads,
         "hidden_act": _ON_DISK[vision.block.activation],
@@ -90,16 +90,20 @@ def _qwen(spec: VlmSpec) -> dict[str, Any]:
         "temporal_patch_size": vision.frames,
     }
     if windowed:
-        eye |= {"model_type": "qwen2_5_vl_vision", "hidden_size": vision.hidden, "out_hidden_size": spec.hidden}
-        eye |= {"intermediate_size": vision.ffn, "window_size": vision.window}
-        eye |= {"fullatt_block_indexes": list(vision.full_layers)}
+        vision_config |= {
+            "model_type": "qwen2_5_vl_vision",
+            "hidden_size": vision.hidden,
+            "out_hidden_size": spec.hidden,
+        }
+        vision_config |= {"intermediate_size": vision.ffn, "window_size": vision.window}
+        vision_config |= {"fullatt_block_indexes": list(vision.full_layers)}
     else:
-        eye |= {"model_type": "qwen2_vl_vision", "embed_dim": vision.hidden, "hidden_size": spec.hidden}
-        eye |= {"mlp_ratio": vision.ffn // vision.hidden}
+        vision_config |= {"model_type": "qwen2_vl_vision", "embed_dim": vision.hidden, "hidden_size": spec.hidden}
+        vision_config |= {"mlp_ratio": vision.ffn // vision.hidden}
     taken = {spec.image_token, *spec.before, *spec.after}
     return {
         "text_config": text,
-        "vision_config": eye,
+        "vision_config": vision_config,
         "image_token_id": spec.image_token,
         "vision_start_token_id": spec.before[0],
         "vision_end_token_id": spec.after[0],
@@ -127,7 +131,7 @@ def _llava(spec: VlmSpec) -> dict[str, Any]:
         "image_seq_length": vision.tile_side**2,
         "projector_hidden_act": "gelu",
         "multimodal_projector_bias": True,
-        "vision_feature_layer": -1,  # what stands behind the layer that is looked at is not there
+        "vision_feature_layer": -1,  # the layers after the tapped one do not exist
         "vision_feature_select_strategy": "default",
         "tie_word_embeddings": spec.tied,
     }

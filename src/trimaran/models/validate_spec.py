@@ -1,30 +1,30 @@
-"""What no network can be."""
+"""Checks that the shape of a decoder is possible."""
 
 from collections.abc import Iterator
 
 from trimaran.models.spec import ExpertSpec, ModelSpec, Rope
 
 MOST_LAYERS = 4096
-MOST = 2**24  # wider than any network on paper; past it, sizes stop fitting into the integers of a device
+MOST = 2**24  # wider than any published network; larger sizes overflow the integers of a device
 
-Flaw = tuple[str, str]
-
-
-def first_flaw(spec: ModelSpec) -> Flaw | None:
-    """Return the field that makes `spec` impossible and what is wrong with it, or None. Types are taken as right."""
-    return next(_flaws(spec), None)
+InvalidField = tuple[str, str]
 
 
-def _flaws(spec: ModelSpec) -> Iterator[Flaw]:
+def first_invalid_field(spec: ModelSpec) -> InvalidField | None:
+    """Return the first invalid field of `spec` and the problem, or None. Types are assumed to be right."""
+    return next(_invalid_fields(spec), None)
+
+
+def _invalid_fields(spec: ModelSpec) -> Iterator[InvalidField]:
     experts = spec.block.experts
-    yield from outside(("layers", spec.layers, 1, MOST_LAYERS))
+    yield from out_of_bounds(("layers", spec.layers, 1, MOST_LAYERS))
     for field in ("hidden", "heads", "kv_heads", "head_dim", "vocab", "max_seq_len"):
-        yield from outside((field, getattr(spec, field), 1, MOST))
-    yield from outside(("ffn", spec.ffn, 0 if experts else 1, MOST))
+        yield from out_of_bounds((field, getattr(spec, field), 1, MOST))
+    yield from out_of_bounds(("ffn", spec.ffn, 0 if experts else 1, MOST))
     if spec.heads % spec.kv_heads:
         yield "kv_heads", f"{spec.kv_heads} key-value heads do not divide {spec.heads} heads"
     if spec.head_dim % 2:
-        yield "head_dim", f"{spec.head_dim} is odd, and rotary positions turn pairs"
+        yield "head_dim", f"{spec.head_dim} is odd, and rotary positions need pairs"
     if not 0 < spec.block.norm_eps < 1:
         yield "norm_eps", f"{spec.block.norm_eps} is not between 0 and 1"
     yield from _rope_flaws(spec.block.rope)
@@ -32,15 +32,15 @@ def _flaws(spec: ModelSpec) -> Iterator[Flaw]:
         yield from _expert_flaws(experts, spec.hidden)
 
 
-def _rope_flaws(rope: Rope) -> Iterator[Flaw]:
-    yield from outside(("rope.theta", rope.theta, 1, 1e15), ("rope.factor", rope.factor, 1, 1e6))
-    yield from outside(("rope.original_max_seq_len", rope.original_max_seq_len, 1, MOST))
+def _rope_flaws(rope: Rope) -> Iterator[InvalidField]:
+    yield from out_of_bounds(("rope.theta", rope.theta, 1, 1e15), ("rope.factor", rope.factor, 1, 1e6))
+    yield from out_of_bounds(("rope.original_max_seq_len", rope.original_max_seq_len, 1, MOST))
     if not 0 < rope.low_freq_factor < rope.high_freq_factor < 1e6:
         yield "rope.high_freq_factor", f"{rope.high_freq_factor} is not above low_freq_factor {rope.low_freq_factor}"
 
 
-def _expert_flaws(experts: ExpertSpec, hidden: int) -> Iterator[Flaw]:
-    yield from outside(
+def _expert_flaws(experts: ExpertSpec, hidden: int) -> Iterator[InvalidField]:
+    yield from out_of_bounds(
         ("experts.num_experts", experts.num_experts, 1, MOST),
         ("experts.top_k", experts.top_k, 1, experts.num_experts),
         ("experts.ffn", experts.ffn, 1, MOST),
@@ -51,15 +51,15 @@ def _expert_flaws(experts: ExpertSpec, hidden: int) -> Iterator[Flaw]:
     )
     if experts.shared_gate and not experts.shared_ffn:
         yield "experts.shared_gate", "there is no shared expert to gate"
-    # The grouped matrix product of the tensor cores reads 16 bytes at a time.
+    # The grouped matmul of the tensor cores reads 16 bytes at a time.
     if experts.ffn % 8:
         yield "experts.ffn", f"{experts.ffn} is not a multiple of 8"
     if hidden % 8:
         yield "hidden", f"{hidden} is not a multiple of 8, which experts need"
 
 
-def outside(*bounds: tuple[str, float, float, float]) -> Iterator[Flaw]:
-    """Yield a flaw for each (field, value, least, most) whose value is not between the two."""
+def out_of_bounds(*bounds: tuple[str, float, float, float]) -> Iterator[InvalidField]:
+    """Yield (field, problem) for each (field, value, least, most) whose value is out of bounds."""
     for field, value, least, most in bounds:
-        if not least <= value <= most:  # so written, NaN is outside too
+        if not least <= value <= most:  # written this way, NaN is out of bounds too
             yield field, f"{value} is not between {least} and {most}"

@@ -1,4 +1,4 @@
-"""The planner's view of a model that sees."""
+"""The outline of our vision-language model."""
 
 import math
 from dataclasses import replace
@@ -9,7 +9,7 @@ from trimaran.models.vlm_spec import VisionSpec, VlmSpec
 
 
 def vlm_outline(spec: VlmSpec, images: ImageLimits) -> Outline:
-    """Return the outline of `spec` for sequences with so many images each: vision, projector and language."""
+    """Return the outline of `spec` for sequences with these images: vision, projector and language."""
     pieces, patches = _view(spec, images)
     segment = patches + spec.vision.ends.class_token
     language = outline_of(spec.language)
@@ -29,7 +29,7 @@ def vlm_outline(spec: VlmSpec, images: ImageLimits) -> Outline:
 
 
 def _view(spec: VlmSpec, images: ImageLimits) -> tuple[int, int]:
-    """Return how many pieces the images of a sequence come in, and the patches of each."""
+    """Return the number of tiles of a sequence's images, and the patches of each."""
     vision, cell = spec.vision, spec.vision.patch * spec.projector.merge
     if vision.variant == "tiled":
         side = images.size or vision.tile
@@ -66,7 +66,7 @@ def _runs(vision: VisionSpec) -> tuple[tuple[OutlineLayer, int], ...]:
 
 
 def _projector(spec: VlmSpec, patches: int) -> Tower:
-    """Return the projector: two products, drawn as one feed-forward on a stream of the width that it works in."""
+    """Return the projector: two matmuls, modelled as one feed-forward of its own width."""
     width, weights = spec.feature_width, spec.projector_middle * (spec.feature_width + spec.hidden)
     ffn = weights // (2 * width)
     block = OutlineLayer(

@@ -1,4 +1,4 @@
-"""Models that see, by name: from a toy to the 6B eye on the 20B language, as their makers published them."""
+"""Vision-language presets by name, from tiny to 6B vision + 20B language, as published."""
 
 from dataclasses import replace
 
@@ -9,10 +9,10 @@ from trimaran.models.vlm_spec import ProjectorSpec, VisionBlock, VisionEnds, Vis
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 _QWEN_TEXT = Block(norm_eps=1e-6, qkv_bias=True, rope=Rope(theta=1_000_000.0))
-_QWEN_2_EYE = VisionSpec(
+_QWEN_2_VISION = VisionSpec(
     layers=32, hidden=1280, heads=16, ffn=5120, patch=14, frames=2, block=VisionBlock(activation="quick-gelu")
 )
-_QWEN_25_EYE = VisionSpec(
+_QWEN_25_VISION = VisionSpec(
     layers=32,
     hidden=1280,
     heads=16,
@@ -24,8 +24,8 @@ _QWEN_25_EYE = VisionSpec(
     block=VisionBlock(gated=True, rms_norm=True, activation="silu"),
 )
 _QWEN_MERGER = ProjectorSpec(merge=2, hidden=4 * 1280)
-# 336 pixels a side. LLaVA takes what the last layer but one of CLIP's 24 sees; the last is not there.
-_CLIP_EYE = VisionSpec(
+# 336 pixels per side. LLaVA taps the last but one of CLIP's 24 layers; the last one is left out.
+_CLIP_VISION = VisionSpec(
     layers=23,
     hidden=1024,
     heads=16,
@@ -65,10 +65,10 @@ def _text(name: str, max_seq_len: int) -> ModelSpec:
     return replace(PRESETS[name], max_seq_len=max_seq_len, block=_QWEN_TEXT)
 
 
-def _qwen(name: str, eye: VisionSpec, language: ModelSpec) -> VlmSpec:
+def _qwen(name: str, vision: VisionSpec, language: ModelSpec) -> VlmSpec:
     return VlmSpec(
         name=name,
-        vision=eye,
+        vision=vision,
         projector=_QWEN_MERGER,
         language=language,
         image_token=151655,
@@ -78,11 +78,11 @@ def _qwen(name: str, eye: VisionSpec, language: ModelSpec) -> VlmSpec:
     )
 
 
-# Both toys read bytes (0 to 256) and know three tokens more; their images are some dozen pixels a side.
-_TINY_EYE = VisionSpec(layers=4, hidden=96, heads=4, ffn=384, patch=8, frames=2)
+# Both tiny presets read bytes (0 to 256) and three more tokens; their images are a few dozen pixels per side.
+_TINY_VISION = VisionSpec(layers=4, hidden=96, heads=4, ffn=384, patch=8, frames=2)
 _TINY = VlmSpec(
     name="tiny",
-    vision=_TINY_EYE,
+    vision=_TINY_VISION,
     projector=ProjectorSpec(merge=2, hidden=4 * 96),
     language=replace(PRESETS["tiny"], block=Block(norm_eps=1e-6, qkv_bias=True)),
     image_token=257,
@@ -96,7 +96,7 @@ _TINY_TILED = replace(
     _TINY,
     name="tiny-tiled",
     vision=replace(
-        _TINY_EYE,
+        _TINY_VISION,
         variant="tiled",
         tile=48,
         frames=1,
@@ -112,13 +112,13 @@ _TINY_TILED = replace(
 _TABLE = (
     _TINY,
     _TINY_TILED,
-    _qwen("qwen2-vl-2b", _QWEN_2_EYE, _text("qwen2.5-1.5b", 32768)),
-    _qwen("qwen2-vl-7b", _QWEN_2_EYE, _text("qwen2.5-7b", 32768)),
-    _qwen("qwen2.5-vl-3b", _QWEN_25_EYE, _text("qwen2.5-3b", 128000)),
-    _qwen("qwen2.5-vl-7b", _QWEN_25_EYE, _text("qwen2.5-7b", 128000)),
+    _qwen("qwen2-vl-2b", _QWEN_2_VISION, _text("qwen2.5-1.5b", 32768)),
+    _qwen("qwen2-vl-7b", _QWEN_2_VISION, _text("qwen2.5-7b", 32768)),
+    _qwen("qwen2.5-vl-3b", _QWEN_25_VISION, _text("qwen2.5-3b", 128000)),
+    _qwen("qwen2.5-vl-7b", _QWEN_25_VISION, _text("qwen2.5-7b", 128000)),
     VlmSpec(
         name="llava-1.5-7b",
-        vision=_CLIP_EYE,
+        vision=_CLIP_VISION,
         projector=ProjectorSpec(merge=1, normed=False),
         language=replace(PRESETS["llama-2-7b"], vocab=32064),
         image_token=32000,

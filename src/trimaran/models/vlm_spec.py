@@ -1,4 +1,4 @@
-"""What a network that sees and reads is, on paper: a vision tower, a projector and our decoder."""
+"""The shape of a vision-language model: a vision tower, a projector and our decoder."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -12,10 +12,10 @@ CHANNELS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionBlock:
-    """The choices inside a vision layer that Qwen, CLIP and InternViT make differently.
+    """The options of a vision layer in which Qwen, CLIP and InternViT differ.
 
-    `qk_norm` norms the queries and the keys of all heads together; `scaled` layers have a learnt factor for each
-    feature of their two branches. `bias` is that of every product but the three into attention.
+    `qk_norm` normalises the queries and the keys of all heads together; `scaled` layers have a learned factor for each
+    feature of their two branches. `bias` applies to every matmul except Q, K and V.
     """
 
     gated: bool = False
@@ -30,10 +30,10 @@ class VisionBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionEnds:
-    """What stands before the vision layers, and how pixels are normed: (share of full brightness - mean) / std.
+    """What precedes the vision layers, and how pixels are normalised: (value / 255 - mean) / std.
 
-    `table` is how many patches a side the learnt positions of a tiled tower are for, 0 for as many as a tile has; they
-    are interpolated where a tile has another number. A tiled tower may have a `class_token` before each tile.
+    `table` is the number of patches per side of a tiled tower's learned positions, 0 for a tile's own number; they are
+    interpolated for other tile sizes. A tiled tower may have a `class_token` before each tile.
     """
 
     class_token: bool = False
@@ -48,10 +48,9 @@ class VisionEnds:
 class VisionSpec:
     """A vision transformer.
 
-    `native` takes images of any shape, their patches one behind the other, with rotary positions of row and column;
-    `tiled` takes squares of `tile` pixels, with a table of learnt positions. `window` is in pixels a side, and 0 means
-    that every layer sees the whole image; with windows, the `full_layers` still do. `frames` of a film go into one
-    patch; an image is taken for a film that stands still.
+    `native` takes images of any shape, packed as patches, with rotary positions by row and column; `tiled` takes
+    squares of `tile` pixels, with a table of learned positions. `window` is in pixels per side; 0 is full attention in
+    every layer; with windows, only the `full_layers` have it. A patch spans `frames` of a video; an image repeats.
     """
 
     layers: int
@@ -73,12 +72,12 @@ class VisionSpec:
 
     @property
     def tile_side(self) -> int:
-        """Patches a side of a tile."""
+        """Patches per side of a tile."""
         return self.tile // self.patch
 
     @property
     def table_side(self) -> int:
-        """Patches a side that the learnt positions are for; 0 without a table."""
+        """Patches per side of the learned positions; 0 without a table."""
         return (self.ends.table or self.tile_side) if self.variant == "tiled" else 0
 
     @property
@@ -87,7 +86,7 @@ class VisionSpec:
 
     @property
     def layer_extras(self) -> int:
-        """Parameters of one layer that belong to no product: norms, biases, factors."""
+        """Parameters of one layer outside matmuls: norms, biases, factors."""
         block = self.block
         middle = self.ffn * (2 if block.gated else 1)
         biases = 3 * self.hidden * block.qkv_bias + (2 * self.hidden + middle) * block.bias
@@ -100,10 +99,10 @@ class VisionSpec:
 
     @property
     def outer_parameters(self) -> int:
-        """Parameters in no layer: patches in, the class token, positions, the first norm."""
+        """Parameters outside the layers: patch embedding, class token, positions, first norm."""
         ends = self.ends
         pixels = CHANNELS * self.frames * self.patch * self.patch
-        rows = pixels + ends.stem_bias + ends.class_token * 2 + self.table_side**2  # the class token has a place too
+        rows = pixels + ends.stem_bias + ends.class_token * 2 + self.table_side**2  # the class token has a position too
         return self.hidden * rows + self.norm_parameters * ends.first_norm
 
     @property
@@ -113,10 +112,10 @@ class VisionSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProjectorSpec:
-    """From `merge` x `merge` patches to one token: what they hold side by side, and two products around a GELU.
+    """From `merge` x `merge` patches to one token: concatenated, then two matmuls around a GELU.
 
-    `mlp` norms each patch before, if `normed`; `pixel-shuffle` norms what was put side by side. `hidden` is the width
-    between the products: 0 is the language's.
+    `mlp` normalises each patch before, if `normed`; `pixel-shuffle` normalises the concatenation. `hidden` is the width
+    between the matmuls; 0 is the language model's.
     """
 
     kind: Literal["mlp", "pixel-shuffle"] = "mlp"
@@ -127,10 +126,10 @@ class ProjectorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VlmSpec:
-    """A model that sees. Its blocks, in the order of the forward: vision layers, the projector, decoder layers.
+    """The shape of a vision-language model. Blocks in forward order: vision layers, projector, decoder layers.
 
-    `sections` says how many pairs of a head's features turn by time, row and column (Qwen2-VL); without it positions
-    are numbers. The rest tells the data how images come in: see `ImageRules`.
+    `sections` are the M-RoPE sections (Qwen2-VL): pairs of a head's features for time, row and column; without it
+    positions are plain indices. The other fields describe image preprocessing: see `ImageRules`.
     """
 
     name: str
@@ -147,7 +146,7 @@ class VlmSpec:
 
     @property
     def layers(self) -> int:
-        """Blocks that a pipeline can be cut between; the projector is one."""
+        """Number of blocks that a pipeline can be split between; the projector is one."""
         return self.vision.layers + 1 + self.language.layers
 
     @property
@@ -168,7 +167,7 @@ class VlmSpec:
 
     @property
     def feature_width(self) -> int:
-        """What the projector takes in for one token: the patches that it merges, side by side."""
+        """Input width of the projector for one token: the concatenated patches that it merges."""
         return self.vision.hidden * self.projector.merge**2
 
     @property
@@ -177,7 +176,7 @@ class VlmSpec:
 
     @property
     def projector_extras(self) -> int:
-        """Parameters of the projector that belong to no product."""
+        """Parameters of the projector outside matmuls."""
         kind, normed = self.projector.kind, self.projector.normed
         norm = 2 * self.feature_width if kind == "pixel-shuffle" else self.vision.norm_parameters * normed
         return norm + self.projector_middle + self.hidden
@@ -192,7 +191,7 @@ class VlmSpec:
         return self.vision.num_parameters + self.projector_parameters + self.language.num_parameters
 
     def images(self) -> ImageRules:
-        """Return what the data must know to bring images to this model."""
+        """Return the rules by which the data preprocesses images for this model."""
         vision = self.vision
         return ImageRules(
             patch=vision.patch,

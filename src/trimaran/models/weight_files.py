@@ -1,4 +1,4 @@
-"""Which files hold a model's weights. Only safetensors are named: a pickle can run any program."""
+"""Finds the safetensors files of a model. Other formats are refused: a pickle can run any program."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ MAX_INDEX_BYTES = 100_000_000
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of the model in `folder`; none when it holds no weights of any kind."""
+    """Return the safetensors files of the model in `folder`; an empty list if it holds no weights of any kind."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if index.is_file():
         return _indexed_files(index)
@@ -25,12 +25,12 @@ def weight_files(folder: Path) -> list[Path]:
 def _indexed_files(index: Path) -> list[Path]:
     names = read_json(index, limit_bytes=MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(names, dict) or not names:
-        raise UserError("M022", "the index names no weights", where=str(index), fix="copy or download the file again")
+        raise UserError("M022", "the index lists no weights", where=str(index), fix="copy or download the file again")
     files = []
     for name in sorted({str(each) for each in names.values()}):
         path = index.parent / name
         if Path(name).name != name or not path.is_file():
-            raise UserError("M022", f"the index names '{name}', which is not a file beside it", where=str(index),
+            raise UserError("M022", f"the index lists '{name}', which is not a file beside it", where=str(index),
                             fix="copy or download the missing file")  # fmt: skip
         files.append(path)
     return files

@@ -1,4 +1,4 @@
-"""AdamW over the parameters that a plan left on this rank, its states whole, small or on the host."""
+"""AdamW for the parameters of this rank, with optimizer states in fp32, bf16 or 8 bits, on the device or the host."""
 
 from trimaran.optim.build_optimizer import LR_FACTOR, build_optimizer, decay_groups
 

@@ -1,4 +1,4 @@
-"""Where the blocks of eight-bit states lie in a whole table, and how states cut elsewhere become this rank's."""
+"""Where the quantization blocks of 8-bit states are in the full tensor, and requantization when they change."""
 
 import re
 from dataclasses import dataclass
@@ -8,75 +8,77 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trimaran.checkpoint.tensor_regions import Index
-from trimaran.optim.block_quantization import BLOCK, codebook, num_blocks, quantised
+from trimaran.checkpoint.tensor_regions import TensorIndex
+from trimaran.optim.block_quantization import BLOCK, codebook, num_blocks, quantize
 
-SCALE = "_scale"
-SCALES = re.compile(r"optimizer/(\w+_scale)(?:@(\d+))?/(.+)", re.DOTALL)
+SCALE_SUFFIX = "_scale"
+SCALES_KEY = re.compile(r"optimizer/(\w+_scale)(?:@(\d+))?/(.+)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """The blocks of a table with so many `columns`, each `width` of which are cut into blocks of their own.
+    """The blocks of a tensor with `columns` columns that is sharded into `shard_columns` columns per rank.
 
-    A rank begins its first block where its columns begin. As long as every cut is at a multiple of 256 columns the
-    blocks are those of the uncut table; otherwise the grid has a name of its own, by which its scales are kept.
+    Each rank's first block starts at its first column. If all shards start at multiples of 256 columns, the blocks are
+    those of the unsharded tensor. Otherwise the layout has a `suffix`, which is part of the checkpoint key of its
+    scales.
     """
 
     columns: int
-    width: int
+    shard_columns: int
 
     @property
     def num_blocks(self) -> int:
-        whole, rest = divmod(self.columns, self.width)
-        return whole * num_blocks(self.width) + num_blocks(rest)
+        full_shards, rest = divmod(self.columns, self.shard_columns)
+        return full_shards * num_blocks(self.shard_columns) + num_blocks(rest)
 
     @property
-    def name(self) -> str:
-        return "" if self.width == self.columns or self.width % BLOCK == 0 else f"@{self.width}"
+    def suffix(self) -> str:
+        is_unsharded = self.shard_columns == self.columns or self.shard_columns % BLOCK == 0
+        return "" if is_unsharded else f"@{self.shard_columns}"
 
     def block(self, column: int) -> int:
         """Return the number of the block that a column is in."""
-        cut, inside = divmod(column, self.width)
-        return cut * num_blocks(self.width) + inside // BLOCK
+        shard, inside = divmod(column, self.shard_columns)
+        return shard * num_blocks(self.shard_columns) + inside // BLOCK
 
 
-def block_layout_of(parameter: Tensor) -> BlockLayout:
-    """Return the grid that the plan has cut the states of `parameter` into."""
-    columns, cuts = parameter.shape[-1], 1
+def block_layout(parameter: Tensor) -> BlockLayout:
+    """Return the block layout of the states of `parameter`, which follows from how its last dimension is sharded."""
+    columns, num_shards = parameter.shape[-1], 1
     if isinstance(parameter, DTensor):
         sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
-        cuts = prod(size for size, placement in sizes if placement.is_shard(parameter.ndim - 1))
-    return BlockLayout(columns, -(-columns // cuts))
+        num_shards = prod(size for size, placement in sizes if placement.is_shard(parameter.ndim - 1))
+    return BlockLayout(columns, -(-columns // num_shards))
 
 
-def saved_layouts(index: Index) -> dict[tuple[str, str], tuple[str, int]]:
-    """Return, by state and parameter, the key of the scales that an index has, and the width of its cuts; 0 is none."""
-    found = ((key, SCALES.fullmatch(key)) for key in index)
-    return {(match[1], match[3]): (key, int(match[2] or 0)) for key, match in found if match is not None}
+def saved_layouts(index: TensorIndex) -> dict[tuple[str, str], tuple[str, int]]:
+    """Return, by state and parameter, the key of the saved scales and their shard columns; 0 if not sharded."""
+    matches = ((key, SCALES_KEY.fullmatch(key)) for key in index)
+    return {(match[1], match[3]): (key, int(match[2] or 0)) for key, match in matches if match is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockReshard:
-    """Codes of this rank with scales of another grid, which `settle` makes into codes and scales of this one's.
+    """This rank's codes with the scales of another layout; `requantize` converts both to this rank's layout.
 
-    `columns` are those of the whole table that are here; `kept` are the scales of all blocks that they touch.
+    `columns` are this rank's columns of the full tensor. `saved_scales` are those of all blocks that they overlap.
     """
 
     codes: Tensor
     scales: Tensor
-    kept: Tensor
-    grid: BlockLayout
+    saved_scales: Tensor
+    saved_layout: BlockLayout
     columns: range
     signed: bool
 
-    def settle(self) -> None:
-        """Restore the values and round them once more. Their blocks have other scales now."""
+    def requantize(self) -> None:
+        """Restore the values and quantize them again, since their blocks have other scales now."""
         book = codebook(self.codes.device, signed=self.signed)
-        first = self.grid.block(self.columns.start)
-        blocks = torch.tensor([self.grid.block(each) - first for each in self.columns], device=self.codes.device)
-        values = book[self.codes.int()] * self.kept[..., blocks]
-        # A second moment is never called zero, see `moments`.
-        codes, scales = quantised(values.flatten(0, -2), book, lowest=0 if self.signed else 1)
+        first = self.saved_layout.block(self.columns.start)
+        numbers = [self.saved_layout.block(each) - first for each in self.columns]
+        values = book[self.codes.int()] * self.saved_scales[..., torch.tensor(numbers, device=self.codes.device)]
+        # A second moment never becomes zero, see `moments.EightBitMoments`.
+        codes, scales = quantize(values.flatten(0, -2), book, lowest=0 if self.signed else 1)
         self.codes.copy_(codes.view(self.codes.shape))
         self.scales.copy_(scales.view(self.scales.shape))

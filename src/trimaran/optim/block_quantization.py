@@ -1,4 +1,4 @@
-"""Values in eight bits each, with a scale for every block of 256 (Dettmers et al., arXiv 2110.02861)."""
+"""8-bit block-wise quantization with one scale per block of 256 values (Dettmers et al., arXiv 2110.02861)."""
 
 from functools import cache
 
@@ -12,9 +12,9 @@ DECADES = 7
 
 @cache
 def codebook(device: torch.device, *, signed: bool) -> Tensor:
-    """Return the 256 values, rising, that codes stand for: from -1 to 1, or from 0 to 1.
+    """Return the 256 values that codes stand for, in ascending order: from -1 to 1, or from 0 to 1.
 
-    They span seven decades, of which the upper ones are the finer. The maps are those of bitsandbytes.
+    They span seven decades, with more values in the higher ones. They equal those of bitsandbytes.
     """
     values = [0.0, 1.0]
     for decade in range(DECADES):
@@ -25,21 +25,21 @@ def codebook(device: torch.device, *, signed: bool) -> Tensor:
 
 
 @cache
-def edges(device: torch.device, *, signed: bool) -> Tensor:
-    """Return for each of 256 codes the least value that it stands for: half way to the code before it."""
+def lower_bounds(device: torch.device, *, signed: bool) -> Tensor:
+    """Return for each of the 256 codes the least value that rounds to it: half way to the code below."""
     book = codebook(device, signed=signed)
     return torch.cat([book.new_full((1,), -torch.inf), (book[1:] + book[:-1]) / 2])
 
 
 def num_blocks(width: int) -> int:
-    """Return how many scales a row has. A block never crosses a row, so shards of whole rows have the same blocks."""
+    """Return how many scales a row has. A block never crosses a row, so shards of full rows have the same blocks."""
     return -(-width // BLOCK)
 
 
-def quantised(values: Tensor, book: Tensor, *, lowest: int = 0) -> tuple[Tensor, Tensor]:
-    """Return the codes, uint8, of a table of fp32 values, and the scale of each block: its largest magnitude.
+def quantize(values: Tensor, book: Tensor, *, lowest: int = 0) -> tuple[Tensor, Tensor]:
+    """Return the uint8 codes of a 2-D fp32 tensor, and the scale of each block: its largest magnitude.
 
-    Codes below `lowest` are raised to it.
+    `book` is a `codebook`. Codes below `lowest` are raised to it.
     """
     blocks = _in_blocks(values)
     scales = blocks.abs().amax(-1)
@@ -48,14 +48,14 @@ def quantised(values: Tensor, book: Tensor, *, lowest: int = 0) -> tuple[Tensor,
     return codes.clamp(min=lowest).to(torch.uint8).flatten(1)[:, : values.shape[1]], scales
 
 
-def restored(codes: Tensor, scales: Tensor, book: Tensor) -> Tensor:
-    """Return the table of fp32 values that codes and scales stand for."""
+def dequantize(codes: Tensor, scales: Tensor, book: Tensor) -> Tensor:
+    """Return the fp32 values of codes and scales, in the shape of `codes`."""
     blocks = _in_blocks(book[codes.int()]) * scales[..., None]
     return blocks.flatten(1)[:, : codes.shape[1]]
 
 
 def _in_blocks(table: Tensor) -> Tensor:
-    """Return a table as [rows, blocks, values of a block]; the last block of a row is filled up with zeros."""
+    """Return a 2-D tensor as [rows, blocks, values of a block]; the last block of a row is padded with zeros."""
     width = table.shape[1]
     block = min(BLOCK, width)
     padding = -width % block

@@ -1,4 +1,4 @@
-"""AdamW over the parameters that a plan left on this rank."""
+"""Builds the AdamW for the parameters of this rank."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -10,28 +10,27 @@ from torch.optim import AdamW, Optimizer
 
 from trimaran.core import Plan, TrainSection
 from trimaran.core.recipe import TowerOptimizer
-from trimaran.optim.adamw import LeanAdamW
-from trimaran.parallel.tower_plan import refuse_unknown, tower_of
+from trimaran.optim.adamw import LowMemoryAdamW
+from trimaran.parallel.tower_plan import refuse_unknown_tower, tower_of
 
-LR_FACTOR = "lr_factor"  # what a group's learning rate is of the schedule's
-WHOLE = {"all": ""}
-LIKE_THE_REST = TowerOptimizer()
-NO_HALVES: Mapping[nn.Parameter, Tensor] = {}
+LR_FACTOR = "lr_factor"  # key of a group: its learning rate divided by the schedule's
+ONE_TOWER = {"all": ""}
+DEFAULT_SETTINGS = TowerOptimizer()
+NO_LOWER_HALVES: Mapping[nn.Parameter, Tensor] = {}
 
 
 def build_optimizer(
     modules: Iterable[nn.Module],
     train: TrainSection,
     plan: Plan,
-    towers: Mapping[str, str] = WHOLE,
-    lows: Mapping[nn.Parameter, Tensor] = NO_HALVES,
+    towers: Mapping[str, str] = ONE_TOWER,
+    lower_halves: Mapping[nn.Parameter, Tensor] = NO_LOWER_HALVES,
 ) -> Optimizer:
-    """Return an AdamW for all that is trained in the modules: a network, or this rank's stages of one.
+    """Return an AdamW for all trained parameters of the modules: a network, or this rank's stages of one.
 
-    Each group has the names of its parameters, in order, as `param_names`. `towers` has the prefix of those names for
-    each tower. `lows` has the lower halves of the parameters that are upper ones. On a CPU, whole weights with fp32
-    states are torch's own fused AdamW's; all others are `LeanAdamW`'s. A rank whose stages are all frozen has one empty
-    group.
+    Each group has the names of its parameters, in order, as `param_names`. `towers` has each tower's prefix of those
+    names. `lower_halves` has the lower halves of split weights. fp32 weights with fp32 states on a CPU use torch's
+    fused AdamW; everything else uses `LowMemoryAdamW`. A rank whose stages are all frozen gets one empty group.
     """
     constants = train.optimizer
     names = {each: name for module in modules for name, each in module.named_parameters() if each.requires_grad}
@@ -42,45 +41,47 @@ def build_optimizer(
         "eps": constants.eps,
         "weight_decay": constants.weight_decay,
     }
-    on_host = plan.offload == "optimizer"
-    ours = constants.states != "fp32" or on_host or lows or all(_gains(each) for each in names)
-    if not groups or not ours:
+    states, on_host = constants.states, plan.offload == "optimizer"
+    use_ours = states != "fp32" or on_host or lower_halves or all(_is_fp32_on_gpu(each) for each in names)
+    if not groups or not use_ours:
         return AdamW(groups or [{"params": []}], fused=True, **defaults)
-    return LeanAdamW(groups, defaults=defaults, states=constants.states, seed=train.seed, on_host=on_host, lows=lows)
+    return LowMemoryAdamW(
+        groups, defaults=defaults, states=states, seed=train.seed, on_host=on_host, lower_halves=lower_halves
+    )
 
 
-def _gains(parameter: nn.Parameter) -> bool:
-    """Return whether our kernel moves it faster than torch's: one pass over the gradient, with the clipping in it."""
+def _is_fp32_on_gpu(parameter: nn.Parameter) -> bool:
+    """Return whether our kernel is faster than torch's: it clips in the same pass over the gradient."""
     return parameter.device.type == "cuda" and parameter.dtype == torch.float32
 
 
 def named_groups(
-    names: Mapping[nn.Parameter, str], train: TrainSection, towers: Mapping[str, str] = WHOLE
+    names: Mapping[nn.Parameter, str], train: TrainSection, towers: Mapping[str, str] = ONE_TOWER
 ) -> list[dict[str, Any]]:
-    """Return `decay_groups` of named parameters, those of each mesh apart: torch's fused kernel takes no mixture."""
+    """Return the `decay_groups` of named parameters, one set per mesh: torch's fused kernel cannot mix meshes."""
     by_mesh: dict[object, dict[nn.Parameter, str]] = {}
     for each, name in names.items():
         by_mesh.setdefault(each.device_mesh if isinstance(each, DTensor) else None, {})[each] = name
-    groups = [group for alike in by_mesh.values() for group in decay_groups(alike, train, towers)]
+    groups = [group for on_mesh in by_mesh.values() for group in decay_groups(on_mesh, train, towers)]
     return [group | {"params": [(names[each], each) for each in group["params"]]} for group in groups]
 
 
 def decay_groups(
-    names: Mapping[nn.Parameter, str], train: TrainSection, towers: Mapping[str, str] = WHOLE
+    names: Mapping[nn.Parameter, str], train: TrainSection, towers: Mapping[str, str] = ONE_TOWER
 ) -> list[dict[str, Any]]:
-    """Return the parameters in groups: matrices, which are decayed, and vectors (norms, biases), which are not.
+    """Return parameter groups: matrices have weight decay, vectors (norms, biases) have none.
 
-    Towers that the recipe treats differently have groups of their own, with what their learning rate is of the
-    schedule's as `lr_factor`.
+    Towers with their own settings in the recipe have their own groups, with `lr_factor`: their learning rate divided by
+    the schedule's.
     """
     for tower in train.optimizer.towers:
-        refuse_unknown(tower, towers, code="P052", where=f"train.optimizer.towers.{tower}")
-    by_way: dict[tuple[bool, float, float], list[nn.Parameter]] = {}
+        refuse_unknown_tower(tower, towers, code="P052", where=f"train.optimizer.towers.{tower}")
+    by_settings: dict[tuple[bool, float, float], list[nn.Parameter]] = {}
     for each, name in names.items():
-        own = train.optimizer.towers.get(tower_of(name, towers), LIKE_THE_REST)
-        decay = train.optimizer.weight_decay if own.weight_decay is None else own.weight_decay
-        factor = 1.0 if own.lr is None else own.lr / train.lr
-        vector = each.ndim < 2
-        by_way.setdefault((vector, factor, 0.0 if vector else decay), []).append(each)
-    ways = sorted(by_way, key=lambda way: way[0])  # matrices first, and towers in the order that they come in
-    return [{"params": by_way[way], "weight_decay": way[2], LR_FACTOR: way[1]} for way in ways]
+        settings = train.optimizer.towers.get(tower_of(name, towers), DEFAULT_SETTINGS)
+        decay = train.optimizer.weight_decay if settings.weight_decay is None else settings.weight_decay
+        factor = 1.0 if settings.lr is None else settings.lr / train.lr
+        is_vector = each.ndim < 2
+        by_settings.setdefault((is_vector, factor, 0.0 if is_vector else decay), []).append(each)
+    ordered = sorted(by_settings, key=lambda key: key[0])  # matrices first, then in the order of the parameters
+    return [{"params": by_settings[key], "weight_decay": key[2], LR_FACTOR: key[1]} for key in ordered]

@@ -1,6 +1,6 @@
-"""Weights as two halves: which are, what becomes of their gradients, how they are read and written whole."""
+"""Splits weights into two 16-bit halves, accumulates their gradients in fp32, and reads and writes them as fp32."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
@@ -11,58 +11,62 @@ from torch import Tensor, nn
 
 from trimaran.core import Plan
 from trimaran.nets import Network
-from trimaran.nets.moe import ExpertWeights, MoeLayer
+from trimaran.nets.attention import Attention
+from trimaran.nets.decoder import DecoderLayer
+from trimaran.nets.joint_projections import joint_slices
+from trimaran.nets.moe import ExpertWeights, FeedForward, MoeLayer
 from trimaran.nets.vision import Stem
-from trimaran.optim.join_projections import join_projections
-from trimaran.optim.split_bf16 import join, split
+from trimaran.optim.split_bf16 import join_fp32, split_fp32
 from trimaran.parallel.precision import own_dtype
+from trimaran.parallel.tower_plan import recompute_of, tower_of_blocks
 
-# What autocast computes in 16 bits, so that nothing else reads the weight. An embedding is not among them: its rows are
-# taken as they are, and the many gradients of one row are better summed in fp32.
-PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, ExpertWeights)
-# Whose matrix is more than a product's: a router computes in fp32, and a stem sums the frames of its patches first.
-EXACT: tuple[tuple[type[nn.Module], str], ...] = ((MoeLayer, "gate"), (Stem, "patch_embed"))
-AT_ONCE = 2**24  # values that are joined or split together: bounds the memory that it takes besides the weights
+# Modules that autocast runs in 16 bits, so that nothing reads the weight in fp32. Embeddings are not among them: their
+# rows are read as they are, and the many gradients of one row are better summed in fp32.
+MATMUL_MODULES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, ExpertWeights)
+# Weights of such modules that are used in fp32 after all: a router computes in fp32, and a stem first sums its patch
+# weights over frames.
+FP32_MODULES: tuple[tuple[type[nn.Module], str], ...] = ((MoeLayer, "gate"), (Stem, "patch_embed"))
+CHUNK_VALUES = 2**24  # values that are joined or split at once: bounds the temporary memory
 
 
 def split_weights(networks: Sequence[Network], plan: Plan) -> dict[nn.Parameter, Tensor]:
-    """Return the lower half, int16, of each matrix that became a bf16 parameter here, its own upper half.
+    """Make some matrices their own bf16 upper half, in place, and return the int16 lower half of each.
 
-    Comes when the weights have their first values, and before anything computes with them. None, where the plan keeps
-    weights whole. With more than one micro-batch a step the gradients are summed in fp32, as `main_grad`. What wants a
-    weight whole finds the way at the parameter: `gather_whole`, see `nets.hf_weights.whole`.
+    Call it after the weights are initialised and before anything computes with them. Returns nothing if the plan does
+    not split weights. With more than one micro-batch a step, gradients are summed in fp32, as `main_grad`. A split
+    parameter has a method `gather_whole` that returns it in fp32, see `nets.hf_weights.whole`.
     """
-    lows: dict[nn.Parameter, Tensor] = {}
+    lower_halves: dict[nn.Parameter, Tensor] = {}
     matrices = [each for network in networks for each in _matrices(network)] if plan.splits_weights else []
-    homes = join_projections(networks, plan, set(matrices))
+    slices = join_projections(networks, plan, set(matrices))
     for parameter in matrices:
-        upper, lower = split(parameter.detach())
-        parameter.data = homes[parameter].copy_(upper) if parameter in homes else upper
-        # By a weak name, since a parameter that held itself would outlive its network.
-        _hang(parameter, low=lower, gather_whole=partial(_whole, ref(parameter)))
+        upper, lower = split_fp32(parameter.detach())
+        parameter.data = slices[parameter].copy_(upper) if parameter in slices else upper
+        # A weak reference, since a parameter that refers to itself would outlive its network.
+        _set_attributes(parameter, low=lower, gather_whole=partial(_joined, ref(parameter)))
         if plan.grad_accum > 1:
-            parameter.register_post_accumulate_grad_hook(_sum_in_fp32)
-        lows[parameter] = lower
-    return lows
+            parameter.register_post_accumulate_grad_hook(_accumulate_in_fp32)
+        lower_halves[parameter] = lower
+    return lower_halves
 
 
-def split_weights_of(parameter: Tensor) -> "SplitWeights | None":
-    """Return both halves of a parameter that `split_weights` has split; None of any other."""
+def split_weight_of(parameter: Tensor) -> "SplitWeight | None":
+    """Return both halves of a parameter that `split_weights` has split; None for any other."""
     lower = getattr(parameter, "low", None)
-    return None if lower is None else SplitWeights(parameter.detach(), lower)
+    return None if lower is None else SplitWeight(parameter.detach(), lower)
 
 
-def _whole(parameter: ref[nn.Parameter]) -> Tensor:
+def _joined(parameter: ref[nn.Parameter]) -> Tensor:
     held = parameter()
-    assert held is not None, "whoever asks has it"
-    halves = split_weights_of(held)
-    assert halves is not None
-    return halves.whole()
+    assert held is not None, "the caller holds the parameter"
+    split = split_weight_of(held)
+    assert split is not None
+    return split.joined()
 
 
 @dataclass(frozen=True, slots=True)
-class SplitWeights:
-    """An fp32 tensor in two halves, which it shares with who else has them; see `checkpoint.pieces.Composed`."""
+class SplitWeight:
+    """A view of an fp32 tensor that is stored as two halves; see `checkpoint.tensor_shards.TensorLike`."""
 
     upper: Tensor
     lower: Tensor
@@ -98,58 +102,87 @@ class SplitWeights:
 
     @torch.no_grad()
     def copy_(self, values: Tensor) -> None:
-        for upper, lower, part in _in_parts(self.upper, self.lower, values):
-            halves = split(part.to(upper.device, torch.float32))
+        for upper, lower, chunk in _in_chunks(self.upper, self.lower, values):
+            halves = split_fp32(chunk.to(upper.device, torch.float32))
             upper.copy_(halves[0])
             lower.copy_(halves[1])
 
     @torch.no_grad()
     def copy_to(self, target: Tensor, *, non_blocking: bool) -> None:
-        for upper, lower, part in _in_parts(self.upper, self.lower, target):
-            part.copy_(join(upper, lower), non_blocking=non_blocking)
+        for upper, lower, chunk in _in_chunks(self.upper, self.lower, target):
+            chunk.copy_(join_fp32(upper, lower), non_blocking=non_blocking)
 
-    def whole(self) -> Tensor:
+    def joined(self) -> Tensor:
         """Return the fp32 values on the CPU."""
         values = torch.empty(self.shape, dtype=self.dtype)
         self.copy_to(values, non_blocking=False)
         return values
 
 
-def _in_parts(*alike: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the same places of tensors of one shape, some at a time; whole rows where they are not in one piece."""
-    if all(each.is_contiguous() for each in alike):
-        return zip(*(each.view(-1).split(AT_ONCE) for each in alike), strict=True)
-    rows = max(1, AT_ONCE * len(alike[0]) // max(1, alike[0].numel()))
-    return zip(*(each.split(rows) for each in alike), strict=True)
+def _in_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the same chunk of each of several tensors of one shape; full rows if any is not contiguous."""
+    if all(each.is_contiguous() for each in tensors):
+        return zip(*(each.view(-1).split(CHUNK_VALUES) for each in tensors), strict=True)
+    rows = max(1, CHUNK_VALUES * len(tensors[0]) // max(1, tensors[0].numel()))
+    return zip(*(each.split(rows) for each in tensors), strict=True)
 
 
 def _matrices(network: Network) -> Iterator[nn.Parameter]:
-    """Yield what is kept in halves: matrices that are trained, and that nothing but products of 16 bits reads.
+    """Yield the weights to split: trained matrices that only 16-bit matmuls read.
 
-    What the recipe gave an arithmetic of its own may compute in fp32. A matrix that two modules share is an embedding
-    as well.
+    A module with its own dtype in the recipe may compute in fp32. A matrix that two modules share is also an embedding.
     """
-    owners: dict[int, int] = {}
+    num_owners: dict[int, int] = {}
     for module in network.module.modules():
         for each in module.parameters(recurse=False):
-            owners[id(each)] = owners.get(id(each), 0) + 1
-    exact = {getattr(each, name) for each in network.module.modules() for kind, name in EXACT if isinstance(each, kind)}
-    for module in network.module.modules():
-        if isinstance(module, PRODUCTS) and own_dtype(module) is None and module not in exact:
+            num_owners[id(each)] = num_owners.get(id(each), 0) + 1
+    modules = list(network.module.modules())
+    in_fp32 = {getattr(each, name) for each in modules for kind, name in FP32_MODULES if isinstance(each, kind)}
+    for module in modules:
+        if isinstance(module, MATMUL_MODULES) and own_dtype(module) is None and module not in in_fp32:
             for each in module.parameters(recurse=False):
-                if each.ndim >= 2 and each.requires_grad and owners[id(each)] == 1:
+                if each.ndim >= 2 and each.requires_grad and num_owners[id(each)] == 1:
                     yield each
 
 
-def _sum_in_fp32(parameter: Tensor) -> None:
-    """Add the gradient of one micro-batch to those before it. It is freed at once, before the next one is made."""
+def _accumulate_in_fp32(parameter: Tensor) -> None:
+    """Add a micro-batch's gradient to `main_grad`, and free it before the next one is computed."""
     gradient, sums = parameter.grad, getattr(parameter, "main_grad", None)
     assert gradient is not None
-    _hang(parameter, main_grad=gradient.float() if sums is None else sums.add_(gradient))
+    _set_attributes(parameter, main_grad=gradient.float() if sums is None else sums.add_(gradient))
     parameter.grad = None
 
 
-def _hang(parameter: Tensor, **things: object) -> None:
-    """Leave things at a parameter, for who meets it elsewhere."""
-    for name, thing in things.items():
-        setattr(parameter, name, thing)
+def _set_attributes(parameter: Tensor, **attributes: object) -> None:
+    for name, value in attributes.items():
+        setattr(parameter, name, value)
+
+
+def join_projections(networks: Sequence[Network], plan: Plan, split: Collection[Tensor]) -> dict[Tensor, Tensor]:
+    """Let layers compute projections of the same input as one matmul; return the memory for their upper halves.
+
+    `split` are the weights that are split. Each gets a slice of the joint weight. Towers with selective recompute are
+    left as they are.
+    """
+    if not plan.joins_projections:
+        return {}
+    slices: dict[Tensor, Tensor] = {}
+    for layer in _decoder_layers(networks, plan):
+        layer.joint = all(own_dtype(each) is None for each in layer.modules())
+        for part in (each for each in layer.modules() if isinstance(each, Attention | FeedForward)):
+            if layer.joint and part.projections and all(each in split for each in _weights_of(part)):
+                slices.update(joint_slices(part.projections, torch.bfloat16))
+                part.joint = True
+    return slices
+
+
+def _decoder_layers(networks: Sequence[Network], plan: Plan) -> Iterator[DecoderLayer]:
+    for network in networks:
+        for tower, block in tower_of_blocks(network):
+            if isinstance(block, DecoderLayer) and recompute_of(tower, plan) != "selective":
+                yield block
+
+
+def _weights_of(part: Attention | FeedForward) -> list[Tensor]:
+    down = [part.down_proj] if isinstance(part, FeedForward) else []
+    return [each.weight for each in (*part.projections, *down)]

@@ -1,4 +1,4 @@
-"""Optimizer states that live on the host: brought to the device for the update, and taken back."""
+"""Optimizer states on the host: streamed to the device for the update, and back."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,75 +10,75 @@ from torch import Tensor
 
 from trimaran.optim.moments import States
 
-Slot = tuple[str, torch.dtype]
-RANK_MEMORIES = 3  # one load arrives, one is worked on, one leaves
+BufferKey = tuple[str, torch.dtype]
+NUM_STAGING_BUFFERS = 3  # one chunk is copied in, one is updated, one is copied out
 
 
 @dataclass(slots=True)
 class StagingBuffer:
-    """Memory of the device for one load at a time, and the events between which the load is there."""
+    """Device memory for one chunk at a time, and the events that mark the end of its copies."""
 
-    memory: dict[Slot, Tensor]
+    memory: dict[BufferKey, Tensor]
     states: States = field(default_factory=dict)
-    arrived: Any = None
-    left: Any = None
+    copied_in: Any = None
+    copied_out: Any = None
 
 
 class StateStream:
-    """Carries states between host and device on streams of its own, in both directions at once.
+    """Copies states between host and device on its own CUDA streams, in both directions at once.
 
-    On a CPU the streams are torch's stand-ins for them: the same copies, one after another.
+    On a CPU torch's placeholder streams are used: the same copies, one after another.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._torch = device, torch.get_device_module(device)
-        self._inward, self._outward = self._torch.Stream(device), self._torch.Stream(device)
+        self._in_stream, self._out_stream = self._torch.Stream(device), self._torch.Stream(device)
 
-    def cross(self, loads: Sequence[States]) -> Iterator[States]:
-        """Yield each load on the device, in turn. What its taker makes of it is written back to the host.
+    def stream(self, chunks: Sequence[States]) -> Iterator[States]:
+        """Yield each chunk on the device, in turn. What the caller writes to it is copied back to the host.
 
-        Meanwhile the next load arrives and the last one leaves. At the end the current stream waits for the copies;
+        Meanwhile the next chunk is copied in and the last one out. At the end the current stream waits for the copies;
         the host does not, see `wait`.
         """
-        here = self._torch.current_stream(self._device)
-        rank_memories = cycle([StagingBuffer(self._room(loads)) for _ in range(RANK_MEMORIES)])
-        self._inward.wait_stream(here)  # what was in this memory before has been used
-        waiting: tuple[States, StagingBuffer] | None = None
-        for load in [*loads, None]:
-            arriving = None if load is None else (load, self._bring(load, next(rank_memories)))
-            if waiting is not None:
-                host, rank_memory = waiting
-                here.wait_event(rank_memory.arrived)
-                yield rank_memory.states
-                self._outward.wait_stream(here)
-                self._take_back(host, rank_memory)
-            waiting = arriving
-        here.wait_stream(self._outward)  # so does whoever gets the memory of the rank memories next
+        current = self._torch.current_stream(self._device)
+        buffers = cycle([StagingBuffer(self._allocate(chunks)) for _ in range(NUM_STAGING_BUFFERS)])
+        self._in_stream.wait_stream(current)  # earlier users of this memory are done
+        ready: tuple[States, StagingBuffer] | None = None
+        for chunk in [*chunks, None]:
+            following = None if chunk is None else (chunk, self._copy_in(chunk, next(buffers)))
+            if ready is not None:
+                host, buffer = ready
+                current.wait_event(buffer.copied_in)
+                yield buffer.states
+                self._out_stream.wait_stream(current)
+                self._copy_out(host, buffer)
+            ready = following
+        current.wait_stream(self._out_stream)  # so that the buffers' memory can be reused after it
 
     def wait(self) -> None:
-        """Return when the host has all that the last crossing took back."""
+        """Wait until the host has all states of the last `stream`."""
         self._torch.synchronize(self._device)
 
-    def _bring(self, load: States, rank_memory: StagingBuffer) -> StagingBuffer:
-        with self._torch.stream(self._inward):
-            if rank_memory.left is not None:
-                self._inward.wait_event(rank_memory.left)
-            rooms = {key: rank_memory.memory[key, host.dtype][: host.numel()] for key, host in load.items()}
-            rank_memory.states = {key: rooms[key].view(host.shape) for key, host in load.items()}
-            for key, host in load.items():
-                rank_memory.states[key].copy_(host, non_blocking=True)
-            rank_memory.arrived = self._inward.record_event()
-        return rank_memory
+    def _copy_in(self, chunk: States, buffer: StagingBuffer) -> StagingBuffer:
+        with self._torch.stream(self._in_stream):
+            if buffer.copied_out is not None:
+                self._in_stream.wait_event(buffer.copied_out)
+            flat = {key: buffer.memory[key, host.dtype][: host.numel()] for key, host in chunk.items()}
+            buffer.states = {key: flat[key].view(host.shape) for key, host in chunk.items()}
+            for key, host in chunk.items():
+                buffer.states[key].copy_(host, non_blocking=True)
+            buffer.copied_in = self._in_stream.record_event()
+        return buffer
 
-    def _take_back(self, load: States, rank_memory: StagingBuffer) -> None:
-        with self._torch.stream(self._outward):
-            for key, host in load.items():
-                host.copy_(rank_memory.states[key], non_blocking=True)
-            rank_memory.left = self._outward.record_event()
+    def _copy_out(self, chunk: States, buffer: StagingBuffer) -> None:
+        with self._torch.stream(self._out_stream):
+            for key, host in chunk.items():
+                host.copy_(buffer.states[key], non_blocking=True)
+            buffer.copied_out = self._out_stream.record_event()
 
-    def _room(self, loads: Sequence[States]) -> dict[Slot, Tensor]:
-        """Return memory for the largest of the loads, state by state."""
-        sizes: dict[Slot, int] = {}
-        for key, host in (item for load in loads for item in load.items()):
+    def _allocate(self, chunks: Sequence[States]) -> dict[BufferKey, Tensor]:
+        """Return device memory for the largest chunk of each state."""
+        sizes: dict[BufferKey, int] = {}
+        for key, host in (item for chunk in chunks for item in chunk.items()):
             sizes[key, host.dtype] = max(sizes.get((key, host.dtype), 0), host.numel())
-        return {slot: torch.empty(size, dtype=slot[1], device=self._device) for slot, size in sizes.items()}
+        return {key: torch.empty(size, dtype=key[1], device=self._device) for key, size in sizes.items()}

@@ -1,4 +1,4 @@
-"""Rounding to bf16 up or down by chance: what a single rounding loses is right on average over many."""
+"""Stochastic rounding to bf16: up or down at random, so that the expected value is exact."""
 
 import hashlib
 
@@ -7,30 +7,30 @@ from torch import Tensor
 
 from trimaran.nets.local_shards import local_slices
 
-Runs = tuple[Tensor, int]
+IndexRuns = tuple[Tensor, int]
+"""Element indices as runs of consecutive numbers: the int32 index that each run starts with, and their length."""
 
 
 def to_bf16(values: Tensor, noise: Tensor) -> Tensor:
-    """Return fp32 `values` in bf16. Of `noise`, int32, the lower sixteen bits decide: the nearer bf16 is the likelier.
+    """Return fp32 `values` as bf16. The lower 16 bits of the int32 `noise` decide: the nearer bf16 is more likely.
 
-    What is not finite stays what it is.
+    NaN and Inf stay as they are.
     """
     bits = values.view(torch.int32)
     rounded = ((bits + (noise & 0xFFFF)) & -0x10000).view(torch.float32)
     return torch.where(values.isfinite(), rounded, values).bfloat16()
 
 
-def salt(key: str) -> int:
-    """Return 32 bits that belong to `key`, as the number that they are in an int32."""
+def hash_text(key: str) -> int:
+    """Return a 32-bit hash of `key`, as a signed number."""
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "little", signed=True)
 
 
-def runs(parameter: Tensor, rows: slice) -> Runs:
-    """Return the numbers of the first values, int32, of runs of values that are numbered on, and the length of a run.
+def index_runs(parameter: Tensor, rows: slice) -> IndexRuns:
+    """Return the element indices of some rows of this rank's shard, counted in the full parameter.
 
-    The runs are those of some rows of this rank's part of `parameter`, which is a table whose rows are the last
-    dimension. A value has the same number whoever holds it: its place in the whole. Where only the first dimension is
-    split, or none, there is one run; otherwise each row is one.
+    The shard is taken as 2-D, with the last dimension as its columns. An element has the same index on every rank that
+    holds it. There is one run if at most the first dimension is sharded, otherwise one per row.
     """
     here, device = local_slices(parameter), parameter.device
     width = here[-1].stop - here[-1].start if here else 1
@@ -41,15 +41,15 @@ def runs(parameter: Tensor, rows: slice) -> Runs:
     starts = torch.zeros(1, device=device, dtype=torch.int64)
     for each, size in zip(here[:-1], parameter.shape, strict=False):
         starts = (starts[:, None] * size + torch.arange(each.start, each.stop, device=device)).flatten()
-    # The cast, and all arithmetic from here on, wraps around at 2^32.
+    # The cast, and all arithmetic after it, wraps around at 2^32.
     return (starts[rows] * parameter.shape[-1] + here[-1].start).int(), width
 
 
-def scrambled(number: Tensor) -> Tensor:
-    """Return 32 bits, int32, that look random and depend on the int32 `number` alone.
+def hash_int32(number: Tensor) -> Tensor:
+    """Return 32 pseudo-random bits, as int32, that depend only on the int32 `number`.
 
-    This is Wellons' lowbias32. Unlike a generator's, these bits do not depend on the device, nor on how many of them a
-    rank draws: replicas round alike, and so do plans.
+    This is Wellons' lowbias32. Unlike the numbers of a torch generator, these bits depend neither on the device nor on
+    how many of them a rank draws: replicas round the same, and so do different plans.
     """
     number = (number ^ ((number >> 16) & 0xFFFF)) * 0x7FEB352D
     number = (number ^ ((number >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32)

@@ -1,10 +1,10 @@
-"""A Plan applied to an nn.Module: axes, memory and precision."""
+"""Applies a Plan to an nn.Module: parallel axes, memory, precision and communication."""
 
 from trimaran.parallel.apply import apply_plan, gradient_sync
 from trimaran.parallel.gradient_norm import gradient_norm
 from trimaran.parallel.mesh import RankMesh, build_mesh
 from trimaran.parallel.precision import autocast, override_precision
-from trimaran.parallel.vocab_parallel_loss import vocabulary_loss
+from trimaran.parallel.vocab_parallel_loss import vocab_parallel_cross_entropy
 
 __all__ = [
     "RankMesh",
@@ -14,5 +14,5 @@ __all__ = [
     "gradient_norm",
     "gradient_sync",
     "override_precision",
-    "vocabulary_loss",
+    "vocab_parallel_cross_entropy",
 ]

@@ -1,4 +1,4 @@
-"""A plan applied to a network: the order is the list below, and parameter names never change."""
+"""Applies a plan to a network, in the order of `ORDER`. Parameter names never change."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,8 +11,8 @@ from trimaran.nets import Network
 from trimaran.parallel.axes.cp import apply_cp
 from trimaran.parallel.axes.ddp import apply_ddp
 from trimaran.parallel.axes.ep import apply_ep
-from trimaran.parallel.axes.fsdp import apply_fsdp, shared_as
-from trimaran.parallel.axes.image_split import apply_deal
+from trimaran.parallel.axes.fsdp import apply_fsdp, sharding_of_module
+from trimaran.parallel.axes.image_split import apply_image_split
 from trimaran.parallel.axes.tp import apply_tp
 from trimaran.parallel.comm.compression import apply_compression
 from trimaran.parallel.fp8 import apply_fp8
@@ -32,14 +32,14 @@ SHARDING: dict[str, Apply] = {
 
 
 def apply_plan(network: Network, plan: Plan, ranks: RankMesh) -> None:
-    """Change the network's module in place so that it runs as the plan says."""
+    """Change the network's module in place so that it follows the plan."""
     for apply in ORDER:
         apply(network, plan, ranks)
 
 
 def apply_sharding(network: Network, plan: Plan, ranks: RankMesh) -> None:
-    """Spread states and gradients over the ranks that see different tokens."""
-    if plan.engine == "torch":  # DeepSpeed does it by itself, later
+    """Shard or replicate parameters, gradients and optimizer state over the data-parallel ranks."""
+    if plan.engine == "torch":  # DeepSpeed shards the module itself, later
         SHARDING[plan.sharding](network, plan, ranks)
 
 
@@ -48,7 +48,7 @@ ORDER: tuple[Apply, ...] = (
     apply_tp,
     apply_ep,
     apply_cp,
-    apply_deal,
+    apply_image_split,
     apply_recompute,
     apply_activation_offload,
     apply_compile,
@@ -58,15 +58,15 @@ ORDER: tuple[Apply, ...] = (
 
 
 def gradient_sync(module: nn.Module, plan: Plan) -> Callable[[bool], None]:
-    """Return the switch that is told, before each backward, whether it is the step's last.
+    """Return a function to call before each backward; its argument says whether it is the last of the step.
 
-    Whole gradients travel once, with the last. Sharded ones travel with each, so that no rank ever keeps them whole.
-    Weights that stay whole between forward and backward stay so to the end of the step.
+    Unsharded gradients are reduced once, in the last backward. Sharded gradients are reduce-scattered in each, so no
+    rank holds them unsharded. Weights that stay unsharded between forward and backward are resharded in the last one.
     """
     if not hasattr(module, "set_requires_gradient_sync"):
         return lambda _: None
     units = [each for each in module.modules() if isinstance(each, FSDPModule)]
-    if len({shared_as(each, plan) for each in units}) > 1:
+    if len({sharding_of_module(each, plan) for each in units}) > 1:
         return partial(_switch_each, units, plan)
 
     def switch(last: bool) -> None:
@@ -79,10 +79,10 @@ def gradient_sync(module: nn.Module, plan: Plan) -> Callable[[bool], None]:
 
 
 def _switch_each(units: Sequence[FSDPModule], plan: Plan, last: bool) -> None:
-    """Do what `gradient_sync` says where towers are sharded in different ways."""
+    """Switch each FSDP unit by its own sharding; used if towers are sharded differently."""
     for each in units:
         assert isinstance(each, nn.Module)
-        sharding = shared_as(each, plan)
+        sharding = sharding_of_module(each, plan)
         if sharding in ("none", "optimizer"):
             each.set_requires_gradient_sync(last, recurse=False)
         if sharding in ("optimizer", "gradients"):

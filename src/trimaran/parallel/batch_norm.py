@@ -1,4 +1,4 @@
-"""BatchNorm when a batch is cut into ranks and micro-batches: whose statistics it takes."""
+"""BatchNorm statistics when a batch is split over ranks and micro-batches."""
 
 from types import MethodType
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm  # the class that its 1d, 2d and 3d forms share
+from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm  # the base class of BatchNorm1d, 2d and 3d
 
 from trimaran.core import UserError
 
@@ -16,9 +16,9 @@ BATCH_NORM = ("local", "sync", "frozen")
 def apply_batch_norm(model: nn.Module, how: str, group: dist.ProcessGroup, device: torch.device) -> None:
     """Change the BatchNorm layers of `model` in place. Names of parameters and buffers do not change.
 
-    `local` leaves them: each normalises by what its own rank sees in one micro-batch. `sync` takes the statistics of a
+    `local` does not change them: each rank normalises by its own micro-batch. `sync` uses the statistics of the
     micro-batch over all ranks. `frozen` normalises by the running statistics and never updates them; scale and shift
-    are still trained. Comes before the parameters are split.
+    are still trained. Runs before parameters are sharded.
     """
     for name, layer in model.named_modules():
         if not isinstance(layer, AnyBatchNorm):
@@ -26,25 +26,25 @@ def apply_batch_norm(model: nn.Module, how: str, group: dist.ProcessGroup, devic
         if how == "frozen":
             _freeze(name, layer)
         elif how == "sync" and group.size() > 1:
-            # torch's own does not run on a CPU. Both have the state of the layers whose place they take.
+            # torch's SyncBatchNorm does not run on a CPU. Both classes have the same state as the original layer.
             layer.__class__ = nn.SyncBatchNorm if device.type == "cuda" else GroupBatchNorm
             layer.process_group = group  # pyrefly: ignore[bad-argument-type]
 
 
 def batch_norm_warning(model: nn.Module, *, num_ranks: int, num_micro_batches: int) -> str | None:
-    """Return what is wrong with training BatchNorm in such steps, and what to do; None where nothing is."""
+    """Return a warning about BatchNorm with several ranks or micro-batches, and what to do; None if all is well."""
     layers = [each for each in model.modules() if isinstance(each, AnyBatchNorm) and each.training]
-    alone = [each for each in layers if not isinstance(each, nn.SyncBatchNorm | GroupBatchNorm)]
+    local = [each for each in layers if not isinstance(each, nn.SyncBatchNorm | GroupBatchNorm)]
     if layers and num_micro_batches > 1:
         return (
-            f"this model trains BatchNorm, and a step has {num_micro_batches} micro-batches on each rank: every one is "
-            "normalised by its own rows, and moves the running statistics. Use one micro-batch a step, "
+            f"this model trains BatchNorm, and a step has {num_micro_batches} micro-batches per rank: each is "
+            "normalised by its own rows and updates the running statistics. Use one micro-batch per step, "
             "prepare(..., batch_norm='frozen'), or GroupNorm in the model."
         )
-    if alone and num_ranks > 1:
+    if local and num_ranks > 1:
         return (
-            f"this model trains BatchNorm on {num_ranks} ranks: each normalises by its own rows, and no running "
-            "statistics are those of the batch. Use prepare(..., batch_norm='sync') or batch_norm='frozen'."
+            f"this model trains BatchNorm on {num_ranks} ranks: each normalises by its own rows, so its running "
+            "statistics are not those of the batch. Use prepare(..., batch_norm='sync') or batch_norm='frozen'."
         )
     return None
 
@@ -55,16 +55,16 @@ def _freeze(name: str, layer: AnyBatchNorm) -> None:
                         where="prepare(batch_norm=...)",
                         fix="build it with track_running_stats=True, or use 'local' or 'sync'")  # fmt: skip
     layer.eval()
-    layer.train = MethodType(_stay, layer)
+    layer.train = MethodType(_keep_mode, layer)
 
 
-def _stay(layer: nn.Module, mode: bool = True) -> nn.Module:
-    """Return the layer as it is, whatever `model.train()` asks of the rest."""
+def _keep_mode(layer: nn.Module, mode: bool = True) -> nn.Module:
+    """Ignore `model.train()`: the layer stays in eval mode."""
     return layer
 
 
 class GroupBatchNorm(AnyBatchNorm):
-    """BatchNorm over the rows of all ranks of `process_group`: torch's SyncBatchNorm where there is no GPU."""
+    """BatchNorm over the rows of all ranks of `process_group`: SyncBatchNorm for the CPU."""
 
     process_group: dist.ProcessGroup
 
@@ -79,7 +79,7 @@ class GroupBatchNorm(AnyBatchNorm):
         count = sums[-1].detach()
         mean = sums[:-1] / count
         centred = x - mean.view(shape)
-        # Two passes, as on one device: a sum of squares less a squared sum would lose the digits that they share.
+        # Two passes, as on one device: the mean of squares minus the squared mean would lose precision.
         variance = _SumOverRanks.apply(centred.square().sum(dims), self.process_group) / count
         self._track(mean.detach(), variance.detach() * count / (count - 1))
         out = centred * (variance + self.eps).rsqrt().view(shape)
@@ -90,22 +90,22 @@ class GroupBatchNorm(AnyBatchNorm):
 
     @torch.no_grad()
     def _track(self, mean: Tensor, variance: Tensor) -> None:
-        """Move the running statistics towards this batch's; without a momentum they are the mean of all batches."""
+        """Update the running statistics; without a momentum they are the mean over all batches."""
         if not self.track_running_stats:
             return
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
-        share = 1 / self.num_batches_tracked if self.momentum is None else self.momentum
+        weight = 1 / self.num_batches_tracked if self.momentum is None else self.momentum
         for running, now in ((self.running_mean, mean), (self.running_var, variance)):
             assert running is not None
-            running.add_((now - running) * share)
+            running.add_((now - running) * weight)
 
     def _check_input_dim(self, input: Tensor) -> None:
-        assert input.ndim >= 2, "the second dimension is that of the features"
+        assert input.ndim >= 2, "dim 1 must be the features"
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """The sum over all ranks, on all ranks. What each rank's loss makes of it comes back as a sum as well."""
+    """All-reduce (sum) in forward and in backward."""
 
     @staticmethod
     def forward(ctx: Any, mine: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,7 +1,7 @@
-"""Casts to fp8 into the other layout, on a GPU. They need Triton, so this is imported where there is one.
+"""Triton kernels that cast to fp8 and transpose in one pass. Imported only on a GPU, where Triton exists.
 
-A compiled block writes a transposed tensor value by value, or from inside a sum over rows, at a fraction of the
-memory's speed. Here a tile is turned before it is written.
+A compiled block writes a transposed tensor element by element, at a fraction of the memory bandwidth. These kernels
+transpose a tile before they write it.
 """
 
 import torch
@@ -10,13 +10,13 @@ import triton.language as tl  # pyrefly: ignore[missing-import]
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-# 64 values of fp8 side by side are two of the pieces that the memory is written in.
+# A row of 64 fp8 values is two 32-byte memory sectors.
 TILE, WARPS = 64, 4
 
 
 @triton_op("trimaran::cast_both", mutates_args={})
 def cast_both(x: Tensor, factor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return `x` [N, M] times `factor` in fp8, and the same transposed, each laid out row by row."""
+    """Return `x` [N, M] times `factor` in fp8, and its transpose, both contiguous."""
     rows, columns = x.shape
     plain = torch.empty((rows, columns), device=x.device, dtype=dtype)
     other = torch.empty((columns, rows), device=x.device, dtype=dtype)
@@ -26,9 +26,9 @@ def cast_both(x: Tensor, factor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Te
     return plain, other
 
 
-@triton_op("trimaran::cast_turned", mutates_args={})
-def cast_turned(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `x` [N, M] times `factor` in fp8, transposed and laid out row by row."""
+@triton_op("trimaran::cast_transposed", mutates_args={})
+def cast_transposed(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the transpose of `x` [N, M] times `factor` in fp8, contiguous."""
     rows, columns = x.shape
     other = torch.empty((columns, rows), device=x.device, dtype=dtype)
     wrap_triton(_cast)[triton.cdiv(rows, TILE), triton.cdiv(columns, TILE)](
@@ -37,9 +37,9 @@ def cast_turned(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return other
 
 
-@triton_op("trimaran::turned", mutates_args={})
-def turned(x: Tensor) -> Tensor:
-    """Return `x` [N, M], which is fp8 already, transposed and laid out row by row."""
+@triton_op("trimaran::transposed", mutates_args={})
+def transposed(x: Tensor) -> Tensor:
+    """Return the transpose of `x` [N, M], which is already fp8, contiguous."""
     rows, columns = x.shape
     other = torch.empty((columns, rows), device=x.device, dtype=x.dtype)
     x = x.contiguous()

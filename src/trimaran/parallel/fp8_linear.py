@@ -1,4 +1,4 @@
-"""A linear layer whose three products are fp8: one scale for each tensor, found anew each time."""
+"""A linear layer whose three matmuls are fp8, with dynamic per-tensor scaling."""
 
 from typing import Any
 
@@ -7,25 +7,25 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional as F
 
-from trimaran.core.optional_packages import FP8_MULTIPLE
+from trimaran.core.optional_packages import FP8_FEATURE_MULTIPLE
 
-# What is multiplied forward needs more digits, gradients need more range.
-DIGITS, RANGE = torch.float8_e4m3fn, torch.float8_e5m2
-OWN_KERNELS = False  # whether a GPU turns tensors with `fp8_kernels`, or as the compiler does it
-LEAST = 1e-30  # a tensor of zeros is scaled as if this were its largest: no division by zero
+# Forward operands need more precision (e4m3), gradients more range (e5m2).
+FORWARD_DTYPE, GRADIENT_DTYPE = torch.float8_e4m3fn, torch.float8_e5m2
+USE_TRITON_CASTS = False  # use `fp8_kernels` for transposed casts; else leave them to the compiler
+MIN_AMAX = 1e-30  # avoids a division by zero for a tensor of zeros
 
 
 class Fp8Linear(nn.Linear):
-    """A linear layer that takes and gives bf16 and multiplies in fp8. Its parameters are those of `nn.Linear`.
+    """An `nn.Linear` with bf16 inputs and outputs and fp8 matmuls.
 
-    An instance is made by giving a linear layer this class. Weights may be fp32 or bf16, whole or a slice of tensor
-    parallelism: then each rank finds the scales of its own slices, and no maximum travels.
+    Created by changing the class of a linear layer. Weights may be fp32 or bf16, and sharded by tensor parallelism:
+    then each rank computes the scales of its own shards, without communication.
     """
 
     def forward(self, input: Tensor) -> Tensor:
         if isinstance(self.weight, DTensor):
-            assert isinstance(input, DTensor), "a split layer is given a split input"
-            out = _on_each_rank(input, self.weight)
+            assert isinstance(input, DTensor), "a sharded layer needs a DTensor input"
+            out = _sharded_linear(input, self.weight)
         else:
             out = linear(input, self.weight)
         return out if self.bias is None else out + self.bias.to(out.dtype)
@@ -34,120 +34,128 @@ class Fp8Linear(nn.Linear):
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """Return `x @ weight.T` in bf16.
 
-    The products want multiples of 16 on each side. Rows are filled up with zeros; a slice of a weight that does not
-    have them is multiplied in bf16.
+    fp8 matmuls need sizes that are multiples of 16. Rows are padded with zeros; a weight shard of another size is
+    multiplied in bf16.
     """
-    if any(size % FP8_MULTIPLE for size in weight.shape) or x.numel() == 0:
+    if any(size % FP8_FEATURE_MULTIPLE for size in weight.shape) or x.numel() == 0:
         return F.linear(x.to(torch.bfloat16), weight.to(torch.bfloat16))
     rows = x.to(torch.bfloat16).reshape(-1, x.shape[-1])
     num_rows = rows.shape[0]
-    if missing := -num_rows % FP8_MULTIPLE:
+    if missing := -num_rows % FP8_FEATURE_MULTIPLE:
         rows = F.pad(rows, (0, 0, 0, missing))
     out: Any = Fp8Matmul.apply(rows, weight)
     return out[:num_rows].reshape(*x.shape[:-1], weight.shape[0])
 
 
 class Fp8Matmul(torch.autograd.Function):
-    """The product of rows [N, K] and a weight [M, K], and its two gradients.
+    """The matmul of rows [N, K] and a weight [M, K], and its two gradients.
 
-    Kept for backward are the rows in fp8 and the weight itself, which is there anyway: an fp8 copy of it would outlive
-    the whole weight that FSDP gathers and lets go. It is cast again, with the same scale.
+    Saves the rows in fp8 and the weight itself, which exists anyway: an fp8 copy would outlive the unsharded weight
+    that FSDP frees. Backward casts the weight again, with the same scale.
     """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
-        row_most, weight_most = largest(rows), largest(weight)
-        rows8, weight8 = cast(rows, row_most, DIGITS), cast(weight, weight_most, DIGITS)
+        row_amax, weight_amax = amax(rows), amax(weight)
+        rows8, weight8 = cast(rows, row_amax, FORWARD_DTYPE), cast(weight, weight_amax, FORWARD_DTYPE)
         for_rows, for_weight = ctx.needs_input_grad
-        ctx.save_for_backward(rows8 if for_weight else None, row_most, weight if for_rows else None, weight_most)
+        ctx.save_for_backward(rows8 if for_weight else None, row_amax, weight if for_rows else None, weight_amax)
         ctx.weight_dtype = weight.dtype
-        # Sums of few bits are quicker, and good enough for what is not a gradient.
+        # Fast accumulation is less exact, which is good enough in forward.
         return torch._scaled_mm(
-            rows8, weight8.t(), row_most / _top(DIGITS), weight_most / _top(DIGITS),
+            rows8, weight8.t(), row_amax / _max_value(FORWARD_DTYPE), weight_amax / _max_value(FORWARD_DTYPE),
             out_dtype=torch.bfloat16, use_fast_accum=True,
         )  # fmt: skip
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
         (gradient,) = gradients
-        rows8, row_most, weight, weight_most = ctx.saved_tensors
-        most = largest(gradient)
-        gradient8, gradient8_turned = cast_both(gradient, most, RANGE)
-        scale, for_rows, for_weight = most / _top(RANGE), None, None
-        # The tensor cores read both operands along the sum, so each must lie that way.
+        rows8, row_amax, weight, weight_amax = ctx.saved_tensors
+        amax_value = amax(gradient)
+        gradient8, gradient8_transposed = cast_both(gradient, amax_value, GRADIENT_DTYPE)
+        scale, for_rows, for_weight = amax_value / _max_value(GRADIENT_DTYPE), None, None
+        # Tensor cores need both operands contiguous along the reduced dim.
         if weight is not None:
-            weight8_turned = cast_turned(weight, weight_most, DIGITS)
+            weight8_transposed = cast_transposed(weight, weight_amax, FORWARD_DTYPE)
             for_rows = torch._scaled_mm(
-                gradient8, weight8_turned.t(), scale, weight_most / _top(DIGITS), out_dtype=torch.bfloat16
+                gradient8,
+                weight8_transposed.t(),
+                scale,
+                weight_amax / _max_value(FORWARD_DTYPE),
+                out_dtype=torch.bfloat16,
             )
         if rows8 is not None:
             for_weight = torch._scaled_mm(
-                gradient8_turned, turned(rows8).t(), scale, row_most / _top(DIGITS), out_dtype=ctx.weight_dtype
+                gradient8_transposed,
+                transposed(rows8).t(),
+                scale,
+                row_amax / _max_value(FORWARD_DTYPE),
+                out_dtype=ctx.weight_dtype,
             )
         return for_rows, for_weight
 
 
-def largest(x: Tensor) -> Tensor:
-    """Return the largest magnitude as an fp32 scalar on the device; not a number where `x` has one.
+def amax(x: Tensor) -> Tensor:
+    """Return the largest magnitude as an fp32 scalar on the device; NaN if `x` has a NaN.
 
-    Row by row first: a compiled block then finds it while it makes the rows, which norms and gates make row by row.
+    Reduces per row first, so a compiled block can fuse it with the operator that produces the rows.
     """
-    return x.detach().abs().amax(dim=-1).amax().float().clamp(min=LEAST)
+    return x.detach().abs().amax(dim=-1).amax().float().clamp(min=MIN_AMAX)
 
 
-def cast(x: Tensor, most: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `x` in fp8, scaled so that `most` becomes the largest value there is.
+def cast(x: Tensor, amax_value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `x` in fp8, scaled so that `amax_value` becomes the largest fp8 value.
 
-    Nothing can overflow but what was infinite: that makes every value not a number, as the guard of the step expects.
+    Only an Inf can overflow; it makes every value NaN, which the step guard detects.
     """
-    return (x.float() * (_top(dtype) / most)).to(dtype).contiguous()
+    return (x.float() * (_max_value(dtype) / amax_value)).to(dtype).contiguous()
 
 
-def cast_both(x: Tensor, most: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return what `cast` returns, and the same transposed."""
-    if OWN_KERNELS and x.is_cuda:
-        return _kernels().cast_both(x, _top(dtype) / most, dtype)
-    plain = cast(x, most, dtype)
+def cast_both(x: Tensor, amax_value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return `cast(x)` and its transpose, both contiguous."""
+    if USE_TRITON_CASTS and x.is_cuda:
+        return _kernels().cast_both(x, _max_value(dtype) / amax_value, dtype)
+    plain = cast(x, amax_value, dtype)
     return plain, plain.t().contiguous()
 
 
-def cast_turned(x: Tensor, most: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what `cast` returns, transposed and laid out row by row."""
-    if OWN_KERNELS and x.is_cuda:
-        return _kernels().cast_turned(x, _top(dtype) / most, dtype)
-    return cast(x, most, dtype).t().contiguous()
+def cast_transposed(x: Tensor, amax_value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the transpose of `cast(x)`, contiguous."""
+    if USE_TRITON_CASTS and x.is_cuda:
+        return _kernels().cast_transposed(x, _max_value(dtype) / amax_value, dtype)
+    return cast(x, amax_value, dtype).t().contiguous()
 
 
-def turned(x: Tensor) -> Tensor:
-    """Return the transposed matrix, laid out row by row."""
-    if OWN_KERNELS and x.is_cuda:
-        return _kernels().turned(x)
+def transposed(x: Tensor) -> Tensor:
+    """Return the transposed matrix, contiguous."""
+    if USE_TRITON_CASTS and x.is_cuda:
+        return _kernels().transposed(x)
     return x.t().contiguous()
 
 
 def _kernels() -> Any:
-    # Triton is only where a GPU is.
+    # Triton is installed only with GPU builds.
     from trimaran.parallel import fp8_kernels  # noqa: PLC0415
 
     return fp8_kernels
 
 
-def _top(dtype: torch.dtype) -> float:
+def _max_value(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).max
 
 
-def _on_each_rank(x: DTensor, weight: DTensor) -> Tensor:
-    """Return the product of slices: columns of it where the weight's rows are split, addends where its columns are."""
-    (split,), mesh = weight.placements, weight.device_mesh
-    (given,) = x.placements
-    if split == Shard(0):
-        x, own = x.redistribute(placements=(Replicate(),)), weight.to_local()
+def _sharded_linear(x: DTensor, weight: DTensor) -> Tensor:
+    """Return the output as a DTensor: column shards for a row-sharded weight, partial for a column-sharded one."""
+    (weight_placement,), mesh = weight.placements, weight.device_mesh
+    (input_placement,) = x.placements
+    if weight_placement == Shard(0):
+        x, local = x.redistribute(placements=(Replicate(),)), weight.to_local()
         rows, out = x.to_local(grad_placements=(Partial(),)), Shard(x.ndim - 1)
-    elif split == Shard(1):
-        x, own = x.redistribute(placements=(Shard(x.ndim - 1),)), weight.to_local()
+    elif weight_placement == Shard(1):
+        x, local = x.redistribute(placements=(Shard(x.ndim - 1),)), weight.to_local()
         rows, out = x.to_local(), Partial()
     else:
-        alike = given == Replicate()
-        own = weight.to_local(grad_placements=(Replicate() if alike else Partial(),))
-        rows, out = x.to_local(), given
-    return DTensor.from_local(linear(rows, own), mesh, (out,), run_check=False)
+        is_replicated = input_placement == Replicate()
+        local = weight.to_local(grad_placements=(Replicate() if is_replicated else Partial(),))
+        rows, out = x.to_local(), input_placement
+    return DTensor.from_local(linear(rows, local), mesh, (out,), run_check=False)

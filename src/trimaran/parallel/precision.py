@@ -1,4 +1,4 @@
-"""Which arithmetic a plan computes in, and the modules that have one of their own."""
+"""The compute precision of a plan, and modules with a precision override."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -16,95 +16,95 @@ from trimaran.nets import Network
 from trimaran.nets.module_dtype import MARK, own_dtype
 from trimaran.nets.moe import MoeLayer
 
-# What fp8 leaves alone, and what goes into and comes out of its products, is bf16.
+# With fp8, all other operators and the inputs and outputs of fp8 matmuls are bf16.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
-CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # never called: what is asked of them is asked of what they hold
+CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # never called, so an override applies to their children
 
 
 def autocast(plan: Plan, device: torch.device) -> AbstractContextManager[object]:
-    """Return the context that forward runs in. Weights are fp32 in every plan, if only in two halves."""
+    """Return the autocast context of forward. Weights are fp32 in every plan, possibly split into two halves."""
     dtype = DTYPES[plan.precision]
     return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype=dtype)
 
 
 def override_precision(network: Network, patterns: Mapping[str, str], device: torch.device) -> None:
-    """Let every module whose name matches a pattern compute as it says, whatever the plan; all inside it follow.
+    """Override the precision of modules whose name matches a pattern, including their submodules.
 
-    The last pattern that matches wins, and one for a module inside another wins there. Parameter names do not change.
-    Comes before `apply_plan`, which reads the marks that this leaves.
+    The last matching pattern wins; an inner match overrides an outer one. Parameter names do not change. Runs before
+    `apply_plan`, which reads the override attributes set here.
     """
 
-    def visit(module: nn.Module, name: str, asked: torch.dtype | None, around: torch.dtype | None) -> None:
+    def visit(module: nn.Module, name: str, override: torch.dtype | None, outer: torch.dtype | None) -> None:
         for pattern, precision in patterns.items():
             if matches_module(name, pattern):
-                asked = DTYPES[precision]
-        if asked is not None:
-            setattr(module, MARK, asked)
-        if asked != around and not isinstance(module, CONTAINERS):
-            assert asked is not None, "what is inside a module that was asked is asked as well"
-            _compute_in(module, asked, device.type)
-            around = asked
+                override = DTYPES[precision]
+        if override is not None:
+            setattr(module, MARK, override)
+        if override != outer and not isinstance(module, CONTAINERS):
+            assert override is not None, "submodules inherit the override"
+            _compute_in(module, override, device.type)
+            outer = override
         for child_name, child in module.named_children():
-            if not (isinstance(module, MoeLayer) and child is module.gate):  # a router is fp32 whatever is asked
-                visit(child, f"{name}.{child_name}" if name else child_name, asked, around)
+            if not (isinstance(module, MoeLayer) and child is module.gate):  # a router is always fp32
+                visit(child, f"{name}.{child_name}" if name else child_name, override, outer)
 
     visit(network.module, "", None, None)
 
 
-def gathered(network: Network, plan: Plan) -> list[tuple[nn.Module, torch.dtype | None]]:
-    """Return every module that is sharded by itself, inner ones first, and what its weights are gathered in.
+def fsdp_modules(network: Network, plan: Plan) -> list[tuple[nn.Module, torch.dtype | None]]:
+    """Return the modules that FSDP shards as units, inner ones first, and the dtype of their all-gather.
 
-    These are the blocks, the root, and what computes otherwise than its surroundings. None means as they are: fp32. A
-    weight that such a module shares with another (a tied head) cannot be gathered in two ways: it stays with what is
-    around, and that is then gathered as it is.
+    These are the blocks, the root, and modules whose precision differs from their parent's. None means as stored: fp32.
+    A tied weight of such a module (a tied head) cannot be all-gathered in two dtypes: it stays in the parent's unit,
+    which is then all-gathered in fp32.
     """
-    found: list[tuple[nn.Module, torch.dtype | None]] = []
-    anyway = {network.module, *network.blocks}
+    units: list[tuple[nn.Module, torch.dtype | None]] = []
+    always = {network.module, *network.blocks}
 
-    def visit(module: nn.Module, around: torch.dtype) -> bool:
-        """Return whether something in here, sharded with what is around, needs fp32."""
-        dtype, inert = own_dtype(module) or DTYPES[plan.precision], isinstance(module, CONTAINERS)
-        needs = [visit(child, around if inert else dtype) for child in module.children()]
-        differs = dtype != around and not inert and any(True for _ in module.parameters())
-        tied = differs and _shares(module, network.module)
-        if module in anyway or (differs and not tied):
-            found.append((module, None if any(needs) or dtype == torch.float32 else dtype))
+    def visit(module: nn.Module, outer: torch.dtype) -> bool:
+        """Return whether a parameter in here that belongs to the outer unit needs fp32."""
+        dtype, is_container = own_dtype(module) or DTYPES[plan.precision], isinstance(module, CONTAINERS)
+        needs_fp32 = [visit(child, outer if is_container else dtype) for child in module.children()]
+        differs = dtype != outer and not is_container and any(True for _ in module.parameters())
+        tied = differs and _has_tied_parameter(module, network.module)
+        if module in always or (differs and not tied):
+            units.append((module, None if any(needs_fp32) or dtype == torch.float32 else dtype))
             return False
-        return any(needs) or tied
+        return any(needs_fp32) or tied
 
     visit(network.module, DTYPES[plan.precision])
-    return found
+    return units
 
 
-def _shares(module: nn.Module, root: nn.Module) -> bool:
-    """Return whether a module outside this one has one of its parameters too."""
+def _has_tied_parameter(module: nn.Module, root: nn.Module) -> bool:
+    """Return whether a module outside this one shares one of its parameters."""
     inside, ours = set(module.modules()), {id(each) for each in module.parameters()}
     outside = (each for each in root.modules() if each not in inside)
     return any(id(each) in ours for other in outside for each in other.parameters(recurse=False))
 
 
 def _compute_in(module: nn.Module, dtype: torch.dtype, device_type: str) -> None:
-    """Change the module's forward in place: it computes in `dtype`, and its surroundings can work with what it returns.
+    """Change the module's forward in place: it computes in `dtype` and returns a dtype that its parent can use.
 
-    fp32 is autocast switched off, so that what comes in must be fp32 already. In a region of fp32 nobody casts, so what
-    enters it is cast here; and between regions of bf16 and fp16 all that passes is, since autocast refuses to mix them.
+    fp32 disables autocast, so inputs must be cast to fp32 here. Between bf16 and fp16 modules all tensors are cast,
+    because autocast refuses to mix the two.
     """
     inner: Any = module.forward.__func__  # pyrefly: ignore[missing-attribute]
     low = dtype != torch.float32
 
     @wraps(inner)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        around = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else torch.float32
-        args, kwargs = tree_map(partial(_fit, dtype), (args, kwargs))
+        outer = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else torch.float32
+        args, kwargs = tree_map(partial(_cast_if_needed, dtype), (args, kwargs))
         with torch.autocast(device_type, dtype=dtype if low else None, enabled=low):
             out = inner(self, *args, **kwargs)
-        return tree_map(partial(_fit, around), out)
+        return tree_map(partial(_cast_if_needed, outer), out)
 
-    module.forward = MethodType(forward, module)  # bound, so that a copy of the module has a copy of it
+    module.forward = MethodType(forward, module)  # bound, so a copy of the module gets its own forward
 
 
-def _fit(dtype: torch.dtype, value: Any) -> Any:
-    """Return `value` as a region of `dtype` can take it: fp32 takes nothing else, and 16 bits take fp32 as well."""
-    takes = {dtype, torch.float32}
-    known = not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dtype in takes
-    return value if known else value.to(dtype)
+def _cast_if_needed(dtype: torch.dtype, value: Any) -> Any:
+    """Return `value` in a dtype that a `dtype` module accepts. 16-bit modules accept fp32 too."""
+    accepted = {dtype, torch.float32}
+    fits = not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dtype in accepted
+    return value if fits else value.to(dtype)

@@ -1,7 +1,7 @@
-"""The loss of logits that are split over the vocabulary: no rank ever has a whole row of them.
+"""Cross-entropy of logits that are sharded over the vocabulary, without gathering them.
 
-torch's `loss_parallel` does the same while its context is open, but backward has to run in that context too (a pipeline
-schedule runs it from inside torch), and it keeps a second copy of the logits.
+torch's `loss_parallel` does the same, but backward must run inside its context (a pipeline schedule runs backward
+inside torch), and it keeps a second copy of the logits.
 """
 
 from typing import Any
@@ -12,39 +12,39 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 
-def vocabulary_loss(logits: DTensor, labels: Tensor, *, ignored: int) -> Tensor:
-    """Return the summed cross-entropy of `logits` [..., vocabulary], split along the last dimension, in fp32."""
-    return vocabulary_losses(logits, labels, ignored=ignored).sum()
+def vocab_parallel_cross_entropy(logits: DTensor, labels: Tensor, *, ignored: int) -> Tensor:
+    """Return the summed cross-entropy of `logits` [..., vocabulary], sharded along the last dim, in fp32."""
+    return vocab_parallel_token_losses(logits, labels, ignored=ignored).sum()
 
 
-def vocabulary_losses(logits: DTensor, labels: Tensor, *, ignored: int) -> Tensor:
-    """Return the cross-entropy of each of `labels`, in one row; 0 where it is `ignored`."""
-    (axis,) = logits.placements
-    assert axis.is_shard(logits.ndim - 1), "the head splits its columns"
+def vocab_parallel_token_losses(logits: DTensor, labels: Tensor, *, ignored: int) -> Tensor:
+    """Return the cross-entropy of each label, flattened; 0 where the label is `ignored`."""
+    (placement,) = logits.placements
+    assert placement.is_shard(logits.ndim - 1), "the head must shard its columns"
     group = logits.device_mesh.get_group()
     local = logits.to_local().flatten(0, -2).float()
-    places, valid = labels.flatten() - group.rank() * local.shape[-1], labels.flatten() != ignored
-    return _SplitCrossEntropy.apply(local, places, valid, group)
+    local_labels, valid = labels.flatten() - group.rank() * local.shape[-1], labels.flatten() != ignored
+    return _VocabParallelCrossEntropy.apply(local, local_labels, valid, group)
 
 
-class _SplitCrossEntropy(torch.autograd.Function):
-    """Three small sums over the ranks make the loss; the gradient needs none."""
+class _VocabParallelCrossEntropy(torch.autograd.Function):
+    """Forward all-reduces the maximum, the sum of exponentials and the label's logit. Backward is local."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, places: Tensor, valid: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, local_labels: Tensor, valid: Tensor, group: dist.ProcessGroup) -> Tensor:
         highest = logits.max(dim=-1).values
         dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
-        here = valid & (places >= 0) & (places < logits.shape[-1])
-        places = places.clamp(0, logits.shape[-1] - 1)[:, None]
-        shares = (logits - highest[:, None]).exp_()
-        wanted = logits.gather(-1, places)[:, 0].sub_(highest).mul_(here)
-        sums = torch.stack([shares.sum(dim=-1), wanted])
+        is_local = valid & (local_labels >= 0) & (local_labels < logits.shape[-1])
+        columns = local_labels.clamp(0, logits.shape[-1] - 1)[:, None]
+        exponentials = (logits - highest[:, None]).exp_()
+        label_logits = logits.gather(-1, columns)[:, 0].sub_(highest).mul_(is_local)
+        sums = torch.stack([exponentials.sum(dim=-1), label_logits])
         dist.all_reduce(sums, group=group)
-        ctx.save_for_backward(shares.div_(sums[0][:, None]), places, here, valid)
+        ctx.save_for_backward(exponentials.div_(sums[0][:, None]), columns, is_local, valid)
         return (sums[0].log() - sums[1]) * valid
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None, None]:
-        shares, places, here, valid = ctx.saved_tensors
-        gradient = shares.scatter_add(-1, places, -here[:, None].to(shares.dtype))
+        probabilities, columns, is_local, valid = ctx.saved_tensors
+        gradient = probabilities.scatter_add(-1, columns, -is_local[:, None].to(probabilities.dtype))
         return gradient.mul_((valid * gradients[0])[:, None]), None, None, None

@@ -1,4 +1,4 @@
-"""Which plan: what can run, what fits, and why. Imports no torch."""
+"""The planner: which plans can run, which fit, and which is best. Imports no torch."""
 
 from trimaran.planner.choose import choose
 from trimaran.planner.explain import explain

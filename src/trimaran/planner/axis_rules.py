@@ -1,4 +1,4 @@
-"""What each axis asks of the model: degrees that divide what they split."""
+"""Checks that each axis divides the dimension of the model that it splits."""
 
 import math
 
@@ -8,18 +8,21 @@ from trimaran.models.perception_spec import PerceptionSpec
 from trimaran.models.stages import Spec
 from trimaran.planner.degrees import degrees, divisors, either, multiples_around
 
-SEVERAL_STAGES = ("interleaved", "zero-bubble")
+MULTI_STAGE_SCHEDULES = ("interleaved", "zero-bubble")
 
 
 def check_axes(plan: Plan, recipe: Recipe, spec: Spec | None) -> None:
-    """Raise when a degree does not divide what it splits. Of a foreign model only the worker knows the shape."""
+    """Raise when a degree does not divide what it splits.
+
+    Without a spec (Hugging Face) only the worker knows the sizes.
+    """
     if recipe.model.family == "hf":
-        check_foreign(plan, spec)
+        check_hf_model(plan, spec)
     check_pipeline(plan, recipe)
     if isinstance(spec, PerceptionSpec):
-        check_scenes(plan)
+        check_perception(plan)
     if spec is not None:
-        check_tensor(plan, spec, whole_vocabulary=recipe.model.family == "hf")
+        check_tensor(plan, spec, full_vocabulary=recipe.model.family == "hf")
         check_stages(plan, spec)
     if (language := language_of(spec)) is not None:
         check_context(plan, language)
@@ -29,39 +32,40 @@ def check_axes(plan: Plan, recipe: Recipe, spec: Spec | None) -> None:
 
 
 def language_of(spec: Spec | None) -> ModelSpec | None:
-    """Return the decoder that the network is, or has; None without one."""
+    """Return the decoder that the model is or contains; None if it has none."""
     return spec.language if isinstance(spec, VlmSpec) else spec if isinstance(spec, ModelSpec) else None
 
 
-def check_scenes(plan: Plan) -> None:
-    """Raise for the axes that a perception model has nothing for: it has neither sequences nor experts."""
-    for axis, what in (("cp", "sequences to cut"), ("ep", "experts to spread")):
+def check_perception(plan: Plan) -> None:
+    """Raise for axes that a perception model does not have: it has neither sequences nor experts."""
+    for axis, what in (("cp", "sequences to split"), ("ep", "experts to spread")):
         if getattr(plan.mesh, axis) > 1:
             raise UserError("P055", f"a perception model has no {what}", where=f"plan.mesh.{axis}",
                             fix=f"set {axis} to 1, and use dp_shard, dp_replicate, pp or tp")  # fmt: skip
 
 
-def check_foreign(plan: Plan, spec: Spec | None) -> None:
-    """Raise for the axes that cut a network's forward: a Hugging Face model's is not ours."""
-    refused, sees = {"pp": "is not cut into stages", "ep": "keeps its experts together"}, isinstance(spec, VlmSpec)
-    fix = "use tp or dp_shard, or family decoder where the architecture is Llama's or Qwen's"
-    if sees:
-        refused |= {"tp": "that sees stays whole", "cp": "that sees takes whole sequences"}
-        fix = "use dp_shard or dp_replicate, or family vlm, which every axis cuts"
+def check_hf_model(plan: Plan, spec: Spec | None) -> None:
+    """Raise for axes that would need changes in the forward of a Hugging Face model."""
+    refused = {"pp": "cannot be split into stages", "ep": "cannot spread its experts"}
+    fix = "use tp or dp_shard, or family decoder for Llama and Qwen architectures"
+    if isinstance(spec, VlmSpec):
+        refused |= {"tp": "with images cannot be split by tp", "cp": "with images cannot be split by cp"}
+        fix = "use dp_shard or dp_replicate, or family vlm, which supports every axis"
     for axis, what in refused.items():
         if getattr(plan.mesh, axis) > 1:
-            raise UserError("P013", f"a Hugging Face model {what}: its forward is not ours to cut",
+            raise UserError("P013", f"a Hugging Face model {what}: Trimaran does not change its forward",
                             where=f"plan.mesh.{axis}", fix=fix)  # fmt: skip
 
 
-def check_tensor(plan: Plan, spec: Spec, *, whole_vocabulary: bool = False) -> None:
-    """Raise unless tp divides the heads and every width that it splits; a Hugging Face vocabulary may stay whole."""
+def check_tensor(plan: Plan, spec: Spec, *, full_vocabulary: bool = False) -> None:
+    """Raise unless tp divides the heads and every width that it splits. A Hugging Face vocabulary may stay unsplit."""
     tp = plan.mesh.tp
     if tp > 1 and isinstance(spec, VlmSpec) and spec.vision.block.qk_norm and tower_degree("vision", plan) > 1:
-        raise UserError("P054", f"the vision of {spec.name} norms all heads together, and tp {tp} would part them",
-                        where="plan.towers.vision.tp", fix="set it to 1: every rank then has the tower whole, and "
-                        "looks at other images")  # fmt: skip
-    sizes = tensor_sizes(spec, plan, whole_vocabulary=whole_vocabulary)
+        raise UserError("P054", f"the vision tower of {spec.name} normalises all heads together, so tp {tp} "
+                        "cannot split it",
+                        where="plan.towers.vision.tp", fix="set it to 1: every rank then holds the full tower "
+                        "and processes other images")  # fmt: skip
+    sizes = tensor_sizes(spec, plan, full_vocabulary=full_vocabulary)
     works = degrees(math.gcd(*sizes.values()), world_size=plan.mesh.world_size)
     for name, size in sizes.items():
         if size % tp:
@@ -69,8 +73,8 @@ def check_tensor(plan: Plan, spec: Spec, *, whole_vocabulary: bool = False) -> N
                             where="plan.mesh.tp", fix=f"use tp of {works}")  # fmt: skip
 
 
-def tensor_sizes(spec: Spec, plan: Plan, *, whole_vocabulary: bool = False) -> dict[str, int]:
-    """Return what tp splits, by name: heads and widths, of every tower that does not stay whole."""
+def tensor_sizes(spec: Spec, plan: Plan, *, full_vocabulary: bool = False) -> dict[str, int]:
+    """Return what tp splits, by name: heads and widths of every tower that is split."""
     if isinstance(spec, PerceptionSpec):
         return {"heads of the fusion": spec.heads, "features of the fusion's feed-forward": spec.ffn}
     if isinstance(spec, VlmSpec):
@@ -87,13 +91,13 @@ def tensor_sizes(spec: Spec, plan: Plan, *, whole_vocabulary: bool = False) -> d
     else:
         sizes["features of an expert"] = experts.ffn
         sizes |= {"features of the shared expert": experts.shared_ffn} if experts.shared_ffn else {}
-    if not whole_vocabulary:
+    if not full_vocabulary:
         sizes["tokens of the vocabulary"] = spec.vocab
     return sizes
 
 
 def tower_degree(tower: str, plan: Plan) -> int:
-    """Return how many ranks share each matrix of the tower."""
+    """Return the tensor-parallel degree of the tower."""
     own = plan.towers.get(tower)
     return plan.mesh.tp if own is None or own.tp is None else own.tp
 
@@ -112,33 +116,34 @@ def check_context(plan: Plan, spec: ModelSpec) -> None:
 
 
 def check_positions(plan: Plan, recipe: Recipe, *, known: bool) -> None:
-    """Raise unless a sequence can be cut into the pieces that cp and tp work on.
+    """Raise unless a sequence can be split into the chunks that cp and tp need.
 
-    To gather keys, a rank holds one piece from the front and one from the back, so there are 2 x cp of them. The slices
-    of a decoder also split the positions of their piece; a Hugging Face model's do not.
+    To gather keys, a rank holds one chunk from the front and one from the back, so there are 2 x cp chunks. A decoder's
+    tensor-parallel ranks also split the positions of their chunk (sequence parallelism); those of a Hugging Face model
+    do not.
     """
     mesh, seq_len = plan.mesh, recipe.data.seq_len
-    pieces = mesh.cp * (2 if mesh.cp > 1 and plan.comm.context == "gather" else 1)
-    if seq_len % pieces:
-        each = pieces // mesh.cp  # a rank's pieces; a sequence that these do not divide cannot be cut at all
-        works = degrees(1 if seq_len % each else seq_len // each, world_size=mesh.world_size)
-        raise UserError("P009", f"a sequence of {seq_len:,} does not split into the {pieces} equal pieces of cp "
-                        f"{mesh.cp}", where="data.seq_len", fix=f"set it to {multiples_around(seq_len, pieces)}, or "
+    chunks = mesh.cp * (2 if mesh.cp > 1 and plan.comm.context == "gather" else 1)
+    if seq_len % chunks:
+        per_rank = chunks // mesh.cp  # a sequence that this does not divide cannot be split at all
+        works = degrees(1 if seq_len % per_rank else seq_len // per_rank, world_size=mesh.world_size)
+        raise UserError("P009", f"a sequence of {seq_len:,} does not split into the {chunks} equal chunks of cp "
+                        f"{mesh.cp}", where="data.seq_len", fix=f"set it to {multiples_around(seq_len, chunks)}, or "
                         f"use cp of {works}")  # fmt: skip
     if known and recipe.model.family in ("decoder", "vlm") and seq_len // mesh.cp % mesh.tp:
-        step = math.lcm(pieces, mesh.cp * mesh.tp)
+        step = math.lcm(chunks, mesh.cp * mesh.tp)
         raise UserError("P008", f"tp {mesh.tp} does not divide the {seq_len // mesh.cp:,} positions of a rank",
                         where="data.seq_len", fix=f"set it to {multiples_around(seq_len, step)}, or use tp of "
                         f"{degrees(seq_len // mesh.cp, world_size=mesh.world_size)}")  # fmt: skip
 
 
 def check_experts(plan: Plan, spec: ModelSpec) -> None:
-    """Raise unless there are experts, and ep divides them and the ranks that they may be spread over."""
+    """Raise unless the model has experts, and ep divides them and the ranks that can hold them."""
     mesh, experts = plan.mesh, spec.block.experts
     if mesh.ep == 1:
         return
     if experts is None:
-        raise UserError("P010", f"ep {mesh.ep} spreads experts, and {spec.name} has none", where="plan.mesh.ep",
+        raise UserError("P010", f"ep {mesh.ep} needs experts, but {spec.name} has none", where="plan.mesh.ep",
                         fix="set ep to 1, or choose a model with experts, such as tiny-moe")  # fmt: skip
     ranks, over = mesh.expert_ranks, "dp_shard x cp" if mesh.dp_shard > 1 else "dp_replicate x cp"
     works = degrees(math.gcd(experts.num_experts, ranks), world_size=ranks)
@@ -149,78 +154,78 @@ def check_experts(plan: Plan, spec: ModelSpec) -> None:
 
 
 def check_stages(plan: Plan, spec: Spec) -> None:
-    """Raise unless the stages hold every layer once, as many stages as the schedule takes, none of them empty."""
+    """Raise unless the schedule allows that many stages, none is empty, and together they hold every layer once."""
     pp, stages, schedule = plan.mesh.pp, plan.pipeline.stages, plan.pipeline.schedule
     if pp == 1 and not stages:
         return
     if pp == 1:
-        raise UserError("P011", f"there are {len(stages)} stages, and pp is 1", where="plan.pipeline.stages",
+        raise UserError("P011", f"{len(stages)} stages are listed, but pp is 1", where="plan.pipeline.stages",
                         fix=f"set mesh.pp to {len(stages)}, or leave the stages out")  # fmt: skip
     if stages and not takes_stages(schedule, len(stages) / pp):
-        takes = f"{pp}" if schedule not in SEVERAL_STAGES else f"{2 * pp}"
-        takes += f", {3 * pp} or more in steps of {pp}" if schedule == "interleaved" else ""
-        raise UserError("P011", f"{schedule} on pp {pp} does not take {len(stages)} stages",
-                        where="plan.pipeline.stages", fix=f"list {takes}, or leave them out")  # fmt: skip
+        allowed = f"{pp}" if schedule not in MULTI_STAGE_SCHEDULES else f"{2 * pp}"
+        allowed += f", {3 * pp} or more in steps of {pp}" if schedule == "interleaved" else ""
+        raise UserError("P011", f"{schedule} with pp {pp} does not allow {len(stages)} stages",
+                        where="plan.pipeline.stages", fix=f"list {allowed}, or leave them out")  # fmt: skip
     if plan.num_stages > spec.layers:
         most = spec.layers // (plan.num_stages // pp)
         fix = f"use pp of at most {most}" if most > 1 else "use a schedule with fewer stages, or a deeper model"
         raise UserError("P011", f"{plan.num_stages} stages are more than the {spec.layers} layers of {spec.name}",
                         where="plan.mesh.pp", fix=fix)  # fmt: skip
     if stages and (sum(stages) != spec.layers or min(stages) < 1):
-        raise UserError("P011", f"stages of {', '.join(map(str, stages))} layers do not make up the {spec.layers} of "
+        raise UserError("P011", f"stages of {', '.join(map(str, stages))} layers do not add up to the {spec.layers} of "
                         f"{spec.name}", where="plan.pipeline.stages",
                         fix="give every stage at least one layer and all of them together "
                         f"{spec.layers}, or leave them out")  # fmt: skip
 
 
 def check_pipeline(plan: Plan, recipe: Recipe) -> None:
-    """Raise when a pipeline cannot be: with too few micro-batches, or a backward that cannot be cut."""
+    """Raise when the pipeline has too few micro-batches, or a backward that cannot be split."""
     pp, schedule, count = plan.mesh.pp, plan.pipeline.schedule, plan.grad_accum
     if pp == 1:
         return
-    if not fills(plan, count):
-        share = recipe.train.global_batch // plan.mesh.dp
-        works = [size for size in divisors(share, most=64) if fills(plan, share // size)]
+    if not fills_pipeline(plan, count):
+        batch_per_rank = recipe.train.global_batch // plan.mesh.dp
+        works = [size for size in divisors(batch_per_rank, most=64) if fills_pipeline(plan, batch_per_rank // size)]
         fix = f"set train.global_batch to {plan.mesh.dp * pp} or a multiple of it, or use a lower pp"
         if works:
             fix = f"set plan.micro_batch to {either(works)} and leave plan.grad_accum out"
-        why = f"fewer than its {pp} ranks" if count < pp else f"no multiple of its {count // pp} rounds"
+        why = f"fewer than its {pp} ranks" if count < pp else f"not a multiple of its {count // pp} rounds"
         num = f"{count} micro-batches" if count > 1 else "one micro-batch"
-        raise UserError("P012", f"{schedule} on pp {pp} does not run with {num}, {why}",
+        raise UserError("P012", f"{schedule} with pp {pp} cannot run with {num}: {why}",
                         where="plan.grad_accum", fix=fix)  # fmt: skip
-    check_cut_backward(plan)
+    check_split_backward(plan)
 
 
-def check_cut_backward(plan: Plan) -> None:
-    """Raise for what cannot be when backward is cut in two, for the input and for the weights."""
+def check_split_backward(plan: Plan) -> None:
+    """Raise for settings that do not allow a backward in two parts: for the input and for the weights."""
     if plan.pipeline.schedule != "zero-bubble":
         return
     for field, off, why in (
-        ("compile", False, "a compiled backward cannot be cut in two"),
-        ("recompute", "none", "each piece of its backward would compute the layer again"),
+        ("compile", False, "a compiled backward cannot be split"),
+        ("recompute", "none", "each part of its backward would recompute the layer"),
     ):
         if getattr(plan, field) != off:
-            raise UserError("P018", f"zero-bubble does not go with {field}: {why}", where=f"plan.{field}",
+            raise UserError("P018", f"zero-bubble does not support {field}: {why}", where=f"plan.{field}",
                             fix=f"set {field} to {str(off).lower()}, or use another schedule")  # fmt: skip
 
 
-def fills(plan: Plan, num_micro_batches: int) -> bool:
-    """Return whether the pipeline's schedule takes so many micro-batches."""
+def fills_pipeline(plan: Plan, num_micro_batches: int) -> bool:
+    """Return whether the plan's schedule can run that many micro-batches."""
     return takes_micro_batches(plan.pipeline.schedule, plan.mesh.pp, num_micro_batches)
 
 
 def takes_micro_batches(schedule: str, pp: int, num_micro_batches: int) -> bool:
-    """Return whether a schedule on so many ranks takes so many micro-batches.
+    """Return whether a schedule on `pp` ranks can run that many micro-batches.
 
-    Fewer than there are ranks would leave some idle throughout, and 1F1B does not start with them. Interleaved goes in
-    rounds of at least `pp`, all alike.
+    With fewer micro-batches than ranks some ranks would always be idle, and 1F1B does not start. Interleaved runs equal
+    rounds of at least `pp` micro-batches.
     """
     rounds = max(1, num_micro_batches // pp) if schedule == "interleaved" else 1
     return num_micro_batches >= pp and num_micro_batches % rounds == 0
 
 
-def takes_stages(schedule: str, stages_a_rank: float) -> bool:
-    """Return whether a rank of the schedule holds so many stages."""
+def takes_stages(schedule: str, stages_per_rank: float) -> bool:
+    """Return whether a rank of the schedule can hold that many stages."""
     if schedule == "interleaved":
-        return stages_a_rank >= 2 and stages_a_rank.is_integer()
-    return stages_a_rank == (2 if schedule == "zero-bubble" else 1)
+        return stages_per_rank >= 2 and stages_per_rank.is_integer()
+    return stages_per_rank == (2 if schedule == "zero-bubble" else 1)

@@ -1,4 +1,4 @@
-"""The fastest plans of a space: best first, by floors that no plan of a cut can beat."""
+"""Branch and bound: finds the fastest plans of a space, in the order of lower bounds of their step time."""
 
 import heapq
 import math
@@ -8,9 +8,9 @@ from itertools import count
 from typing import NamedTuple
 
 from trimaran.core import Plan, UserError
-from trimaran.planner.evaluator import Evaluator
+from trimaran.planner.evaluator import PlanEvaluator
 from trimaran.planner.generic_rules import check_question
-from trimaran.planner.loss_choices import PIECES
+from trimaran.planner.loss_choices import CHUNKED
 from trimaran.planner.space import (
     OFFLOADS,
     SHARDINGS,
@@ -22,341 +22,413 @@ from trimaran.planner.space import (
     StateSharding,
 )
 
-ALIKE = 1.05  # within five per cent the cost model cannot tell which is faster, and the plainer plan is taken
-FULL = 0.88  # above this steps may get slow: the allocator frees and asks again (planner.md C.2, nanotron's runs)
-VAIN = 48  # looks in a row that find nothing better: then all is looked at
-SPARE = 2  # meshes that are looked at besides those that are told: a first look does not tell all
-LOOKS = 3  # cuts of such a mesh: its best is nearly always among those of the lowest floors
-NONE = RecomputeChoice("none")
+TIE_RATIO = 1.05  # within 5 % the cost model cannot tell which plan is faster, so the simpler one wins
+NEARLY_FULL_FRACTION = 0.88  # of device memory; above it the allocator retries and steps may get slow (nanotron's runs)
+MAX_SPLITS_WITHOUT_GAIN = 48  # in a row; then the quick pass ends and the exact one begins
+NUM_EXTRA_MESHES = 2  # searched besides those to be shown, because the quick pass ranks them only roughly
+MAX_SPLITS_PER_MESH = 3  # searched exactly for such a mesh; its best is nearly always among the lowest bounds
+NO_RECOMPUTE = RecomputeChoice("none")
 
 
 class FoundPlan(NamedTuple):
-    """A plan that fits, how long its step takes, and whether its device is all but full."""
+    """A plan that fits, its step time, and whether its device is nearly full."""
 
     seconds: float
     plan: Plan
-    full: bool = False
+    is_nearly_full: bool = False
 
 
 @dataclass(slots=True)
 class FoundPlans:
-    """The plans that fit, by mesh: fastest or plainest; and what they are compared with."""
+    """The plans that fit, by mesh, with the best step time so far."""
 
-    limit: float = math.inf  # slower plans are of no interest from the start
+    max_seconds: float = math.inf  # slower plans are ignored
     by_mesh: dict[tuple[int, ...], list[FoundPlan]] = field(default_factory=dict)
-    least: float = math.inf
-    first: FoundPlan | None = None  # the winner, once it is settled: what is found later only stands beside it
+    best_seconds: float = math.inf
+    winner: FoundPlan | None = None  # set before other meshes are searched, so that they cannot replace it
 
     def __post_init__(self) -> None:
-        self.least = self.limit
+        self.best_seconds = self.max_seconds
 
-    def wants(self, found: FoundPlan) -> bool:
-        """Return whether no plan of the same mesh is both faster and plainer, nor one much faster."""
-        plain = plainness(found)
-        known = self.by_mesh.get(mesh_key_of(found.plan), ())
+    def is_useful(self, found: FoundPlan) -> bool:
+        """Return whether no plan of the same mesh is faster and simpler, or much faster."""
+        own = complexity(found)
+        same_mesh = self.by_mesh.get(mesh_key_of(found.plan), ())
         return not any(
-            each.seconds * ALIKE < found.seconds or (each.seconds <= found.seconds and plainness(each) <= plain)
-            for each in known
+            each.seconds * TIE_RATIO < found.seconds or (each.seconds <= found.seconds and complexity(each) <= own)
+            for each in same_mesh
         )
 
     def add(self, found: FoundPlan) -> None:
         self.by_mesh.setdefault(mesh_key_of(found.plan), []).append(found)
-        self.least = min(self.least, found.seconds)
+        self.best_seconds = min(self.best_seconds, found.seconds)
 
     def ranked(self) -> list[FoundPlan]:
-        """Return the best of each mesh, fastest first; of all that are nearly as fast as the fastest, the plainest."""
-        plainest = sorted(map(plainest_of, self.by_mesh.values()), key=lambda each: (each.seconds, plainness(each)))
-        if not plainest:
+        """Return the best plan of each mesh, fastest first; first of all the simplest that ties with the fastest."""
+        simplest = sorted(map(simplest_of, self.by_mesh.values()), key=lambda each: (each.seconds, complexity(each)))
+        if not simplest:
             return []
-        first = self.first or plainest_of([found for founds in self.by_mesh.values() for found in founds])
-        return [first, *(each for each in plainest if mesh_key_of(each.plan) != mesh_key_of(first.plan))]
+        first = self.winner or simplest_of([found for founds in self.by_mesh.values() for found in founds])
+        return [first, *(each for each in simplest if mesh_key_of(each.plan) != mesh_key_of(first.plan))]
 
 
-def plainest_of(founds: list[FoundPlan]) -> FoundPlan:
-    """Return the plainest of those plans that are nearly as fast as the fastest."""
+def simplest_of(founds: list[FoundPlan]) -> FoundPlan:
+    """Return the simplest of the plans that tie with the fastest."""
     least = min(found.seconds for found in founds)
-    alike = [found for found in founds if found.seconds <= ALIKE * least]
-    return min(alike, key=lambda found: (plainness(found), found.seconds))
+    tied = [found for found in founds if found.seconds <= TIE_RATIO * least]
+    return min(tied, key=lambda found: (complexity(found), found.seconds))
 
 
-def plainness(found: FoundPlan) -> tuple[float, ...]:
-    """Return how much there is to a plan: axes, then what moves to the host or is computed again, then shards.
+def complexity(found: FoundPlan) -> tuple[float, ...]:
+    """Return how complex a plan is: its axes first, then offload and recompute, then shards.
 
-    A device with room to spare is plainer than one that is full.
+    A device with free memory counts as simpler than one that is nearly full.
     """
     plan, mesh = found.plan, found.plan.mesh
-    axes = axes_of(mesh_key_of(plan))
-    again = {"none": 0, "selective": 1, "full": 3}.get(str(plan.recompute), 2)
+    axes = num_model_axes(mesh_key_of(plan))
+    recompute = {"none": 0, "selective": 1, "full": 3}.get(str(plan.recompute), 2)
     return (
-        axes, found.full, OFFLOADS.index(plan.offload), len(plan.towers), again, plan.loss == PIECES,
+        axes, found.is_nearly_full, OFFLOADS.index(plan.offload), len(plan.towers), recompute, plan.loss == CHUNKED,
         SHARDINGS.index(plan.sharding),
         mesh.dp_replicate > 1 and mesh.dp_shard > 1, mesh.pp, plan.num_stages // mesh.pp, mesh.tp, mesh.cp, mesh.ep,
         mesh.dp_shard, plan.comm.context != "gather",
     )  # fmt: skip
 
 
-def find(space: Space, scales: Evaluator, *, limit: float = math.inf, others: int = 0) -> FoundPlans:
-    """Return the fastest plan of the space that fits, and the best of up to `others` more meshes.
+def find_plans(space: Space, evaluator: PlanEvaluator, *, limit: float = math.inf, others: int = 0) -> FoundPlans:
+    """Return the fastest plan of the space that fits, and the best plans of up to `others` more meshes.
 
-    `limit` is a time that plans must beat to be of interest. Ways to cut are taken by their floors, lowest first: of a
-    micro-batch, then with its pipeline. Once a floor is above the best plan nothing left can beat that. A first round
-    looks at few plans of each way, and finds one soon that makes the second, which looks at all, short.
+    Plans slower than `limit` seconds are ignored. Splits are searched by their lower bounds, lowest first: first per
+    micro-batch, then with a pipeline. Once a bound exceeds the best plan, nothing left can beat it. A quick pass tries
+    few plans of each split, so that the exact pass soon has a good plan to prune with.
     """
-    finds = FoundPlans(limit=limit)
-    grids = sorted((_grid_floor(space, scales, grid), grid) for grid in space.grids())
-    if not grids or grids[0][0] > limit or not any(_fits(scales, plan) for plan in lean_plans(space)):
-        return finds
-    _dive(space, scales, finds, grids)
-    for cut in by_floor(space, scales, grids):
-        if scales.floor(cut) > finds.least * ALIKE:
+    found_plans = FoundPlans(max_seconds=limit)
+    microbatches = sorted(
+        (_microbatch_bound(space, evaluator, microbatch), microbatch) for microbatch in space.microbatch_splits()
+    )
+    if (
+        not microbatches
+        or microbatches[0][0] > limit
+        or not any(_fits(evaluator, plan) for plan in least_memory_plans(space))
+    ):
+        return found_plans
+    _quick_pass(space, evaluator, found_plans, microbatches)
+    for split in by_lower_bound(space, evaluator, microbatches):
+        if evaluator.lower_bound(split) > found_plans.best_seconds * TIE_RATIO:
             break
-        limit = finds.least * (ALIKE if axes_of(mesh_key(cut)) <= 1 else 1)  # what is not plain has to be faster
-        if scales.floor(cut) <= limit:
-            _expand(space, scales, finds, cut, limit)
-    if others and finds.by_mesh:
-        _look_beside(space, scales, finds, grids, others)
-    return finds
+        # A split with several axes must be faster; a tie is not enough.
+        limit = found_plans.best_seconds * (TIE_RATIO if num_model_axes(mesh_key(split)) <= 1 else 1)
+        if evaluator.lower_bound(split) <= limit:
+            _try_all(space, evaluator, found_plans, split, limit)
+    if others and found_plans.by_mesh:
+        _search_other_meshes(space, evaluator, found_plans, microbatches, others)
+    return found_plans
 
 
-def _look_beside(
-    space: Space, scales: Evaluator, finds: FoundPlans, grids: list[tuple[float, MicrobatchSplit]], others: int
+def _search_other_meshes(
+    space: Space,
+    evaluator: PlanEvaluator,
+    found_plans: FoundPlans,
+    microbatches: list[tuple[float, MicrobatchSplit]],
+    others: int,
 ) -> None:
-    """Look for the best plans of more meshes than the winner's: first for some meshes, then to the end of the best."""
-    finds.first = finds.ranked()[0]
-    meshes, tries = others + SPARE, 4 * others
-    for cut in by_floor(space, scales, grids):
-        if len(finds.by_mesh) > meshes or not tries:
+    """Add the best plans of other meshes than the winner's: a quick pass over some, then an exact one over the best."""
+    found_plans.winner = found_plans.ranked()[0]
+    meshes, tries_left = others + NUM_EXTRA_MESHES, 4 * others
+    for split in by_lower_bound(space, evaluator, microbatches):
+        if len(found_plans.by_mesh) > meshes or not tries_left:
             break
-        if mesh_key(cut) not in finds.by_mesh:
-            tries -= 1
-            _dip(space, scales, finds, cut)
-    for found in finds.ranked()[1 : meshes + 1]:
-        told, key = finds.ranked()[: others + 1], mesh_key_of(found.plan)
-        limit = min(found.seconds, told[-1].seconds if len(told) > others else math.inf)
-        _finish(space, scales, FoundPlans(by_mesh={key: finds.by_mesh[key]}, limit=limit), key)
+        if mesh_key(split) not in found_plans.by_mesh:
+            tries_left -= 1
+            _try_few(space, evaluator, found_plans, split)
+    for found in found_plans.ranked()[1 : meshes + 1]:
+        shown, key = found_plans.ranked()[: others + 1], mesh_key_of(found.plan)
+        limit = min(found.seconds, shown[-1].seconds if len(shown) > others else math.inf)
+        _search_mesh(space, evaluator, FoundPlans(by_mesh={key: found_plans.by_mesh[key]}, max_seconds=limit), key)
 
 
-def _finish(space: Space, scales: Evaluator, finds: FoundPlans, key: tuple[int, ...]) -> None:
-    """Look at all plans of a few cuts of that mesh: of those that may beat the finds."""
+def _search_mesh(space: Space, evaluator: PlanEvaluator, found_plans: FoundPlans, key: tuple[int, ...]) -> None:
+    """Try all plans of those splits of one mesh that may beat what was found."""
     tp, pp, cp, ep = key
-    cuts = [cut for grid in space.grids_of(tp, cp, ep) for cut in space.cuts(grid) if cut.pp == pp]
-    looks = LOOKS
-    for cut in sorted(cuts, key=scales.first_floor):
-        if scales.first_floor(cut) > finds.least or not looks:
-            break
-        if scales.floor(cut) <= finds.least:
-            looks -= 1
-            _expand(space, scales, finds, cut, finds.least)
-
-
-def _dive(space: Space, scales: Evaluator, finds: FoundPlans, grids: list[tuple[float, MicrobatchSplit]]) -> None:
-    """Look at few plans of each way, until many in a row were no better."""
-    vain = 0
-    for cut in by_floor(space, scales, grids):
-        least = finds.least
-        if scales.floor(cut) > least or vain == VAIN:
-            return
-        _dip(space, scales, finds, cut)
-        vain = 0 if finds.least < least or not finds.by_mesh else vain + 1
-
-
-def by_floor(space: Space, scales: Evaluator, grids: list[tuple[float, MicrobatchSplit]]) -> Iterator[MeshSplit]:
-    """Yield all cuts, those with the lowest floor first. What is slow to tell is asked for when it may be lowest."""
-    order = count()
-    ways: list[tuple[float, int, MicrobatchSplit | MeshSplit, bool]] = [
-        (floor, next(order), grid, False) for floor, grid in grids
+    splits = [
+        split
+        for microbatch in space.microbatch_splits_on(tp, cp, ep)
+        for split in space.mesh_splits(microbatch)
+        if split.pp == pp
     ]
-    heapq.heapify(ways)
-    while ways:
-        _, _, way, settled = heapq.heappop(ways)
-        if isinstance(way, MicrobatchSplit):
-            for cut in space.cuts(way):
-                heapq.heappush(ways, (scales.first_floor(cut), next(order), cut, cut.pp == 1))
-        elif settled:
-            yield way
+    splits_left = MAX_SPLITS_PER_MESH
+    for split in sorted(splits, key=evaluator.quick_bound):
+        if evaluator.quick_bound(split) > found_plans.best_seconds or not splits_left:
+            break
+        if evaluator.lower_bound(split) <= found_plans.best_seconds:
+            splits_left -= 1
+            _try_all(space, evaluator, found_plans, split, found_plans.best_seconds)
+
+
+def _quick_pass(
+    space: Space, evaluator: PlanEvaluator, found_plans: FoundPlans, microbatches: list[tuple[float, MicrobatchSplit]]
+) -> None:
+    """Try few plans of each split, until many in a row bring no gain."""
+    without_gain = 0
+    for split in by_lower_bound(space, evaluator, microbatches):
+        least = found_plans.best_seconds
+        if evaluator.lower_bound(split) > least or without_gain == MAX_SPLITS_WITHOUT_GAIN:
+            return
+        _try_few(space, evaluator, found_plans, split)
+        without_gain = 0 if found_plans.best_seconds < least or not found_plans.by_mesh else without_gain + 1
+
+
+def by_lower_bound(
+    space: Space, evaluator: PlanEvaluator, microbatches: list[tuple[float, MicrobatchSplit]]
+) -> Iterator[MeshSplit]:
+    """Yield all splits, lowest bound first. An expensive bound is computed only when it may be the lowest."""
+    order = count()
+    heap: list[tuple[float, int, MicrobatchSplit | MeshSplit, bool]] = [
+        (bound, next(order), microbatch, False) for bound, microbatch in microbatches
+    ]
+    heapq.heapify(heap)
+    while heap:
+        _, _, entry, is_exact = heapq.heappop(heap)
+        if isinstance(entry, MicrobatchSplit):
+            for split in space.mesh_splits(entry):
+                heapq.heappush(heap, (evaluator.quick_bound(split), next(order), split, split.pp == 1))
+        elif is_exact:
+            yield entry
         else:
-            heapq.heappush(ways, (scales.floor(way), next(order), way, True))
+            heapq.heappush(heap, (evaluator.lower_bound(entry), next(order), entry, True))
 
 
-def _grid_floor(space: Space, scales: Evaluator, grid: MicrobatchSplit) -> float:
-    """Return a time that no plan with such micro-batches beats: all devices at work on them all the time."""
+def _microbatch_bound(space: Space, evaluator: PlanEvaluator, microbatch: MicrobatchSplit) -> float:
+    """Return a lower bound for plans with such micro-batches: all devices busy all the time."""
     question = space.question
-    level = RecomputeChoice(space.pins.recompute) if space.pinned("recompute") or space.pins.towers else NONE
-    groups = question.cluster.world_size / (grid.tp * grid.cp)
-    return scales.pace(grid, level) * question.recipe.train.global_batch / grid.micro_batch / groups
+    choice = RecomputeChoice(space.pins.recompute) if space.pinned("recompute") or space.pins.towers else NO_RECOMPUTE
+    groups = question.cluster.world_size / (microbatch.tp * microbatch.cp)
+    return (
+        evaluator.micro_batch_seconds(microbatch, choice)
+        * question.recipe.train.global_batch
+        / microbatch.micro_batch
+        / groups
+    )
 
 
-def _dip(space: Space, scales: Evaluator, finds: FoundPlans, cut: MeshSplit) -> None:
-    """Look at a few plans of the cut: nothing or all is shared, and computed again.
+def _try_few(space: Space, evaluator: PlanEvaluator, found_plans: FoundPlans, split: MeshSplit) -> None:
+    """Try a few plans of the split: with no or full sharding, and with no or full recompute.
 
-    What is offloaded is left to the second look, unless that was pinned.
+    Offload is left to the exact pass, unless it is pinned.
     """
-    levels = [level for level in space.levels(cut) if not level.towers and not isinstance(level.recompute, int)]
-    levels = levels or list(space.levels(cut))
+    choices = [
+        choice
+        for choice in space.recompute_choices(split)
+        if not choice.towers and not isinstance(choice.recompute, int)
+    ]
+    choices = choices or list(space.recompute_choices(split))
     offload = space.offloads()[0]
-    shares = [share for share in space.shares(cut) if not share.towers and space.goes(cut, share, offload)]
-    most = max((share.dp_shard for share in shares), default=1)
-    few = [share for share in shares if share.dp_shard in (1, most) and share.sharding != "gradients"]
-    if not few or not _lean_fits(scales, Candidate(cut, few[-1], offload), levels):
+    all_states = [
+        states
+        for states in space.state_shardings(split)
+        if not states.towers and space.supports(split, states, offload)
+    ]
+    most = max((states.dp_shard for states in all_states), default=1)
+    few = [states for states in all_states if states.dp_shard in (1, most) and states.sharding != "gradients"]
+    if not few or not _least_memory_fits(evaluator, Candidate(split, few[-1], offload), choices):
         return
-    for share in few:
-        if _lean_fits(scales, Candidate(cut, share, offload), levels):
-            _fastest(space, scales, finds, Candidate(cut, share, offload), levels)
+    for states in few:
+        if _least_memory_fits(evaluator, Candidate(split, states, offload), choices):
+            _add_fastest(space, evaluator, found_plans, Candidate(split, states, offload), choices)
 
 
-def mesh_key(cut: MeshSplit) -> tuple[int, ...]:
-    """Return what makes one mesh another, whatever its data ranks share."""
-    return cut.grid.tp, cut.pp, cut.grid.cp, cut.grid.ep
+def mesh_key(split: MeshSplit) -> tuple[int, ...]:
+    """Return the degrees that identify a mesh, whatever its data ranks shard."""
+    return split.microbatch.tp, split.pp, split.microbatch.cp, split.microbatch.ep
 
 
-def axes_of(key: tuple[int, ...]) -> int:
-    """Return how many axes there are beside the data's."""
+def num_model_axes(key: tuple[int, ...]) -> int:
+    """Return how many axes besides data parallelism are in use."""
     return sum(degree > 1 for degree in key)
 
 
 def mesh_key_of(plan: Plan) -> tuple[int, ...]:
-    """Return what makes one mesh another, of a whole plan."""
+    """Return the degrees that identify the mesh of a plan."""
     mesh = plan.mesh
     return mesh.tp, mesh.pp, mesh.cp, mesh.ep
 
 
-def _expand(space: Space, scales: Evaluator, finds: FoundPlans, cut: MeshSplit, limit: float) -> None:
-    """Look at every share of the cut that may take no longer than `limit`.
+def _try_all(space: Space, evaluator: PlanEvaluator, found_plans: FoundPlans, split: MeshSplit, limit: float) -> None:
+    """Try every sharding of the split that may take at most `limit` seconds.
 
-    Each is taken with the least that must be computed again or offloaded for it to fit.
+    Each is tried with as little recompute and offload as it needs to fit.
     """
-    levels = [level for level in space.levels(cut) if scales.level_floor(cut, level) <= limit]
-    levels.sort(key=lambda level: (scales.pace(cut.grid, level), str(level)))
-    offloads = _that_fit(space, scales, cut, levels) if levels else []
+    choices = [choice for choice in space.recompute_choices(split) if evaluator.recompute_bound(split, choice) <= limit]
+    choices.sort(key=lambda choice: (evaluator.micro_batch_seconds(split.microbatch, choice), str(choice)))
+    offloads = _fitting_offloads(space, evaluator, split, choices) if choices else []
     too_big: set[tuple[object, ...]] = set()
-    for share in reversed(space.shares(cut)) if offloads else ():
-        like = share.sharding, share.towers
-        if like in too_big or scales.share_floor(cut, share) > limit:
+    for states in reversed(space.state_shardings(split)) if offloads else ():
+        kind = states.sharding, states.towers
+        if kind in too_big or evaluator.sharding_bound(split, states) > limit:
             continue
-        if not _settle(space, scales, finds, [Candidate(cut, share, offload) for offload in offloads], levels, limit):
-            too_big.add(like)  # so are fewer shards, which come later
+        if not _try_offloads(
+            space, evaluator, found_plans, [Candidate(split, states, offload) for offload in offloads], choices, limit
+        ):
+            too_big.add(kind)  # fewer shards, which follow, need even more memory
 
 
-def _settle(
+def _try_offloads(
     space: Space,
-    scales: Evaluator,
-    finds: FoundPlans,
-    ways: list[Candidate],
-    levels: list[RecomputeChoice],
+    evaluator: PlanEvaluator,
+    found_plans: FoundPlans,
+    candidates: list[Candidate],
+    choices: list[RecomputeChoice],
     limit: float,
 ) -> bool:
-    """Look at the levels of a share, offload by offload, and return whether any fits.
+    """Try the recompute choices of one sharding, offload by offload, and return whether any fits.
 
-    To offload pays only where less is then computed again, or where the device is all but full.
+    Offload only pays if less is then recomputed, or if the device is nearly full.
     """
     fits, ceiling = False, math.inf
-    for way in ways:
-        less = [level for level in levels if scales.pace(way.cut.grid, level) < ceiling]
-        if way.offload != "none":
-            less = [level for level in less if scales.offload_floor(way, level) <= limit]
-        if not less or not _lean_fits(scales, way, less):
+    for candidate in candidates:
+        cheaper = [
+            choice for choice in choices if evaluator.micro_batch_seconds(candidate.split.microbatch, choice) < ceiling
+        ]
+        if candidate.offload != "none":
+            cheaper = [choice for choice in cheaper if evaluator.offload_bound(candidate, choice) <= limit]
+        if not cheaper or not _least_memory_fits(evaluator, candidate, cheaper):
             continue
         fits = True
-        if way.offload == "activations":
-            less = [level for level in less if scales.moved_floor(way.cut, level) <= finds.least * ALIKE]
-        level = _fastest(space, scales, finds, way, less)
-        weighed = scales.weigh(way, level) if level else None
-        if level and weighed and way.offload == "none" and not uneven(way, level) and not scales.crowding(weighed[1]):
-            ceiling = scales.pace(way.cut.grid, level)
+        if candidate.offload == "activations":
+            cheaper = [
+                choice
+                for choice in cheaper
+                if evaluator.activation_offload_bound(candidate.split, choice) <= found_plans.best_seconds * TIE_RATIO
+            ]
+        choice = _add_fastest(space, evaluator, found_plans, candidate, cheaper)
+        fitting = evaluator.fitting_plan(candidate, choice) if choice else None
+        if (
+            choice
+            and fitting
+            and candidate.offload == "none"
+            and not is_not_monotonic(candidate, choice)
+            and not evaluator.slowdown(fitting[1])
+        ):
+            ceiling = evaluator.micro_batch_seconds(candidate.split.microbatch, choice)
     return fits
 
 
-def _that_fit(space: Space, scales: Evaluator, cut: MeshSplit, levels: list[RecomputeChoice]) -> list[str]:
-    """Return the offloads with which the leanest that can become of the cut fits: all is shared, all computed again.
+def _fitting_offloads(
+    space: Space, evaluator: PlanEvaluator, split: MeshSplit, choices: list[RecomputeChoice]
+) -> list[str]:
+    """Return the offloads with which the split fits at all: with full sharding and full recompute.
 
-    With parameters on the host a device holds least of the states: where even that is too much for it, so is more.
+    A device holds the least states if parameters are offloaded. If even that exceeds the device, only offloaded
+    activations can help.
     """
     fitting = []
     for offload in reversed(space.offloads()):
-        ways = [Candidate(cut, share, offload) for share in lean_shares(space, cut, offload)[-1:]]
-        if any(_lean_fits(scales, way, levels) for way in ways):
+        candidates = [
+            Candidate(split, states, offload) for states in least_memory_shardings(space, split, offload)[-1:]
+        ]
+        if any(_least_memory_fits(evaluator, candidate, choices) for candidate in candidates):
             fitting.append(offload)
-        elif offload == "parameters" and ways and all(scales.bursts(ways[0], each) for each in leanest_levels(levels)):
-            more = [Candidate(cut, share, "activations") for share in lean_shares(space, cut, "activations")[-1:]]
-            return ["activations"] if any(_lean_fits(scales, way, levels) for way in more) else []
+        elif (
+            offload == "parameters"
+            and candidates
+            and all(evaluator.exceeds_device(candidates[0], each) for each in least_memory_recomputes(choices))
+        ):
+            more = [
+                Candidate(split, states, "activations")
+                for states in least_memory_shardings(space, split, "activations")[-1:]
+            ]
+            return (
+                ["activations"] if any(_least_memory_fits(evaluator, candidate, choices) for candidate in more) else []
+            )
     return [offload for offload in space.offloads() if offload in fitting]
 
 
-def lean_shares(space: Space, cut: MeshSplit, offload: str) -> list[StateSharding]:
-    """Return the shares of which one holds least: over as many ranks as there are. The last shares most."""
-    shares = [share for share in space.shares(cut) if not share.towers and space.goes(cut, share, offload)]
-    most = max((share.dp_shard for share in shares), default=1)
-    return [share for share in shares if share.dp_shard == most]
+def least_memory_shardings(space: Space, split: MeshSplit, offload: str) -> list[StateSharding]:
+    """Return the shardings over the most ranks; one of them needs the least memory. The last one shards the most."""
+    all_states = [
+        states
+        for states in space.state_shardings(split)
+        if not states.towers and space.supports(split, states, offload)
+    ]
+    most = max((states.dp_shard for states in all_states), default=1)
+    return [states for states in all_states if states.dp_shard == most]
 
 
-def _lean_fits(scales: Evaluator, way: Candidate, levels: list[RecomputeChoice]) -> bool:
-    return any(scales.weigh(way, level) for level in leanest_levels(levels))
+def _least_memory_fits(evaluator: PlanEvaluator, candidate: Candidate, choices: list[RecomputeChoice]) -> bool:
+    return any(evaluator.fitting_plan(candidate, choice) for choice in least_memory_recomputes(choices))
 
 
-def leanest_levels(levels: Sequence[RecomputeChoice]) -> list[RecomputeChoice]:
-    """Return the levels of which one keeps least: all again, or, where that is not among them, what comes near."""
-    full = [level for level in levels if level.recompute == "full" and not level.towers]
-    every = [level for level in levels if isinstance(level.recompute, int)]
-    rest = [level for level in levels if not isinstance(level.recompute, int) and level.recompute != "none"]
-    return full or [*rest, *sorted(every)[:1]] or list(levels)
+def least_memory_recomputes(choices: Sequence[RecomputeChoice]) -> list[RecomputeChoice]:
+    """Return the choices of which one saves the fewest activations: full recompute, or the closest to it."""
+    full = [choice for choice in choices if choice.recompute == "full" and not choice.towers]
+    strided = [choice for choice in choices if isinstance(choice.recompute, int)]
+    rest = [choice for choice in choices if not isinstance(choice.recompute, int) and choice.recompute != "none"]
+    return full or [*rest, *sorted(strided)[:1]] or list(choices)
 
 
-def _fastest(
-    space: Space, scales: Evaluator, finds: FoundPlans, way: Candidate, levels: list[RecomputeChoice]
+def _add_fastest(
+    space: Space,
+    evaluator: PlanEvaluator,
+    found_plans: FoundPlans,
+    candidate: Candidate,
+    choices: list[RecomputeChoice],
 ) -> RecomputeChoice | None:
-    """Return the quickest of the levels that fit and can run, and note its plan. They come in order of their floors."""
-    best, quickest = math.inf, None
-    for level in levels:
-        if scales.level_floor(way.cut, level) >= best:
+    """Add the fastest recompute choice that fits and is legal, and return it. `choices` come by their lower bounds."""
+    best_seconds, fastest = math.inf, None
+    for choice in choices:
+        if evaluator.recompute_bound(candidate.split, choice) >= best_seconds:
             break
-        if (weighed := scales.weigh(way, level)) is None:
+        if (fitting := evaluator.fitting_plan(candidate, choice)) is None:
             continue
-        plan, memory = weighed
-        found = FoundPlan(scales.seconds(plan, memory), plan, scales.occupancy(memory) > FULL)
-        if finds.wants(found):
-            if not allowed(space, plan):
+        plan, memory = fitting
+        found = FoundPlan(evaluator.seconds(plan, memory), plan, evaluator.occupancy(memory) > NEARLY_FULL_FRACTION)
+        if found_plans.is_useful(found):
+            if not is_legal(space, plan):
                 continue
-            finds.add(found)
-        if found.seconds < best:
-            best, quickest = found.seconds, level
-        if not scales.crowding(memory) and not uneven(way, level):
+            found_plans.add(found)
+        if found.seconds < best_seconds:
+            best_seconds, fastest = found.seconds, choice
+        if not evaluator.slowdown(memory) and not is_not_monotonic(candidate, choice):
             break
-    return quickest
+    return fastest
 
 
-def uneven(way: Candidate, level: RecomputeChoice) -> bool:
-    """Return whether a level that computes more again may yet take less time.
+def is_not_monotonic(candidate: Candidate, choice: RecomputeChoice) -> bool:
+    """Return whether a choice that recomputes more may still be faster.
 
-    Ranks of a pipeline may compute unlike much again, and of activations that are offloaded fewer then travel.
+    Pipeline ranks may recompute different numbers of layers, and recompute leaves fewer activations to offload.
     """
-    parts = way.cut.pp > 1 and (isinstance(level.recompute, int) or bool(level.towers))
-    return parts or way.offload == "activations"
+    uneven = candidate.split.pp > 1 and (isinstance(choice.recompute, int) or bool(choice.towers))
+    return uneven or candidate.offload == "activations"
 
 
-def lean_plans(space: Space) -> Iterator[Plan]:
-    """Yield, for each mesh, the plans of which one is its leanest.
+def least_memory_plans(space: Space) -> Iterator[Plan]:
+    """Yield, for each mesh, plans of which one needs the least memory.
 
-    Least is held with the smallest micro-batch, most shards and all computed again; more stages a rank, or a backward
-    that is cut in two, only hold more.
+    That is with the smallest micro-batch, the most shards and full recompute. More stages per rank, or a split
+    backward, only need more.
     """
     seen: set[tuple[object, ...]] = set()
-    for grid in sorted(space.grids(), key=lambda grid: (grid.micro_batch, grid)):
-        for cut in space.cuts(grid):
-            schedule = cut.schedule if "schedule" in space.pins.pipeline.model_fields_set else "1f1b"
-            key = grid[:4], cut.pp
-            if key in seen or (cut.pp > 1 and cut.schedule != schedule):
+    for microbatch in sorted(space.microbatch_splits(), key=lambda microbatch: (microbatch.micro_batch, microbatch)):
+        for split in space.mesh_splits(microbatch):
+            schedule = split.schedule if "schedule" in space.pins.pipeline.model_fields_set else "1f1b"
+            key = microbatch[:4], split.pp
+            if key in seen or (split.pp > 1 and split.schedule != schedule):
                 continue
             seen.add(key)
             for offload in space.offloads():
-                for share in lean_shares(space, cut, offload)[-1:]:
-                    yield from (space.plan(cut, share, level, offload) for level in leanest_levels(space.levels(cut)))
+                for states in least_memory_shardings(space, split, offload)[-1:]:
+                    yield from (
+                        space.plan(split, states, choice, offload)
+                        for choice in least_memory_recomputes(space.recompute_choices(split))
+                    )
 
 
-def _fits(scales: Evaluator, plan: Plan) -> bool:
-    return scales.strain(scales.memory(plan)) <= 1
+def _fits(evaluator: PlanEvaluator, plan: Plan) -> bool:
+    return evaluator.memory_use(evaluator.memory(plan)) <= 1
 
 
-def allowed(space: Space, plan: Plan) -> bool:
+def is_legal(space: Space, plan: Plan) -> bool:
     """Return whether the plan can run."""
     try:
         check_question(plan, space.question)

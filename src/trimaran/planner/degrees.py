@@ -1,4 +1,4 @@
-"""Degrees that work, and how they are told."""
+"""Degrees that divide a number, and their text in messages."""
 
 import math
 from collections.abc import Iterable
@@ -11,17 +11,17 @@ def divisors(num: int, *, most: int) -> list[int]:
 
 
 def degrees(num: int, *, world_size: int) -> str:
-    """Return the degrees that divide `num` and the world, as people say it."""
+    """Return the degrees that divide both `num` and the world size, as text."""
     return either(each for each in divisors(num, most=world_size) if world_size % each == 0)
 
 
 def multiples_around(num: int, step: int) -> str:
-    """Return the multiples of `step` nearest to `num`, as people say it: `8 or 12`."""
+    """Return the multiples of `step` nearest to `num`, as text: `8 or 12`."""
     below, above = num // step * step, -(-num // step) * step
     return either(dict.fromkeys(each for each in (below, above) if each))
 
 
 def either(choices: Iterable[object]) -> str:
-    """Return the choices as people say them, `1 or 2 or 4`; of many, the first four and the last."""
-    words = [str(each) for each in choices]
-    return " or ".join(words if len(words) <= 5 else [*words[:4], words[-1]])
+    """Return the choices as text, `1 or 2 or 4`; of many, the first four and the last."""
+    texts = [str(each) for each in choices]
+    return " or ".join(texts if len(texts) <= 5 else [*texts[:4], texts[-1]])

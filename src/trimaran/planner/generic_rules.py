@@ -1,4 +1,4 @@
-"""Which plans a question allows: those that our trainer runs, or, on paper, all that the network can be cut into."""
+"""Checks the plans of a question: by the rules of our trainer, or by those that hold for any training system."""
 
 import math
 from collections.abc import Iterator
@@ -20,21 +20,21 @@ from trimaran.planner.legal import (
     check_sharding,
 )
 from trimaran.planner.question import Question
-from trimaran.planner.tower_rules import refuse_unknown
+from trimaran.planner.tower_rules import check_known_towers
 
 
 def check_question(plan: Plan, question: Question) -> None:
     """Raise UserError for the first thing in `plan` that the question does not allow."""
     if question.outline is not None:
-        check_names(plan, question)
-    if question.trains:
+        check_tower_names(plan, question)
+    if question.for_trainer:
         check_plan(plan, question.recipe, question.spec, question.cluster, question.outline)
     else:
-        check_on_paper(plan, question)
+        check_without_trainer(plan, question)
 
 
-def check_on_paper(plan: Plan, question: Question) -> None:
-    """Raise for what no training system could run: degrees that divide nothing, sums that do not add up."""
+def check_without_trainer(plan: Plan, question: Question) -> None:
+    """Raise for what no training system could run: degrees that divide nothing, batches that do not add up."""
     recipe, cluster, outline = question.recipe, question.cluster, question.outline
     check_mesh(plan, cluster)
     if plan.engine == "deepspeed":
@@ -45,30 +45,30 @@ def check_on_paper(plan: Plan, question: Question) -> None:
     check_precision(plan, question.spec, cluster)
     check_memory(plan, question.spec)
     check_compiled(plan, cluster)
-    if question.stack.name == "trimaran":  # others have a loss of their own, whatever the plan says
+    if question.stack.name == "trimaran":  # other stacks ignore the plan's loss
         check_loss(plan, question.spec, outline)
     check_pipeline(plan, recipe)
     if outline is None:
         return
     if not outline.main.positions and 0 < outline.max_seq_len < recipe.data.seq_len:
-        raise UserError("P005", f"seq_len is {recipe.data.seq_len:,}, and {outline.name} is made for at most "
+        raise UserError("P005", f"seq_len is {recipe.data.seq_len:,}, but {outline.name} supports at most "
                         f"{outline.max_seq_len:,}", where="data.seq_len",
                         fix=f"set data.seq_len to {outline.max_seq_len} or less")  # fmt: skip
-    check_degrees(plan, outline, recipe.data.seq_len)
+    check_divisors(plan, outline, recipe.data.seq_len)
     check_depth(plan, outline)
 
 
-def check_names(plan: Plan, question: Question) -> None:
-    """Raise unless every tower that the plan and the recipe name is there."""
+def check_tower_names(plan: Plan, question: Question) -> None:
+    """Raise unless every tower that plan and recipe name exists."""
     outline = question.outline
     assert outline is not None
     names = [tower.name for tower in outline.towers]
-    refuse_unknown(plan.towers, names, of=outline.name, code="P022", where="plan.towers")
-    refuse_unknown(question.recipe.train.optimizer.towers, names, of=outline.name, code="P052",
+    check_known_towers(plan.towers, names, of=outline.name, code="P022", where="plan.towers")
+    check_known_towers(question.recipe.train.optimizer.towers, names, of=outline.name, code="P052",
                    where="train.optimizer.towers")  # fmt: skip
 
 
-def check_degrees(plan: Plan, outline: Outline, seq_len: int) -> None:
+def check_divisors(plan: Plan, outline: Outline, seq_len: int) -> None:
     """Raise unless tp, cp and ep divide what they split, in every tower."""
     mesh = plan.mesh
     for axis, code in (("tp", "P008"), ("cp", "P009"), ("ep", "P010")):
@@ -76,8 +76,8 @@ def check_degrees(plan: Plan, outline: Outline, seq_len: int) -> None:
         if degree == 1:
             continue
         if axis != "ep" and (opaque := next(_opaque(outline), None)):
-            raise UserError("P021", f"{axis} cannot cut {opaque.name}, a block of which only totals are known",
-                            where=f"plan.mesh.{axis}", fix="use dp_shard or pp, or describe the network by its "
+            raise UserError("P021", f"{axis} cannot split {opaque.name}, an opaque block",
+                            where=f"plan.mesh.{axis}", fix="use dp_shard or pp, or describe the model by its "
                             "config.json")  # fmt: skip
         for name, size in split_sizes(outline, plan, seq_len, axis):
             if size % degree:
@@ -88,25 +88,25 @@ def check_degrees(plan: Plan, outline: Outline, seq_len: int) -> None:
 
 
 def check_depth(plan: Plan, outline: Outline) -> None:
-    """Raise unless every stage has a block, and the stages hold every block once."""
+    """Raise unless every stage has a block and together they hold every block once."""
     pp, stages, schedule = plan.mesh.pp, plan.pipeline.stages, plan.pipeline.schedule
     if pp == 1 and stages:
-        raise UserError("P011", f"there are {len(stages)} stages, and pp is 1", where="plan.pipeline.stages",
+        raise UserError("P011", f"{len(stages)} stages are listed, but pp is 1", where="plan.pipeline.stages",
                         fix=f"set mesh.pp to {len(stages)}, or leave the stages out")  # fmt: skip
     if pp > 1 and plan.num_stages > outline.layers:
         raise UserError("P011", f"{plan.num_stages} stages are more than the {outline.layers} blocks of "
-                        f"{outline.name}", where="plan.mesh.pp", fix="use less of pp, or fewer stages")  # fmt: skip
+                        f"{outline.name}", where="plan.mesh.pp", fix="use a lower pp, or fewer stages")  # fmt: skip
     wrong = sum(stages) != outline.layers or 0 in stages or not takes_stages(schedule, len(stages) / pp)
     if pp > 1 and stages and wrong:
-        raise UserError("P011", f"{len(stages)} stages of {sum(stages)} blocks do not make up the {outline.layers} of "
-                        f"{outline.name} for {schedule} on pp {pp}", where="plan.pipeline.stages",
-                        fix="leave them out: the planner cuts by cost")  # fmt: skip
+        raise UserError("P011", f"{len(stages)} stages of {sum(stages)} blocks do not add up to the "
+                        f"{outline.layers} of {outline.name} for {schedule} with pp {pp}", where="plan.pipeline.stages",
+                        fix="leave them out: the planner splits by cost")  # fmt: skip
 
 
 def split_sizes(outline: Outline, plan: Plan, seq_len: int, axis: str) -> Iterator[tuple[str, int]]:
-    """Yield what the axis splits, with its name: heads, widths, positions or experts of every tower.
+    """Yield what the axis splits, by name: heads, widths, positions or experts of every tower.
 
-    A vocabulary is left out: systems pad it. So is what a tower's own experts make of `ep`, where it has none.
+    The vocabulary is left out, because systems pad it. A tower without experts does not restrict `ep`.
     """
     mesh, gather = plan.mesh, plan.comm.context == "gather"
     if axis == "ep":
@@ -118,13 +118,13 @@ def split_sizes(outline: Outline, plan: Plan, seq_len: int, axis: str) -> Iterat
         for block, _ in tower.runs:
             if isinstance(block, OutlineLayer):
                 yield from (
-                    (f"{name} of tower {tower.name}", size) for name, size in _sizes(block, mesh.tp, axis, gather)
+                    (f"{name} of tower {tower.name}", size) for name, size in _layer_sizes(block, mesh.tp, axis, gather)
                 )
     if axis == "ep" and not any(block.experts for block in _layers(outline)):
         yield f"experts of {outline.name}", 1
 
 
-def _sizes(layer: OutlineLayer, tp: int, axis: str, gather: bool) -> Iterator[tuple[str, int]]:
+def _layer_sizes(layer: OutlineLayer, tp: int, axis: str, gather: bool) -> Iterator[tuple[str, int]]:
     experts = layer.experts
     if axis == "ep" and experts:
         yield "experts", experts.num_experts

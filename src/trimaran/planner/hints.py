@@ -1,4 +1,4 @@
-"""What would change the answer: each change was searched before it is told."""
+"""Hints: what would change the answer. Each change is searched before it is shown."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -7,48 +7,50 @@ from typing import Any, NamedTuple
 from trimaran.core import Bytes, Mesh, Plan, show_bytes
 from trimaran.hardware import Cluster
 from trimaran.models import Outline
-from trimaran.planner.branch_and_bound import find
-from trimaran.planner.evaluator import Evaluator
-from trimaran.planner.least_memory import fits_on, resized
+from trimaran.planner.branch_and_bound import find_plans
+from trimaran.planner.evaluator import PlanEvaluator
+from trimaran.planner.least_memory import fits_on, resized_cluster
 from trimaran.planner.question import Question
 from trimaran.planner.space import Space
 
-WORTH = 1.03  # a change that gains less is not told
+MIN_HINT_SPEEDUP = 1.03  # a smaller gain is not shown
 
 
 class Hint(NamedTuple):
-    """Another question, in words. A step of it trains on as many tokens."""
+    """A changed question, and its text. A step of it trains on as many tokens."""
 
-    words: str
+    text: str
     question: Question
 
 
 def hints_for(best: Plan, question: Question) -> tuple[str, ...]:
-    """Return what would make the best plan faster, and by how much: searched with the mesh that won."""
+    """Return what would make the best plan faster, and by how much: searched with the same mesh."""
     assert best.prediction is not None
-    told = []
-    for change in changes(question):
-        seconds = near(change.question, best)
-        if seconds is not None and (gain := best.prediction.step_seconds / seconds) > WORTH:
-            told.append(f"{change.words}: {gain:.2f} times as fast")
-    return (*told, *_room(best, question))
+    hints = []
+    for change in question_changes(question):
+        seconds = fastest_like(change.question, best)
+        if seconds is not None and (gain := best.prediction.step_seconds / seconds) > MIN_HINT_SPEEDUP:
+            hints.append(f"{change.text}: {gain:.2f} times as fast")
+    return (*hints, *_free_memory(best, question))
 
 
-def ways_out(question: Question) -> tuple[str, ...]:
-    """Return the changes, but for more devices, after which a plan fits."""
+def memory_hints(question: Question) -> tuple[str, ...]:
+    """Return the changes, other than more devices, after which a plan fits."""
     cluster = question.cluster
-    roomy = replace(cluster, host_bytes=Bytes(2 * cluster.host_bytes))
-    hosts = Hint(f"use nodes with {show_bytes(roomy.host_bytes)} of memory", replace(question, cluster=roomy))
-    others = [change for change in changes(question) if change.question.cluster == cluster]
+    larger_host = replace(cluster, host_bytes=Bytes(2 * cluster.host_bytes))
+    hosts = Hint(
+        f"use nodes with {show_bytes(larger_host.host_bytes)} of memory", replace(question, cluster=larger_host)
+    )
+    others = [change for change in question_changes(question) if change.question.cluster == cluster]
     return tuple(
-        f"{change.words}: a plan fits"
+        f"{change.text}: a plan fits"
         for change in [*_unpinned(question), *([hosts] if cluster.device.kind == "cuda" else []), *others]
         if fits_on(change.question, change.question.cluster)
     )
 
 
-def changes(question: Question) -> Iterator[Hint]:
-    """Yield what a person could change: the cluster, precision, states, sequences, what is trained."""
+def question_changes(question: Question) -> Iterator[Hint]:
+    """Yield what the user could change: cluster, precision, optimizer states, sequence length, frozen towers."""
     recipe, cluster, pins = question.recipe, question.cluster, question.pins
     if (larger := _larger(question)) is not None:
         yield Hint(f"use {larger}", replace(question, cluster=larger))
@@ -58,28 +60,30 @@ def changes(question: Question) -> Iterator[Hint]:
         yield Hint("set train.optimizer.states to 8bit", _with(question, train=small))
     if "precision" not in pins.model_fields_set and "fp8" in cluster.device.peak_flops:
         fp8 = _with(question, plan=_pinned(pins, precision="fp8"))
-        yield Hint("set plan.precision to fp8, which changes the course a little", fp8)
+        yield Hint("set plan.precision to fp8, which changes the results a little", fp8)
     assert question.outline is not None
     if recipe.data.seq_len >= 2048 and not question.outline.main.positions:
         half = recipe.data.model_copy(update={"seq_len": recipe.data.seq_len // 2})
         shorter = train.model_copy(update={"global_batch": 2 * train.global_batch})
-        words = f"cut sequences to {recipe.data.seq_len // 2:,}, and twice as many"
-        yield Hint(words, _with(question, data=half, train=shorter))
+        text = f"halve sequences to {recipe.data.seq_len // 2:,}, with twice as many"
+        yield Hint(text, _with(question, data=half, train=shorter))
     for tower in question.outline.towers[:-1]:
         if not tower.frozen and tower.layers > 2:
-            yield Hint(f"freeze {tower.name}", replace(question, outline=frozen(question.outline, tower.name)))
+            yield Hint(
+                f"freeze {tower.name}", replace(question, outline=with_frozen_tower(question.outline, tower.name))
+            )
 
 
 def _larger(question: Question) -> Cluster | None:
-    """Return the next larger cluster over which the batch splits: a fuller node, or more nodes, up to twice as many."""
+    """Return the next larger cluster over which the batch splits: a fuller node, or up to twice as many nodes."""
     cluster, batch = question.cluster, question.recipe.train.global_batch
     node = cluster.devices_per_node
     if cluster.device.kind != "cuda":
         return None
     if cluster.num_nodes == 1 and 2 * node <= cluster.device.node_size:
-        return resized(cluster, 1, 2 * node)
+        return resized_cluster(cluster, 1, 2 * node)
     nodes = range(cluster.num_nodes + 1, 2 * cluster.num_nodes + 1)
-    return next((resized(cluster, num, node) for num in nodes if batch % num == 0), None)
+    return next((resized_cluster(cluster, num, node) for num in nodes if batch % num == 0), None)
 
 
 def _unpinned(question: Question) -> Iterator[Hint]:
@@ -90,31 +94,31 @@ def _unpinned(question: Question) -> Iterator[Hint]:
         yield Hint(f"leave plan.{name} out", _with(question, plan=Plan(**kept)))
 
 
-def frozen(outline: Outline, name: str) -> Outline:
-    """Return the network with that tower frozen."""
+def with_frozen_tower(outline: Outline, name: str) -> Outline:
+    """Return the model with that tower frozen."""
     towers = tuple(replace(each, frozen=True) if each.name == name else each for each in outline.towers)
     return replace(outline, towers=towers)
 
 
-def near(question: Question, best: Plan) -> float | None:
-    """Return the seconds of the fastest plan that cuts the network as `best` does; None where none fits or can run."""
+def fastest_like(question: Question, best: Plan) -> float | None:
+    """Return the step seconds of the fastest plan with the mesh of `best`; None if none fits or can run."""
     mesh, pins = best.mesh, question.pins
-    cut = Mesh(
+    fixed_mesh = Mesh(
         **pins.mesh.model_dump(exclude_unset=True) | {"tp": mesh.tp, "pp": mesh.pp, "cp": mesh.cp, "ep": mesh.ep}
     )
-    held: dict[str, Any] = {"mesh": cut}
+    fixed: dict[str, Any] = {"mesh": fixed_mesh}
     if mesh.pp > 1:
-        held["pipeline"] = best.pipeline
+        fixed["pipeline"] = best.pipeline
     if best.mesh.dp > 1 and "sharding" not in pins.model_fields_set:
-        held["sharding"] = best.sharding
-    asked = _with(question, plan=_pinned(pins, **held))
-    space = Space(asked)
-    found = find(space, Evaluator(space)).ranked()
+        fixed["sharding"] = best.sharding
+    changed = _with(question, plan=_pinned(pins, **fixed))
+    space = Space(changed)
+    found = find_plans(space, PlanEvaluator(space)).ranked()
     return found[0].seconds if found else None
 
 
-def _room(best: Plan, question: Question) -> Iterator[str]:
-    """Yield what is left free, where that is much: a smaller device would do."""
+def _free_memory(best: Plan, question: Question) -> Iterator[str]:
+    """Yield how much memory stays free, if that is much: a smaller device would be enough."""
     assert best.prediction is not None
     size, used = question.cluster.device.memory_bytes, best.prediction.device_bytes
     if used < 0.5 * size and question.cluster.device.kind == "cuda":
@@ -126,6 +130,6 @@ def _with(question: Question, **sections: object) -> Question:
 
 
 def _pinned(pins: Plan, **fields: Any) -> Plan:
-    """Return the pins with these besides."""
+    """Return the pins with these fields added."""
     kept: dict[str, Any] = {name: getattr(pins, name) for name in pins.model_fields_set}
     return Plan(**kept | fields)

@@ -1,25 +1,25 @@
-"""Which plans can run: everything that would fail later, said before a process starts."""
+"""Checks whether a plan can run, before any process starts."""
 
 from trimaran.core import Plan, Recipe, UserError
 from trimaran.core.deepspeed_config import check_deepspeed
-from trimaran.core.optional_packages import FP8_MULTIPLE, FP8_SMALLEST
+from trimaran.core.optional_packages import FP8_FEATURE_MULTIPLE, MIN_FP8_FEATURES
 from trimaran.hardware import Cluster
 from trimaran.models import ModelSpec, Outline, module_names, refuse_unmatched
 from trimaran.models.perception_spec import PerceptionSpec
 from trimaran.models.stages import Spec
-from trimaran.planner.axis_rules import check_axes, fills, language_of
+from trimaran.planner.axis_rules import check_axes, fills_pipeline, language_of
 from trimaran.planner.degrees import divisors, either
 from trimaran.planner.tower_rules import check_towers
 
-# torch computes these on a CPU, whatever the catalogue's rates are; every GPU in it has fp16.
+# torch supports these on a CPU, whatever rates the catalogue has. Every GPU in the catalogue has fp16.
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
-CPU_PRECISIONS, EVERY_GPU = PRECISIONS[:3], ("fp32", "fp16")
+CPU_PRECISIONS, GPU_PRECISIONS = PRECISIONS[:3], ("fp32", "fp16")
 
 
 def check_plan(plan: Plan, recipe: Recipe, spec: Spec | None, cluster: Cluster, outline: Outline | None = None) -> None:
-    """Raise UserError for the first thing in `plan` that cannot run; return nothing when it can.
+    """Raise UserError for the first thing in `plan` that cannot run.
 
-    What only `outline` tells is checked where it is given: a spec is that of a network of ours.
+    `outline` adds checks for models without a spec of ours.
     """
     check_mesh(plan, cluster)
     if plan.engine == "deepspeed":
@@ -45,136 +45,139 @@ def check_mesh(plan: Plan, cluster: Cluster) -> None:
         return
     inner = mesh.tp * mesh.pp * mesh.cp
     if world_size % inner:
-        fix = f"let tp x pp x cp be {either(divisors(world_size, most=world_size))}, not {inner}"
+        fix = f"set tp x pp x cp to {either(divisors(world_size, most=world_size))}, not {inner}"
     else:
         data = world_size // inner
         works = [f"{data // shard} x {shard}" for shard in divisors(data, most=data)]
-        beside = f" beside tp x pp x cp of {inner}" if inner > 1 else ""
-        fix = f"use dp_replicate x dp_shard of {either(works)}{beside}, or leave one of them out"
+        others = f" with tp x pp x cp of {inner}" if inner > 1 else ""
+        fix = f"use dp_replicate x dp_shard of {either(works)}{others}, or leave one of them out"
     raise UserError("P001", f"the mesh ({mesh}) has {mesh.world_size} ranks, {cluster} has {world_size}",
                     where="plan.mesh", fix=fix)  # fmt: skip
 
 
 def check_sharding(plan: Plan) -> None:
-    """Raise when the mesh and the sharding contradict each other.
+    """Raise when mesh and sharding contradict each other.
 
-    Shards lie on the parts of a sequence as well, so `cp` above 1 is enough to have some. One rank has nothing to
-    share, but FSDP's and DeepSpeed's ways of keeping weights on the host begin with shards, if only with one.
+    Context-parallel ranks hold shards too, so `cp` above 1 is enough. On one rank there is nothing to shard, but FSDP's
+    and DeepSpeed's offload of parameters needs sharding even there.
     """
     shards, sharding, reshard = plan.mesh.shards, plan.sharding, plan.comm.reshard
     if sharding != "none" and shards == 1 and plan.offload != "parameters" and plan.engine == "torch":
-        raise UserError("P004", f"sharding {sharding} needs ranks to shard over, and dp_shard and cp are 1",
+        raise UserError("P004", f"sharding {sharding} needs ranks to shard over, but dp_shard and cp are 1",
                         where="plan.sharding", fix="set mesh.dp_shard above 1, or sharding to none")  # fmt: skip
     if sharding == "none" and plan.mesh.dp_shard > 1:
-        raise UserError("P004", f"dp_shard is {plan.mesh.dp_shard}, and sharding none leaves nothing to shard",
+        raise UserError("P004", f"dp_shard is {plan.mesh.dp_shard}, but sharding is none",
                         where="plan.mesh.dp_shard", fix="set sharding to parameters, or use dp_replicate")  # fmt: skip
     if isinstance(reshard, int) and (sharding != "parameters" or shards % reshard):
         works = [each for each in divisors(shards, most=shards) if each > 1] if sharding == "parameters" else []
         fix = f"use {either(works)}, or auto" if works else "use auto, or set sharding to parameters"
-        raise UserError("P019", f"gathered weights cannot stay split over {reshard} ranks with sharding {sharding} "
+        raise UserError("P019", f"weights cannot be resharded over {reshard} ranks with sharding {sharding} "
                         f"over {shards}", where="plan.comm.reshard", fix=fix)  # fmt: skip
 
 
 def check_comm(plan: Plan, steps: int) -> None:
-    """Raise unless gradients can travel compressed, or not in every step, as the plan asks."""
+    """Raise unless the plan allows compressed gradients, or gradients that are not sent in every step."""
     comm, mesh = plan.comm, plan.mesh
     if comm.compression == "none" and comm.local_steps == 1:
         return
     field = "compression" if comm.compression != "none" else "local_steps"
     plain = plan.sharding == "none" and plan.engine == "torch" and mesh.tp == mesh.pp == mesh.ep == 1
     if not plain or (comm.local_steps > 1 and mesh.cp > 1):
-        raise UserError("P003", f"comm.{field} is for whole replicas, and this plan splits the model ({plan})",
+        raise UserError("P003", f"comm.{field} needs full replicas, but this plan splits the model ({plan})",
                         where=f"plan.comm.{field}", fix="use dp_replicate alone, with sharding none, or leave it "
                         "out")  # fmt: skip
     if comm.local_steps > 1 and plan.precision == "fp16":
-        raise UserError("P003", "in fp16 steps may be skipped, and replicas that train alone would skip different ones",
+        raise UserError("P003", "fp16 may skip steps, and with local_steps each replica would skip others",
                         where="plan.comm.local_steps", fix="use bf16 or fp32, or leave out local_steps")  # fmt: skip
     if comm.local_steps > 1 and comm.compression != "none":
-        raise UserError("P003", "gradients that stay at home need no compression", where="plan.comm.compression",
-                        fix="leave out compression, or local_steps")  # fmt: skip
+        raise UserError("P003", "with local_steps no gradients are sent that could be compressed",
+                        where="plan.comm.compression", fix="leave out compression, or local_steps")  # fmt: skip
     if steps % comm.local_steps:
-        raise UserError("P003", f"{steps} steps do not end when replicas meet, every {comm.local_steps} steps",
+        raise UserError("P003", f"{steps} steps are not a multiple of local_steps {comm.local_steps}",
                         where="plan.comm.local_steps", fix=f"set train.steps to {steps + -steps % comm.local_steps}, "
                         f"or local_steps to {either(divisors(steps, most=64))}")  # fmt: skip
 
 
 def check_precision(plan: Plan, spec: Spec | None, cluster: Cluster) -> None:
-    """Raise unless the device computes in the plan's precision, and the model has layers for fp8."""
+    """Raise unless the device supports the plan's precision, and the model has layers for fp8."""
     device, precision = cluster.device, plan.precision
-    has = CPU_PRECISIONS if device.kind == "cpu" else dict.fromkeys((*EVERY_GPU, *device.peak_flops))
+    has = CPU_PRECISIONS if device.kind == "cpu" else dict.fromkeys((*GPU_PRECISIONS, *device.peak_flops))
     if precision not in has:
-        raise UserError("P014", f"{device.name} does not compute in {precision}", where="plan.precision",
+        raise UserError("P014", f"{device.name} does not support {precision}", where="plan.precision",
                         fix=f"use {either([each for each in PRECISIONS if each in has])}, or leave it out")  # fmt: skip
     if precision != "fp8" or spec is None:
         return
     if (language := language_of(spec)) is None:
-        raise UserError("P015", f"fp8 is for the products of a language, and {spec.name} has none",
+        raise UserError("P015", f"fp8 is for the matmuls of a language model, and {spec.name} has none",
                         where="plan.precision", fix="use bf16")  # fmt: skip
     check_fp8(plan, language)
 
 
 def check_fp8(plan: Plan, spec: ModelSpec) -> None:
-    """Raise unless the products of a decoder are large enough for fp8, and what tp leaves of them has its multiple."""
+    """Raise unless a decoder's matmuls are large enough for fp8 and tp leaves multiples of 16."""
     tp, head_dim, experts = plan.mesh.tp, spec.head_dim, spec.block.experts
     widths = {"queries": spec.heads * head_dim, "keys": spec.kv_heads * head_dim}
     if ffn := experts.shared_ffn if experts else spec.ffn:
         widths["feed-forward"] = ffn
     slices = {"hidden size": spec.hidden} | {name: width // tp for name, width in widths.items()}
     for name, width in slices.items():
-        if width % FP8_MULTIPLE:
-            raise UserError("P015", f"fp8 wants multiples of {FP8_MULTIPLE}, and the {name} of {spec.name} is {width} "
-                            "on each rank", where="plan.precision", fix="use bf16, or less of tp")  # fmt: skip
-    if min(spec.hidden, max(widths.values())) < FP8_SMALLEST:
-        raise UserError("P015", f"fp8 is for layers of at least {FP8_SMALLEST} features, and {spec.name} has none",
+        if width % FP8_FEATURE_MULTIPLE:
+            raise UserError("P015", f"fp8 needs multiples of {FP8_FEATURE_MULTIPLE}, but the {name} of {spec.name} is "
+                            f"{width} on each rank", where="plan.precision", fix="use bf16, or a lower tp")  # fmt: skip
+    if min(spec.hidden, max(widths.values())) < MIN_FP8_FEATURES:
+        raise UserError("P015", f"fp8 needs layers of at least {MIN_FP8_FEATURES} features, and {spec.name} has none",
                         where="plan.precision", fix="use bf16")  # fmt: skip
 
 
 def check_memory(plan: Plan, spec: Spec | None) -> None:
-    """Raise when recompute or offload ask for what is not there."""
+    """Raise when recompute or offload do not fit the model or the sharding."""
     if plan.offload == "parameters" and plan.sharding != "parameters":
-        raise UserError("P016", f"parameters are offloaded shard by shard, and sharding is {plan.sharding}",
+        raise UserError("P016", f"offload parameters needs sharding parameters, but sharding is {plan.sharding}",
                         where="plan.offload", fix="set sharding to parameters, or offload to optimizer")  # fmt: skip
     if spec is not None and isinstance(plan.recompute, int) and plan.recompute > spec.layers:
-        raise UserError("P017", f"there is no {plan.recompute}th layer to compute again: {spec.name} has {spec.layers}",
+        raise UserError("P017", f"recompute {plan.recompute} is more than the {spec.layers} layers of {spec.name}",
                         where="plan.recompute", fix=f"use 1 to {spec.layers}, full, selective or none")  # fmt: skip
 
 
 def check_compiled(plan: Plan, cluster: Cluster) -> None:
     """Raise where torch cannot compile what the plan asks for."""
-    again = plan.recompute == "full" or isinstance(plan.recompute, int)
-    if plan.compile and again and plan.mesh.tp > 1 and cluster.device.kind == "cpu":
-        raise UserError("P020", f"torch cannot compile blocks for a CPU that tp splits and recompute {plan.recompute} "
-                        "computes again", where="plan.compile",
+    recomputes = plan.recompute == "full" or isinstance(plan.recompute, int)
+    if plan.compile and recomputes and plan.mesh.tp > 1 and cluster.device.kind == "cpu":
+        raise UserError("P020", f"torch cannot compile blocks with tp and recompute {plan.recompute} for a CPU",
+                        where="plan.compile",
                         fix="set compile to false, or recompute to selective or none")  # fmt: skip
 
 
 def check_loss(plan: Plan, spec: Spec | None, outline: Outline | None = None) -> None:
-    """Raise where the head cannot end in the loss: it must be whole on this rank, and our own to call."""
+    """Raise where the loss cannot be fused with the head.
+
+    The rank needs all logits, and our trainer must call the head.
+    """
     if plan.loss == "logits":
         return
     reasons = {
-        "tp splits the vocabulary, and each rank would judge by its part": plan.mesh.tp > 1,
-        "the schedule of a pipeline asks its last stage for logits": plan.mesh.pp > 1,
-        "DeepSpeed's engine is given logits": plan.engine == "deepspeed",
-        "a perception model answers with no tokens": isinstance(spec, PerceptionSpec),
-        "the model does more than a product for its logits": outline is not None and not outline.main.bare_head,
+        "tp splits the vocabulary, so each rank has only a part of the logits": plan.mesh.tp > 1,
+        "the last stage of a pipeline must return logits": plan.mesh.pp > 1,
+        "DeepSpeed's engine needs logits": plan.engine == "deepspeed",
+        "a perception model has no vocabulary": isinstance(spec, PerceptionSpec),
+        "the model's logits are more than one matmul": outline is not None and not outline.main.bare_head,
     }
     for why, holds in reasons.items():
         if holds:
-            raise UserError("P056", f"the head cannot end in a {plan.loss} loss: {why}", where="plan.loss",
+            raise UserError("P056", f"loss {plan.loss} is not possible: {why}", where="plan.loss",
                             fix="set plan.loss to logits, or leave it out")  # fmt: skip
 
 
 def check_batch(plan: Plan, global_batch: int) -> None:
-    """Raise unless ranks, micro-batches and accumulation make up the global batch."""
+    """Raise unless data ranks, micro-batch and accumulation multiply to the global batch."""
     if plan.global_batch == global_batch:
         return
-    dp, in_flight = plan.mesh.dp, plan.mesh.dp * plan.micro_batch
-    share = global_batch // dp
-    works = [size for size in divisors(share, most=64) if fills(plan, share // size)]
+    dp, at_once = plan.mesh.dp, plan.mesh.dp * plan.micro_batch
+    batch_per_rank = global_batch // dp
+    works = [size for size in divisors(batch_per_rank, most=64) if fills_pipeline(plan, batch_per_rank // size)]
     fix = f"set train.global_batch to {plan.global_batch}"
-    if global_batch % in_flight == 0:
-        fix += f", or plan.grad_accum to {global_batch // in_flight}"
+    if global_batch % at_once == 0:
+        fix += f", or plan.grad_accum to {global_batch // at_once}"
     elif global_batch % dp == 0 and works:
         fix += f", or plan.micro_batch to {either(works)} and leave plan.grad_accum out"
     product = f"{dp} data ranks x micro_batch {plan.micro_batch} x grad_accum {plan.grad_accum}"
@@ -183,9 +186,9 @@ def check_batch(plan: Plan, global_batch: int) -> None:
 
 
 def check_sequence(seq_len: int, spec: Spec | None) -> None:
-    """Raise when the sequences are longer than the model has positions for."""
+    """Raise when sequences are longer than the model has positions for."""
     spec = language_of(spec)
     if spec is not None and seq_len > spec.max_seq_len:
-        raise UserError("P005", f"seq_len is {seq_len:,}, and {spec.name} is made for at most {spec.max_seq_len:,}",
+        raise UserError("P005", f"seq_len is {seq_len:,}, but {spec.name} supports at most {spec.max_seq_len:,}",
                         where="data.seq_len", fix=f"set data.seq_len to {spec.max_seq_len} or less, "
                         f"or model.shape.max_seq_len to {seq_len}")  # fmt: skip

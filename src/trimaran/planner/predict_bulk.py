@@ -1,4 +1,4 @@
-"""`predict` in bulk: one line of JSON in, one answer out, by any stack's profile. Nothing that a line holds stops us."""
+"""`trimaran predict`: answers one JSON line at a time, for any stack. A wrong line never stops the rest."""
 
 import json
 import math
@@ -16,23 +16,23 @@ MAX_LINE_BYTES = 1 << 20
 
 
 def answer_line(text: bytes, number: int) -> dict[str, Any]:
-    """Return the answer to line `number`, or what is wrong with it: `{"id", "error"}`. Raises for our own mistakes."""
-    told: Any = None
+    """Return the answer to line `number`, or its error: `{"id", "error"}`. Raises only for our own bugs."""
+    line: Any = None
     try:
-        told = _parse(text, number)
-        return predict_line(told)
+        line = _parse(text, number)
+        return predict_line(line)
     except UserError as error:
         wrong = error
     except RecursionError:
         wrong = UserError("P051", "the line is nested too deeply", where=f"line {number}", fix="write flat sections")
-    return {"id": told.get("id") if isinstance(told, dict) else None, "error": wrong.as_dict()}
+    return {"id": line.get("id") if isinstance(line, dict) else None, "error": wrong.as_dict()}
 
 
 def predict_line(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the answer to one line of the contract. Raises UserError for what is wrong with it.
+    """Return the answer to one line. Raises UserError for a line that is wrong.
 
-    A plan that no system could run is answered, because logs have such rows: it does not fit, `why` says what is in the
-    way, and the figures are those of the nearest plan that could.
+    A plan that no system could run gets an answer too, because logs contain such rows: it does not fit, `why` says what
+    is wrong, and the figures are those of the nearest plan that could run.
     """
     stack = line.get("stack")
     if not isinstance(stack, str | None):
@@ -41,9 +41,9 @@ def predict_line(line: Mapping[str, Any]) -> dict[str, Any]:
     cluster = cluster_of(_section(line, "cluster"))
     plan, why = plan_of(_section(line, "plan"), cluster.world_size)
     plan, obstacle = _runnable(plan, job)
-    plan, headless = _with_a_loss(plan, job)
+    plan, loss_problem = _with_valid_loss(plan, job)
     found = predict(job, cluster, plan)
-    why = obstacle or headless or why or ("" if found.fits else _too_big(found, cluster))
+    why = obstacle or loss_problem or why or ("" if found.fits else _too_big(found, cluster))
     answer = {
         "id": line.get("id"),
         "fits": not why,
@@ -69,22 +69,22 @@ def _parse(text: bytes, number: int) -> dict[str, Any]:
     if not text.strip():
         raise UserError("P051", "the line is blank", where=where, fix="write one question on each line")
     try:
-        told = json.loads(text.decode("utf-8-sig" if number == 1 else "utf-8"), parse_constant=_refuse_constant)
+        line = json.loads(text.decode("utf-8-sig" if number == 1 else "utf-8"), parse_constant=_reject_constant)
     except ValueError as error:
         problem = error.msg if isinstance(error, json.JSONDecodeError) else str(error)[:80]
         raise UserError("P051", f"the line is not JSON: {problem}", where=where,
                         fix="write one JSON object on each line") from None  # fmt: skip
-    if not isinstance(told, dict):
+    if not isinstance(line, dict):
         raise UserError("P051", "the line is not an object", where=where, fix="write {model, cluster, plan}")
-    return told
+    return line
 
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+def _reject_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _section(line: Mapping[str, Any], key: str) -> str:
-    """Return a section as text, the same for the same question: what is read of it is remembered by that."""
+    """Return a section as canonical text, which is the key of the caches."""
     value = line.get(key)
     if not isinstance(value, dict):
         raise UserError("P051", f"the line has no object '{key}'", where=key, fix=f"add {key}")
@@ -92,7 +92,7 @@ def _section(line: Mapping[str, Any], key: str) -> str:
 
 
 def _runnable(plan: Plan, job: Job) -> tuple[Plan, str]:
-    """Return the plan and '', or the nearest plan that some system could run and what is in the way of this one."""
+    """Return the plan and '', or the nearest plan that some system could run and what is wrong with this one."""
     mesh, layers = plan.mesh, job.outline.layers
     (layer, _), *_ = job.outline.main.runs
     assert isinstance(layer, OutlineLayer), "a line describes a decoder"
@@ -108,7 +108,7 @@ def _runnable(plan: Plan, job: Job) -> tuple[Plan, str]:
         if whole % degree:
             degrees[axis], why = math.gcd(degree, whole), f"{axis} {degree} does not divide {whole} {what}"
     if mesh.pp > 1 and stages and (sum(stages) != layers or min(stages) < 0 or len(stages) % mesh.pp):
-        why = f"the {len(stages)} stages that are listed do not cut {layers} layers for {mesh.pp} ranks"
+        why = f"the {len(stages)} listed stages do not split {layers} layers over {mesh.pp} ranks"
     elif plan.num_stages > layers:
         why, degrees["pp"] = f"{plan.num_stages} stages are more than {layers} layers", min(mesh.pp, layers // 2 or 1)
     else:
@@ -119,10 +119,10 @@ def _runnable(plan: Plan, job: Job) -> tuple[Plan, str]:
     return plan.model_copy(update={"mesh": mesh.model_copy(update=degrees), "pipeline": pipeline}), why
 
 
-def _with_a_loss(plan: Plan, job: Job) -> tuple[Plan, str]:
-    """Return the plan and '', or the same with logits, and why our trainer's head cannot end in the loss it names.
+def _with_valid_loss(plan: Plan, job: Job) -> tuple[Plan, str]:
+    """Return the plan and '', or the plan with logits and why our trainer cannot compute its loss.
 
-    Other stacks have a loss of their own, whatever the line says.
+    Other stacks ignore the plan's loss.
     """
     try:
         if job.stack.name == "trimaran":

@@ -1,4 +1,4 @@
-"""What one line of `predict` says: a network, machines and a plan, each read strictly and remembered by its text."""
+"""Reads one line of `predict`: a model, a cluster and a plan, each parsed strictly and cached by its text."""
 
 import json
 import math
@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from trimaran.core import Mesh, Plan, UserError, nearest
+from trimaran.core import Mesh, Plan, UserError, did_you_mean
 from trimaran.core.plan import Degree
 from trimaran.cost import Job, find_stack
 from trimaran.hardware import Cluster, find_device
@@ -18,11 +18,11 @@ Width = Annotated[int, Field(ge=1, le=2**24)]
 Layers = Annotated[int, Field(ge=1, le=1024)]
 STRICT = ConfigDict(frozen=True, extra="forbid")
 MAX_BATCH = 2**24
-REMEMBERED = 4096  # of each section: a sweep asks about few networks and clusters
+MAX_CACHED_SECTIONS = 4096  # per section; a sweep has few models and clusters
 
 
 class ModelLine(BaseModel):
-    """The shape of a decoder. `name` is for the reader; left out, keys and values have as many heads as queries."""
+    """The shape of a decoder. `name` is only for the reader. Without `kv_heads` there are as many as `heads`."""
 
     model_config = STRICT
 
@@ -40,7 +40,7 @@ class ModelLine(BaseModel):
 
 
 class ExpertsLine(BaseModel):
-    """The experts of every layer, gathered from the flat fields of a line."""
+    """The experts of every layer, from the flat fields of a line."""
 
     model_config = STRICT
 
@@ -61,7 +61,7 @@ class ClusterLine(BaseModel):
 
 
 class Degrees(BaseModel):
-    """A mesh as a log has it: `dp` is all data ranks, and what is left out follows from the rest."""
+    """A mesh as logs have it: `dp` counts all data ranks, and missing degrees follow from the others."""
 
     model_config = STRICT
 
@@ -79,7 +79,7 @@ PLAN_FIELDS = ("global_batch", *(field for field in Plan.model_fields if field !
 
 
 def tidy(value: Any) -> Any:
-    """Return a JSON value without its nulls, which mean absent, and with `8.0` as 8, as spreadsheets write it."""
+    """Return a JSON value without nulls, which mean absent, and with `8.0` as 8, as spreadsheets write it."""
     if isinstance(value, dict):
         return {key: tidy(each) for key, each in value.items() if each is not None}
     if isinstance(value, list):
@@ -87,77 +87,78 @@ def tidy(value: Any) -> Any:
     return int(value) if type(value) is float and value.is_integer() else value
 
 
-@lru_cache(maxsize=REMEMBERED)
+@lru_cache(maxsize=MAX_CACHED_SECTIONS)
 def job_of(text: str, stack: str) -> Job:
-    """Return the network of a line, in the hands of `stack`."""
+    """Return the model of a line, trained by `stack`."""
     flat = json.loads(text)
     mixture = {key: flat.pop(key) for key in list(flat) if key in ExpertsLine.model_fields}
-    told = _read(ModelLine, json.dumps(flat), "model", known=MODEL_FIELDS)
-    experts = _experts(mixture, told)
-    kv_heads, head_dim = told.kv_heads or told.heads, told.head_dim or told.hidden // told.heads
-    if told.head_dim is None and told.hidden % told.heads:
-        raise _wrong(f"{told.heads} heads do not divide hidden {told.hidden}", "model.heads", "or give model.head_dim")
-    if told.heads % kv_heads:
-        raise _wrong(f"{kv_heads} kv_heads do not divide {told.heads} heads", "model.kv_heads", "or leave it out")
-    # A gated block is Llama's: two norms, no biases. A plain one is GPT's: two norms with, and products with, biases.
-    biases = (told.heads + 2 * kv_heads) * head_dim + told.ffn + 4 * told.hidden
+    section = _read(ModelLine, json.dumps(flat), "model", known=MODEL_FIELDS)
+    experts = _experts(mixture, section)
+    heads, hidden, ffn = section.heads, section.hidden, section.ffn
+    kv_heads, head_dim = section.kv_heads or heads, section.head_dim or hidden // heads
+    if section.head_dim is None and hidden % heads:
+        raise _line_error(f"{heads} heads do not divide hidden {hidden}", "model.heads", "or give model.head_dim")
+    if heads % kv_heads:
+        raise _line_error(f"{kv_heads} kv_heads do not divide {heads} heads", "model.kv_heads", "or leave it out")
+    # A gated block is Llama's: two norms, no biases. One without a gate is GPT's: norms and matmuls with biases.
+    biases = (heads + 2 * kv_heads) * head_dim + ffn + 4 * hidden
     layer = OutlineLayer(
-        hidden=told.hidden, heads=told.heads, kv_heads=kv_heads, head_dim=head_dim, ffn=told.ffn, gated=told.gated,
-        experts=experts, extras=2 * told.hidden + (0 if told.gated else biases),
+        hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=head_dim, ffn=ffn, gated=section.gated,
+        experts=experts, extras=2 * hidden + (0 if section.gated else biases),
     )  # fmt: skip
     tower = Tower(
-        name="language", runs=((layer, told.layers),), hidden=told.hidden, vocab=told.vocab, outputs=told.vocab,
-        tied=told.tied, extras=told.hidden,
+        name="language", runs=((layer, section.layers),), hidden=hidden, vocab=section.vocab, outputs=section.vocab,
+        tied=section.tied, extras=hidden,
     )  # fmt: skip
-    return Job(outline=Outline(name=told.name, towers=(tower,)), seq_len=told.seq_len, stack=find_stack(stack))
+    return Job(outline=Outline(name=section.name, towers=(tower,)), seq_len=section.seq_len, stack=find_stack(stack))
 
 
-def _experts(flat: dict[str, Any], told: ModelLine) -> ExpertSpec | None:
+def _experts(flat: dict[str, Any], section: ModelLine) -> ExpertSpec | None:
     if not flat.get("experts"):  # a dense model says 0, or nothing
         for field, value in flat.items():
             if value:
-                raise _wrong(f"{field} is {value!r}, and the model has no experts", f"model.{field}",
+                raise _line_error(f"{field} is {value!r}, and the model has no experts", f"model.{field}",
                              f"add model.experts, or leave {field} out")  # fmt: skip
         return None
     mixture = _read(ExpertsLine, json.dumps(flat), "model")
     if mixture.top_k > mixture.experts:
-        raise _wrong(
+        raise _line_error(
             f"a token cannot go to {mixture.top_k} of {mixture.experts} experts", "model.top_k", "or leave it out"
         )
     return ExpertSpec(
         num_experts=mixture.experts,
         top_k=mixture.top_k,
-        ffn=mixture.expert_ffn or told.ffn,
+        ffn=mixture.expert_ffn or section.ffn,
         shared_ffn=mixture.shared_ffn,
     )
 
 
-@lru_cache(maxsize=REMEMBERED)
+@lru_cache(maxsize=MAX_CACHED_SECTIONS)
 def cluster_of(text: str) -> Cluster:
-    """Return the machines of a line. Nodes are equal: the largest that the GPUs fill, at most as large as said."""
-    told = _read(ClusterLine, text, "cluster")
-    device = find_device(told.gpu)
-    most = min(told.gpus, told.gpus_per_node or device.node_size)
-    per_node = next(size for size in range(most, 0, -1) if told.gpus % size == 0)
-    return Cluster(device=device, num_nodes=told.gpus // per_node, devices_per_node=per_node)
+    """Return the cluster of a line. Nodes are equal: the largest that the GPUs fill, at most `gpus_per_node`."""
+    section = _read(ClusterLine, text, "cluster")
+    device = find_device(section.gpu)
+    most = min(section.gpus, section.gpus_per_node or device.node_size)
+    per_node = next(size for size in range(most, 0, -1) if section.gpus % size == 0)
+    return Cluster(device=device, num_nodes=section.gpus // per_node, devices_per_node=per_node)
 
 
-@lru_cache(maxsize=REMEMBERED)
+@lru_cache(maxsize=MAX_CACHED_SECTIONS)
 def plan_of(text: str, world_size: int) -> tuple[Plan, str]:
-    """Return the plan of a line, and why its batch cannot be made up; '' where it can.
+    """Return the plan of a line, and why its batch does not add up; '' if it does.
 
-    Data ranks are what the other axes leave, and accumulation what the global batch leaves, unless they are given.
+    Missing data ranks follow from the other axes, and missing accumulation from the global batch.
     """
     fields = json.loads(text)
     fields.pop("name", None)
     if "prediction" in fields:
-        raise _wrong("a plan that asks for a prediction has none", "plan.prediction")
+        raise _line_error("the plan of a line must not contain a prediction", "plan.prediction")
     for key in ("global_batch", "micro_batch", "grad_accum"):
-        _refuse_no_batch(fields.get(key, 1), key)
+        _check_batch_size(fields.get(key, 1), key)
     mesh = _mesh(fields, world_size)
     if mesh.world_size != world_size:
         raise UserError("P051", f"the mesh ({mesh}) has {mesh.world_size} ranks, the cluster {world_size} GPUs",
-                        where="plan.mesh", fix="let dp x tp x pp x cp be them, or leave dp out")  # fmt: skip
+                        where="plan.mesh", fix="set dp x tp x pp x cp to that, or leave dp out")  # fmt: skip
     asked = fields.pop("global_batch", None)
     share = (asked or 0) // mesh.dp
     if asked and "micro_batch" not in fields:
@@ -169,53 +170,53 @@ def plan_of(text: str, world_size: int) -> tuple[Plan, str]:
     if asked in (None, plan.global_batch):
         return plan, ""
     made = f"{mesh.dp} data ranks x micro-batch {plan.micro_batch} x accumulation {plan.grad_accum}"
-    return plan, f"{made} make no global batch of {asked}"
+    return plan, f"{made} do not make a global batch of {asked}"
 
 
 def _mesh(fields: dict[str, Any], world_size: int) -> Mesh:
-    """Return the mesh with its data ranks filled in, and note in `fields` what is sharded where nobody said.
+    """Return the mesh with its data ranks filled in, and set the default sharding in `fields`.
 
-    A log that has only one number of data ranks means all of them: ZeRO shards over them, whatever they are called.
+    A log with only one number of data ranks means all of them: ZeRO shards over them, whatever their name.
     """
-    told = _read(Degrees, json.dumps(fields.get("mesh", {})), "plan.mesh")
-    sharding = fields.setdefault("sharding", "parameters" if (told.dp_shard or 1) > 1 else "none")
-    inner = {"tp": told.tp, "pp": told.pp, "cp": told.cp, "ep": told.ep}
-    replicas, shards = told.dp_replicate, told.dp_shard
-    _refuse_other_sum(told)
+    section = _read(Degrees, json.dumps(fields.get("mesh", {})), "plan.mesh")
+    sharding = fields.setdefault("sharding", "parameters" if (section.dp_shard or 1) > 1 else "none")
+    inner = {"tp": section.tp, "pp": section.pp, "cp": section.cp, "ep": section.ep}
+    replicas, shards = section.dp_replicate, section.dp_shard
+    _check_dp_product(section)
     if replicas is None and shards is None:
-        total = told.dp or max(1, world_size // (told.tp * told.pp * told.cp))
+        total = section.dp or max(1, world_size // (section.tp * section.pp * section.cp))
     else:
-        total = told.dp or (replicas or 1) * (shards or 1)
+        total = section.dp or (replicas or 1) * (shards or 1)
     if sharding == "none":
-        return _built(dp_replicate=total, **inner)
+        return _read_mesh(dp_replicate=total, **inner)
     shards = shards if shards and shards > 1 else total
-    return _built(dp_replicate=max(1, total // shards), dp_shard=shards, **inner)
+    return _read_mesh(dp_replicate=max(1, total // shards), dp_shard=shards, **inner)
 
 
-def _refuse_other_sum(told: Degrees) -> None:
-    """Raise when `dp`, all data ranks, is not what its two parts make together."""
-    parts = [degree for degree in (told.dp_replicate, told.dp_shard) if degree]
+def _check_dp_product(section: Degrees) -> None:
+    """Raise when `dp`, all data ranks, is not the product of its two parts."""
+    parts = [degree for degree in (section.dp_replicate, section.dp_shard) if degree]
     product = math.prod(parts)
-    if told.dp and (told.dp % product or (len(parts) == 2 and told.dp != product)):
-        words = " x ".join(map(str, parts))
-        raise _wrong(f"dp {told.dp} is all data ranks, and its parts are {words}", "plan.mesh.dp",
-                     "let dp be dp_replicate x dp_shard, or leave it out")  # fmt: skip
+    if section.dp and (section.dp % product or (len(parts) == 2 and section.dp != product)):
+        text = " x ".join(map(str, parts))
+        raise _line_error(f"dp {section.dp} counts all data ranks, but its parts are {text}", "plan.mesh.dp",
+                     "set dp to dp_replicate x dp_shard, or leave it out")  # fmt: skip
 
 
-def _built(**degrees: int) -> Mesh:
+def _read_mesh(**degrees: int) -> Mesh:
     return _read(Mesh, json.dumps(degrees), "plan.mesh")
 
 
-def _refuse_no_batch(value: Any, key: str) -> None:
+def _check_batch_size(value: Any, key: str) -> None:
     if type(value) is not int or not 1 <= value <= MAX_BATCH:
-        raise _wrong(f"{value!r} is not a number of sequences or micro-batches", f"plan.{key}")
+        raise _line_error(f"{value!r} is not a number of sequences or micro-batches", f"plan.{key}")
 
 
 Section = TypeVar("Section", bound=BaseModel)
 
 
 def _read(kind: type[Section], text: str, where: str, *, known: Sequence[str] = ()) -> Section:
-    """Return the section that `text` is, strictly: `"8"` is no number. `known` are the fields to choose from."""
+    """Return `text` parsed strictly as a section. `known` are the fields that an error suggests."""
     try:
         return kind.model_validate_json(text, strict=True)
     except ValidationError as error:
@@ -223,14 +224,14 @@ def _read(kind: type[Section], text: str, where: str, *, known: Sequence[str] = 
     path = [str(part)[:80] for part in mistake["loc"]]
     if mistake["type"] == "extra_forbidden":
         fields = (known or list(kind.model_fields)) if len(path) == 1 else []
-        raise _wrong(f"there is no field '{path[-1]}'{nearest(path[-1], fields)}", ".".join([where, *path]),
+        raise _line_error(f"there is no field '{path[-1]}'{did_you_mean(path[-1], fields)}", ".".join([where, *path]),
                      f"the fields are {', '.join(fields)}" if fields else "") from None  # fmt: skip
-    # What pydantic tried of a union stands in the location too: `literal['none','full']`, `int`.
+    # The location also names the union members that pydantic tried: `literal['none','full']`, `int`.
     place = ".".join([where, *(part for part in path if part.isidentifier() and part != "int")])
     if mistake["type"] == "missing":
-        raise _wrong(f"{path[-1]} is missing", place, f"add {place}") from None
-    raise _wrong(f"{str(mistake['input'])[:80]!r}: {mistake['msg']}", place) from None
+        raise _line_error(f"{path[-1]} is missing", place, f"add {place}") from None
+    raise _line_error(f"{str(mistake['input'])[:80]!r}: {mistake['msg']}", place) from None
 
 
-def _wrong(what: str, where: str, fix: str = "") -> UserError:
+def _line_error(what: str, where: str, fix: str = "") -> UserError:
     return UserError("P051", what, where=where, fix=fix or f"correct or remove {where}")

@@ -1,4 +1,4 @@
-"""What is asked of the planner, and what it answers."""
+"""The planner's input and output."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,18 +11,18 @@ from trimaran.models.stages import Spec
 
 Goal = Literal["throughput", "memory", "cost", "fewest-gpus"]
 GOALS: tuple[Goal, ...] = ("throughput", "memory", "cost", "fewest-gpus")
-NOTHING = Bytes(0)
+NO_BYTES = Bytes(0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """A recipe, the network that it names, the machines, and what to be good at.
+    """A recipe, its model, the cluster, and the goal. Fields that the recipe's plan pins stay.
 
-    What the recipe's plan pins stays. `spec` is the shape of our own network where the model is one; `outline` is None
-    for a foreign model that nothing is known about, and then nothing can be predicted. `trains` asks for plans that our
-    own trainer runs; without it, for any that a training system by the profile of `stack` could, with every axis that
-    the outline allows: a Hugging Face model in stages, a tower that is sharded unlike the rest. At most `most_shown`
-    plans come back, each of another mesh.
+    spec: the shape of our own model, if it is one.
+    outline: None for an unknown model, for which nothing can be predicted.
+    for_trainer: search plans that our own trainer runs. If False, search plans that any training system with the
+        profile of `stack` could run, with every axis that the outline allows.
+    max_plans: how many plans to return at most, each of another mesh.
     """
 
     recipe: Recipe
@@ -30,13 +30,13 @@ class Question:
     outline: Outline | None
     cluster: Cluster
     goal: Goal = "throughput"
-    trains: bool = True
+    for_trainer: bool = True
     stack: Stack = STACKS["trimaran"]
-    most_shown: int = 8
+    max_plans: int = 8
 
     @property
     def job(self) -> Job:
-        assert self.outline is not None, "nothing is known about this network"
+        assert self.outline is not None, "nothing is known about this model"
         states = STATE_BYTES[self.recipe.train.optimizer.states]
         return Job(outline=self.outline, seq_len=self.recipe.data.seq_len, stack=self.stack, state_bytes=states)
 
@@ -53,7 +53,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NearMiss:
-    """A plan that was not chosen, and why: `1.2 GiB over`, `bubble 31 %`, `all-gather exposed 0.4 s on InfiniBand`."""
+    """A plan that lost, and why: `1.2 GiB over`, `bubble 31 %`, `all-gather exposed 0.4 s on InfiniBand`."""
 
     plan: Plan
     why: str
@@ -61,12 +61,13 @@ class NearMiss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanAnswer:
-    """The plans that fit, best first, each with its prediction; what nearly was; and what would change the answer.
+    """The plans that fit, best first, with their predictions; near misses; and hints what would change the answer.
 
-    `ranked` has the best plan of each mesh, and is empty when nothing fits: then the first of `misses` is the leanest
-    plan, `missing_bytes` what its device or, where that has enough, its host lacks, `missing` what both do in words,
-    and `smallest` the smallest cluster of such devices that would do, None where none does. `part` is the cluster that
-    the plans are for, where the goal leaves devices idle.
+    ranked: the best plan of each mesh; empty if nothing fits.
+    misses: plans that lost. If nothing fits, the first one is the plan with the least memory.
+    missing_bytes, missing: what that plan lacks, of its device or else of its host; and both as text.
+    smallest: the smallest cluster of such devices on which a plan fits; None if there is none.
+    part: the cluster that the plans are for, if the goal leaves devices idle.
     """
 
     question: Question
@@ -75,7 +76,7 @@ class PlanAnswer:
     hints: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     num_considered: int = 0
-    missing_bytes: Bytes = NOTHING
+    missing_bytes: Bytes = NO_BYTES
     missing: str = ""
     smallest: Cluster | None = None
     part: Cluster | None = None

@@ -1,4 +1,4 @@
-"""Which plan: the whole space of legal plans, searched for the best by a goal."""
+"""Searches the space of legal plans for the best by a goal."""
 
 import math
 from collections.abc import Callable
@@ -8,21 +8,34 @@ from typing import NamedTuple
 from trimaran.core import Plan, show_bytes
 from trimaran.cost import predict
 from trimaran.hardware import Cluster
-from trimaran.planner.branch_and_bound import ALIKE, FoundPlan, allowed, find, lean_plans, mesh_key_of
-from trimaran.planner.evaluator import Evaluator
-from trimaran.planner.generic_rules import check_names
-from trimaran.planner.hints import hints_for, ways_out
-from trimaran.planner.least_memory import LeastMemory, first_that_fits, leanest, sizes, smallest_cluster
-from trimaran.planner.question import NOTHING, NearMiss, PlanAnswer, Question
-from trimaran.planner.rejections import misses_of, shortages, too_big, warnings_for
-from trimaran.planner.simple_plans import first_way
+from trimaran.planner.branch_and_bound import (
+    TIE_RATIO,
+    FoundPlan,
+    find_plans,
+    is_legal,
+    least_memory_plans,
+    mesh_key_of,
+)
+from trimaran.planner.evaluator import PlanEvaluator
+from trimaran.planner.generic_rules import check_tower_names
+from trimaran.planner.hints import hints_for, memory_hints
+from trimaran.planner.least_memory import (
+    LeastMemory,
+    cluster_sizes,
+    first_that_fits,
+    least_memory_plan,
+    smallest_cluster,
+)
+from trimaran.planner.question import NO_BYTES, NearMiss, PlanAnswer, Question
+from trimaran.planner.rejections import near_misses, shortages, too_big, warnings_for
+from trimaran.planner.simple_plans import first_legal_plan
 from trimaran.planner.space import Space
 
-VAIN_SIZES = 6  # parts of a cluster in a row that were no cheaper
+MAX_SIZES_WITHOUT_GAIN = 6  # cluster sizes in a row that are no cheaper
 
 
-class Result(NamedTuple):
-    """The plans that fit, best first, on which cluster, and how many were weighed."""
+class SearchResult(NamedTuple):
+    """The plans that fit, best first, the cluster they are for, and how many plans were evaluated."""
 
     ranked: list[FoundPlan]
     cluster: Cluster
@@ -35,16 +48,16 @@ def search(question: Question) -> PlanAnswer:
     Raises UserError for pins that contradict each other, the model or the cluster.
     """
     if question.outline is None:
-        return PlanAnswer(question=question, ranked=(first_way(question),), num_considered=1)
+        return PlanAnswer(question=question, ranked=(first_legal_plan(question),), num_considered=1)
     found = best_plans(question)
     if not found.ranked:
         return nothing_fits(question, found.num_considered)
     asked = replace(question, cluster=found.cluster)
-    ranked = tuple(predicted(each.plan, asked) for each in found.ranked[: question.most_shown])
+    ranked = tuple(predicted(each.plan, asked) for each in found.ranked[: question.max_plans])
     return PlanAnswer(
         question=question,
         ranked=ranked,
-        misses=misses_of(ranked, asked),
+        misses=near_misses(ranked, asked),
         hints=hints_for(ranked[0], asked),
         warnings=warnings_for(ranked[0], question, found.cluster),
         num_considered=found.num_considered,
@@ -52,30 +65,30 @@ def search(question: Question) -> PlanAnswer:
     )
 
 
-def best_plans(question: Question) -> Result:
-    """Return the plans that fit, best by the question's goal first, one of each mesh."""
-    check_names(question.pins, question)  # which no plan would pass: there is nothing to search for
+def best_plans(question: Question) -> SearchResult:
+    """Return the best plan of each mesh by the question's goal, best first."""
+    check_tower_names(question.pins, question)  # no plan would pass with an unknown tower
     return _BY_GOAL[question.goal](question)
 
 
 def nothing_fits(question: Question, num_considered: int = 0) -> PlanAnswer:
-    """Return the answer when nothing fits: the leanest plan, what it lacks, and where it would fit.
+    """Return the answer when nothing fits: the plan with the least memory, what it lacks, and where it would fit.
 
-    Raises what is wrong with the pins where it is not memory that no plan is left.
+    Raises UserError if the pins and not the memory rule out every plan.
     """
     space = Space(question)
-    scales = Evaluator(space)
-    lean = leanest(space, scales)
-    plan = predicted(lean.plan if lean else first_way(question), question)
+    evaluator = PlanEvaluator(space)
+    best = least_memory_plan(space, evaluator)
+    plan = predicted(best.plan if best else first_legal_plan(question), question)
     assert plan.prediction is not None
     short = shortages(plan.prediction, question.cluster)
     return PlanAnswer(
         question=question,
         ranked=(),
         misses=(NearMiss(plan=plan, why=too_big(plan.prediction, question.cluster)),),
-        hints=ways_out(question),
-        num_considered=num_considered + scales.num_weighed,
-        missing_bytes=short[0].over if short else NOTHING,
+        hints=memory_hints(question),
+        num_considered=num_considered + evaluator.num_evaluated,
+        missing_bytes=short[0].over if short else NO_BYTES,
         missing=" and ".join(f"{show_bytes(each.over)} of {each.what}" for each in short),
         smallest=smallest_cluster(question),
     )
@@ -87,64 +100,68 @@ def predicted(plan: Plan, question: Question) -> Plan:
     return Plan(**fields, prediction=predict(question.job, question.cluster, plan))
 
 
-def _fastest(question: Question, limit: float = math.inf) -> Result:
+def _fastest(question: Question, limit: float = math.inf) -> SearchResult:
     space = Space(question)
-    scales = Evaluator(space)
-    finds = find(space, scales, limit=limit, others=question.most_shown - 1)
-    return Result(finds.ranked(), question.cluster, scales.num_weighed)
+    evaluator = PlanEvaluator(space)
+    found_plans = find_plans(space, evaluator, limit=limit, others=question.max_plans - 1)
+    return SearchResult(found_plans.ranked(), question.cluster, evaluator.num_evaluated)
 
 
-def _leanest(question: Question) -> Result:
-    """Return the plans that need least of their device; of those that are alike, the fastest first."""
+def _least_memory(question: Question) -> SearchResult:
+    """Return the plans that need the least device memory; among ties, the fastest first."""
     space = Space(question)
-    scales = Evaluator(space)
+    evaluator = PlanEvaluator(space)
     found: dict[tuple[int, ...], LeastMemory] = {}
-    for plan in lean_plans(space):
-        memory = scales.memory(plan)
-        known = found.get(key := mesh_key_of(plan))
-        lean = LeastMemory(scales.strain(memory), plan, memory)
-        if lean.strain <= 1 and (known is None or memory.device < known.memory.device) and allowed(space, plan):
-            found[key] = lean
+    for plan in least_memory_plans(space):
+        memory = evaluator.memory(plan)
+        cached = found.get(key := mesh_key_of(plan))
+        candidate = LeastMemory(evaluator.memory_use(memory), plan, memory)
+        if (
+            candidate.memory_use <= 1
+            and (cached is None or memory.device < cached.memory.device)
+            and is_legal(space, plan)
+        ):
+            found[key] = candidate
     by_bytes = sorted(found.values(), key=lambda each: (each.memory.device, mesh_key_of(each.plan)))
-    plans = [FoundPlan(scales.seconds(each.plan, each.memory), each.plan) for each in by_bytes]
-    num = sum(each.memory.device <= ALIKE * by_bytes[0].memory.device for each in by_bytes)
-    alike = sorted(plans[:num], key=lambda each: (each.seconds, mesh_key_of(each.plan)))
-    return Result([*alike, *plans[num:]], question.cluster, scales.num_weighed)
+    plans = [FoundPlan(evaluator.seconds(each.plan, each.memory), each.plan) for each in by_bytes]
+    num = sum(each.memory.device <= TIE_RATIO * by_bytes[0].memory.device for each in by_bytes)
+    tied = sorted(plans[:num], key=lambda each: (each.seconds, mesh_key_of(each.plan)))
+    return SearchResult([*tied, *plans[num:]], question.cluster, evaluator.num_evaluated)
 
 
-def _cheapest(question: Question) -> Result:
-    """Return the plans that take the fewest device-seconds a step: on all devices, or on fewer.
+def _cheapest(question: Question) -> SearchResult:
+    """Return the plans that take the fewest device-seconds per step, on all devices or on fewer.
 
-    Once there is room for a quick plan more devices only talk more: after some sizes that are no cheaper none is tried.
+    Once a fast plan fits, more devices only communicate more. So the search stops after some sizes without a gain.
     """
-    best, least, num, vain = Result([], question.cluster, 0), math.inf, 0, 0
-    for cluster in _parts(question.cluster):
-        found = _fastest(replace(question, cluster=cluster, most_shown=1), limit=least / cluster.world_size)
+    best, least, num, without_gain = SearchResult([], question.cluster, 0), math.inf, 0, 0
+    for cluster in _smaller_clusters(question.cluster):
+        found = _fastest(replace(question, cluster=cluster, max_plans=1), limit=least / cluster.world_size)
         num += found.num_considered
-        vain += bool(best.ranked)
+        without_gain += bool(best.ranked)
         if found.ranked and (cost := cluster.world_size * found.ranked[0].seconds) < least:
-            best, least, vain = found, cost, 0
-        if vain == VAIN_SIZES:
+            best, least, without_gain = found, cost, 0
+        if without_gain == MAX_SIZES_WITHOUT_GAIN:
             break
-    beside = _fastest(replace(question, cluster=best.cluster)) if best.ranked and question.most_shown > 1 else best
-    return beside._replace(num_considered=num + beside.num_considered)
+    shown = _fastest(replace(question, cluster=best.cluster)) if best.ranked and question.max_plans > 1 else best
+    return shown._replace(num_considered=num + shown.num_considered)
 
 
-def _fewest(question: Question) -> Result:
-    """Return the fastest plans on the fewest devices on which any fits."""
-    fewest = first_that_fits(question, _parts(question.cluster))
-    return _fastest(replace(question, cluster=fewest)) if fewest else Result([], question.cluster, 0)
+def _fewest(question: Question) -> SearchResult:
+    """Return the fastest plans on the fewest devices on which any plan fits."""
+    fewest = first_that_fits(question, _smaller_clusters(question.cluster))
+    return _fastest(replace(question, cluster=fewest)) if fewest else SearchResult([], question.cluster, 0)
 
 
-def _parts(cluster: Cluster) -> list[Cluster]:
-    """Return the parts of a cluster, smallest first: of one node, then whole nodes; last the cluster itself."""
-    smaller = [each for each in sizes(cluster, most=cluster.world_size) if each.world_size < cluster.world_size]
+def _smaller_clusters(cluster: Cluster) -> list[Cluster]:
+    """Return the sizes up to a cluster, smallest first: parts of a node, then nodes, then the cluster itself."""
+    smaller = [each for each in cluster_sizes(cluster, most=cluster.world_size) if each.world_size < cluster.world_size]
     return [*smaller, cluster]
 
 
-_BY_GOAL: dict[str, Callable[[Question], Result]] = {
+_BY_GOAL: dict[str, Callable[[Question], SearchResult]] = {
     "throughput": _fastest,
-    "memory": _leanest,
+    "memory": _least_memory,
     "cost": _cheapest,
     "fewest-gpus": _fewest,
 }

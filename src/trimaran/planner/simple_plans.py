@@ -1,4 +1,4 @@
-"""The few plans that a person would try first: for a network that nothing is known about, and to say what is wrong."""
+"""The simplest plans: for a model that cannot be predicted, and to find out what is wrong with the pins."""
 
 import math
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from typing import Any
 
 from trimaran.core import Mesh, Plan, UserError
 from trimaran.models import split_outline
-from trimaran.planner.axis_rules import fills
+from trimaran.planner.axis_rules import fills_pipeline
 from trimaran.planner.degrees import divisors, multiples_around
 from trimaran.planner.generic_rules import check_question
 from trimaran.planner.legal import check_mesh
@@ -15,13 +15,13 @@ from trimaran.planner.question import Question
 from trimaran.planner.space import MAX_MICRO_BATCH, MAX_MICRO_BATCH_TOKENS, precision_of
 
 
-def first_way(question: Question) -> Plan:
-    """Return the simplest plan that keeps the pins and can run: replicas, then shards. Raises what is wrong with it.
+def first_legal_plan(question: Question) -> Plan:
+    """Return the simplest plan that keeps the pins and can run: replicas, then shards.
 
-    When the pins rule out every way, the first says why.
+    If the pins rule out every plan, raises the error of the first one.
     """
     refused: list[UserError] = []
-    for plan in simple_ways(question):
+    for plan in simple_plans(question):
         try:
             check_question(plan, question)
         except UserError as error:
@@ -31,16 +31,16 @@ def first_way(question: Question) -> Plan:
     raise refused[0]
 
 
-def simple_ways(question: Question) -> Iterator[Plan]:
-    """Yield plans that keep the pins: replicas, shards inside each node, shards over all; each also computed again."""
+def simple_plans(question: Question) -> Iterator[Plan]:
+    """Yield plans that keep the pins: replicas, shards in each node, shards over all; then with full recompute."""
     pins = question.pins
-    kept = pins.model_fields_set - {"mesh"}  # its pins are in the mesh already
+    kept = pins.model_fields_set - {"mesh"}  # the meshes already keep its pins
     for recompute in recomputes(pins):
         for mesh in meshes(question):
             for sharding in shardings(pins, mesh):
                 fill = {"mesh": mesh, "sharding": sharding, "recompute": recompute}
                 fill["loss"] = losses_of(question).on(mesh.tp, mesh.pp)
-                fill |= fillings(question, mesh, sharding)
+                fill |= device_defaults(question, mesh, sharding)
                 split = pins.model_copy(update={field: value for field, value in fill.items() if field not in kept})
                 check_mesh(split, question.cluster)
                 split = with_stages(split, question)
@@ -48,29 +48,29 @@ def simple_ways(question: Question) -> Iterator[Plan]:
                     yield split.model_copy(update={"micro_batch": micro_batch, "grad_accum": grad_accum})
 
 
-def fillings(question: Question, mesh: Mesh, sharding: str) -> dict[str, Any]:
-    """Return what makes a device quick: half the bits where it has them, and compiled blocks on a GPU.
+def device_defaults(question: Question, mesh: Mesh, sharding: str) -> dict[str, Any]:
+    """Return the fastest precision of the device, and whether to compile: on a GPU.
 
-    Neither DeepSpeed nor a backward that is cut in two goes with compiled blocks.
+    Neither DeepSpeed nor a split backward (zero-bubble) supports compiled blocks.
     """
     pins, device = question.pins, question.cluster.device
-    cut = mesh.pp > 1 and pins.pipeline.schedule == "zero-bubble"
-    compiled = device.kind == "cuda" and not cut and pins.engine != "deepspeed"
+    splits_backward = mesh.pp > 1 and pins.pipeline.schedule == "zero-bubble"
+    compiled = device.kind == "cuda" and not splits_backward and pins.engine != "deepspeed"
     return {"precision": precision_of(question, sharding), "compile": compiled}
 
 
 def recomputes(pins: Plan) -> list[str | int]:
-    """Return what to compute again in backward: nothing first. A backward that is cut in two can do nothing else."""
+    """Return what to recompute: nothing first. A split backward allows nothing else."""
     if "recompute" in pins.model_fields_set:
         return [pins.recompute]
-    cut = pins.mesh.pp > 1 and pins.pipeline.schedule == "zero-bubble"
-    return ["none"] if cut or pins.engine == "deepspeed" else ["none", "full"]
+    splits_backward = pins.mesh.pp > 1 and pins.pipeline.schedule == "zero-bubble"
+    return ["none"] if splits_backward or pins.engine == "deepspeed" else ["none", "full"]
 
 
 def shardings(pins: Plan, mesh: Mesh) -> list[str]:
-    """Return what to shard on this mesh. Parameters that are offloaded are sharded, if only over one rank.
+    """Return what to shard on this mesh. Offloaded parameters are sharded, if only over one rank.
 
-    DeepSpeed offloads nothing else without shards either.
+    DeepSpeed offloads nothing without shards.
     """
     if "sharding" in pins.model_fields_set:
         return [pins.sharding]
@@ -82,39 +82,43 @@ def shardings(pins: Plan, mesh: Mesh) -> list[str]:
 
 
 def meshes(question: Question) -> list[Mesh]:
-    """Return the ways to spread the data over the ranks that the pinned axes leave, simplest first.
+    """Return the data-parallel layouts of the ranks that the pinned axes leave, simplest first.
 
-    A pinned degree of data parallelism leaves one way. Degrees that cannot make up the world come back as they are,
-    for `check_mesh` to say so.
+    A pinned data-parallel degree leaves one layout. Degrees that do not match the world size are returned as they are,
+    so that `check_mesh` raises the error.
     """
     pins, cluster = question.pins, question.cluster
     pinned = pins.mesh.model_dump(exclude_unset=True)
-    wish = pins.sharding if "sharding" in pins.model_fields_set else "any"
-    wish = "parameters" if wish == "any" and pins.offload == "parameters" else wish
-    whole = pins.comm.compression != "none" or pins.comm.local_steps > 1
-    wish = "none" if wish == "any" and whole else wish
+    sharding_pin = pins.sharding if "sharding" in pins.model_fields_set else "any"
+    sharding_pin = "parameters" if sharding_pin == "any" and pins.offload == "parameters" else sharding_pin
+    needs_replicas = pins.comm.compression != "none" or pins.comm.local_steps > 1
+    sharding_pin = "none" if sharding_pin == "any" and needs_replicas else sharding_pin
     inner = pins.mesh.tp * pins.mesh.pp * pins.mesh.cp
     if pinned.keys() & {"dp_replicate", "dp_shard"}:
         ranks, free = pins.mesh.world_size, "dp_replicate" if "dp_shard" in pinned else "dp_shard"
-        if free not in pinned and cluster.world_size % ranks == 0 and (free == "dp_replicate" or wish != "none"):
+        if (
+            free not in pinned
+            and cluster.world_size % ranks == 0
+            and (free == "dp_replicate" or sharding_pin != "none")
+        ):
             pinned[free] = cluster.world_size // ranks
         return [Mesh(**pinned)]
     if cluster.world_size % inner:
         return [Mesh(**pinned)]
     data = cluster.world_size // inner
-    # Stages are the outermost axis, so a node's ranks that work on one stage are all but the slices' and the pieces'.
+    # Stages are the outermost axis, so a node's ranks of one stage differ only in tp, cp and data.
     in_node = math.gcd(data, max(1, cluster.devices_per_node // (pins.mesh.tp * pins.mesh.cp)))
     sharded = [(data // in_node, in_node)] if in_node > 1 else []
     sharded += [(1, data)]
-    if pins.engine == "deepspeed":  # it has no replicas of shards, and without shards little
-        ways = [(data, 1)] if wish == "none" else [(1, data)]
+    if pins.engine == "deepspeed":  # it has no replicas of shards
+        layouts = [(data, 1)] if sharding_pin == "none" else [(1, data)]
     else:
-        ways = [(data, 1)] * (wish in ("any", "none")) + sharded * (wish != "none")
-    return [Mesh(**pinned, dp_replicate=replicas, dp_shard=shards) for replicas, shards in dict.fromkeys(ways)]
+        layouts = [(data, 1)] * (sharding_pin in ("any", "none")) + sharded * (sharding_pin != "none")
+    return [Mesh(**pinned, dp_replicate=replicas, dp_shard=shards) for replicas, shards in dict.fromkeys(layouts)]
 
 
 def with_stages(split: Plan, question: Question) -> Plan:
-    """Return the plan with its pipeline cut by cost, where nobody cut it and there are blocks for all stages."""
+    """Return the plan with stages split by cost, if they are not pinned and there are enough blocks."""
     outline = question.outline
     if outline is None or split.mesh.pp == 1 or split.pipeline.stages or split.num_stages > outline.layers:
         return split
@@ -123,35 +127,35 @@ def with_stages(split: Plan, question: Question) -> Plan:
 
 
 def batches(split: Plan, pinned: set[str], question: Question) -> list[tuple[int, int]]:
-    """Return the pairs (micro_batch, grad_accum) that make up each rank's share, largest micro-batch first.
+    """Return the pairs (micro_batch, grad_accum) that make up each rank's batch, largest micro-batch first.
 
-    A pipeline prefers those that keep it full: twice as many micro-batches as ranks. Pins that make up no whole share,
-    or fill no pipeline, come back as they are, for `check_plan` to say so.
+    A pipeline prefers those that keep it full: twice as many micro-batches as ranks. Pins that do not add up are
+    returned as they are, so that `check_plan` raises the error.
     """
     recipe, kind = question.recipe, question.cluster.device.kind
     global_batch, dp, pp = recipe.train.global_batch, split.mesh.dp, split.mesh.pp
     if {"micro_batch", "grad_accum"} <= pinned:
         return [(split.micro_batch, split.grad_accum)]
     if global_batch % dp:
-        raise uneven(question, split)
-    share = global_batch // dp
+        raise uneven_batch_error(question, split)
+    batch_per_rank = global_batch // dp
     if "micro_batch" in pinned:
-        return [(split.micro_batch, max(1, share // split.micro_batch))]
+        return [(split.micro_batch, max(1, batch_per_rank // split.micro_batch))]
     if "grad_accum" in pinned:
-        return [(max(1, share // split.grad_accum), split.grad_accum)]
+        return [(max(1, batch_per_rank // split.grad_accum), split.grad_accum)]
     most = min(MAX_MICRO_BATCH[kind], MAX_MICRO_BATCH_TOKENS // question.positions)
-    pairs = [(size, share // size) for size in reversed(divisors(share, most=max(1, most)))]
+    pairs = [(size, batch_per_rank // size) for size in reversed(divisors(batch_per_rank, most=max(1, most)))]
     if pp == 1:
         return pairs
-    filling = [(size, count) for size, count in pairs if fills(split, count)]
-    return sorted(filling, key=lambda pair: pair[1] < 2 * pp) or [(1, share)]
+    filling = [(size, count) for size, count in pairs if fills_pipeline(split, count)]
+    return sorted(filling, key=lambda pair: pair[1] < 2 * pp) or [(1, batch_per_rank)]
 
 
-def uneven(question: Question, split: Plan) -> UserError:
-    """Return what to say when the global batch does not make up equal shares."""
+def uneven_batch_error(question: Question, split: Plan) -> UserError:
+    """Return the error for a global batch that does not split evenly."""
     global_batch, dp = question.recipe.train.global_batch, split.mesh.dp
     fewer, works = divisors(global_batch, most=dp)[-1], multiples_around(global_batch, dp)
-    whole = dp == question.cluster.world_size
-    use = f"use {fewer} of the devices" if whole else f"let dp_replicate x dp_shard be {fewer}"
+    needs_replicas = dp == question.cluster.world_size
+    use = f"use {fewer} of the devices" if needs_replicas else f"let dp_replicate x dp_shard be {fewer}"
     return UserError("P006", f"a global batch of {global_batch} does not split evenly over {dp} data ranks",
                      where="train.global_batch", fix=f"set it to {works}, or {use}")  # fmt: skip

@@ -1,1 +1,1 @@
-"""Measurements of a machine or a link, made inside ranks: `python -m trimaran.probe`."""
+"""Measures a machine and its links, in forked ranks: `python -m trimaran.probe`."""

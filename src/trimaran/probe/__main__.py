@@ -1,7 +1,7 @@
-"""`python -m trimaran.probe`: what torch sees and measures on this machine, and with other nodes, for the doctor.
+"""`python -m trimaran.probe`: what torch sees and measures on this machine and with other nodes, for the doctor.
 
-It reads orders, one JSON object a line, and answers each with one. A process of its own, because only the worker's
-rooms know torch; it computes nothing itself but forks ranks that do, so that it can fork again.
+It reads requests, one JSON object a line, and answers each with one. It is a separate process because the doctor does
+not import torch. It computes nothing itself: the ranks that it forks do, so that it stays able to fork.
 """
 
 import json
@@ -13,56 +13,57 @@ from typing import Any
 import torch
 
 from trimaran.probe.probe_nodes import NodeRendezvous
-from trimaran.probe.probe_ranks import START_SECONDS, measure_products, measure_sums, run_forked, see_cuda
+from trimaran.probe.probe_ranks import START_SECONDS, cuda_versions, measure_all_reduce, measure_matmuls, run_forked
 
-Answer = dict[str, Any]
+Fields = dict[str, Any]
 
 
 class ProbeServer:
-    """Carries orders out; what it keeps between them is the meeting with other nodes."""
+    """Answers requests. Keeps the rendezvous with other nodes from one request to the next."""
 
     def __init__(self) -> None:
-        self._meeting: NodeRendezvous | None = None
+        self._nodes: NodeRendezvous | None = None
 
-    def look(self, order: Answer) -> Answer:
-        """Return versions and what torch has kernels for. A child asks CUDA: who has may no longer fork."""
-        found: Answer = {"torch": torch.__version__, "cuda": torch.version.cuda or "", "archs": []}
-        if order["kind"] == "cuda":
-            (seen,) = run_forked(see_cuda, [()], seconds=START_SECONDS)
-            found |= seen or {"error": "CUDA does not answer"}
-        return found
+    def versions(self, request: Fields) -> Fields:
+        """Return torch's versions and CUDA architectures. A child asks CUDA, as this process must stay able to fork."""
+        versions: Fields = {"torch": torch.__version__, "cuda": torch.version.cuda or "", "archs": []}
+        if request["kind"] == "cuda":
+            (from_child,) = run_forked(cuda_versions, [()], seconds=START_SECONDS)
+            versions |= from_child or {"error": "CUDA does not answer"}
+        return versions
 
-    def products(self, order: Answer) -> Answer:
-        return measure_products(order["kind"], devices=order["devices"], cores=order["cores"], seconds=order["seconds"])
+    def matmuls(self, request: Fields) -> Fields:
+        sizes = {name: request[name] for name in ("devices", "cores", "seconds")}
+        return measure_matmuls(request["kind"], **sizes)
 
-    def sums(self, order: Answer) -> Answer:
-        return measure_sums(order["kind"], order["ranks"], seconds=order["seconds"])
+    def all_reduce(self, request: Fields) -> Fields:
+        return measure_all_reduce(request["kind"], request["ranks"], seconds=request["seconds"])
 
-    def meet(self, order: Answer) -> Answer:
-        """Find the other nodes. What they told of themselves comes back on node 0."""
-        self._meeting = NodeRendezvous(order["address"], order["nodes"], order["node"], seconds=order["seconds"])
-        return {"names": self._meeting.names, "skews": self._meeting.skews}
+    def rendezvous(self, request: Fields) -> Fields:
+        """Meet the other nodes; return all host names and, on node 0, how far the clocks differ."""
+        address, nodes, node = (request[name] for name in ("address", "nodes", "node"))
+        self._nodes = NodeRendezvous(address, nodes, node, seconds=request["seconds"])
+        return {"names": self._nodes.names, "skews": self._nodes.skews}
 
-    def pairs(self, order: Answer) -> Answer:
-        meeting = self._met()
-        pairs = [(left, right) for left, right in order["pairs"]]
-        return {"seconds": meeting.measure(pairs, kind=order["kind"], devices=order["devices"])}
+    def pairs(self, request: Fields) -> Fields:
+        pairs = [(left, right) for left, right in request["pairs"]]
+        return {"seconds": self._met_nodes().measure(pairs, kind=request["kind"], devices=request["devices"])}
 
-    def share(self, order: Answer) -> Answer:
-        return {"others": self._met().share(order["value"])}
+    def gather(self, request: Fields) -> Fields:
+        return {"others": self._met_nodes().gather(request["value"])}
 
-    def _met(self) -> NodeRendezvous:
-        assert self._meeting is not None, "nodes meet before they measure"
-        return self._meeting
+    def _met_nodes(self) -> NodeRendezvous:
+        assert self._nodes is not None, "`rendezvous` comes before `pairs` and `gather`"
+        return self._nodes
 
 
-ORDERS: dict[str, Callable[[ProbeServer, Answer], Answer]] = {
-    "look": ProbeServer.look,
-    "products": ProbeServer.products,
-    "sums": ProbeServer.sums,
-    "meet": ProbeServer.meet,
+REQUESTS: dict[str, Callable[[ProbeServer, Fields], Fields]] = {
+    "versions": ProbeServer.versions,
+    "matmuls": ProbeServer.matmuls,
+    "all_reduce": ProbeServer.all_reduce,
+    "rendezvous": ProbeServer.rendezvous,
     "pairs": ProbeServer.pairs,
-    "share": ProbeServer.share,
+    "gather": ProbeServer.gather,
 }
 
 
@@ -70,10 +71,10 @@ def main() -> int:
     logging.basicConfig(level=logging.WARNING)
     probe = ProbeServer()
     for line in sys.stdin:
-        order = json.loads(line)
+        request = json.loads(line)
         try:
-            answer = ORDERS[order["do"]](probe, order)
-        except Exception as error:  # whatever goes wrong is the answer: the doctor goes on with its other looks
+            answer = REQUESTS[request["do"]](probe, request)
+        except Exception as error:  # is the answer: the doctor continues with its other checks
             answer = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()

@@ -1,7 +1,8 @@
-"""`python -m trimaran.probe.calibrate`: how fast this machine is, measured; JSON lines on standard output.
+"""`python -m trimaran.probe.calibrate`: measures how fast this machine is, and writes JSON lines to standard output.
 
-A process of its own, because only the worker's rooms know torch. Each line is `{"doing", "share"}` while it works; the
-last is `{"measured": {...}}` with the fields of `trimaran.hardware.Calibration`.
+It is a separate process because its caller does not import torch. While it works, each line is `{"doing", "share"}`,
+where `share` is the fraction done. The last line is `{"measured": {...}}` with the fields of
+`trimaran.hardware.Calibration`.
 """
 
 import argparse
@@ -15,10 +16,10 @@ import torch
 
 from trimaran.probe.calibrate_links import measure_collectives
 
-BATCH_SECONDS = 0.01  # of calls between two looks at the clock: long against the clock and one wait for the device
+MIN_BATCH_SECONDS = 0.01  # of calls between two readings of the clock; reading it and waiting for the device take less
 
-# Rows, inner and columns of the products: the first two are large enough to show what a device can do, the others are
-# as flat or as thin as those of a small micro-batch, of many tensor slices, or of low-rank adapters.
+# Rows, inner size and columns of the matmuls. The first two are large enough to reach a device's peak. The others are
+# as narrow as in a small micro-batch, with many tensor-parallel ranks, or in low-rank adapters.
 SHAPES = {
     "cuda": ((8192, 8192, 8192), (4096, 16384, 4096), (256, 8192, 8192), (8192, 8192, 256), (8192, 128, 8192)),
     "cpu": ((1024, 1024, 1024), (512, 2048, 512), (32, 1024, 1024), (1024, 1024, 32), (1024, 32, 1024)),
@@ -27,14 +28,14 @@ PRECISIONS = {
     "cuda": {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn, "fp32": torch.float32},
     "cpu": {"fp32": torch.float32, "bf16": torch.bfloat16},
 }
-MAIN = {"cuda": "bf16", "cpu": "fp32"}  # the precision that is measured in every shape
-# Of one tensor: larger than a GPU's caches, and on a CPU the size of an activation that malloc still keeps for the next
-# (glibc gives what is larger than 32 MiB back). A host's own memory is measured past most caches.
+MAIN_PRECISION = {"cuda": "bf16", "cpu": "fp32"}  # is measured in every shape, others only in the first two
+# Bytes of one tensor. On a GPU larger than its caches. On a CPU the size of an activation that malloc still reuses:
+# glibc returns allocations above 32 MiB to the kernel. The host's own memory is measured with more than most caches.
 STREAM_BYTES = {"cuda": 1 << 29, "cpu": 1 << 24}
 HOST_BYTES = 1 << 27
 COPY_BYTES = 1 << 28
-COLLECTIVE_SHARE = 0.4  # of the time
-NUM_MEMORIES = 4  # measurements after the products: host, device, between them, start of a kernel
+COLLECTIVE_TIME_FRACTION = 0.4
+NUM_MEMORY_MEASUREMENTS = 4  # host, device, copies between them, kernel launch
 
 Report = Callable[[str, float], None]
 
@@ -42,51 +43,50 @@ Report = Callable[[str, float], None]
 def measure(kind: str, *, cores: int, ranks: int, seconds: float, report: Report) -> dict[str, object]:
     """Return the measured rates of a `cuda` or a `cpu` machine, in about `seconds`.
 
-    The ranks that talk to each other come first: they are forked, which a process that has used its threads or its GPU
-    can no longer do.
+    Collectives come first, since their ranks are forked: a process that has used threads or its GPU cannot fork.
     """
-    found: dict[str, object] = {}
-    talk = COLLECTIVE_SHARE if ranks > 1 else 0.0
+    measured: dict[str, object] = {}
+    collectives = COLLECTIVE_TIME_FRACTION if ranks > 1 else 0.0
     if ranks > 1:
-        report("how the ranks talk", 0.0)
-        found["collectives"] = measure_collectives(kind, ranks, seconds=seconds * talk)
+        report("collectives", 0.0)
+        measured["collectives"] = measure_collectives(kind, ranks, seconds=seconds * collectives)
     torch.set_num_threads(cores)
     device, shapes = torch.device(kind), SHAPES[kind]
     dtypes = PRECISIONS[kind]
-    products = [(each, shape) for each in dtypes for shape in (shapes if each == MAIN[kind] else shapes[:2])]
-    part = (1 - talk) / (len(products) + NUM_MEMORIES)
+    matmuls = [(each, shape) for each in dtypes for shape in (shapes if each == MAIN_PRECISION[kind] else shapes[:2])]
+    fraction = (1 - collectives) / (len(matmuls) + NUM_MEMORY_MEASUREMENTS)  # of the time, for one measurement
     rates: dict[str, float] = {}
-    for place, (precision, shape) in enumerate(products):
-        report(f"products in {precision}", talk + place * part)
-        if flops := product_flops(dtypes[precision], shape, device, seconds=seconds * part):
+    for number, (precision, shape) in enumerate(matmuls):
+        report(f"matmuls in {precision}", collectives + number * fraction)
+        if flops := matmul_flops(dtypes[precision], shape, device, seconds=seconds * fraction):
             rates[f"{precision} {'x'.join(map(str, shape))}"] = flops / 1e12
-            found[f"{precision}_tflops"] = max(rates[key] for key in rates if key.startswith(precision))
-    report("memory", 1 - part * NUM_MEMORIES)
-    return {**found, **measure_memory(device, seconds=seconds * part), "shapes": rates}
+            measured[f"{precision}_tflops"] = max(rates[key] for key in rates if key.startswith(precision))
+    report("memory", 1 - fraction * NUM_MEMORY_MEASUREMENTS)
+    return {**measured, **measure_memory(device, seconds=seconds * fraction), "shapes": rates}
 
 
 def measure_memory(device: torch.device, *, seconds: float) -> dict[str, float]:
-    """Return what streams through the memories, and what it takes to start a kernel."""
+    """Return the bandwidths of host and device memory and between them, and the time of a kernel launch."""
     host = torch.device("cpu")
     host_rate = stream_bandwidth(host, HOST_BYTES, seconds=seconds, fresh=False)
-    # Training on a CPU writes into new memory; on a GPU the allocator has it ready.
+    # Training on a CPU writes into new memory; on a GPU the caching allocator reuses it.
     rate = stream_bandwidth(device, STREAM_BYTES[device.type], seconds=seconds, fresh=device.type == "cpu")
-    found = {"host_gb_per_second": host_rate / 1e9, "memory_gb_per_second": rate / 1e9}
+    measured = {"host_gb_per_second": host_rate / 1e9, "memory_gb_per_second": rate / 1e9}
     if device.type == "cuda":
-        found["pcie_gb_per_second"] = copy_bandwidth(device, seconds=seconds) / 1e9
+        measured["pcie_gb_per_second"] = copy_bandwidth(device, seconds=seconds) / 1e9
     tiny = torch.zeros(8, device=device)
-    found["launch_us"] = usual_seconds(lambda: tiny.add_(1.0), device, seconds=seconds / 4) * 1e6
-    return found
+    measured["launch_us"] = seconds_per_call(lambda: tiny.add_(1.0), device, seconds=seconds / 4) * 1e6
+    return measured
 
 
-def usual_seconds(call: Callable[[], object], device: torch.device, *, seconds: float) -> float:
-    """Return how long one call takes among many batches of calls.
+def seconds_per_call(call: Callable[[], object], device: torch.device, *, seconds: float) -> float:
+    """Return how long one call takes, measured over many batches of calls.
 
-    On a GPU the batch in the middle: the first ones run before power and heat have brought the clock down, and training
-    lasts longer than that. On a CPU the best: the one that nobody interrupted.
+    On a GPU this is the median batch: the first batches run before power and heat limit the clock, and training runs
+    longer than they do. On a CPU it is the fastest batch: the one that no other process interrupted.
     """
     call()
-    wait(device)
+    synchronize(device)
     batches: list[float] = []
     repeats, now = 1, time.perf_counter()
     end = now + seconds
@@ -94,19 +94,19 @@ def usual_seconds(call: Callable[[], object], device: torch.device, *, seconds: 
         start = now
         for _ in range(repeats):
             call()
-        wait(device)
+        synchronize(device)
         now = time.perf_counter()
         batches.append((now - start) / repeats)
-        repeats = repeats * 2 if now - start < BATCH_SECONDS else repeats
+        repeats = repeats * 2 if now - start < MIN_BATCH_SECONDS else repeats
     return statistics.median(batches) if device.type == "cuda" else min(batches)
 
 
-def product_flops(
+def matmul_flops(
     dtype: torch.dtype, shape: tuple[int, int, int], device: torch.device, *, seconds: float
 ) -> float | None:
-    """Return the rate of a product with numbers that are not all alike, or None where the device has no such kernel.
+    """Return the rate of a matmul of random numbers, or None if the device has no kernel for it.
 
-    A GPU multiplies zeros faster than it multiplies numbers, because flipping bits costs power.
+    Zeros would be faster on a GPU, because flipping bits costs power.
     """
     rows, inner, columns = shape
     left = torch.randn(rows, inner, device=device).to(dtype)
@@ -123,7 +123,7 @@ def product_flops(
             return torch.mm(left, right.t(), out=out)
 
     try:
-        return 2.0 * rows * inner * columns / usual_seconds(call, device, seconds=seconds)
+        return 2.0 * rows * inner * columns / seconds_per_call(call, device, seconds=seconds)
     except (RuntimeError, NotImplementedError, ValueError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
@@ -131,22 +131,22 @@ def product_flops(
 
 
 def stream_bandwidth(device: torch.device, num_bytes: int, *, seconds: float, fresh: bool) -> float:
-    """Return the bytes a second that a sum of two large tensors reads and writes, into a new tensor or an old one."""
+    """Return the bytes per second that adding two large tensors reads and writes. `fresh`: into a new tensor."""
     left, right, out = (torch.ones(num_bytes // 4, device=device) for _ in range(3))
     target = None if fresh else out
     moved = 3 * left.numel() * left.element_size()
-    return moved / usual_seconds(lambda: torch.add(left, right, out=target), device, seconds=seconds)
+    return moved / seconds_per_call(lambda: torch.add(left, right, out=target), device, seconds=seconds)
 
 
 def copy_bandwidth(device: torch.device, *, seconds: float) -> float:
-    """Return the bytes a second between pinned host memory and the GPU: the slower of the two ways."""
-    here = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
-    there = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
-    ways = (lambda: there.copy_(here, non_blocking=True), lambda: here.copy_(there, non_blocking=True))
-    return COPY_BYTES / max(usual_seconds(way, device, seconds=seconds / 2) for way in ways)
+    """Return the bytes per second between pinned host memory and the GPU, in the slower direction."""
+    host = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+    gpu = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
+    copies = (lambda: gpu.copy_(host, non_blocking=True), lambda: host.copy_(gpu, non_blocking=True))
+    return COPY_BYTES / max(seconds_per_call(copy, device, seconds=seconds / 2) for copy in copies)
 
 
-def wait(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -157,20 +157,20 @@ def main() -> int:
     parser.add_argument("--cores", type=int, required=True)
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--seconds", type=float, required=True)
-    asked = parser.parse_args()
+    options = parser.parse_args()
 
-    def say(**facts: object) -> None:
-        sys.stdout.write(json.dumps(facts) + "\n")
+    def write_line(**fields: object) -> None:
+        sys.stdout.write(json.dumps(fields) + "\n")
         sys.stdout.flush()
 
     measured = measure(
-        asked.kind,
-        cores=asked.cores,
-        ranks=asked.ranks,
-        seconds=asked.seconds,
-        report=lambda doing, share: say(doing=doing, share=share),
+        options.kind,
+        cores=options.cores,
+        ranks=options.ranks,
+        seconds=options.seconds,
+        report=lambda doing, fraction: write_line(doing=doing, share=fraction),
     )
-    say(measured=measured)
+    write_line(measured=measured)
     return 0
 
 

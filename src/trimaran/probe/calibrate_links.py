@@ -1,4 +1,4 @@
-"""How fast ranks talk: real processes, gloo between cores, NCCL between GPUs."""
+"""Measures collectives between real processes: gloo between cores, NCCL between GPUs."""
 
 import multiprocessing
 import tempfile
@@ -11,33 +11,33 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-# Bytes of a message: so small that only latency counts, and two from whose difference the bandwidth follows.
-SMALL = 1 << 12
-MIDDLE = {"cpu": 1 << 20, "cuda": 1 << 24}
-LARGE = {"cpu": 1 << 24, "cuda": 1 << 28}
-ROUND_SECONDS = 0.01  # of calls between two looks at the clock; short, so that some rounds go uninterrupted
-START_SECONDS = 60.0  # that the ranks may take to find each other, on a busy machine
+# Message sizes: one so small that only latency counts, and two whose difference in time gives the bandwidth.
+SMALL_BYTES = 1 << 12
+MIDDLE_BYTES = {"cpu": 1 << 20, "cuda": 1 << 24}
+LARGE_BYTES = {"cpu": 1 << 24, "cuda": 1 << 28}
+ROUND_SECONDS = 0.01  # of calls between two readings of the clock; short, so that some rounds are not interrupted
+START_SECONDS = 60.0  # the ranks may take this long to meet, on a busy machine
 
 gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the new name of torch 2.13
 Message = tuple[torch.Tensor, torch.Tensor]
 
 
 def measure_collectives(kind: str, ranks: int, *, seconds: float) -> dict[str, float]:
-    """Return the bus bandwidth of each collective and the seconds a hop among `ranks` forked processes.
+    """Return the bus bandwidth of each collective and the latency of a hop, among `ranks` forked processes.
 
     The fields are those of `trimaran.hardware.calibration.Collectives`.
     """
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (kind, ranks, str(Path(folder) / "meet"), seconds, sender)
-        workers = [context.Process(target=_work, args=(rank, *arguments), daemon=True) for rank in range(ranks)]
+        arguments = (kind, ranks, str(Path(folder) / "store"), seconds, sender)
+        workers = [context.Process(target=_run_rank, args=(rank, *arguments), daemon=True) for rank in range(ranks)]
         for worker in workers:
             worker.start()
         sender.close()
         try:
             if not receiver.poll(START_SECONDS + 2 * seconds):
-                raise RuntimeError("the ranks did not finish talking to each other")
+                raise RuntimeError("the ranks did not finish their collectives")
             return receiver.recv()
         finally:
             for worker in workers:
@@ -45,15 +45,15 @@ def measure_collectives(kind: str, ranks: int, *, seconds: float) -> dict[str, f
                 worker.kill()
 
 
-def _work(rank: int, kind: str, ranks: int, meet: str, seconds: float, sender: Connection) -> None:
+def _run_rank(rank: int, kind: str, ranks: int, store_path: str, seconds: float, sender: Connection) -> None:
     torch.set_num_threads(1)
     device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
         torch.cuda.set_device(device)
-    store = dist.FileStore(meet, ranks)
+    store = dist.FileStore(store_path, ranks)
     backend, timeout = "nccl" if kind == "cuda" else "gloo", timedelta(seconds=START_SECONDS)
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
-    sizes = (SMALL, MIDDLE[kind], LARGE[kind])
+    sizes = (SMALL_BYTES, MIDDLE_BYTES[kind], LARGE_BYTES[kind])
     each = seconds / (len(CALLS) * len(sizes))
     took = {name: [_seconds(call, size, device, seconds=each) for size in sizes] for name, call in CALLS.items()}
     if rank == 0:
@@ -63,28 +63,28 @@ def _work(rank: int, kind: str, ranks: int, meet: str, seconds: float, sender: C
 
 
 def _fit(took: dict[str, list[float]], ranks: int, *, extra_bytes: int) -> dict[str, float]:
-    """Return bus bandwidths from what the larger message cost more, and the latency of a hop from the smallest.
+    """Return bus bandwidths from the extra time of the large message, and the latency of a hop from the small one.
 
-    A ring passes a piece on n - 1 times to gather, and the planner reckons with a gather's hops; to reduce everywhere
-    it goes round twice. Where noise made the larger message the faster one there is no bandwidth to tell.
+    A ring all-gather of n ranks has n - 1 hops, which the planner counts too; an all-reduce goes round twice. Where
+    noise made the large message faster than the middle one, the bandwidth is left out.
     """
     factors = {"all_reduce": 2 * (ranks - 1) / ranks, "send": 1.0}
-    found = {"devices": ranks, "latency_us": took["all_gather"][0] / (ranks - 1) * 1e6}
+    fitted = {"devices": ranks, "latency_us": took["all_gather"][0] / (ranks - 1) * 1e6}
     for name, (_, middle, large) in took.items():
         if large > middle:
             moved = factors.get(name, (ranks - 1) / ranks) * extra_bytes
-            found[f"{name}_gb_per_second"] = moved / (large - middle) / 1e9
-    return found
+            fitted[f"{name}_gb_per_second"] = moved / (large - middle) / 1e9
+    return fitted
 
 
 def _seconds(call: Callable[[Message], object], size: int, device: torch.device, *, seconds: float) -> float:
-    """Return how long the call takes on a message of `size` bytes, in the best of many rounds."""
+    """Return how long the call takes on a message of `size` bytes, in the fastest of many rounds."""
     ranks = dist.get_world_size()
     length = max(size // 4 // ranks, 1) * ranks
     message = torch.ones(length, device=device), torch.ones(length, device=device)
 
     def timed(repeats: int) -> float:
-        _agree(0, device)  # all start together
+        _broadcast(0, device)  # so that all ranks start together
         start = time.perf_counter()
         for _ in range(repeats):
             call(message)
@@ -94,16 +94,16 @@ def _seconds(call: Callable[[Message], object], size: int, device: torch.device,
 
     timed(1)
     once = max(timed(1), 1e-6)
-    repeats = _agree(min(max(int(ROUND_SECONDS / once), 1), 1000), device)
-    rounds = _agree(min(max(int(seconds / (once * repeats)), 3), 200), device)
+    repeats = _broadcast(min(max(int(ROUND_SECONDS / once), 1), 1000), device)
+    rounds = _broadcast(min(max(int(seconds / (once * repeats)), 3), 200), device)
     return min(timed(repeats) for _ in range(rounds))
 
 
-def _agree(number: int, device: torch.device) -> int:
+def _broadcast(number: int, device: torch.device) -> int:
     """Return rank 0's number on every rank."""
-    word = torch.tensor([number], device=device)
-    dist.broadcast(word, 0)
-    return int(word.item())
+    tensor = torch.tensor([number], device=device)
+    dist.broadcast(tensor, 0)
+    return int(tensor.item())
 
 
 def _all_reduce(message: Message) -> None:
@@ -111,8 +111,8 @@ def _all_reduce(message: Message) -> None:
 
 
 def _all_gather(message: Message) -> None:
-    whole, part = message
-    gather_single(whole, part[: len(whole) // dist.get_world_size()])
+    output, source = message
+    gather_single(output, source[: len(output) // dist.get_world_size()])
 
 
 def _all_to_all(message: Message) -> None:
@@ -120,7 +120,7 @@ def _all_to_all(message: Message) -> None:
 
 
 def _send(message: Message) -> None:
-    """Pass half of the message from rank 0 to rank 1 and the other half back; the others look on."""
+    """Send half of the message from rank 0 to rank 1 and the other half back; other ranks do nothing."""
     rank, half = dist.get_rank(), len(message[0]) // 2
     if rank == 0:
         dist.send(message[0][:half], 1)

@@ -1,8 +1,8 @@
-"""What a run is on disk and who owns it: run directory, lease, journal, heartbeat, attempts, incidents. No torch."""
+"""A run on disk and between processes: run directory, lease, journal, heartbeat, attempts, incidents. No torch."""
 
 from trimaran.run.heartbeat import Heartbeat, HeartbeatBoard, Section
 from trimaran.run.incidents import IncidentLog, read_incidents
-from trimaran.run.journal import Follower, Journal, LineFollower, append_line, last_step
+from trimaran.run.journal import Journal, JsonlFollower, LineFollower, append_line, last_step
 from trimaran.run.run_directory import (
     RunDirectory,
     create_run,
@@ -16,11 +16,11 @@ from trimaran.run.run_directory import (
 )
 
 __all__ = [
-    "Follower",
     "Heartbeat",
     "HeartbeatBoard",
     "IncidentLog",
     "Journal",
+    "JsonlFollower",
     "LineFollower",
     "RunDirectory",
     "Section",

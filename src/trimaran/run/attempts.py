@@ -1,4 +1,4 @@
-"""The starts of a run's ranks, one after the other, and how each of them ended; a file of lines, `attempts.jsonl`."""
+"""The attempts of a run, one per start of its ranks, and how each ended: the lines of `attempts.jsonl`."""
 
 import os
 import platform
@@ -6,15 +6,15 @@ import time
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from trimaran.run.journal import Follower, append_line
+from trimaran.run.journal import JsonlFollower, append_line
 from trimaran.run.run_directory import RunDirectory
 
-How = Literal["done", "stopped", "trouble"]
+AttemptOutcome = Literal["done", "stopped", "trouble"]
 
 
 @dataclass(slots=True, kw_only=True)
 class Attempt:
-    """One start of the ranks. `ended` is None while they are at work; `step` is how far it came."""
+    """One start of the ranks. `ended` is None while they run; `step` is the last step that all ranks finished."""
 
     number: int
     time: float
@@ -22,48 +22,48 @@ class Attempt:
     host: str
     pid: int
     ended: float | None = None
-    how: How | None = None
+    how: AttemptOutcome | None = None
     step: int = 0
 
 
 class AttemptLog:
-    """What a supervisor writes about its starts."""
+    """Writes the attempts of a supervisor."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._path = run.attempts
         self.count = len(read_attempts(run).attempts)
 
     def begin(self, *, world_size: int) -> int:
-        """Note that ranks are being started, and return the number of this attempt."""
+        """Write that ranks are being started, and return the number of this attempt."""
         number, self.count = self.count, self.count + 1
         here = {"host": platform.node(), "pid": os.getpid()}
         append_line(self._path, {"attempt": number, "time": time.time(), "world_size": world_size} | here)
         return number
 
-    def end(self, how: How, *, step: int) -> None:
-        """Note that the ranks of the last attempt are gone."""
+    def end(self, how: AttemptOutcome, *, step: int) -> None:
+        """Write that the ranks of the last attempt are gone."""
         append_line(self._path, {"attempt": self.count - 1, "ended": time.time(), "how": how, "step": step})
 
     def over(self, code: int, why: str) -> None:
-        """Note that nobody will start the ranks again, unless a person does."""
+        """Write that the supervisor ends with exit code `code`. Ranks start again only if the user resumes the run."""
         append_line(self._path, {"over": code, "why": why, "time": time.time()})
 
 
 class Attempts:
-    """What the file says so far. `over` is the exit code once a supervisor has ended, until another one starts."""
+    """The attempts read so far. `over` is the exit code once a supervisor has ended, until another one starts."""
 
     def __init__(self, run: RunDirectory) -> None:
         self.attempts: list[Attempt] = []
         self.over: int | None = None
         self.why = ""
-        self._follower = Follower(run.attempts)
+        self._follower = JsonlFollower(run.attempts)
 
     def refresh(self) -> bool:
-        """Read on, and return whether ranks were started since the last look."""
-        known = len(self.attempts)
+        """Read the new lines, and return whether ranks were started since the last call."""
+        before = len(self.attempts)
         for line in self._follower.new():
             self._read(line)
-        return len(self.attempts) > known
+        return len(self.attempts) > before
 
     def _read(self, line: dict[str, Any]) -> None:
         if "over" in line:
@@ -78,6 +78,6 @@ class Attempts:
 
 
 def read_attempts(run: RunDirectory) -> Attempts:
-    found = Attempts(run)
-    found.refresh()
-    return found
+    attempts = Attempts(run)
+    attempts.refresh()
+    return attempts

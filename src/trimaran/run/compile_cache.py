@@ -1,4 +1,4 @@
-"""Where compiled code is kept between runs."""
+"""The cache folder for compiled code, shared by all runs."""
 
 import os
 from collections.abc import Mapping
@@ -9,44 +9,44 @@ from tempfile import TemporaryFile
 from trimaran.core.errors import UserError
 
 INDUCTOR, TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
-FOLDERS = ("inductor", "triton")  # for what each of the two compiles
+FOLDERS = ("inductor", "triton")  # one for each of the two variables
 
 
 def compile_cache(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that make torch and Triton keep what they compile where the next start finds it.
+    """Return the environment variables that make torch and Triton cache compiled code for the next start.
 
-    That is under TRIMARAN_CACHE or in the user's cache, a folder for each version of torch; torch's own choice is the
-    folder for temporary files, which a new container or a restart of the machine empties. Any number of ranks may share
-    it. A folder that a person has named stays, and without a place to write to torch's own choice does. The environment
-    is handed in, because only those who start programs read it; it must be set before the first compilation.
+    The folder is under TRIMARAN_CACHE or the user's cache, one for each version of torch. (torch's default is the
+    folder for temporary files, which is lost with the container or at a reboot.) Any number of ranks may share it.
+    Variables that the user has set stay. If no folder is writable, torch's default stays. The variables must be set
+    before the first compilation. The caller passes its environment, because only entry points read it.
     """
     folder = compile_folder(environ)
     if folder is None:
         return {}
     ours = {name: str(folder / each) for name, each in zip((INDUCTOR, TRITON), FOLDERS, strict=True)}
     if INDUCTOR in environ:
-        del ours[TRITON]  # it is a folder in there unless it is named
+        del ours[TRITON]  # torch puts it below TORCHINDUCTOR_CACHE_DIR unless it is set
     return {name: path for name, path in ours.items() if name not in environ}
 
 
 def compile_folder(environ: Mapping[str, str]) -> Path | None:
-    """Return the folder for what this version of torch compiles; None where nothing can be written."""
+    """Return the cache folder for this version of torch; None if it is not writable."""
     if named := environ.get("TRIMARAN_CACHE"):
-        above = Path(named)
+        root = Path(named)
     else:
         try:
-            above = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trimaran"
-        except RuntimeError:  # nobody knows where home is
+            root = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trimaran"
+        except RuntimeError:  # the home directory is unknown
             return None
-    folder = above.absolute() / "compile" / f"torch-{version('torch')}"
+    folder = root.absolute() / "compile" / f"torch-{version('torch')}"
     return folder if all(_writable(folder / each) for each in FOLDERS) else None
 
 
 def refuse_unusable(environ: Mapping[str, str], *, kernels: bool = False) -> None:
-    """Raise where a person has named a folder for compiled code that cannot be made or written to.
+    """Raise if the user has set a cache folder that cannot be created or written to.
 
-    torch makes its own while it is imported, whether anything is compiled or not, so this comes before that. Triton
-    makes its own for `kernels`, those of a GPU. It is tried out: root may do what a disk then does not.
+    torch creates its folder when it is imported, so call this before. Triton creates its own only to compile GPU
+    `kernels`. The check writes a file: root passes permission checks even where the disk is read-only.
     """
     for name in (INDUCTOR, TRITON) if kernels else (INDUCTOR,):
         if (named := environ.get(name)) is None:
@@ -55,12 +55,12 @@ def refuse_unusable(environ: Mapping[str, str], *, kernels: bool = False) -> Non
             os.makedirs(named, exist_ok=True)
             TemporaryFile(dir=named).close()
         except OSError as error:
-            what = f"{name} is '{named}', where nothing can be written: {error.strerror}"
-            fix = "name another folder, or unset it: Trimaran has a place of its own"
+            what = f"{name} is '{named}', which cannot be written to: {error.strerror}"
+            fix = "name another folder, or unset it: Trimaran then uses its own"
             raise UserError("A017", what, where=f"the environment variable {name}", fix=fix) from None
 
 
 def _writable(folder: Path) -> bool:
-    """Return whether files can be made in there, once it is made: someone else may have made the folders above it."""
-    there = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
-    return os.path.isdir(there) and os.access(there, os.W_OK | os.X_OK)
+    """Return whether `folder`, or its nearest existing parent, is a writable directory."""
+    existing = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
+    return os.path.isdir(existing) and os.access(existing, os.W_OK | os.X_OK)

@@ -1,42 +1,42 @@
-"""The incidents of a run: noticed, acted upon, and what they cost."""
+"""The incidents of a run: cause, ranks at fault, action and cost; the lines of `incidents.jsonl`."""
 
 import time
 from dataclasses import fields, replace
 from typing import Any
 
 from trimaran.core import Cause, Incident
-from trimaran.run.journal import Follower, append_line
+from trimaran.run.journal import JsonlFollower, append_line
 from trimaran.run.run_directory import RunDirectory
 
 _FIELDS = {each.name for each in fields(Incident)}
 
 
 class IncidentLog:
-    """Writes the incidents of a run. One process at a time does: the supervisor, or rank 0 where there is none."""
+    """Writes the incidents of a run. Only one process may use it: the supervisor, or rank 0 where there is none."""
 
     def __init__(self, run: RunDirectory) -> None:
         self.run = run
 
     def notice(self, cause: Cause, what: str, **known: Any) -> Incident:
-        """File a new incident and return it. `known` are further fields of `Incident`."""
+        """Write a new incident and return it. `known` are further fields of `Incident`."""
         number = len(read_incidents(self.run)) + 1
         incident = Incident(id=f"i-{number:04d}", cause=cause, time=time.time(), what=what, **known)
         append_line(self.run.incidents, incident.as_dict())
         return incident
 
     def amend(self, incident: Incident, **changes: Any) -> Incident:
-        """File what became known or was done since, and return the incident as it is now."""
+        """Write a changed incident and return it."""
         incident = replace(incident, **changes)
         append_line(self.run.incidents, incident.as_dict())
         return incident
 
 
 def read_incidents(run: RunDirectory) -> list[Incident]:
-    """Return the incidents of a run, in order, each as it was filed last."""
-    found: dict[str, Incident] = {}
-    for tree in Follower(run.incidents).new():
-        found[tree["id"]] = _incident({key: tree[key] for key in _FIELDS & tree.keys()})
-    return list(found.values())
+    """Return the incidents of a run, in order, each as it was last written."""
+    incidents: dict[str, Incident] = {}
+    for tree in JsonlFollower(run.incidents).new():
+        incidents[tree["id"]] = _incident({key: tree[key] for key in _FIELDS & tree.keys()})
+    return list(incidents.values())
 
 
 def _incident(tree: dict[str, Any]) -> Incident:

@@ -1,7 +1,7 @@
-"""Lines of JSON, written by one process and followed by others.
+"""Files of JSON lines, written by one process and followed by others.
 
-A process may be killed, and a disk may fill up, in the middle of a line. The next line begins on a line of its own all
-the same, and readers pass over what is none.
+A process may be killed, and a disk may fill up, in the middle of a line. The next record then starts on a new line, and
+readers skip the broken one.
 """
 
 import errno
@@ -21,40 +21,40 @@ from trimaran.run.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
 
-DISK_TROUBLE = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE}
+DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE}
 
 
 class LineWriter:
-    """A file of JSON lines, open at its end. A disk that takes no more costs lines, which is told once, not the run."""
+    """Appends JSON lines to a file. If the disk is full or broken, lines are lost with one warning; it never raises."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        self._fails = False
+        self._is_failing = False
 
     def write(self, record: dict[str, Any]) -> None:
-        """Add `record`, whole and at once."""
+        """Append `record` with one system call."""
         line = _line(record).encode()
         size = os.fstat(self._fd).st_size
         is_torn = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
         data = b"\n" + line if is_torn else line
         try:
-            is_whole = os.write(self._fd, data) == len(data)
+            is_complete = os.write(self._fd, data) == len(data)
         except OSError as error:
-            if error.errno not in DISK_TROUBLE:
+            if error.errno not in DISK_ERRORS:
                 raise
-            self._tell(error.strerror or str(error))
+            self._warn_once(error.strerror or str(error))
             return
-        self._tell("" if is_whole else "no space is left")
+        self._warn_once("" if is_complete else "no space is left")
 
     def close(self) -> None:
         os.close(self._fd)
 
-    def _tell(self, why: str) -> None:
-        if why and not self._fails:
+    def _warn_once(self, why: str) -> None:
+        if why and not self._is_failing:
             log.warning("lines of %s are lost: %s", self.path, why)
-        self._fails = bool(why)
+        self._is_failing = bool(why)
 
 
 class Journal:
@@ -70,12 +70,12 @@ class Journal:
         self._events.write(record.as_dict())
 
     def step(self, metrics: StepMetrics) -> None:
-        """Write one line of `metrics.jsonl`; on ranks other than 0 nothing happens."""
+        """Write one line of `metrics.jsonl`. Ranks other than 0 write nothing."""
         if self._metrics is not None:
             self._metrics.write(metrics.as_dict())
 
     def resume(self, step: int) -> None:
-        """Take back the metrics of all steps after `step`: they are done again. An event tells what they had cost."""
+        """Delete the metrics of all steps after `step`, which are repeated. A `replay` event records their cost."""
         if self._metrics is not None:
             lost = forget_steps_after(step, self._metrics.path)
             if lost:
@@ -93,9 +93,9 @@ class Journal:
 
 
 class LineFollower:
-    """Yields the lines that were added to a file since the last look. A half-written line waits for its end.
+    """Yields the lines that were added to a file since the last call. An incomplete last line is left for later.
 
-    The first look goes back at most `backlog` bytes; None is the whole file.
+    The first call goes back at most `backlog` bytes; None is the whole file.
     """
 
     def __init__(self, path: Path, *, backlog: int | None = None) -> None:
@@ -105,11 +105,11 @@ class LineFollower:
     def new(self) -> Iterator[bytes]:
         try:
             if self._path.stat().st_size == self._offset:
-                return  # many files are looked at many times a second, and few have grown
+                return  # many files are polled many times a second, and few have grown
         except FileNotFoundError:
             return
         with self._path.open("rb") as file:
-            self._offset = min(self._offset, os.fstat(file.fileno()).st_size)  # lines may be taken back
+            self._offset = min(self._offset, os.fstat(file.fileno()).st_size)  # `Journal.resume` may shorten the file
             file.seek(self._offset)
             for line in file:
                 if not line.endswith(b"\n"):
@@ -118,8 +118,8 @@ class LineFollower:
                 yield line
 
 
-class Follower:
-    """Yields the JSON lines that were added to a file since the last look; `backlog` as of `LineFollower`."""
+class JsonlFollower:
+    """Yields the records that were added to a file since the last call; `backlog` as in `LineFollower`."""
 
     def __init__(self, path: Path, *, backlog: int | None = None) -> None:
         self._lines = LineFollower(path, backlog=backlog)
@@ -129,7 +129,7 @@ class Follower:
 
 
 def parse_lines(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """Yield the records of `lines`; what is none, such as the half of one, is passed over."""
+    """Yield the records of `lines`, and skip lines that are not a JSON object."""
     for line in lines:
         try:
             record = json.loads(line)
@@ -140,13 +140,13 @@ def parse_lines(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def last_step(run: RunDirectory) -> int:
-    """Return the last step that the run has metrics of; 0 when there is none."""
-    last = deque(Follower(run.metrics).new(), maxlen=1)
+    """Return the last step that the run has metrics for; 0 if there is none."""
+    last = deque(JsonlFollower(run.metrics).new(), maxlen=1)
     return last[0].get("step", 0) if last else 0
 
 
 def append_line(path: Path, record: dict[str, Any]) -> None:
-    """Add `record` to the JSON lines at `path`, whole and at once."""
+    """Append `record` to the JSON lines at `path`."""
     writer = LineWriter(path)
     try:
         writer.write(record)
@@ -155,7 +155,7 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
 
 
 def forget_steps_after(step: int, path: Path) -> list[float]:
-    """Cut the metrics at `path` behind the last line whose step is not above `step`; return the lost steps' seconds."""
+    """Truncate the metrics at `path` after the last line of a step up to `step`; return the lost steps' seconds."""
     keep, lost = 0, []
     with path.open("rb+") as file:
         for line in file:
@@ -169,7 +169,7 @@ def forget_steps_after(step: int, path: Path) -> list[float]:
 
 
 def _line(record: dict[str, Any]) -> str:
-    """Return `record` as one line of strict JSON; a NaN or an infinity becomes null, which every reader can parse."""
+    """Return `record` as one line of strict JSON. NaN and Inf become null, which every reader can parse."""
     return json.dumps(_finite(record), allow_nan=False, separators=(",", ":")) + "\n"
 
 

@@ -1,7 +1,8 @@
-"""Who runs a run: at most one supervisor at a time, each with a higher term than the one before.
+"""The lease of a run: at most one supervisor holds it at a time, each with a higher term than the one before.
 
-A term is a file that nobody can make twice. Its holder bumps a counter once a second. Clocks of different machines are
-never compared: another machine's holder is dead when its counter stood still for a while by our own monotonic clock.
+A term is a file that can be created only once. Its holder increments a counter once a second. Wall clocks of different
+machines are never compared: a holder on another machine is dead if its counter has not changed for a while, measured
+with our own monotonic clock.
 """
 
 import contextlib
@@ -22,19 +23,19 @@ from trimaran.core import UserError
 from trimaran.run.run_directory import RunDirectory, writing
 from trimaran.run.wire import fingerprint
 
-BEAT_SECONDS = 1.0
-LOOK_SECONDS = 0.25
-DEAD_SECONDS = 10.0  # without a beat
-FENCED_SECONDS = 8.0  # without a beat of our own: others may soon take us for dead
+RENEW_SECONDS = 1.0
+POLL_SECONDS = 0.25
+EXPIRY_SECONDS = 10.0  # a holder whose counter has not changed for so long is dead
+FENCED_SECONDS = 8.0  # a holder that could not renew for so long stops: others may soon take over
 RELEASED = "released"
-NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}  # of file systems without hard links
+NO_HARD_LINKS_ERRORS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Holder:
-    """Who took a term. `machine` tells whether its `pid` means anything here; `created` is for people to read.
+class LeaseHolder:
+    """The process that holds a term. Its `pid` is only valid on the same `machine`. `created` is only for display.
 
-    `started` is when the process began, in the kernel's ticks since boot: a pid alone is used again.
+    `started` is when the process started, in the kernel's ticks since boot, because pids are reused.
     """
 
     term: int
@@ -52,14 +53,14 @@ class Holder:
 
 
 class Lease:
-    """The right to run a run. Its counter moves from its making until `release`."""
+    """The right to supervise a run. A thread renews it until `release`."""
 
-    def __init__(self, run: RunDirectory, holder: Holder, *, shared: bool) -> None:
+    def __init__(self, run: RunDirectory, holder: LeaseHolder, *, shared: bool) -> None:
         self.run, self.holder, self.shared = run, holder, shared
-        self._beaten = time.monotonic()
+        self._renewed = time.monotonic()
         self._newest = holder.term
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="lease", daemon=True)
+        self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
         self._thread.start()
 
     @property
@@ -67,20 +68,20 @@ class Lease:
         return self.holder.term
 
     def holds(self) -> bool:
-        """Whether nobody else has taken over, or may be about to. Known to a quarter of a second, without a wait.
+        """Return whether no other process has taken over or may do so soon. Does not block; at most 0.25 s out of date.
 
-        Who shares the run with other machines and cannot reach its directory any more soon looks dead to them.
+        A holder that shares the run with other machines and cannot reach the run directory looks dead to them.
         """
-        late = self.shared and time.monotonic() - self._beaten > FENCED_SECONDS
+        late = self.shared and time.monotonic() - self._renewed > FENCED_SECONDS
         return not self._over.is_set() and not late and self._newest <= self.term
 
     def release(self) -> None:
-        """Give it up, so that the next one need not wait to see that we are gone."""
+        """Release the lease, so that the next supervisor need not wait until it expires."""
         if not self._over.is_set():
             self._over.set()
-            self._thread.join(timeout=BEAT_SECONDS)
+            self._thread.join(timeout=RENEW_SECONDS)
             with contextlib.suppress(OSError):
-                _write_beat(self.run, self.term, RELEASED)
+                _write_counter(self.run, self.term, RELEASED)
 
     def __enter__(self) -> Self:
         return self
@@ -90,138 +91,135 @@ class Lease:
     ) -> None:
         self.release()
 
-    def _beat(self) -> None:
+    def _renew(self) -> None:
         count, due = 0, time.monotonic()
         while True:
             now = time.monotonic()
-            with contextlib.suppress(OSError):  # `holds` sees how long it has been
+            with contextlib.suppress(OSError):  # `holds` checks the time of the last success
                 if now >= due:
-                    count, due = count + 1, now + BEAT_SECONDS
-                    _write_beat(self.run, self.term, str(count))
-                    self._beaten = now
+                    count, due = count + 1, now + RENEW_SECONDS
+                    _write_counter(self.run, self.term, str(count))
+                    self._renewed = now
                 self._newest = max(self._newest, newest_term(self.run))
-            if self._over.wait(LOOK_SECONDS):
+            if self._over.wait(POLL_SECONDS):
                 return
 
 
 class LeaseWatch:
-    """Tells, by looking again and again, whether the holder of a run's newest term lives."""
+    """Polls the newest term of a run to tell whether its holder is alive."""
 
     def __init__(self, run: RunDirectory) -> None:
         self.run = run
         self._seen: tuple[int, str] | None = None
         self._since = 0.0
-        self._holder: Holder | None = None
-        self.certain = False  # that the holder last returned lives, not just that it has not been seen to be dead
+        self._holder: LeaseHolder | None = None
+        self.certain = False  # the holder last returned is known to be alive, not only not yet known to be dead
 
-    def look(self) -> Holder | int:
-        """Return the living holder, or the number of the term that is free.
+    def poll(self) -> LeaseHolder | int:
+        """Return the live holder, or the number of the next free term.
 
-        A holder on this machine is known at once; one elsewhere is dead after its counter stood still for 10 s.
+        For a holder on this machine this is known at once; one elsewhere is dead if its counter has not changed for
+        10 s.
         """
         try:
             holder = self._holder = read_holder(self.run)
         except OSError:
             if self._holder is None:
                 raise
-            return self._holder  # the directory is out of reach, which says nothing about the holder
+            return self._holder  # the run directory is unreachable, which says nothing about the holder
         if holder is None:
             return 1
-        beat = _read_beat(self.run, holder.term)
-        if beat == RELEASED:
+        counter = _read_counter(self.run, holder.term)
+        if counter == RELEASED:
             return holder.term + 1
-        if holder.machine == this_machine():
+        if holder.machine == machine_id():
             self.certain = True
             return holder if _started(holder.pid) == holder.started else holder.term + 1
-        if (holder.term, beat) != self._seen:
+        if (holder.term, counter) != self._seen:
             self.certain = self._seen is not None and self._seen[0] == holder.term
-            self._seen, self._since = (holder.term, beat), time.monotonic()
-        return holder if time.monotonic() - self._since < DEAD_SECONDS else holder.term + 1
-
-    @property
-    def still_seconds(self) -> float:
-        """For how long the counter has not moved while we looked."""
-        return time.monotonic() - self._since if self._seen else 0.0
+            self._seen, self._since = (holder.term, counter), time.monotonic()
+        return holder if time.monotonic() - self._since < EXPIRY_SECONDS else holder.term + 1
 
 
-def take(run: RunDirectory, *, address: str = "", shared: bool = False) -> Lease:
-    """Return the lease of `run`, or say who has it. `address` is where others find the holder's channel.
+def take_lease(run: RunDirectory, *, address: str = "", shared: bool = False) -> Lease:
+    """Return the lease of `run`. Raises if a live process holds it. `address` is that of the holder's channel.
 
-    With a dead holder on another machine this takes 10 s. `shared` is for runs of several machines, see `Lease.holds`.
+    If the holder is on another machine and dead, this takes 10 s. `shared`: the run is on several machines, see
+    `Lease.holds`.
     """
     watch = LeaseWatch(run)
     while True:
-        found = watch.look()
-        if isinstance(found, int):
+        holder_or_term = watch.poll()
+        if isinstance(holder_or_term, int):
             with writing(run):
-                lease = claim(run, found, address=address, shared=shared)
+                lease = claim_term(run, holder_or_term, address=address, shared=shared)
             if lease is not None:
                 return lease
         elif watch.certain:
-            raise refusal(run, found)
+            raise held_lease_error(run, holder_or_term)
         else:
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
 
 
-def claim(run: RunDirectory, term: int, *, address: str = "", shared: bool = False) -> Lease | None:
-    """Return the lease of `term`, which `LeaseWatch.look` found free, or None when somebody was quicker."""
-    holder = Holder(
+def claim_term(run: RunDirectory, term: int, *, address: str = "", shared: bool = False) -> Lease | None:
+    """Return the lease of `term`, which `LeaseWatch.poll` found free; None if another process was faster."""
+    holder = LeaseHolder(
         term=term,
         host=platform.node(),
         pid=os.getpid(),
         started=_started(os.getpid()),
-        machine=this_machine(),
-        run=fingerprint(token_of(run)),
+        machine=machine_id(),
+        run=fingerprint(run_token(run)),
         address=address,
         created=time.time(),
     )
-    made = _make_once(_term_file(run, term), json.dumps(asdict(holder)) + "\n")
-    return Lease(run, holder, shared=shared) if made else None
+    is_ours = _create_once(_term_file(run, term), json.dumps(asdict(holder)) + "\n")
+    return Lease(run, holder, shared=shared) if is_ours else None
 
 
-def refusal(run: RunDirectory, holder: Holder) -> UserError:
-    """Return the error for whoever wants a run that somebody else runs."""
-    return UserError("S020", f"this run is at work: run {holder.run}, {holder}", where=str(run.path),
-                     fix="wait for its end, stop it with Ctrl-C or SIGTERM there, or start another run: "
+def held_lease_error(run: RunDirectory, holder: LeaseHolder) -> UserError:
+    """Return the error for a run that another process is running."""
+    return UserError("S020", f"this run is already running: run {holder.run}, {holder}", where=str(run.path),
+                     fix="wait until it ends, stop it with Ctrl-C or SIGTERM there, or start another run: "
                      "--run-dir DIR")  # fmt: skip
 
 
 def newest_term(run: RunDirectory) -> int:
-    """Return the highest term that anybody took, 0 for none. Whoever has a lower one must not write any more.
+    """Return the highest term that was claimed; 0 if there is none. The holder of a lower one must not write any more.
 
-    The folder is listed each time: on network file systems that asks the server, a look for one name may not.
+    This lists the folder: on network file systems that asks the server, while a lookup of one name may be cached.
     """
     names = os.listdir(run.lease) if run.lease.is_dir() else []
     terms = [name.removeprefix("term-").removesuffix(".json") for name in names if name.startswith("term-")]
     return max((int(term) for term in terms if term.isdigit()), default=0)
 
 
-def read_holder(run: RunDirectory) -> Holder | None:
-    """Return who took the newest term, or None when nobody ever has."""
+def read_holder(run: RunDirectory) -> LeaseHolder | None:
+    """Return the holder of the newest term; None if no term was ever claimed."""
     term = newest_term(run)
     if not term:
         return None
-    nobody = Holder(term=term, host="?", pid=0, started=0, machine="?", run="?", address="", created=time.time())
+    unknown = LeaseHolder(term=term, host="?", pid=0, started=0, machine="?", run="?", address="", created=time.time())
     try:
         tree = json.loads(_term_file(run, term).read_text(encoding="utf-8"))
-        return Holder(**{each.name: tree[each.name] for each in fields(Holder)})
+        return LeaseHolder(**{each.name: tree[each.name] for each in fields(LeaseHolder)})
     except (OSError, ValueError, KeyError, TypeError):
-        return nobody  # half-written or damaged: its counter alone tells whether it lives
+        return unknown  # incomplete or damaged: only its counter tells whether it is alive
 
 
-def token_of(run: RunDirectory) -> str:
-    """Return the run's token, which opens its channel; made by whoever asks first, and readable by its owner alone."""
+def run_token(run: RunDirectory) -> str:
+    """Return the secret token of the run's channel. The first call creates it, readable only by its owner."""
     run.lease.mkdir(mode=0o700, exist_ok=True)
-    _refuse_foreign(run.lease, is_folder=True)
+    _refuse_shared_access(run.lease, is_folder=True)
     path = run.lease / "token"
     if not path.exists():
-        _make_once(path, secrets.token_urlsafe(32) + "\n")
-    _refuse_foreign(path, is_folder=False)
+        _create_once(path, secrets.token_urlsafe(32) + "\n")
+    _refuse_shared_access(path, is_folder=False)
     return path.read_text(encoding="ascii").strip()
 
 
-def this_machine() -> str:
-    """Return what two processes have in common when they can see each other by pid: the boot and the pid namespace."""
+def machine_id() -> str:
+    """Return the boot id and the pid namespace: processes with the same id can find each other by pid."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
 
@@ -230,28 +228,28 @@ def _term_file(run: RunDirectory, term: int) -> Path:
     return run.lease / f"term-{term:06d}.json"
 
 
-def _beat_file(run: RunDirectory, term: int) -> Path:
+def _counter_file(run: RunDirectory, term: int) -> Path:
     return run.lease / f"beat-{term:06d}"
 
 
-def _write_beat(run: RunDirectory, term: int, text: str) -> None:
-    """Write in place and always as many bytes: a disk that is full by now does not make us look dead."""
-    beat = os.open(_beat_file(run, term), os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
+def _write_counter(run: RunDirectory, term: int, text: str) -> None:
+    """Write in place and always the same number of bytes, which also works on a full disk."""
+    fd = os.open(_counter_file(run, term), os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
     try:
-        os.write(beat, text.ljust(20).encode("ascii"))
+        os.write(fd, text.ljust(20).encode("ascii"))
     finally:
-        os.close(beat)
+        os.close(fd)
 
 
-def _read_beat(run: RunDirectory, term: int) -> str:
+def _read_counter(run: RunDirectory, term: int) -> str:
     try:
-        return _beat_file(run, term).read_text(encoding="ascii").strip()
+        return _counter_file(run, term).read_text(encoding="ascii").strip()
     except (OSError, ValueError):
         return ""
 
 
 def _started(pid: int) -> int:
-    """Return when a process of this machine began, in ticks since boot; -1 when it is gone."""
+    """Return when a process of this machine started, in ticks since boot; -1 if it is gone."""
     try:
         state, *rest = (
             Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
@@ -261,15 +259,15 @@ def _started(pid: int) -> int:
     return -1 if state in "ZX" else int(rest[18])
 
 
-def _make_once(path: Path, text: str) -> bool:
-    """Make a file with its whole content, readable by its owner; return False when there is one already."""
+def _create_once(path: Path, text: str) -> bool:
+    """Create a file atomically with its content, readable only by its owner; return False if it exists already."""
     draft = path.with_name(f".{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
     try:
         _write_new(draft, text)
         try:
             os.link(draft, path)
         except OSError as error:
-            if error.errno not in NO_LINKS:
+            if error.errno not in NO_HARD_LINKS_ERRORS:
                 raise
             _write_new(path, text)
     except FileExistsError:
@@ -288,11 +286,11 @@ def _write_new(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def _refuse_foreign(path: Path, *, is_folder: bool) -> None:
-    """Raise unless `path` is ours alone: whoever can read the token can steer the run."""
-    found = path.lstat()
-    right_kind = stat.S_ISDIR(found.st_mode) if is_folder else stat.S_ISREG(found.st_mode)
-    if not right_kind or found.st_uid != os.getuid() or found.st_mode & 0o077:
+def _refuse_shared_access(path: Path, *, is_folder: bool) -> None:
+    """Raise if other users can access `path`: a process that can read the token can control the run."""
+    status = path.lstat()
+    right_kind = stat.S_ISDIR(status.st_mode) if is_folder else stat.S_ISREG(status.st_mode)
+    if not right_kind or status.st_uid != os.getuid() or status.st_mode & 0o077:
         mode = "700" if is_folder else "600"
-        raise UserError("S021", "others may read or change who runs this run", where=str(path),
-                        fix=f"make it yours alone: chmod {mode} {path}, or delete it while nothing runs")  # fmt: skip
+        raise UserError("S021", "other users can read or change the lease of this run", where=str(path),
+                        fix=f"make it private: chmod {mode} {path}, or delete it while the run is stopped")  # fmt: skip

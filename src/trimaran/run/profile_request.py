@@ -1,4 +1,4 @@
-"""What is to be profiled: named in the recipe, or asked of a run at work by a file in its directory."""
+"""A request to profile some steps: from the recipe, or from a file in the directory of a running run."""
 
 import contextlib
 import json
@@ -11,16 +11,16 @@ from pathlib import Path
 from trimaran.run.run_directory import RunDirectory
 
 MAX_STEPS = 100  # a trace grows by some hundred thousand spans a step
-MAX_BYTES = 4096
-RANKS = re.compile(r"^(all|\d{1,9}(,\d{1,9})*)$")
-NAME = re.compile(r"^step-(\d{8})-rank-(\d+)\.trace\.json\.gz$")
+MAX_REQUEST_BYTES = 4096
+RANKS_PATTERN = re.compile(r"^(all|\d{1,9}(,\d{1,9})*)$")
+TRACE_NAME = re.compile(r"^step-(\d{8})-rank-(\d+)\.trace\.json\.gz$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileRequest:
-    """`steps` steps of `ranks` ("all", or such as "0,3"): a trace of them, or where their `memory` goes.
+    """Profile `steps` steps of `ranks` ("all", or a list such as "0,3"): a trace, or a `memory` snapshot.
 
-    `first` is the step to begin with; 0 is the next one that all ranks agree on. `id` tells requests apart.
+    `first` is the first step; 0 is the next one that all ranks agree on. `id` is unique for each request.
     """
 
     steps: int = 3
@@ -33,7 +33,7 @@ class ProfileRequest:
         return self.ranks == "all" or str(rank) in self.ranks.split(",")
 
     def ranks_of(self, world_size: int) -> list[int]:
-        """Return those of the ranks that there are."""
+        """Return the requested ranks that exist in a run of this size."""
         return [rank for rank in range(world_size) if self.is_for(rank)]
 
 
@@ -50,7 +50,7 @@ def snapshot_file(run: RunDirectory, *, step: int, rank: int) -> Path:
 
 
 def write_request(run: RunDirectory, request: ProfileRequest) -> None:
-    """Ask the ranks of a run at work; the request of somebody else, if there is one, is replaced."""
+    """Request a profile of a running run. This replaces an earlier request."""
     run.profiles.mkdir(exist_ok=True)
     path = request_file(run)
     draft = path.with_name(f".{path.name}-{os.getpid()}")
@@ -59,28 +59,28 @@ def write_request(run: RunDirectory, request: ProfileRequest) -> None:
 
 
 def read_request(run: RunDirectory) -> ProfileRequest | None:
-    """Return what is asked for; None when nothing is, or nothing that makes sense."""
+    """Return the pending request; None if there is none, or it is invalid."""
     try:
         with request_file(run).open("rb") as file:
-            tree = json.loads(file.read(MAX_BYTES))
-        asked = ProfileRequest(
+            tree = json.loads(file.read(MAX_REQUEST_BYTES))
+        request = ProfileRequest(
             steps=int(tree["steps"]), ranks=str(tree["ranks"]), memory=bool(tree["memory"]), id=str(tree["id"])[:64]
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return asked if 1 <= asked.steps <= MAX_STEPS and RANKS.match(asked.ranks) else None
+    return request if 1 <= request.steps <= MAX_STEPS and RANKS_PATTERN.match(request.ranks) else None
 
 
 def withdraw_request(run: RunDirectory, request_id: str) -> None:
-    """Take the request back, unless another one has taken its place."""
-    asked = read_request(run)
-    if asked is not None and asked.id == request_id:
+    """Remove the request, unless another one has replaced it."""
+    request = read_request(run)
+    if request is not None and request.id == request_id:
         with contextlib.suppress(OSError):
             request_file(run).unlink(missing_ok=True)
 
 
 def recipe_request(profile: str, ranks: str) -> ProfileRequest | None:
-    """Return what `telemetry.profile` ("10:13" are the steps 10, 11 and 12) and `telemetry.profile_ranks` ask for."""
+    """Return the request in `telemetry.profile` ("10:13": steps 10, 11 and 12) and `telemetry.profile_ranks`."""
     if not profile:
         return None
     first, end = (int(each) for each in profile.split(":"))
@@ -88,10 +88,10 @@ def recipe_request(profile: str, ranks: str) -> ProfileRequest | None:
 
 
 def find_traces(run: RunDirectory) -> dict[int, dict[int, Path]]:
-    """Return the traces of a run: by their first step, then by rank, in order."""
-    found: dict[int, dict[int, Path]] = {}
-    names = sorted(run.profiles.iterdir()) if run.profiles.is_dir() else []
-    for path in names:
-        if match := NAME.match(path.name):
-            found.setdefault(int(match[1]), {})[int(match[2])] = path
-    return {step: dict(sorted(ranks.items())) for step, ranks in sorted(found.items())}
+    """Return the traces of a run by first step, then by rank, both in order."""
+    traces: dict[int, dict[int, Path]] = {}
+    files = sorted(run.profiles.iterdir()) if run.profiles.is_dir() else []
+    for path in files:
+        if match := TRACE_NAME.match(path.name):
+            traces.setdefault(int(match[1]), {})[int(match[2])] = path
+    return {step: dict(sorted(ranks.items())) for step, ranks in sorted(traces.items())}

@@ -1,4 +1,4 @@
-"""The run directory: where everything about a run is kept, and how it is claimed."""
+"""The run directory: the paths of a run's files, and how a new run claims its folder."""
 
 import errno
 import json
@@ -14,12 +14,12 @@ from typing import Any
 from trimaran.core import Bytes, Plan, Prediction, Recipe, UserError, dump_recipe, parse_recipe, show_bytes
 
 MARKER = "trimaran-run.json"
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """The files of one run. Making the value touches nothing; `create_run` and `open_run` do."""
+    """The paths of one run. Constructing it touches no file; `create_run` and `open_run` do."""
 
     path: Path
 
@@ -37,7 +37,7 @@ class RunDirectory:
 
     @property
     def stop_request(self) -> Path:
-        """A file that asks the ranks to stop at the next step that they agree on."""
+        """A file that asks the ranks to stop at the next step that all agree on."""
         return self.path / "stop"
 
     @property
@@ -52,7 +52,7 @@ class RunDirectory:
 
     @property
     def incidents(self) -> Path:
-        """What went wrong, one JSON line each; what was found out about one is in its folder, see `incident`."""
+        """The incidents, one JSON line for each state of one; its rank reports are in its folder, see `incident`."""
         return self.path / "incidents.jsonl"
 
     def incident(self, name: str) -> Path:
@@ -60,26 +60,26 @@ class RunDirectory:
 
     @property
     def attempts(self) -> Path:
-        """The starts of the ranks and their ends, as the supervisor saw them; see `attempts.py`."""
+        """The attempts: starts and ends of the ranks, as the supervisor saw them; see `attempts.py`."""
         return self.path / "attempts.jsonl"
 
     @property
     def resize_request(self) -> Path:
-        """A file that asks for another number of ranks: it holds that number."""
+        """A file that asks for another number of ranks, which it contains."""
         return self.path / "resize"
 
     @property
     def quarantine(self) -> Path:
-        """Samples that are left out: JSON lines with `sample`, `reason`, `step`."""
+        """The samples that are left out: JSON lines with `sample`, `reason`, `step`."""
         return self.path / "quarantine.jsonl"
 
     @property
     def lease(self) -> Path:
-        """Who runs this run; at most one supervisor does."""
+        """The folder of the lease, which lets at most one supervisor run this run."""
         return self.path / "lease"
 
     def samples(self, node: int) -> Path:
-        """How the machine of a node was doing, every few seconds; see `telemetry/sampler.py`."""
+        """Samples of a node's machine (CPU, memory, GPUs), every few seconds; see `telemetry/sampler.py`."""
         return self.path / "telemetry" / f"node-{node}.jsonl"
 
     @property
@@ -89,7 +89,7 @@ class RunDirectory:
 
     @property
     def findings(self) -> Path:
-        """What the doctor last said about the run."""
+        """The doctor's latest findings about the run."""
         return self.path / "findings.json"
 
     def events(self, rank: int) -> Path:
@@ -99,20 +99,21 @@ class RunDirectory:
         return self.path / "logs" / f"rank-{rank}.log"
 
     def stacks(self, rank: int) -> Path:
-        """Where a rank's stack goes when it gets SIGUSR2, also while it stands still."""
+        """The file that a rank writes its stacks to on SIGUSR2, even when it hangs."""
         return self.path / "logs" / f"rank-{rank}.stacks"
 
-    def question(self, rank: int) -> Path:
-        """Where a rank's heartbeat thread reads into which folder its rank report goes, see `PulseBoard.ask`."""
+    def report_request(self, rank: int) -> Path:
+        """The file that tells a rank's heartbeat thread the folder for its report; see `HeartbeatBoard`."""
         return self.path / "incidents" / f"question-{rank}.json"
 
     @property
     def ranks_shown(self) -> Path:
-        """What every rank did when somebody last asked with SIGUSR1: its stacks and its memory, for people."""
+        """The stacks and memory of every rank at the last SIGUSR1, as text."""
         return self.path / "logs" / "ranks.txt"
 
     @property
     def agent_log(self) -> Path:
+        """The log of the supervisor and the fork server."""
         return self.path / "logs" / "agent.log"
 
     def read_recipe(self) -> Recipe:
@@ -125,13 +126,13 @@ class RunDirectory:
 
 
 def create_run(path: Path, recipe: Recipe, plan: Plan) -> RunDirectory:
-    """Claim `path` for a new run and write its recipe and plan. Nothing is left behind when that fails.
+    """Claim `path` for a new run and write its recipe and plan. If that fails, nothing is left behind.
 
-    The folder must not exist or be empty: a run is never written over another one, or over anything else.
+    The folder must not exist or be empty: a new run never overwrites another run or other files.
     """
     refuse_occupied(path)
     run = RunDirectory(path)
-    made = [parent for parent in (path, *path.parents) if not parent.exists()]
+    created = [parent for parent in (path, *path.parents) if not parent.exists()]
     written: list[Path] = []
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -144,11 +145,11 @@ def create_run(path: Path, recipe: Recipe, plan: Plan) -> RunDirectory:
             written.append(file)
             _write_new(file, text)
     except FileExistsError:
-        raise _occupied(path) from None  # another launch claimed the folder between the look and the marker
+        raise _occupied(path) from None  # another launch claimed the folder since `refuse_occupied`
     except OSError as error:
         for each in reversed(written):
             each.rmdir() if each.is_dir() else each.unlink(missing_ok=True)
-        for folder in made:
+        for folder in created:
             if folder.is_dir():
                 folder.rmdir()
         raise UserError("D003", f"the run directory cannot be written: {error.strerror}", where=str(path),
@@ -157,9 +158,9 @@ def create_run(path: Path, recipe: Recipe, plan: Plan) -> RunDirectory:
 
 
 def open_run(path: Path) -> RunDirectory:
-    """Return the run at `path`, or say that there is none."""
+    """Return the run at `path`. Raises if there is none."""
     if not path.is_dir():
-        raise UserError("D001", "there is no run directory here", where=str(path), fix="look under runs/")
+        raise UserError("D001", "this run directory does not exist", where=str(path), fix="look under runs/")
     if not holds_run(path):
         raise UserError("D002", "this folder is not a Trimaran run", where=str(path),
                         fix=f"name a folder that `trimaran train` made (it holds {MARKER})")  # fmt: skip
@@ -171,7 +172,7 @@ def holds_run(path: Path) -> bool:
 
 
 def free_run_path(root: Path, name: str) -> Path:
-    """Return `root/name`, or `root/name-2`, `-3` and so on when runs of that name exist."""
+    """Return `root/name`, or `root/name-2`, `root/name-3` and so on if that exists."""
     candidates = [root / name, *(root / f"{name}-{number}" for number in range(2, 10_000))]
     return next(path for path in candidates if not path.exists())
 
@@ -192,35 +193,35 @@ def refuse_occupied(path: Path) -> None:
 
 @contextmanager
 def writing(run: RunDirectory) -> Iterator[None]:
-    """Turn the system's refusal to write into a run directory that exists into a UserError."""
+    """Turn an OSError of a write to an existing run directory into a UserError."""
     try:
         yield
     except OSError as error:
-        # A fix that names no folder but this one: the run is in it.
-        fix = "make it writable: look at its rights and at how its disk is mounted"
-        if error.errno in NO_ROOM:
-            fix = "make room: `trimaran checkpoints prune RUN --keep 1`"
+        # Do not suggest another folder: the run is in this one.
+        fix = "make it writable: check its permissions and how its disk is mounted"
+        if error.errno in DISK_FULL_ERRORS:
+            fix = "free disk space: `trimaran checkpoints prune RUN --keep 1`"
         raise UserError("D003", f"the run directory cannot be written: {error.strerror or error}",
                         where=str(error.filename or run.path), fix=fix) from error  # fmt: skip
 
 
 def refuse_full_disk(path: Path, needed: Bytes) -> None:
-    """Raise when the disk that `path` is to lie on has less than `needed` free."""
-    ground = next(parent for parent in (path, *path.absolute().parents) if parent.is_dir())
-    total, _, free = shutil.disk_usage(ground)
-    if free < needed and total:  # /proc and its like have no size; writing there fails with a better reason
+    """Raise if the disk for `path` has less than `needed` bytes free."""
+    existing = next(parent for parent in (path, *path.absolute().parents) if parent.is_dir())
+    total, _, free = shutil.disk_usage(existing)
+    if free < needed and total:  # file systems such as /proc have no size; writing there fails with a better reason
         what = f"checkpoints and trained weights need {show_bytes(needed)}, the disk has {show_bytes(free)} free"
-        way = (
-            f"such as with `trimaran checkpoints prune {path} --keep 1`"
+        option = (
+            f"for example with `trimaran checkpoints prune {path} --keep 1`"
             if holds_run(path)
             else "choose another disk with --run-dir DIR"
         )
-        raise UserError("D005", what, where=str(path), fix=f"make room, {way}, "
+        raise UserError("D005", what, where=str(path), fix=f"free disk space, {option}, "
                         "or keep fewer checkpoints: --set checkpoint.keep=1")  # fmt: skip
 
 
 def dump_plan(plan: Plan) -> str:
-    """Return the text of `plan.json`: the plan and what it is expected to cost."""
+    """Return the text of `plan.json`: the plan and its predicted cost."""
     tree: dict[str, Any] = {"plan": plan.model_dump(mode="json")}
     tree["prediction"] = plan.prediction.model_dump(mode="json") if plan.prediction else None
     return json.dumps(tree, indent=2) + "\n"
@@ -228,7 +229,7 @@ def dump_plan(plan: Plan) -> str:
 
 def _occupied(path: Path) -> UserError:
     if holds_run(path):
-        fix = f"go on with it: `trimaran resume {path}`, or choose another folder: --run-dir DIR"
+        fix = f"resume it: `trimaran resume {path}`, or choose another folder: --run-dir DIR"
         return UserError("D004", "this run directory already holds a run", where=str(path), fix=fix)
     return UserError("D002", "this folder holds files that are not a Trimaran run", where=str(path),
                      fix="name an empty or a new folder: --run-dir DIR")  # fmt: skip

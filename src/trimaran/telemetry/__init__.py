@@ -1,1 +1,1 @@
-"""What happened in a run: goodput ledger, machine samples, traces and sinks. Receives numbers, never tensors."""
+"""The goodput ledger, machine samples, profiler traces and sinks. It handles numbers, never tensors."""

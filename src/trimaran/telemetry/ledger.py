@@ -1,8 +1,8 @@
-"""The goodput ledger: where every second of a run went since its launch, from the files that it leaves behind.
+"""The goodput ledger: splits the wall-clock time of a run since its launch into categories, from the run's files.
 
-The supervisor's `attempts.jsonl` says from when to when there were ranks; the events of rank 0 say when they were
-ready, and what was saved, evaluated or done again; the lines of `metrics.jsonl` say what the steps spent their time on.
-What these leave open inside an attempt is start-up and shut-down, or, where it ended in trouble, a restart.
+`attempts.jsonl` has the start and end of each attempt. The events of rank 0 say when the ranks were ready, and what was
+saved, evaluated or replayed. `metrics.jsonl` splits the time of each step. The rest of an attempt is start-up and
+shut-down, or a restart if the attempt failed.
 """
 
 import math
@@ -14,13 +14,13 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from trimaran.run.journal import Follower, LineFollower
+from trimaran.run.journal import JsonlFollower, LineFollower
 from trimaran.run.run_directory import RunDirectory
 from trimaran.telemetry.step_lines import StepLine, read_step, read_waits
 
 Line = Mapping[str, Any]
 
-# What moves a run on comes first; `idle` is the time between a stop and a resume, when nobody ran the run.
+# Productive time comes first. `idle` is the time between a stop and a resume, when no process ran.
 CATEGORIES = (
     "compute",
     "communication",
@@ -34,16 +34,22 @@ CATEGORIES = (
     "replay",
     "idle",
 )
-IN_STEPS = CATEGORIES[:5]  # what the time inside of a step is split into
-# What an event says of the time before it, after the last step.
-ENDS = {"checkpoint": "save", "saved": "save", "evaluation": "evaluation", "sample": "evaluation", "rewind": "restart"}
-STEPS_KNOWN = 64  # the latest of an attempt, for what a usual step takes
-PATIENCE = 5.0  # a step that takes this many times the usual one stands still
+STEP_CATEGORIES = CATEGORIES[:5]  # of the time inside a step
+# After the last step, the category of the time before an event.
+CATEGORY_BEFORE_EVENT = {
+    "checkpoint": "save",
+    "saved": "save",
+    "evaluation": "evaluation",
+    "sample": "evaluation",
+    "rewind": "restart",
+}
+RECENT_STEPS = 64  # the latest of an attempt, whose median is a typical step
+HANG_FACTOR = 5.0  # a step that takes this many typical steps hangs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
-    """Seconds of a run by what they were spent on, from its launch to `until`. They add up to `total`."""
+    """Seconds of a run by category, from its launch to `until`. They add up to `total`."""
 
     since: float
     until: float
@@ -55,14 +61,14 @@ class Ledger:
 
     @property
     def at_work(self) -> float:
-        """All but the time in which nobody ran the run."""
+        """The total without idle time."""
         return self.total - self.seconds["idle"]
 
     @property
     def goodput(self) -> float:
-        """The share of that which moved the run on: steps that count, without what they waited for or saved.
+        """The fraction of `at_work` spent in compute and communication of steps that were not replayed.
 
-        There is no other goodput of a run: every view and every sink shows this one.
+        Every view and every sink shows this goodput.
         """
         return (self.seconds["compute"] + self.seconds["communication"]) / self.at_work if self.at_work > 0 else 0.0
 
@@ -78,32 +84,33 @@ class Ledger:
 
 
 @dataclass(slots=True, kw_only=True)
-class Stay:
-    """What is known of one attempt: from `begin` to `end`, None while that is not written down."""
+class AttemptTimes:
+    """The times of one attempt, from `begin` to `end`; None while the end is not written."""
 
     begin: float
     end: float | None = None
     how: str = ""
-    reached: int = 0  # steps that all ranks had finished at its end
-    over: float | None = None  # when its supervisor left for good
-    start: int | None = None  # the step that it went on from, once it was ready
+    reached: int = 0  # the last step that all ranks finished
+    over: float | None = None  # when its supervisor exited
+    start: int | None = None  # the step that it resumed from, once it was ready
     ready: float = 0.0
     compile: float = 0.0
-    seconds: list[float] = field(default_factory=lambda: [0.0] * len(IN_STEPS))  # of its steps that count
-    events: list[tuple[float, str]] = field(default_factory=list)  # those that say what the time before them was for
-    steps: "Steps" = field(default_factory=lambda: Steps())
+    seconds: list[float] = field(default_factory=lambda: [0.0] * len(STEP_CATEGORIES))  # without replayed steps
+    # (time, category of the time before it, or "") of each event.
+    events: list[tuple[float, str]] = field(default_factory=list)
+    steps: "AttemptSteps" = field(default_factory=lambda: AttemptSteps())
 
 
 @dataclass(slots=True)
-class Steps:
-    """The steps of an attempt that were written down: the highest, when that was, and what the latest ones took.
+class AttemptSteps:
+    """The written steps of an attempt: the highest, the time of the last, and the seconds of the latest ones.
 
-    `replayed` of them, which took `replayed_seconds`, were taken back.
+    `replayed` of them, which took `replayed_seconds`, were replayed by a later attempt.
     """
 
     highest: int = 0
     last: float = 0.0
-    recent: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_KNOWN))
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
     replayed: int = 0
     replayed_seconds: float = 0.0
 
@@ -114,11 +121,11 @@ class Steps:
         return self.replayed_seconds / self.replayed if self.replayed else 0.0
 
 
-class Books:
-    """Reads the files of a run, and on the next look only what is new.
+class LedgerReader:
+    """Reads the files of a run incrementally.
 
-    Who needs the steps as well takes them from here, so that each line is read once: `look`, then `steps`, then
-    `balance`. For who does not, `ledger` is all three.
+    `read` returns the ledger. A caller that needs the steps as well calls `poll`, then `new_steps`, then `compute`, so
+    that each line is read once.
     """
 
     def __init__(self, run: RunDirectory) -> None:
@@ -126,136 +133,139 @@ class Books:
         self._open()
 
     def _open(self) -> None:
-        self._stays: list[Stay] = []
+        self._attempts: list[AttemptTimes] = []
         self._supervised = False
-        self._attempts, self._metrics = Follower(self._run.attempts), LineFollower(self._run.metrics)
-        self._events = Follower(self._run.events(0))
+        self._attempt_lines, self._metrics = JsonlFollower(self._run.attempts), LineFollower(self._run.metrics)
+        self._events = JsonlFollower(self._run.events(0))
 
-    def ledger(self, *, now: float | None = None) -> Ledger:
-        """Read what is new, and return where the time went, see `balance`."""
-        self.look()
-        deque(self.steps(), maxlen=0)
-        return self.balance(now=now)
+    def read(self, *, now: float | None = None) -> Ledger:
+        """Read new lines and return the ledger, see `compute`."""
+        self.poll()
+        deque(self.new_steps(), maxlen=0)
+        return self.compute(now=now)
 
-    def look(self) -> bool:
-        """Take in what is new of starts and events. True: lines were taken back, and `steps` yields all from the first.
+    def poll(self) -> bool:
+        """Read new attempts and events. If True, metrics lines were truncated and `new_steps` starts from the first.
 
-        Nothing else is right then: the lines may have been counted, and the file may have grown again.
+        Truncated lines may have been counted already, and the file may have grown again, so all is read anew.
         """
-        known = bool(self._stays)
-        if self._look() and known:
+        has_attempts = bool(self._attempts)
+        if self._poll() and has_attempts:
             self._open()
-            self._look()
+            self._poll()
             return True
         return False
 
-    def _look(self) -> bool:
-        """Take in what is new of starts and events, and return whether lines were taken back."""
-        for line in self._attempts.new():
+    def _poll(self) -> bool:
+        """Read new attempts and events; return whether metrics lines were truncated."""
+        for line in self._attempt_lines.new():
             self._read_attempt(line)
-        taken_back = [self._read_event(line) for line in self._events.new() if _is_event(line)]
-        return any(taken_back)
+        truncated = [self._read_event(line) for line in self._events.new() if _is_event(line)]
+        return any(truncated)
 
-    def steps(self) -> Iterator[StepLine]:
-        """Enter the steps that are new, and yield them."""
-        stay: Stay | None = None
-        first = after = 0  # the steps that `stay` did: from `first` on, and before `after`
+    def new_steps(self) -> Iterator[StepLine]:
+        """Count the new steps, and yield them."""
+        attempt: AttemptTimes | None = None
+        first = after = 0  # `attempt` did the steps from `first` on and before `after`
         for step in filter(None, map(read_step, self._metrics.new())):
             if not first <= step.step < after:
-                stay, first, after = self._of_step(step.step)
-            if stay is not None:
-                _enter(stay, step)
+                attempt, first, after = self._attempt_of_step(step.step)
+            if attempt is not None:
+                _add_step(attempt, step)
             yield step
 
-    def balance(self, *, now: float | None = None) -> Ledger:
-        """Return where the time went, by what was read so far.
+    def compute(self, *, now: float | None = None) -> Ledger:
+        """Return the ledger of what was read so far.
 
-        `now` is for a run at work; without it, up to the last thing written down.
+        It ends at `now` for a live run; without `now`, at the last line written.
         """
-        stays = self._stays
-        if not stays:
+        attempts = self._attempts
+        if not attempts:
             return Ledger(since=0.0, until=0.0, seconds=dict.fromkeys(CATEGORIES, 0.0))
-        ends = [_end(stay, following, now) for stay, following in zip(stays, [*stays[1:], None], strict=True)]
-        until = max(ends[-1], stays[-1].over or ends[-1])
-        if now is not None and stays[-1].over is None:
-            until = max(until, now)  # its ranks are gone, and others are about to be started
+        following = [*attempts[1:], None]
+        ends = [_end(each, after, now) for each, after in zip(attempts, following, strict=True)]
+        until = max(ends[-1], attempts[-1].over or ends[-1])
+        if now is not None and attempts[-1].over is None:
+            until = max(until, now)  # its ranks have ended, and the supervisor is about to restart them
         seconds = dict.fromkeys(CATEGORIES, 0.0)
-        for number, (stay, end) in enumerate(zip(stays, ends, strict=True)):
-            before = stays[number - 1] if number else None
-            again = before is not None and before.over is None
-            for name, part in _of_stay(stay, end, lead="restart" if again else "init").items():
+        for number, (attempt, end) in enumerate(zip(attempts, ends, strict=True)):
+            before = attempts[number - 1] if number else None
+            is_restart = before is not None and before.over is None
+            for name, part in _attempt_seconds(attempt, end, lead="restart" if is_restart else "init").items():
                 seconds[name] += part
-            following = stays[number + 1].begin if number + 1 < len(stays) else until
-            seconds["restart" if stay.over is None else "idle"] += max(0.0, following - end)
-        return Ledger(since=stays[0].begin, until=until, seconds=seconds)
+            next_begin = attempts[number + 1].begin if number + 1 < len(attempts) else until
+            seconds["restart" if attempt.over is None else "idle"] += max(0.0, next_begin - end)
+        return Ledger(since=attempts[0].begin, until=until, seconds=seconds)
 
     def _read_attempt(self, line: Line) -> None:
         self._supervised = True
         if not isinstance(line.get("ended", line.get("time")), int | float):
-            return  # files are not to be trusted
+            return  # a damaged line
         if "world_size" in line:
-            self._stays.append(Stay(begin=line["time"]))
-        elif "ended" in line and self._stays:
-            last = self._stays[-1]
+            self._attempts.append(AttemptTimes(begin=line["time"]))
+        elif "ended" in line and self._attempts:
+            last = self._attempts[-1]
             last.end, last.how, last.reached = line["ended"], line.get("how", ""), int(_number(line, "step"))
-        elif "over" in line and self._stays:
-            self._stays[-1].over = line["time"]
+        elif "over" in line and self._attempts:
+            self._attempts[-1].over = line["time"]
 
     def _read_event(self, line: Line) -> bool:
-        """Take in an event of rank 0; return whether it says that lines were taken back."""
+        """Read an event of rank 0; return whether it says that metrics lines were truncated."""
         kind, number, data = line["kind"], line.get("attempt", 0), line.get("data", {})
-        if not self._supervised:  # the ranks were started by somebody else, who counts nothing
+        if not self._supervised:  # another launcher started the ranks and writes no attempts.jsonl
             if kind == "start":
-                self._stays.append(Stay(begin=line["time"]))
-            number = len(self._stays) - 1
-        if not 0 <= number < len(self._stays):
+                self._attempts.append(AttemptTimes(begin=line["time"]))
+            number = len(self._attempts) - 1
+        if not 0 <= number < len(self._attempts):
             return kind == "replay"
-        stay = self._stays[number]
+        attempt = self._attempts[number]
         if not self._supervised and kind in ("done", "stop"):
-            stay.end = stay.over = line["time"]
+            attempt.end = attempt.over = line["time"]
         if kind == "ready":
-            stay.start, stay.ready = line["step"], line["time"]
+            attempt.start, attempt.ready = line["step"], line["time"]
         elif kind == "started":
-            stay.compile += _number(data.get("compile"), "seconds")
+            attempt.compile += _number(data.get("compile"), "seconds")
         elif kind == "replay":
             number, seconds = int(_number(data, "steps")), _number(data, "seconds")
-            for each, steps, highest in self._owners(line["step"], number):
-                each.steps.replayed += steps
-                each.steps.replayed_seconds += steps / number * seconds
-                each.steps.highest = max(each.steps.highest, highest)
-            if stay.start is not None:  # it went back while at work, and does from now on what others had done
-                stay.start = min(stay.start, line["step"])
-        stay.events.append((line["time"], ENDS.get(kind, "")))
+            for owner, steps, highest in self._attempts_of_steps(line["step"], number):
+                owner.steps.replayed += steps
+                owner.steps.replayed_seconds += steps / number * seconds
+                owner.steps.highest = max(owner.steps.highest, highest)
+            if attempt.start is not None:  # it rewound while training, and replays steps of earlier attempts
+                attempt.start = min(attempt.start, line["step"])
+        attempt.events.append((line["time"], CATEGORY_BEFORE_EVENT.get(kind, "")))
         return kind == "replay"
 
-    def _of_step(self, step: int) -> tuple[Stay | None, int, int]:
-        """Return the attempt that did `step` last, which is the latest one that went on from before it; and from which
-        step on, and before which, that is true."""
+    def _attempt_of_step(self, step: int) -> tuple[AttemptTimes | None, int, int]:
+        """Return the attempt that did `step` last, and the range [first, after) of steps for which that holds.
+
+        It is the latest attempt that resumed from a step before it.
+        """
         after = sys.maxsize
-        for stay in reversed(self._stays):
-            if stay.start is not None and stay.start < step:
-                return stay, stay.start + 1, after
-            if stay.start is not None:
-                after = min(after, stay.start + 1)
+        for attempt in reversed(self._attempts):
+            if attempt.start is not None and attempt.start < step:
+                return attempt, attempt.start + 1, after
+            if attempt.start is not None:
+                after = min(after, attempt.start + 1)
         return None, 0, after
 
-    def _owners(self, after: int, steps: int) -> list[tuple[Stay, int, int]]:
-        """Return which attempts did the `steps` after step `after`: how many of them each did, and up to which."""
+    def _attempts_of_steps(self, after: int, steps: int) -> list[tuple[AttemptTimes, int, int]]:
+        """Return (attempt, number of steps, highest step) of the attempts that did the `steps` after step `after`."""
         found, top = [], after + steps
-        for stay in reversed(self._stays):
-            if stay.start is not None and max(stay.start, after) < top:
-                found.append((stay, top - max(stay.start, after), top))
-                top = max(stay.start, after)
+        for attempt in reversed(self._attempts):
+            if attempt.start is not None and max(attempt.start, after) < top:
+                found.append((attempt, top - max(attempt.start, after), top))
+                top = max(attempt.start, after)
         return found
 
 
-def ledger_of(run: RunDirectory, *, now: float | None = None) -> Ledger:
-    """Return where the time of `run` went, see `Books.ledger`."""
-    return Books(run).ledger(now=now)
+def read_ledger(run: RunDirectory, *, now: float | None = None) -> Ledger:
+    """Return the ledger of `run`, see `LedgerReader.compute`."""
+    return LedgerReader(run).read(now=now)
 
 
-def split(step: StepLine) -> tuple[float, float, float, float, float]:
-    """Return what the seconds of a step were spent on, in the order of `IN_STEPS`; they add up to `step_seconds`."""
+def split_step(step: StepLine) -> tuple[float, float, float, float, float]:
+    """Return the seconds of a step in the order of `STEP_CATEGORIES`; they add up to `step_seconds`."""
     phases, total = step.phases, step.step_seconds
     if not total > 0:
         total = sum(phases.values())
@@ -263,18 +273,18 @@ def split(step: StepLine) -> tuple[float, float, float, float, float]:
     left = max(0.0, total - data - save)
     comm, straggler = read_waits(step.rest)
     straggler = min(left, straggler)
-    # Who waits for others waits in a collective, whichever phase that is in.
+    # A rank waits for others inside a collective, in whichever phase that is.
     communication = min(left, max(phases.get("comm", 0.0), comm + straggler)) - straggler
     return left - straggler - communication, communication, data, straggler, save
 
 
-def _enter(stay: Stay, step: StepLine) -> None:
-    """Add a step to what its attempt did. One that nobody can have measured is passed over."""
-    compute, communication, data, straggler, save = split(step)
+def _add_step(attempt: AttemptTimes, step: StepLine) -> None:
+    """Add a step's seconds to its attempt. A step with NaN or Inf times is skipped."""
+    compute, communication, data, straggler, save = split_step(step)
     total = compute + communication + data + straggler + save
     if not math.isfinite(total):
         return
-    seconds, steps = stay.seconds, stay.steps
+    seconds, steps = attempt.seconds, attempt.steps
     seconds[0] += compute
     seconds[1] += communication
     seconds[2] += data
@@ -285,76 +295,79 @@ def _enter(stay: Stay, step: StepLine) -> None:
 
 
 def _is_event(line: Line) -> bool:
-    """Whether a line is an event as ranks write them: files are not to be trusted."""
+    """Whether a line has the fields of an event; a file may be damaged."""
     shapes = {"kind": str, "time": int | float, "step": int, "attempt": int, "data": dict}
     optional = {"attempt": 0, "data": {}}
     return all(isinstance(line.get(name, optional.get(name)), shape) for name, shape in shapes.items())
 
 
 def _number(tree: Any, name: str) -> float:
-    """Return a number of `tree`; 0 where there is none."""
+    """Return the number `name` of `tree`; 0 if there is none."""
     found = tree.get(name) if isinstance(tree, dict) else None
     return found if isinstance(found, int | float) else 0.0
 
 
-def _end(stay: Stay, following: Stay | None, now: float | None) -> float:
-    """Return when an attempt ended, or until when it is known to have been at work."""
-    if stay.end is not None:
-        return max(stay.begin, stay.end)
-    if following is None and stay.over is None and now is not None:
-        return max(stay.begin, now)
-    last = max([stay.begin, stay.ready, stay.steps.last, *(time for time, _ in stay.events[-1:])])
+def _end(attempt: AttemptTimes, following: AttemptTimes | None, now: float | None) -> float:
+    """Return when an attempt ended, or the last time at which it was known to run."""
+    if attempt.end is not None:
+        return max(attempt.begin, attempt.end)
+    if following is None and attempt.over is None and now is not None:
+        return max(attempt.begin, now)
+    last = max([attempt.begin, attempt.ready, attempt.steps.last, *(time for time, _ in attempt.events[-1:])])
     return min(last, following.begin) if following is not None else last
 
 
-def _of_stay(stay: Stay, end: float, *, lead: str) -> dict[str, float]:
-    """Return what the time of an attempt was spent on; it adds up to it. `lead` is what its start is called."""
-    span = end - stay.begin
-    if stay.start is None:
+def _attempt_seconds(attempt: AttemptTimes, end: float, *, lead: str) -> dict[str, float]:
+    """Return the seconds of an attempt by category; they add up to it. `lead` is the category of its start-up."""
+    span = end - attempt.begin
+    if attempt.start is None:
         return {lead: span}
     found = dict.fromkeys(CATEGORIES, 0.0)
-    found[lead] = min(span, max(0.0, stay.ready - stay.begin))
-    steps = dict(zip(IN_STEPS, stay.seconds, strict=True))
-    steps["compile"] = min(stay.compile, steps["compute"])
+    found[lead] = min(span, max(0.0, attempt.ready - attempt.begin))
+    steps = dict(zip(STEP_CATEGORIES, attempt.seconds, strict=True))
+    steps["compile"] = min(attempt.compile, steps["compute"])
     steps["compute"] -= steps["compile"]
-    steps["replay"] = stay.steps.replayed_seconds + stay.steps.usual * _unwritten(stay)
-    room = span - found[lead]
-    shrink = min(1.0, room / total) if (total := sum(steps.values())) > 0 else 1.0  # clocks may differ a little
+    steps["replay"] = attempt.steps.replayed_seconds + attempt.steps.usual * _lost_steps(attempt)
+    available = span - found[lead]
+    shrink = min(1.0, available / total) if (total := sum(steps.values())) > 0 else 1.0  # clocks differ slightly
     for name, seconds in steps.items():
         found[name] += shrink * seconds
-    rest = max(0.0, room - shrink * total)
-    for name, seconds in _of_rest(stay, end, rest, lead).items():
+    rest = max(0.0, available - shrink * total)
+    for name, seconds in _rest_seconds(attempt, end, rest, lead).items():
         found[name] += seconds
     return found
 
 
-def _unwritten(stay: Stay) -> int:
-    """Return how many steps were finished and lost before rank 0 could write them down."""
-    known = max(stay.steps.highest, stay.start or 0)
-    return max(0, stay.reached - known) if stay.how == "trouble" else 0
+def _lost_steps(attempt: AttemptTimes) -> int:
+    """Return how many steps were finished but lost before rank 0 wrote them."""
+    known = max(attempt.steps.highest, attempt.start or 0)
+    return max(0, attempt.reached - known) if attempt.how == "trouble" else 0
 
 
-def _of_rest(stay: Stay, end: float, rest: float, lead: str) -> dict[str, float]:
-    """Return what the time outside of steps was for. After the last step events tell; before, what stood between."""
-    last = max(stay.steps.last, stay.ready)
-    tail = [(time, name) for time, name in stay.events if last < time <= end]
+def _rest_seconds(attempt: AttemptTimes, end: float, rest: float, lead: str) -> dict[str, float]:
+    """Return the seconds outside of steps by category.
+
+    After the last step, events give the category; the rest is evaluation or restart if one happened, else `lead`.
+    """
+    last = max(attempt.steps.last, attempt.ready)
+    tail = [(time, name) for time, name in attempt.events if last < time <= end]
     found: dict[str, float] = {}
     for (before, _), (time, name) in pairwise([(last, ""), *tail]):
         found[name or "init"] = found.get(name or "init", 0.0) + time - before
     open_end = max(0.0, end - (tail[-1][0] if tail else last))
-    name = _name_of_end(stay, open_end)
+    name = _category_of_end(attempt, open_end)
     found[name] = found.get(name, 0.0) + open_end
-    behind = sum(found.values())
-    shrink = min(1.0, rest / behind) if behind > 0 else 1.0
-    between = {name for time, name in stay.events if stay.ready < time <= last}
+    after_last = sum(found.values())
+    shrink = min(1.0, rest / after_last) if after_last > 0 else 1.0
+    between = {name for time, name in attempt.events if attempt.ready < time <= last}
     name = next((name for name in ("evaluation", "restart") if name in between), lead)
     found = {each: shrink * seconds for each, seconds in found.items()}
-    found[name] = found.get(name, 0.0) + max(0.0, rest - shrink * behind)
+    found[name] = found.get(name, 0.0) + max(0.0, rest - shrink * after_last)
     return found
 
 
-def _name_of_end(stay: Stay, seconds: float) -> str:
-    """Return what the time from the last sign of life to the end of an attempt was for."""
-    if stay.end is None:
-        return "compute" if seconds <= PATIENCE * stay.steps.usual else "restart"
-    return "restart" if stay.how == "trouble" else "init"
+def _category_of_end(attempt: AttemptTimes, seconds: float) -> str:
+    """Return the category of the time from the last line of an attempt to its end."""
+    if attempt.end is None:
+        return "compute" if seconds <= HANG_FACTOR * attempt.steps.usual else "restart"
+    return "restart" if attempt.how == "trouble" else "init"

@@ -1,7 +1,7 @@
-"""Who holds a device's memory: torch's own snapshot of its allocator, made into something that a person can read.
+"""Summarises torch's memory snapshot: which modules and lines of code hold a device's memory.
 
-What goes in is the dictionary that `torch.cuda.memory._snapshot()` returns, and whose addresses are known; what comes
-out is plain JSON: the largest holders by module and by line, now and at the peak, and how much was held when.
+The input is the dictionary of `torch.cuda.memory._snapshot()` and the owners of known addresses. The output is JSON:
+the largest holders by module and by line, now and at the peak, and a timeline of allocated bytes.
 """
 
 import re
@@ -10,20 +10,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-TOP = 20
-POINTS = 1000
-FRAMES = 6
-HELD = ("active_allocated", "active_pending_free", "active_awaiting_free")
-# Corridors: what is on the way to every tensor says nothing about one.
-CORRIDOR = re.compile(
+MAX_ROWS = 20
+MAX_TIMELINE_POINTS = 1000
+HELD_STATES = ("active_allocated", "active_pending_free", "active_awaiting_free")
+# Files of torch and Python that are in the stack of every allocation.
+INTERNAL_FILES = re.compile(
     r"/torch/(nn/modules/module|nn/functional|_ops|_dynamo|utils|autograd|_compile|_tensor|optim/optimizer)"
     r"|/contextlib\.py|/functools\.py|^<|\?\?"
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Owner:
-    """Memory that is known: `kind` is parameters, gradients, states or activations, of `module`."""
+class MemoryOwner:
+    """The owner of an address range: `kind` is parameters, gradients, states or activations, of `module`."""
 
     address: int
     num_bytes: int
@@ -31,62 +30,62 @@ class Owner:
     module: str
 
 
-class Sums:
-    """Bytes and counts by what they are for."""
+class ByteTotals:
+    """Bytes and counts by key."""
 
     def __init__(self) -> None:
-        self._sums: dict[tuple[Any, ...], list[int]] = {}
+        self._totals: dict[tuple[Any, ...], list[int]] = {}
 
     def add(self, key: tuple[Any, ...], num_bytes: int) -> None:
-        row = self._sums.setdefault(key, [0, 0])
+        row = self._totals.setdefault(key, [0, 0])
         row[0] += num_bytes
         row[1] += 1
 
-    def rows(self, *names: str, top: int = TOP) -> list[dict[str, Any]]:
-        """Return the largest, each with its names, bytes and count."""
-        order = sorted(self._sums.items(), key=lambda each: -each[1][0])[:top]
-        return [dict(zip(names, key, strict=True)) | {"bytes": sums[0], "count": sums[1]} for key, sums in order]
+    def rows(self, *names: str, most: int = MAX_ROWS) -> list[dict[str, Any]]:
+        """Return the largest, each with its key under `names`, bytes and count."""
+        largest = sorted(self._totals.items(), key=lambda each: -each[1][0])[:most]
+        return [dict(zip(names, key, strict=True)) | {"bytes": row[0], "count": row[1]} for key, row in largest]
 
 
-def by_module(owners: Iterable[Owner]) -> list[dict[str, Any]]:
+def by_module(owners: Iterable[MemoryOwner]) -> list[dict[str, Any]]:
     """Return the largest holders among `owners`."""
-    sums = Sums()
+    sums = ByteTotals()
     for each in owners:
         sums.add((each.kind, each.module), each.num_bytes)
     return sums.rows("kind", "module")
 
 
-def by_kind(owners: Iterable[Owner]) -> dict[str, int]:
+def by_kind(owners: Iterable[MemoryOwner]) -> dict[str, int]:
     found: dict[str, int] = {}
     for each in owners:
         found[each.kind] = found.get(each.kind, 0) + each.num_bytes
     return found
 
 
-def read_snapshot(snapshot: Mapping[str, Any], owners: Sequence[Owner], *, device: int = 0) -> dict[str, Any]:
-    """Return who holds the memory of a device, now and, where the history was recorded, at its peak.
+def read_snapshot(snapshot: Mapping[str, Any], owners: Sequence[MemoryOwner], *, device: int = 0) -> dict[str, Any]:
+    """Return what holds the memory of a device, now and, if the history was recorded, at its peak.
 
-    `holders` are what `owners` tell of; what is nobody's is told by `lines`, the line of code that asked for it, which
-    only the history knows. Sizes are those of the allocator's blocks.
+    `holders` are blocks with an owner; blocks without one are in `lines`, by the line of code that allocated them, if
+    the history has it. Sizes are those of the allocator's blocks.
     """
     segments = [each for each in snapshot.get("segments", ()) if each.get("device", 0) == device]
-    blocks = [block for each in segments for block in _placed(each) if block.get("state") in HELD]
-    of = _Addresses(owners)
-    known, lines, unknown = Sums(), Sums(), 0
+    blocks = [block for each in segments for block in _with_addresses(each) if block.get("state") in HELD_STATES]
+    index = _AddressIndex(owners)
+    known, lines, unknown = ByteTotals(), ByteTotals(), 0
     for block in blocks:
-        owner = of.at(block["address"], block["size"])
+        owner = index.owner(block["address"], block["size"])
         if owner is not None:
             known.add((owner.kind, owner.module), block["size"])
             continue
         unknown += block["size"]
-        lines.add(_site(block.get("frames", ())), block["size"])
+        lines.add(_code_line(block.get("frames", ())), block["size"])
     reserved = sum(each.get("total_size", 0) for each in segments)
     allocated = sum(block["size"] for block in blocks)
     traces = snapshot.get("device_traces", ())
     history = traces[device] if device < len(traces) else ()
-    # A segment that a part of is in use cannot be given back, nor used for what is larger than its holes.
+    # A segment that is partly in use cannot be freed, nor hold an allocation larger than its free blocks.
     idle = sum(
-        each.get("total_size", 0) for each in segments if not any(b.get("state") in HELD for b in each["blocks"])
+        each.get("total_size", 0) for each in segments if not any(b.get("state") in HELD_STATES for b in each["blocks"])
     )
     return {
         "allocated": allocated,
@@ -95,11 +94,11 @@ def read_snapshot(snapshot: Mapping[str, Any], owners: Sequence[Owner], *, devic
         "unknown": unknown,
         "holders": known.rows("kind", "module"),
         "lines": lines.rows("file", "line", "function"),
-    } | _history(history, allocated, of)
+    } | _timeline(history, allocated)
 
 
-def thin(points: Sequence[tuple[float, int]], most: int = POINTS) -> list[tuple[float, int]]:
-    """Return at most about `most` of `points`, with the lowest and the highest of each stretch."""
+def downsample(points: Sequence[tuple[float, int]], most: int = MAX_TIMELINE_POINTS) -> list[tuple[float, int]]:
+    """Return at most about `most` of `points`: the lowest and the highest of each interval."""
     if len(points) <= most:
         return list(points)
     size, kept = -(-2 * len(points) // most), []
@@ -110,15 +109,15 @@ def thin(points: Sequence[tuple[float, int]], most: int = POINTS) -> list[tuple[
     return kept
 
 
-class _Addresses:
-    """Finds whose memory an address is."""
+class _AddressIndex:
+    """Finds the owner of an address."""
 
-    def __init__(self, owners: Sequence[Owner]) -> None:
+    def __init__(self, owners: Sequence[MemoryOwner]) -> None:
         self._owners = sorted(owners, key=lambda each: each.address)
         self._starts = [each.address for each in self._owners]
 
-    def at(self, address: int, size: int) -> Owner | None:
-        """Return the owner of a block, which may begin before what it holds, but not behind it."""
+    def owner(self, address: int, size: int) -> MemoryOwner | None:
+        """Return the owner of a block. The block may begin before the owner's range, but not after it."""
         index = bisect_right(self._starts, address + size - 1) - 1
         if index < 0:
             return None
@@ -126,52 +125,52 @@ class _Addresses:
         return found if found.address + found.num_bytes > address else None
 
 
-def _placed(segment: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
-    """Yield the blocks of a segment with their addresses, which older versions of torch leave out."""
+def _with_addresses(segment: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
+    """Yield the blocks of a segment with their addresses, which older versions of torch omit."""
     address = segment.get("address", 0)
     for block in segment.get("blocks", ()):
         yield {"address": address} | dict(block)
         address += block["size"]
 
 
-def _history(history: Sequence[Mapping[str, Any]], allocated: int, of: _Addresses) -> dict[str, Any]:
-    """Return the timeline and who held what at its peak; nothing without a history."""
-    steps = [each for each in history if each.get("action") in ("alloc", "free_completed")]
-    if not steps:
+def _timeline(history: Sequence[Mapping[str, Any]], allocated: int) -> dict[str, Any]:
+    """Return the timeline of allocated bytes and the holders at its peak; empty without a history."""
+    actions = [each for each in history if each.get("action") in ("alloc", "free_completed")]
+    if not actions:
         return {"timeline": [], "peak": None}
     sign = {"alloc": 1, "free_completed": -1}
-    start = level = allocated - sum(sign[each["action"]] * each["size"] for each in steps)
-    points, began = [(0.0, start)], steps[0].get("time_us", 0)
+    start = level = allocated - sum(sign[each["action"]] * each["size"] for each in actions)
+    points, began = [(0.0, start)], actions[0].get("time_us", 0)
     peak, peak_at = start, -1
-    for index, each in enumerate(steps):
+    for index, each in enumerate(actions):
         level += sign[each["action"]] * each["size"]
         points.append(((each.get("time_us", 0) - began) / 1e6, level))
         if level > peak:
             peak, peak_at = level, index
-    timeline = [{"seconds": round(seconds, 6), "allocated": level} for seconds, level in thin(points)]
-    return {"timeline": timeline, "peak": _at_peak(steps[: peak_at + 1], peak, of)}
+    timeline = [{"seconds": round(seconds, 6), "allocated": level} for seconds, level in downsample(points)]
+    return {"timeline": timeline, "peak": _at_peak(actions[: peak_at + 1], peak)}
 
 
-def _at_peak(steps: Sequence[Mapping[str, Any]], peak: int, of: _Addresses) -> dict[str, Any]:
-    """Return who held what after `steps`: what was asked for in them, by line, and what was there before them."""
+def _at_peak(actions: Sequence[Mapping[str, Any]], peak: int) -> dict[str, Any]:
+    """Return what is allocated after `actions`: their own allocations by line, and the bytes from before them."""
     live: dict[int, Mapping[str, Any]] = {}
-    for each in steps:
+    for each in actions:
         if each["action"] == "alloc":
             live[each["addr"]] = each
         else:
             live.pop(each["addr"], None)
-    lines = Sums()
+    lines = ByteTotals()
     for each in live.values():
-        lines.add(_site(each.get("frames", ())), each["size"])
+        lines.add(_code_line(each.get("frames", ())), each["size"])
     since = sum(each["size"] for each in live.values())
     return {"allocated": peak, "from_before": peak - since, "lines": lines.rows("file", "line", "function")}
 
 
-def _site(frames: Sequence[Mapping[str, Any]]) -> tuple[str, int, str]:
-    """Return the line that asked for memory, past torch's own corridors; of C++ alone there is nothing to tell."""
+def _code_line(frames: Sequence[Mapping[str, Any]]) -> tuple[str, int, str]:
+    """Return (file, line, function) of the allocation, outside torch's internals if possible; none if only C++."""
     for frame in frames:
         file = str(frame.get("filename", ""))
-        if file.endswith(".py") and not CORRIDOR.search(file):
+        if file.endswith(".py") and not INTERNAL_FILES.search(file):
             return file, int(frame.get("line", 0)), str(frame.get("name", ""))
     for frame in frames:
         if str(frame.get("filename", "")).endswith(".py"):

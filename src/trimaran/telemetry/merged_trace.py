@@ -1,4 +1,4 @@
-"""The traces of several ranks as one, which Perfetto and chrome://tracing open: a process for each rank."""
+"""Merges the traces of several ranks into one for Perfetto and chrome://tracing, with one process per rank."""
 
 import gzip
 import json
@@ -10,16 +10,16 @@ from typing import Any
 
 from trimaran.telemetry.trace_summary import Trace, is_communication
 
-PHASES, DEVICE_PHASES, FIRST_THREAD = 1, 2, 10  # numbers of tracks
-LAUNCH = ("cuda_runtime", "cuda_driver")
-STEADY_MICROSECONDS = 5000.0  # by which ends of one collective may differ, or clocks are not set by them
+PHASES, DEVICE_PHASES, FIRST_THREAD = 1, 2, 10  # track numbers
+LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
+MAX_SKEW_DEVIATION_MICROSECONDS = 5000.0  # of the ends of collectives; with more, the skew is not corrected
 
 
 def merge(traces: Sequence[Trace]) -> dict[str, Any]:
-    """Return one trace of all: process N is rank N, with its phases on a track of its own above its threads.
+    """Return one trace: process N is rank N, with its phases on their own track above its threads.
 
-    Clocks of one host are one. Those of others are set by the ends of collectives, at which all ranks meet; where there
-    are none, the hosts' own clocks have to do (`clocks` says which).
+    The clock skew between hosts is corrected by the ends of collectives, which all ranks reach together. Without any,
+    the hosts' own clocks are used. `clocks` has the shift of each host.
     """
     if not traces:
         raise ValueError("no trace to merge")
@@ -29,13 +29,13 @@ def merge(traces: Sequence[Trace]) -> dict[str, Any]:
     events: list[dict[str, Any]] = []
     flows: dict[tuple[int, Any], int] = {}
     for trace in sorted(traces, key=lambda each: each.rank):
-        events += _one(trace, _offset(trace, origin) + shifts[trace.host] - start, flows)
+        events += _rank_events(trace, _offset(trace, origin) + shifts[trace.host] - start, flows)
     clocks = {host: {"shift_microseconds": round(shift, 3)} for host, shift in shifts.items()}
     return {"displayTimeUnit": "ms", "clocks": clocks, "traceEvents": events}
 
 
 def write_merged(merged: Mapping[str, Any], path: Path) -> None:
-    """Write a merged trace so that nobody reads half of it."""
+    """Write a merged trace atomically."""
     draft = path.with_name(f".{path.name}")
     with gzip.open(draft, "wt", encoding="utf-8", compresslevel=5) as file:
         json.dump(merged, file, separators=(",", ":"))
@@ -43,7 +43,7 @@ def write_merged(merged: Mapping[str, Any], path: Path) -> None:
 
 
 def clock_shifts(traces: Sequence[Trace]) -> dict[str, float]:
-    """Return by host the microseconds that its clock has to be set forward to that of the lowest rank's host."""
+    """Return by host the microseconds to add to its clock, to match the host of the lowest rank."""
     first = min(traces, key=lambda each: each.rank)
     shifts: dict[str, float] = {first.host: 0.0}
     for trace in sorted(traces, key=lambda each: each.rank):
@@ -53,21 +53,23 @@ def clock_shifts(traces: Sequence[Trace]) -> dict[str, float]:
 
 
 def _shift(first: Trace, other: Trace) -> float:
-    """Return how far `other` is behind `first`, by the ends of the collectives that both took part in."""
+    """Return how far the clock of `other` is behind `first`, by the ends of their common collectives."""
     origin = first.base_ns
-    here, there = ({name: [end + _offset(each, origin) for end in ends] for name, ends in _meetings(each).items()}
-                   for each in (first, other))  # fmt: skip
+    here, there = (
+        {name: [end + _offset(each, origin) for end in ends] for name, ends in _collective_ends(each).items()}
+        for each in (first, other)
+    )
     apart = [a - b for name in here.keys() & there.keys() if len(here[name]) == len(there[name])
              for a, b in zip(here[name], there[name], strict=True)]  # fmt: skip
     if not apart:
         return 0.0
     middle = statistics.median(apart)
-    is_steady = statistics.median(abs(each - middle) for each in apart) <= STEADY_MICROSECONDS
+    is_steady = statistics.median(abs(each - middle) for each in apart) <= MAX_SKEW_DEVIATION_MICROSECONDS
     return middle if is_steady else 0.0
 
 
-def _meetings(trace: Trace) -> dict[str, list[float]]:
-    """Return by name when collectives ended in which all ranks took part, as far as that is known."""
+def _collective_ends(trace: Trace) -> dict[str, list[float]]:
+    """Return by name the end times of collectives over all ranks."""
     found: dict[str, list[float]] = {}
     for each in sorted(trace.spans, key=lambda each: each["ts"]):
         size = each.get("args", {}).get("Group size", trace.world_size)
@@ -80,13 +82,13 @@ def _offset(trace: Trace, origin: int) -> float:
     return (trace.base_ns - origin) / 1e3
 
 
-def _one(trace: Trace, shift: float, flows: dict[tuple[int, Any], int]) -> Iterator[dict[str, Any]]:
-    """Yield the events of one rank, as process `rank`, `shift` microseconds later."""
+def _rank_events(trace: Trace, shift: float, flows: dict[tuple[int, Any], int]) -> Iterator[dict[str, Any]]:
+    """Yield the events of one rank as process `rank`, shifted by `shift` microseconds."""
     rank = trace.rank
     on = f" on {trace.host}" if trace.host else ""
     yield from _name(rank, None, f"rank {rank}{on}{f' ({trace.device})' if trace.device else ''}", rank)
     yield from _name(rank, PHASES, "phases of the step", PHASES)
-    for begin, end, phase, step in trace.laps:
+    for begin, end, phase, step in trace.host_phases:
         yield _span(rank, PHASES, phase, begin + shift, end - begin, step)
     if trace.kernels:
         yield from _name(rank, DEVICE_PHASES, "phases on the device", DEVICE_PHASES)
@@ -96,7 +98,7 @@ def _one(trace: Trace, shift: float, flows: dict[tuple[int, Any], int]) -> Itera
     names = _thread_names(trace)
     for each in trace.events:
         if each.get("ph") == "M" or "ts" not in each or not isinstance(each.get("pid"), int) or each.get("tid") == "":
-            continue  # what the profiler says of itself
+            continue  # the profiler's own events
         key = each.get("pid"), each.get("tid")
         if key not in tracks:
             tracks[key] = FIRST_THREAD + len(tracks)
@@ -110,17 +112,17 @@ def _one(trace: Trace, shift: float, flows: dict[tuple[int, Any], int]) -> Itera
 
 
 def device_phases(trace: Trace) -> list[tuple[float, float, str, int]]:
-    """Return when the device worked on which phase: kernels belong to the phase in which the host launched them."""
+    """Return (begin, end, phase, step) on the device: a kernel belongs to the phase in which the host launched it."""
     launched = {each["args"]["correlation"]: each["ts"] for each in trace.spans
-                if each.get("cat") in LAUNCH and "correlation" in each.get("args", {})}  # fmt: skip
-    starts = [lap[0] for lap in trace.laps]
+                if each.get("cat") in LAUNCH_CATEGORIES and "correlation" in each.get("args", {})}  # fmt: skip
+    starts = [each[0] for each in trace.host_phases]
     found: list[tuple[float, float, str, int]] = []
     for each in trace.kernels:
         at = launched.get(each.get("args", {}).get("correlation"))
         index = bisect_right(starts, at) - 1 if at is not None else -1
         if index < 0:
             continue
-        _, _, phase, step = trace.laps[index]
+        _, _, phase, step = trace.host_phases[index]
         begin, end = float(each["ts"]), float(each["ts"]) + float(each["dur"])
         if found and found[-1][2:] == (phase, step):
             found[-1] = found[-1][0], max(end, found[-1][1]), phase, step
@@ -136,9 +138,9 @@ def _span(rank: int, track: int, phase: str, begin: float, length: float, step: 
 
 def _name(rank: int, track: int | None, name: str, order: int) -> Iterator[dict[str, Any]]:
     kind = "process" if track is None else "thread"
-    place = {"pid": rank, "tid": track or 0}
-    yield {"ph": "M", "name": f"{kind}_name", **place, "args": {"name": name}}
-    yield {"ph": "M", "name": f"{kind}_sort_index", **place, "args": {"sort_index": order}}
+    ids = {"pid": rank, "tid": track or 0}
+    yield {"ph": "M", "name": f"{kind}_name", **ids, "args": {"name": name}}
+    yield {"ph": "M", "name": f"{kind}_sort_index", **ids, "args": {"sort_index": order}}
 
 
 def _thread_names(trace: Trace) -> dict[tuple[Any, Any], str]:

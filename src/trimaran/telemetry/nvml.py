@@ -1,4 +1,4 @@
-"""How the GPUs of this machine are doing, as NVIDIA's management library tells; nothing where there is none."""
+"""Samples the GPUs of this node with NVML; without NVML or GPUs there are no samples."""
 
 import contextlib
 import importlib
@@ -9,9 +9,8 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 MEGA = 1_000_000
-# Bits of the reasons why a clock is lower than it could be (nvml.h, nvmlClocksEventReason*). Idle is none: the GPU has
-# nothing to do. What people set themselves is told apart from what the hardware does.
-THROTTLES = {
+# Bits of nvmlClocksEventReason* (nvml.h), without idle.
+THROTTLE_REASONS = {
     0x02: "application_clocks",
     0x04: "power_cap",
     0x08: "hw_slowdown",
@@ -21,30 +20,30 @@ THROTTLES = {
     0x80: "power_brake",
     0x100: "display_clocks",
 }
-# Those that mean heat, or a power supply that is too weak. `power_cap` is none: a GPU at full load is at its limit.
-FAULTS = ("hw_slowdown", "thermal", "hw_thermal", "power_brake")
+# Those that mean heat or a weak power supply. Not `power_cap`: a GPU under full load is at its power limit.
+HARDWARE_THROTTLE_REASONS = ("hw_slowdown", "thermal", "hw_thermal", "power_brake")
 
 
-class Gpus:
-    """The GPUs that the run may use. `visible` is as CUDA_VISIBLE_DEVICES: None is all of them, "" none.
+class GpuSampler:
+    """Samples the GPUs that the run may use. `visible` is like CUDA_VISIBLE_DEVICES: None means all, "" none.
 
-    `library` is the module `pynvml` (nvidia-ml-py) or one that answers like it.
+    `library` is the module `pynvml` (nvidia-ml-py) or a fake with its functions.
     """
 
     def __init__(self, visible: str | None = None, *, library: Any = None) -> None:
         self._library, self._handles = library, {}
-        self._fails = False
+        self._warned = False
         if visible is not None and not visible.strip():
             return
         try:
             self._library = library or importlib.import_module("pynvml")
             self._library.nvmlInit()
             self._handles = self._find(visible)
-        except Exception as error:  # no library, no driver, no permission, no GPU: there is nothing to tell then
+        except Exception as error:  # no library, no driver, no permission or no GPU
             log.info("GPUs are not sampled: %s", error)
 
     def _find(self, visible: str | None) -> dict[int, Any]:
-        """Return the handles of the GPUs by the number that CUDA gives them in the ranks."""
+        """Return the handles of the GPUs by their CUDA index in the ranks."""
         nvml = self._library
         if visible is None:
             return {number: nvml.nvmlDeviceGetHandleByIndex(number) for number in range(nvml.nvmlDeviceGetCount())}
@@ -57,18 +56,18 @@ class Gpus:
         return found
 
     def sample(self) -> list[dict[str, Any]]:
-        """Return what each GPU tells; what it does not tell is left out."""
-        return [self._of(number, handle) for number, handle in self._handles.items()]
+        """Return one sample per GPU; values that it does not support are left out."""
+        return [self._sample_gpu(number, handle) for number, handle in self._handles.items()]
 
-    def _of(self, number: int, handle: Any) -> dict[str, Any]:
+    def _sample_gpu(self, number: int, handle: Any) -> dict[str, Any]:
         found: dict[str, Any] = {"index": number}
-        for ask in _QUESTIONS:
+        for query in _QUERIES:
             try:
-                found |= ask(self._library, handle)
-            except Exception as error:  # many devices do not answer all; one that fell off its bus answers none
-                if not self._fails:
-                    log.info("GPU %d does not tell all: %s", number, error)
-                self._fails = True
+                found |= query(self._library, handle)
+            except Exception as error:  # many GPUs do not support all queries; one that fell off its bus supports none
+                if not self._warned:
+                    log.info("GPU %d does not report all values: %s", number, error)
+                self._warned = True
         return found
 
     def close(self) -> None:
@@ -81,7 +80,7 @@ def _names(nvml: Any, handle: Any) -> dict[str, Any]:
     return {"uuid": _text(nvml.nvmlDeviceGetUUID(handle)), "name": _text(nvml.nvmlDeviceGetName(handle))}
 
 
-def _use(nvml: Any, handle: Any) -> dict[str, Any]:
+def _utilisation(nvml: Any, handle: Any) -> dict[str, Any]:
     return {"utilisation": nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100}
 
 
@@ -110,17 +109,17 @@ def _clock(nvml: Any, handle: Any) -> dict[str, Any]:
     return {"sm_clock": nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM) * MEGA}
 
 
-def _most_clock(nvml: Any, handle: Any) -> dict[str, Any]:
+def _max_clock(nvml: Any, handle: Any) -> dict[str, Any]:
     return {"sm_clock_max": nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM) * MEGA}
 
 
 def _throttle(nvml: Any, handle: Any) -> dict[str, Any]:
     bits = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
-    return {"throttle": [reason for bit, reason in THROTTLES.items() if bits & bit]}
+    return {"throttle": [reason for bit, reason in THROTTLE_REASONS.items() if bits & bit]}
 
 
 def _errors(nvml: Any, handle: Any) -> dict[str, Any]:
-    """Return the memory errors since the driver was loaded that could not be corrected."""
+    """Return the uncorrected memory errors since the driver was loaded."""
     kind, since = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
     return {"ecc_uncorrected": nvml.nvmlDeviceGetTotalEccErrors(handle, kind, since)}
 
@@ -130,19 +129,19 @@ def _processes(nvml: Any, handle: Any) -> dict[str, Any]:
 
 
 def _text(name: bytes | str) -> str:
-    return name.decode() if isinstance(name, bytes) else name  # older versions of the library give bytes
+    return name.decode() if isinstance(name, bytes) else name  # older versions of the library return bytes
 
 
-_QUESTIONS: tuple[Callable[[Any, Any], dict[str, Any]], ...] = (
+_QUERIES: tuple[Callable[[Any, Any], dict[str, Any]], ...] = (
     _names,
-    _use,
+    _utilisation,
     _memory,
     _power,
     _power_limit,
     _default_power_limit,
     _temperature,
     _clock,
-    _most_clock,
+    _max_clock,
     _throttle,
     _errors,
     _processes,

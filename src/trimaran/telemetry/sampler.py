@@ -1,4 +1,4 @@
-"""Lines of `telemetry/node-N.jsonl`: how a machine of the run was doing, every few seconds."""
+"""Writes `telemetry/node-N.jsonl`: a sample of a node every few seconds."""
 
 import logging
 import time
@@ -8,45 +8,45 @@ from typing import Any
 from trimaran.run.journal import LineWriter
 from trimaran.run.run_directory import RunDirectory
 from trimaran.telemetry.host_sampler import HostSampler
-from trimaran.telemetry.nvml import Gpus
+from trimaran.telemetry.nvml import GpuSampler
 
 log = logging.getLogger(__name__)
 
-FIRST_SECONDS = 1.0  # after the start: also a short run has a sample
-LEAST_SECONDS = 0.2  # between the last sample and one at the end
+FIRST_SAMPLE_SECONDS = 1.0  # after the start, so that short runs have a sample too
+MIN_LAST_SAMPLE_SECONDS = 0.2  # between the last periodic sample and the one at the end
 
 
 class Sampler:
-    """Writes samples of this machine, node `node` of the run. `supervisor` is the process whose ranks are looked at."""
+    """Writes samples of this machine, node `node` of the run. `supervisor` is the process that started the ranks."""
 
     def __init__(self, run: RunDirectory, node: int, *, supervisor: int, visible: str | None) -> None:
         self.node = node
-        self._host, self._gpus = HostSampler(run.path, supervisor=supervisor), Gpus(visible)
-        self._lines = PatientWriter(run.samples(node))
+        self._host, self._gpus = HostSampler(run.path, supervisor=supervisor), GpuSampler(visible)
+        self._writer = RetryingWriter(run.samples(node))
         self._last = time.monotonic()
 
     def take(self) -> dict[str, Any]:
-        """Write a sample, and return it."""
+        """Write a sample and return it."""
         self._last = time.monotonic()
         line = {"time": round(time.time(), 3), "node": self.node, **self._host.sample(), "gpus": self._gpus.sample()}
-        self._lines.write(line)
+        self._writer.write(line)
         return line
 
     def take_last(self) -> dict[str, Any] | None:
-        """Write how it was at the end, unless that has just been done."""
-        return self.take() if time.monotonic() - self._last > LEAST_SECONDS else None
+        """Write a sample at the end of the run, unless one was just written."""
+        return self.take() if time.monotonic() - self._last > MIN_LAST_SAMPLE_SECONDS else None
 
     def close(self) -> None:
         self._gpus.close()
 
 
-class PatientWriter:
-    """Lines for a file that perhaps cannot be opened yet, or not any more. What cannot be written is lost."""
+class RetryingWriter:
+    """Writes lines to a file, and reopens it after an error. Lines that cannot be written are lost."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._writer: LineWriter | None = None
-        self._told = False
+        self._warned = False
 
     def write(self, record: dict[str, Any]) -> None:
         try:
@@ -54,8 +54,8 @@ class PatientWriter:
                 self._writer = LineWriter(self._path)
             self._writer.write(record)
         except OSError as error:
-            if not self._told:
+            if not self._warned:
                 log.warning("samples are lost: %s", error)
             if self._writer is not None:
                 self._writer.close()
-            self._told, self._writer = True, None
+            self._warned, self._writer = True, None

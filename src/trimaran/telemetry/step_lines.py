@@ -1,4 +1,4 @@
-"""The lines of `metrics.jsonl`, read quickly: a long run has hundreds of thousands of them, and views read them all."""
+"""A fast parser for `metrics.jsonl`: a long run has hundreds of thousands of lines, and views read them all."""
 
 import json
 import math
@@ -15,7 +15,7 @@ _NUMBER = rb"(-?\d[\d.eE+-]*|null)"
 
 
 class StepLine(NamedTuple):
-    """What a line says of its step, without the details: `rest` is their text. Cheaper to make than `StepMetrics`."""
+    """A step without its details, which stay unparsed in `rest`. It is cheaper to build than `StepMetrics`."""
 
     step: int
     loss: float
@@ -38,27 +38,27 @@ class StepLine(NamedTuple):
 
 
 def read_step(line: bytes) -> StepLine | None:
-    """Return what a line says of its step; None where it is no step.
+    """Return the step of a line; None if the line is not a step.
 
-    A line as the journal writes it is not parsed whole: the details are most of it, and few of them are ever shown.
+    A line in the journal's format is only parsed up to the details, which are most of it and rarely shown.
     """
     found = _HEAD.match(line) if line.endswith(b"}\n") else None
     if found is None:
-        return _read_slowly(line)
-    # One by one: as a loop over names it takes half as long again, and this is most of what a report does.
-    step, loss, norm, lr, tokens, samples, seconds, mfu, peak, *usual, phases, time = found.groups()
+        return _parse_json(line)
+    # Field by field: a loop over names takes 1.5 times as long, and this is most of a report's time.
+    step, loss, norm, lr, tokens, samples, seconds, mfu, peak, *phase_values, phases, time = found.groups()
     try:
         return StepLine(
             int(step), float(loss), float(norm), float(lr), int(tokens), int(samples), float(seconds), float(mfu),
-            int(peak), dict(zip(PHASES, map(float, usual), strict=True)) if phases is None else _phases(phases),
+            int(peak), dict(zip(PHASES, map(float, phase_values), strict=True)) if phases is None else _phases(phases),
             float(time), line[found.end() :],
         )  # fmt: skip
-    except (ValueError, OverflowError):  # a number that is not finite is null, and few are
-        return _read_slowly(line)
+    except (ValueError, OverflowError):  # NaN and Inf are written as null, which is rare
+        return _parse_json(line)
 
 
 def read_details(text: bytes) -> dict[str, Any]:
-    """Return what `read_step` left of a line; a line that was damaged there has nothing."""
+    """Return the details that `read_step` left unparsed; empty if they are damaged."""
     try:
         return _DECODER.decode("{" + text.decode().removeprefix(","))
     except ValueError:
@@ -66,16 +66,16 @@ def read_details(text: bytes) -> dict[str, Any]:
 
 
 def read_waits(text: bytes) -> tuple[float, float]:
-    """Return for how long rank 0 waited in collectives, and for the slowest rank; `text` is what `read_step` left."""
+    """Return the seconds that rank 0 waited in collectives, and for the slowest rank; `text` is `StepLine.rest`."""
     if found := _WAITS.search(text):
         _, comm, straggler = found.groups()
         return 0.0 if comm == b"null" else float(comm), 0.0 if straggler == b"null" else float(straggler)
-    told = read_details(text).get("waits") if b'"waits"' in text else None
-    known = _numbers(told) if isinstance(told, dict) else {}
-    return known.get("comm", 0.0), known.get("straggler", 0.0)
+    waits = read_details(text).get("waits") if b'"waits"' in text else None
+    seconds = _finite_numbers(waits) if isinstance(waits, dict) else {}
+    return seconds.get("comm", 0.0), seconds.get("straggler", 0.0)
 
 
-def _read_slowly(line: bytes) -> StepLine | None:
+def _parse_json(line: bytes) -> StepLine | None:
     try:
         tree = json.loads(line)
         values: dict[str, Any] = {name: math.nan if tree[name] is None else tree[name] for name in _FIELDS}
@@ -83,30 +83,31 @@ def _read_slowly(line: bytes) -> StepLine | None:
             return None
         others = {key: value for key, value in tree.items() if key not in (*_FIELDS, "tokens_per_second")}
         rest = json.dumps(others).encode().removeprefix(b"{")
-        return StepLine(**values | {"phases": _numbers(values["phases"])}, rest=rest)
+        return StepLine(**values | {"phases": _finite_numbers(values["phases"])}, rest=rest)
     except (ValueError, TypeError, LookupError, OverflowError):
         return None
 
 
 def _phases(text: bytes) -> dict[str, float]:
-    return _numbers(_DECODER.decode(text.decode()))
+    return _finite_numbers(_DECODER.decode(text.decode()))
 
 
-def _numbers(tree: dict[str, Any]) -> dict[str, float]:
-    """Return what of `tree` is a number that can be counted with."""
-    known = {name: each for name, each in tree.items() if isinstance(each, int | float)}
-    return {name: each for name, each in known.items() if -math.inf < each < math.inf}
+def _finite_numbers(tree: dict[str, Any]) -> dict[str, float]:
+    """Return the finite numbers of `tree`."""
+    numbers = {name: each for name, each in tree.items() if isinstance(each, int | float)}
+    return {name: each for name, each in numbers.items() if -math.inf < each < math.inf}
 
 
 def _head() -> re.Pattern[bytes]:
-    """Return what the beginning of a line looks like: every field of a step in order, then the tokens per second.
+    """Return the pattern of the beginning of a line: every field of a step in order, then the tokens per second.
 
-    The phases are an object, or, as a trainer writes them, all of them with a number each.
+    The phases are any flat object; the trainer's form, with a number for each phase, is matched directly.
     """
-    usual = rb"\{" + b",".join(b'"%s":%s' % (name.encode(), _NUMBER.replace(b"|null", b"")) for name in PHASES) + rb"\}"
+    number = _NUMBER.replace(b"|null", b"")
+    all_phases = rb"\{" + b",".join(b'"%s":%s' % (name.encode(), number) for name in PHASES) + rb"\}"
     shapes: dict[Any, bytes] = {int: rb"(\d+)", float: _NUMBER}
-    others = rb"(?:%s|(\{[^{}]*\}))" % usual
-    parts = [b'"%s":%s' % (name.encode(), shapes.get(kind, others)) for name, kind in _FIELDS.items()]
+    any_phases = rb"(?:%s|(\{[^{}]*\}))" % all_phases
+    parts = [b'"%s":%s' % (name.encode(), shapes.get(kind, any_phases)) for name, kind in _FIELDS.items()]
     return re.compile(rb"\{" + b",".join(parts) + rb',"tokens_per_second":[^,}]+')
 
 

@@ -1,7 +1,7 @@
-"""What a trace of PyTorch's profiler says: what took the time, what stood idle, which communication nothing hides.
+"""Summarises a trace of PyTorch's profiler: the largest kernels or operators, idle time and exposed communication.
 
-Traces are read as JSON, without torch. A trace that Trimaran made says under `trimaran` whose it is, of which steps,
-and when the host was in which phase of them.
+Traces are read as JSON, without torch. In a trace made by Trimaran, the key `trimaran` has the rank, the steps and the
+host's phases.
 """
 
 import gzip
@@ -17,15 +17,15 @@ from typing import Any
 from trimaran.core import UserError
 
 Interval = tuple[float, float]
-DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-TOP = 12
-# Operators that others run in, or that hand something to communication: they are no work themselves.
-WRAPPER = re.compile(r"^(autograd::engine|c10d::|gloo:|record_param_comms)|Backward\d*$")
+DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
+MAX_ROWS = 12
+# Operators that only contain others, or start communication.
+WRAPPER_OPERATORS = re.compile(r"^(autograd::engine|c10d::|gloo:|record_param_comms)|Backward\d*$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceRow:
-    """What one kernel or operator took of a trace, itself, without what it called."""
+    """The self time of one kernel or operator, without the operators it called."""
 
     name: str
     seconds: float
@@ -34,10 +34,11 @@ class TraceRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
-    """A trace in a few numbers. `seconds` is the window; the others are seconds of it, and `rows` its largest parts.
+class TraceSummary:
+    """The summary of a trace. `seconds` is the window; the other times are parts of it. `rows` are the largest parts.
 
-    `on_device`: the rows are kernels, and idle is the device. Else they are operators, and idle is when none ran.
+    If `on_device`, rows are kernels and `idle` is of the device. Otherwise rows are operators, and `idle` is the time
+    without any.
     """
 
     rank: int
@@ -57,7 +58,7 @@ class Summary:
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """One rank's trace. Times of `events` are microseconds since `base_ns`, nanoseconds since the epoch."""
+    """One rank's trace. Times of `events` are microseconds since `base_ns`, which is nanoseconds since the epoch."""
 
     events: Sequence[dict[str, Any]]
     base_ns: int
@@ -69,10 +70,10 @@ class Trace:
     phases: Sequence[tuple[int, str, int, int]] = field(default_factory=list)
 
     @cached_property
-    def laps(self) -> list[tuple[float, float, str, int]]:
-        """The host's phases as (from, until, phase, step), in the time of `events`."""
-        shown = (each for each in self.phases if each[1] and each[1] != "aside")
-        return [((a - self.base_ns) / 1e3, (b - self.base_ns) / 1e3, phase, step) for step, phase, a, b in shown]
+    def host_phases(self) -> list[tuple[float, float, str, int]]:
+        """The host's phases as (begin, end, phase, step), in the time of `events`."""
+        named = (each for each in self.phases if each[1] and each[1] != "aside")
+        return [((a - self.base_ns) / 1e3, (b - self.base_ns) / 1e3, phase, step) for step, phase, a, b in named]
 
     @cached_property
     def spans(self) -> list[dict[str, Any]]:
@@ -80,20 +81,21 @@ class Trace:
 
     @cached_property
     def kernels(self) -> list[dict[str, Any]]:
-        """What ran on the device, in order."""
-        return sorted((each for each in self.spans if each.get("cat") in DEVICE), key=lambda each: each["ts"])
+        """The kernels and copies on the device, in order."""
+        on_device = (each for each in self.spans if each.get("cat") in DEVICE_CATEGORIES)
+        return sorted(on_device, key=lambda each: each["ts"])
 
     @cached_property
     def window(self) -> Interval:
-        """From when until when the steps took."""
-        if self.laps:
-            return self.laps[0][0], max([self.laps[-1][1], *(each["ts"] + each["dur"] for each in self.kernels[-1:])])
-        times = [t for each in self.spans if each.get("cat") != "Trace" for t in _ends(each)] or [0.0]
+        """The begin and end of the traced steps."""
+        if phases := self.host_phases:
+            return phases[0][0], max([phases[-1][1], *(each["ts"] + each["dur"] for each in self.kernels[-1:])])
+        times = [t for each in self.spans if each.get("cat") != "Trace" for t in _interval(each)] or [0.0]
         return min(times), max(times)
 
 
 def load_trace(path: Path) -> Trace:
-    """Return the trace in a file that PyTorch's profiler wrote; gzip or not."""
+    """Return the trace in a file of PyTorch's profiler, compressed with gzip or not."""
     try:
         with (
             gzip.open(path, "rt", encoding="utf-8", errors="replace")
@@ -101,64 +103,64 @@ def load_trace(path: Path) -> Trace:
             else path.open(encoding="utf-8", errors="replace") as file
         ):
             tree = json.load(file)
-        about = tree.get("trimaran", {})
+        metadata = tree.get("trimaran", {})
         events = [each for each in tree["traceEvents"] if isinstance(each, dict)]
         return Trace(
             events=events,
             base_ns=int(tree.get("baseTimeNanoseconds", 0)),
-            rank=int(about.get("rank", tree.get("distributedInfo", {}).get("rank", 0))),
-            world_size=int(about.get("world_size", 1)),
-            host=str(about.get("host", "")),
-            device=str(about.get("device", "")),
-            steps=(int(about["steps"][0]), int(about["steps"][1])) if "steps" in about else (0, 0),
-            phases=[(int(step), str(phase), int(a), int(b)) for step, phase, a, b in about.get("phases", ())],
+            rank=int(metadata.get("rank", tree.get("distributedInfo", {}).get("rank", 0))),
+            world_size=int(metadata.get("world_size", 1)),
+            host=str(metadata.get("host", "")),
+            device=str(metadata.get("device", "")),
+            steps=(int(metadata["steps"][0]), int(metadata["steps"][1])) if "steps" in metadata else (0, 0),
+            phases=[(int(step), str(phase), int(a), int(b)) for step, phase, a, b in metadata.get("phases", ())],
         )
     except (OSError, EOFError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UserError("D011", f"this is not a trace: {error}", where=str(path),
-                        fix="make another one: trimaran profile RUN, or --profile FIRST:END") from None  # fmt: skip
+        raise UserError("D011", f"this is not a profiler trace: {error}", where=str(path),
+                        fix="record a new one: trimaran profile RUN, or --profile FIRST:END") from None  # fmt: skip
 
 
-def summarise(trace: Trace) -> Summary:
-    """Return what took the time of a trace."""
+def summarise(trace: Trace) -> TraceSummary:
+    """Return the summary of a trace."""
     begin, end = trace.window
     length = max(end - begin, 1e-9)
     on_device = bool(trace.kernels)
     if on_device:
-        work = trace.kernels
-        sums = _sums((each["name"], float(each["dur"])) for each in work)
-        comms = [_ends(each) for each in work if is_communication(each)]
-        computing = unite(_ends(each) for each in work if not is_communication(each))
+        kernels = trace.kernels
+        totals = _totals((each["name"], float(each["dur"])) for each in kernels)
+        comms = [_interval(each) for each in kernels if is_communication(each)]
+        compute = union(_interval(each) for each in kernels if not is_communication(each))
     else:
-        owns = own_times([each for each in trace.spans if each.get("cat") == "cpu_op"])
-        sums = _sums((each["name"], own) for each, own in owns)
-        comms = [_ends(each) for each in trace.spans if is_communication(each)]
-        computing = unite(_ends(each) for each, _ in owns if not WRAPPER.search(each["name"]))
-    computing = clip(computing, trace.window)
-    talking = clip(unite(comms), trace.window)
-    hidden = total(overlap(computing, talking))
-    busy = total(computing) + total(talking) - hidden if on_device else total(computing)
+        operators = self_times([each for each in trace.spans if each.get("cat") == "cpu_op"])
+        totals = _totals((each["name"], seconds) for each, seconds in operators)
+        comms = [_interval(each) for each in trace.spans if is_communication(each)]
+        compute = union(_interval(each) for each, _ in operators if not WRAPPER_OPERATORS.search(each["name"]))
+    compute = clip(compute, trace.window)
+    communication = clip(union(comms), trace.window)
+    hidden = total(overlap(compute, communication))
+    busy = total(compute) + total(communication) - hidden if on_device else total(compute)
     rows = [TraceRow(name=name, seconds=took / 1e6, calls=calls, share=took / length)
-            for name, (took, calls) in sorted(sums.items(), key=lambda each: -each[1][0])[:TOP]]  # fmt: skip
-    return Summary(
+            for name, (took, calls) in sorted(totals.items(), key=lambda each: -each[1][0])[:MAX_ROWS]]  # fmt: skip
+    return TraceSummary(
         rank=trace.rank,
         steps=trace.steps,
         on_device=on_device,
         seconds=length / 1e6,
         idle=max(0.0, length - busy) / 1e6,
-        communication=total(talking) / 1e6,
-        exposed=(total(talking) - hidden) / 1e6,
+        communication=total(communication) / 1e6,
+        exposed=(total(communication) - hidden) / 1e6,
         rows=tuple(rows),
     )
 
 
 def is_communication(event: dict[str, Any]) -> bool:
-    """Whether a span is bytes on their way to other ranks: a kernel of NCCL, or what gloo's threads do."""
+    """Whether a span is communication: an NCCL kernel, or work of gloo's threads."""
     name, cat = str(event.get("name", "")), event.get("cat")
     return ("nccl" in name.lower() and cat == "kernel") or (name.startswith("gloo:") and cat == "user_annotation")
 
 
-def own_times(spans: Iterable[dict[str, Any]]) -> list[tuple[dict[str, Any], float]]:
-    """Return each span with the microseconds that it took itself, without the spans inside of it on its thread."""
+def self_times(spans: Iterable[dict[str, Any]]) -> list[tuple[dict[str, Any], float]]:
+    """Return each span with its self time in microseconds, without the spans nested in it on its thread."""
     found: list[list[Any]] = []
     open_by_thread: dict[Any, list[list[Any]]] = {}
     for each in sorted(spans, key=lambda each: (each["ts"], -each["dur"])):
@@ -170,22 +172,22 @@ def own_times(spans: Iterable[dict[str, Any]]) -> list[tuple[dict[str, Any], flo
             stack[-1][1] -= each["dur"]
         stack.append(entry)
         found.append(entry)
-    return [(each, max(0.0, own)) for each, own in found]
+    return [(each, max(0.0, seconds)) for each, seconds in found]
 
 
-def unite(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the union of `intervals`, in order and without overlap."""
-    united: list[Interval] = []
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Return the union of `intervals`, sorted and without overlap."""
+    merged: list[Interval] = []
     for begin, end in sorted(intervals):
-        if united and begin <= united[-1][1]:
-            united[-1] = united[-1][0], max(end, united[-1][1])
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
         else:
-            united.append((begin, end))
-    return united
+            merged.append((begin, end))
+    return merged
 
 
 def overlap(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
-    """Return what two unions have in common."""
+    """Return the intersection of two unions."""
     starts, found = [each[0] for each in other], []
     for begin, end in one:
         index = max(0, bisect_right(starts, begin) - 1)
@@ -205,13 +207,13 @@ def total(intervals: Iterable[Interval]) -> float:
     return sum(end - begin for begin, end in intervals)
 
 
-def _ends(event: dict[str, Any]) -> Interval:
+def _interval(event: dict[str, Any]) -> Interval:
     return float(event["ts"]), float(event["ts"]) + float(event["dur"])
 
 
-def _sums(parts: Iterable[tuple[str, float]]) -> dict[str, tuple[float, int]]:
-    sums: dict[str, tuple[float, int]] = {}
+def _totals(parts: Iterable[tuple[str, float]]) -> dict[str, tuple[float, int]]:
+    totals: dict[str, tuple[float, int]] = {}
     for name, took in parts:
-        before = sums.get(name, (0.0, 0))
-        sums[name] = before[0] + took, before[1] + 1
-    return sums
+        before = totals.get(name, (0.0, 0))
+        totals[name] = before[0] + took, before[1] + 1
+    return totals

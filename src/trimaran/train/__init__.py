@@ -1,1 +1,1 @@
-"""Inside the worker: the trainer, its steppers, loss, optimizer and schedule."""
+"""Training on one rank: the worker, the training loop, and their parts."""

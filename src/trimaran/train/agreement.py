@@ -1,74 +1,98 @@
-"""What all ranks agree on with every step (law 5): wishes are summed with the step's counts, and read a step later."""
+"""Decisions that all ranks take together, at the same step (principle 5, docs/principles.md).
 
+Each rank's requests are all-reduced with the counts of a step, and every rank reads the result one step later.
+"""
+
+import signal
 from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 
-from trimaran.train.health.guard import Refusal
+from trimaran.train.health.guard import RefusedStep
 
-Wish = Literal["stop", "save", "profile"]
-WISHES: tuple[Wish, ...] = ("stop", "save", "profile")
+RankRequest = Literal["stop", "save", "profile"]
+RANK_REQUESTS: tuple[RankRequest, ...] = ("stop", "save", "profile")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Agreed:
-    """What the numbers of one step say, alike on every rank.
+class StepDecision:
+    """What to do after a step, the same on every rank.
 
-    `refusal` says why its update was not applied, unless that was no trouble (see `Guard.read`). `bad_data`: too many
-    samples could not be used.
+    `refusal` says why the update of the step was not applied; None if it was applied, and after an overflow that the
+    loss scale expects (see `Guard.read`). `bad_data`: too many samples could not be used.
     """
 
     stop: bool = False
     save: bool = False
     profile: bool = False
     bad_data: bool = False
-    refusal: Refusal | None = None
+    refusal: RefusedStep | None = None
 
     @property
-    def ending(self) -> "Ending | None":
-        """How training ends because of this; None when it goes on."""
+    def loop_exit(self) -> "LoopExit | None":
+        """How the training loop exits because of this decision; None if it continues."""
         match self.refusal:
-            case Refusal(action="rewind"):
-                return Ending(step=self.refusal.good_step, reason="rewind", refusal=self.refusal)
-            case Refusal(action="stop"):
-                return Ending(step=self.refusal.step, reason="numeric", refusal=self.refusal)
+            case RefusedStep(action="rewind"):
+                return LoopExit(step=self.refusal.good_step, reason="rewind", refusal=self.refusal)
+            case RefusedStep(action="stop"):
+                return LoopExit(step=self.refusal.step, reason="numeric", refusal=self.refusal)
         if self.bad_data:
-            return Ending(reason="data")
-        return Ending(reason="stop") if self.stop else None
+            return LoopExit(reason="data")
+        return LoopExit(reason="stop") if self.stop else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
-    """How a stretch of training ended: `step` steps are done.
+class LoopExit:
+    """Why the training loop returned, and after how many steps (`step`).
 
-    After `rewind` it goes on from there or from an earlier step: all that came after is to be forgotten, `refusal` says
-    why. `numeric`: the numbers went wrong and there is no way on. `data`: so did the samples.
+    `rewind`: restore the state of `step` or of an earlier step and train again; `refusal` says why. `numeric`: a loss
+    or a gradient was bad and the run cannot continue. `data`: too many samples were bad.
     """
 
     reason: Literal["done", "stop", "rewind", "numeric", "data"]
     step: int = 0
-    refusal: Refusal | None = None
+    refusal: RefusedStep | None = None
 
     @property
-    def is_sound(self) -> bool:
-        """Whether the weights are what they should be. They are after a refused step, but not once replicas differ."""
-        return self.refusal is None or not self.refusal.spoilt
+    def weights_are_valid(self) -> bool:
+        """Whether the weights may be saved. A refused step leaves them valid; replicas that differ do not."""
+        return self.refusal is None or not self.refusal.weights_differ
 
 
-class Poll:
-    """A question to all ranks, on its way while something else is computed: does any of them wish it?
+class FlagAllReduce:
+    """An asynchronous all-reduce of one flag: is it set on any rank?
 
-    It goes through the CPU, where nobody has to wait for the device.
+    It runs on the CPU, so that no rank waits for its device.
     """
 
-    def __init__(self, wish: bool) -> None:
-        self._votes = torch.tensor([int(wish)])
-        self._counting = dist.all_reduce(self._votes, async_op=True)
+    def __init__(self, flag: bool) -> None:
+        self._count = torch.tensor([int(flag)])
+        self._work = dist.all_reduce(self._count, async_op=True)
 
     def wait(self) -> bool:
-        """Return the answer, the same on every rank."""
-        if self._counting is not None:
-            self._counting.wait()
-        return bool(self._votes)
+        """Return whether any rank has set its flag, the same on every rank."""
+        if self._work is not None:
+            self._work.wait()
+        return bool(self._count)
+
+
+class StopRequest:
+    """True once this process received SIGTERM or SIGINT, or once `file` exists. Only rank 0 is given a file."""
+
+    def __init__(self, file: Path | None = None) -> None:
+        self._file, self._signalled = file, False
+
+    def __bool__(self) -> bool:
+        return self._signalled or (self._file is not None and self._file.exists())
+
+    def listen(self) -> None:
+        """Handle SIGTERM and SIGINT as requests to stop after a step. Call it from the main thread."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signalled = True

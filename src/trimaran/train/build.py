@@ -1,5 +1,7 @@
-"""A recipe and a plan become the parts of a run."""
+"""Builds the parts of a worker from the recipe and the plan: networks, data, stepper, trainer."""
 
+import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -7,40 +9,45 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from trimaran.core import Plan, Recipe, TrainSection
+from trimaran.core import ModelSection, Plan, Recipe, TrainSection, UserError
 from trimaran.data.feed import BatchFeed, DataShare
 from trimaran.data.loader import Loader
-from trimaran.nets import Network
+from trimaran.data.loader_tuner import LoaderLimits
+from trimaran.hardware.host_limits import CGROUP, cpu_quota, free_bytes
+from trimaran.models import model_folder, module_names, refuse_unmatched, spec_of, weight_files
+from trimaran.models.stages import stage_ranges, stages_of_rank
+from trimaran.nets import Network, initialise, network_of
 from trimaran.optim import build_optimizer
 from trimaran.optim.loss_scale import LossScale, build_loss_scale
 from trimaran.optim.split_weights import split_weights
-from trimaran.parallel import RankMesh, build_mesh
+from trimaran.parallel import RankMesh, apply_plan, build_mesh, override_precision
 from trimaran.parallel.axes.pp import StageMap, map_stages, trained_parameters
-from trimaran.parallel.comm.local_steps import meeting
+from trimaran.parallel.comm.local_steps import weight_averaging
+from trimaran.parallel.tower_plan import freeze_towers
 from trimaran.run import Journal, RunDirectory
+from trimaran.train.agreement import StopRequest
 from trimaran.train.checkpointing.checkpointer import Checkpointer
-from trimaran.train.evaluate import Evaluator
+from trimaran.train.evaluate import HoldoutEvaluator
 from trimaran.train.health.bad_sample_limit import BadSampleCount
 from trimaran.train.health.compilations import Compilations
-from trimaran.train.health.guard import Guard, Refusal, agreed_quarantine
+from trimaran.train.health.guard import Guard, RefusedStep, broadcast_quarantine
 from trimaran.train.health.nonfinite_search import NonfiniteSearch
 from trimaran.train.health.replica_check import ReplicaCheck
-from trimaran.train.health.unused_parameters import watch_unused
-from trimaran.train.inputs.loader_limits import room_of
-from trimaran.train.inputs.training_data import Remember, TrainingData, load_training_data
-from trimaran.train.inputs.vision_features import keep_features
+from trimaran.train.health.step_check import StepCheck
+from trimaran.train.health.unused_parameters import watch_unused_parameters
+from trimaran.train.inputs.training_data import CacheFeatures, TrainingData, load_training_data
+from trimaran.train.inputs.vision_features import build_feature_cache
 from trimaran.train.loss.objective import Objective
 from trimaran.train.metrics.meters import build_meters
 from trimaran.train.metrics.parameter_groups import build_group_meter
 from trimaran.train.metrics.profiler import build_profiler
-from trimaran.train.metrics.step_clock import Clock, Laps
-from trimaran.train.metrics.step_monitor import StepMonitor
-from trimaran.train.networks import build_networks
+from trimaran.train.metrics.step_clock import StartupTimer, StepClock
+from trimaran.train.metrics.step_recorder import StepRecorder
 from trimaran.train.process.rank_info import RankInfo
-from trimaran.train.process.stop_request import StopRequest
 from trimaran.train.process.supervisor_link import NO_SUPERVISOR, SupervisorLink
-from trimaran.train.steppers.deepspeed_stepper import build_deepspeed
+from trimaran.train.steppers.deepspeed_stepper import build_deepspeed_stepper
 from trimaran.train.steppers.pipeline_stepper import PipelineStepper
 from trimaran.train.steppers.stepper import PlainStepper, Stepper
 from trimaran.train.steppers.update import Updater
@@ -49,138 +56,235 @@ from trimaran.train.trainer import Trainer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerParts:
-    """What a run is made of, once everything is built."""
+    """The parts of a worker: its networks, its data, and the trainer that connects them."""
 
     networks: tuple[Network, ...]
     stages: StageMap
     training_data: TrainingData
     trainer: Trainer
-    seconds: dict[str, float]  # that building took, by phase
+    seconds: dict[str, float]  # build time by phase
 
 
 def build_worker_parts(
     run: RunDirectory,
-    place: RankInfo,
+    rank_info: RankInfo,
     journal: Journal,
     *,
     cache: Path,
     link: SupervisorLink = NO_SUPERVISOR,
     stop: StopRequest | None = None,
 ) -> WorkerParts:
-    """Return the trainer of `run` with the network and data it works on. The process group must be up."""
-    recipe, plan, stop, laps = run.read_recipe(), run.read_plan(), StopRequest() if stop is None else stop, Laps()
+    """Return the parts of one rank of `run`. The process group must be initialised."""
+    recipe, plan, timer = run.read_recipe(), run.read_plan(), StartupTimer()
+    stop = StopRequest() if stop is None else stop
     if recipe.train.deterministic:
         torch.use_deterministic_algorithms(True)
-    ranks = build_mesh(plan.mesh, device_type=place.device.type)
-    networks = build_networks(recipe, plan, place, ranks)
+    ranks = build_mesh(plan.mesh, device_type=rank_info.device.type)
+    networks = build_networks(recipe, plan, rank_info, ranks)
     if recipe.train.save:
-        networks[0].disk_config()  # a shape that cannot be written down is a mistake to be told now, not at the end
-    laps.lap("network")
+        networks[0].disk_config()  # raises now, not after training, if the model cannot be saved
+    timer.lap("network")
     share = DataShare(rank=ranks.data_rank, dp=plan.mesh.dp, micro_batch=plan.micro_batch, grad_accum=plan.grad_accum)
     training_data = load_training_data(
-        recipe, networks[0], share, cache=cache, remember=_remember(recipe, plan, place, link)
+        recipe, networks[0], share, cache=cache, cache_features=_feature_cache_builder(recipe, plan, rank_info, link)
     )
-    laps.lap("data")
-    clock, guard = Clock(place.device), build_guard(recipe, plan, run)
+    timer.lap("data")
+    trainer = _build_trainer(run, rank_info, ranks, networks, training_data, journal, link, stop)
+    timer.lap("optimizer")
+    return WorkerParts(
+        networks=networks,
+        stages=map_stages(plan, ranks),
+        training_data=training_data,
+        trainer=trainer,
+        seconds=timer.seconds,
+    )
+
+
+def _build_trainer(  # noqa: PLR0913 - what all parts of the trainer share
+    run: RunDirectory,
+    rank_info: RankInfo,
+    ranks: RankMesh,
+    networks: tuple[Network, ...],
+    training_data: TrainingData,
+    journal: Journal,
+    link: SupervisorLink,
+    stop: StopRequest,
+) -> Trainer:
+    """Return the trainer with its stepper, evaluator, checkpointer, recorder and checks."""
+    recipe, plan = run.read_recipe(), run.read_plan()
+    clock, guard = StepClock(rank_info.device), build_guard(recipe, plan, run)
     every = recipe.telemetry.details_every
     stepper = build_stepper(
         networks, recipe.train, plan, ranks, clock, guard, training_data.objective, groups_every=every
     )
     state = stepper.state(recipe.train)
-    stepper.set_training(True)  # transformers leaves a model that it has read in eval mode
-    replica_check = ReplicaCheck(state.pieces, device=place.device) if plan.engine == "torch" else None
-    loader_from = partial(load_from, recipe, place, lambda: training_data.training(guard.quarantine.ids))
+    stepper.set_training(True)  # transformers loads models in eval mode
+    replica_check = ReplicaCheck(state.shards, device=rank_info.device) if plan.engine == "torch" else None
+    loader_from = partial(build_loader, recipe, rank_info, lambda: training_data.training(guard.quarantine.ids))
     reseed = partial(ranks.reseed, recipe.train.seed)
-    evaluator = Evaluator(recipe=recipe, feed=training_data.holdout, stepper=stepper, objective=training_data.objective,
-                          journal=journal, device=place.device, counts_samples=ranks.counts_samples,
-                          stop=stop, link=link)  # fmt: skip
-    trainer = Trainer(
+    evaluator = HoldoutEvaluator(recipe=recipe, feed=training_data.holdout, stepper=stepper,
+                                 objective=training_data.objective, journal=journal, device=rank_info.device,
+                                 counts_samples=ranks.counts_samples, stop=stop, link=link)  # fmt: skip
+    return Trainer(
         recipe=recipe,
-        plan=plan,
-        device=place.device,
+        device=rank_info.device,
         loader_from=loader_from,
         stepper=stepper,
         evaluator=evaluator,
-        checkpointer=Checkpointer(run, place, journal, link, state, data=training_data.digest),
-        monitor=StepMonitor(
+        checkpointer=Checkpointer(run, rank_info, journal, link, state, data=training_data.digest),
+        recorder=StepRecorder(
             plan=plan,
-            meters=build_meters(recipe, plan, networks[0], place.device),
+            meters=build_meters(recipe, plan, networks[0], rank_info.device),
             journal=journal,
-            guard=guard,
-            profiler=build_profiler(run, journal, clock, networks, place.device, link),
-            replica_check=replica_check,
+            profiler=build_profiler(run, journal, clock, networks, rank_info.device, link),
             compilations=Compilations(link),
-            search=_searching(networks, stepper, loader_from, reseed, place.device, clock, link),
+        ),
+        check=StepCheck(
+            plan=plan,
+            guard=guard,
+            journal=journal,
+            replica_check=replica_check,
+            search=_build_nonfinite_search(networks, stepper, loader_from, reseed, rank_info.device, clock, link),
         ),
         clock=clock,
         link=link,
         reseed=reseed,
         stop=stop,
     )
-    laps.lap("optimizer")
-    return WorkerParts(
-        networks=networks,
-        stages=map_stages(plan, ranks),
-        training_data=training_data,
-        trainer=trainer,
-        seconds=laps.seconds,
-    )
 
 
-def _searching(  # noqa: PLR0913 - what a step is made of, and who counts its time
+def build_networks(recipe: Recipe, plan: Plan, rank_info: RankInfo, ranks: RankMesh) -> tuple[Network, ...]:
+    """Return this rank's stages of the recipe's network, sharded by the plan. Without a pipeline there is one stage.
+
+    Every plan starts from the same weights. A network is built on the meta device, sharded, and then initialised shard
+    by shard, so that no rank ever holds more than its shard.
+    """
+    if recipe.model.family == "hf":
+        network, fill = _open_hf_network(recipe.model, recipe.train.seed)
+        _check_seq_len(network, recipe.data.seq_len)
+        refuse_unmatched(recipe.train.precision, [name for name, _ in network.module.named_modules() if name])
+        freeze_towers(network, recipe.model.freeze)
+        override_precision(network, recipe.train.precision, rank_info.device)
+        apply_plan(network, plan, ranks)
+        fill(network.module, _init_device(plan, rank_info))
+        return (network,)
+    spec = spec_of(recipe.model)
+    assert spec is not None, "only a foreign Hugging Face architecture has no spec"
+    refuse_unmatched(recipe.train.precision, module_names(spec))
+    ranges = stage_ranges(spec, plan, seq_len=recipe.data.seq_len)
+    with torch.device("meta"):
+        here = stages_of_rank(plan.pipeline.schedule, plan.mesh.pp, ranks.rank("pp"), len(ranges))
+        networks = tuple(network_of(spec, ranges[stage]) for stage in here)
+    for network in networks:
+        freeze_towers(network, recipe.model.freeze)
+        override_precision(network, recipe.train.precision, rank_info.device)
+        apply_plan(network, plan, ranks)
+        network.module.to_empty(device=_init_device(plan, rank_info))
+        if recipe.model.path and weight_files(model_folder(recipe.model.path)):
+            network.load(model_folder(recipe.model.path))
+        else:
+            initialise(network.module, seed=recipe.train.seed, spec=spec)
+    return networks
+
+
+def _init_device(plan: Plan, rank_info: RankInfo) -> torch.device:
+    """Return the device of the initial weights: the CPU if they are offloaded or if DeepSpeed takes them unsharded."""
+    on_host = plan.engine == "deepspeed" or plan.offload == "parameters"
+    return torch.device("cpu") if on_host else rank_info.device
+
+
+def _check_seq_len(network: Network, seq_len: int) -> None:
+    """Raise if the sequences are longer than the positions of a Hugging Face model without a spec."""
+    if seq_len > network.longest:
+        raise UserError("P005", f"seq_len is {seq_len:,}, and the model is made for at most {network.longest:,}",
+                        where="data.seq_len", fix=f"set data.seq_len to {network.longest} or less")  # fmt: skip
+
+
+def _open_hf_network(section: ModelSection, seed: int) -> tuple[Network, Callable[[nn.Module, torch.device], None]]:
+    """Return a Hugging Face model without weights, and a function that loads them once the model is sharded."""
+    from trimaran.nets.hf_build import open_hf_model  # noqa: PLC0415  transformers takes seconds to import
+    from trimaran.nets.hf_vlm import network_of_hf  # noqa: PLC0415
+
+    assert section.path is not None, "a section without a path has no spec to plan with"
+    path = Path(section.path)
+    module, fill = open_hf_model(path, trust_remote_code=section.trust_remote_code, seed=seed)
+    return network_of_hf(module, spec_of(section)), fill
+
+
+def _build_nonfinite_search(  # noqa: PLR0913 - the parts of a step, the clock and the supervisor
     networks: tuple[Network, ...],
     stepper: Stepper,
     loader_from: Callable[[int], Loader],
     reseed: Callable[[int], None],
     device: torch.device,
-    clock: Clock,
+    clock: StepClock,
     link: SupervisorLink,
-) -> Callable[[Refusal], dict[str, Any]]:
-    """Return what looks for the birth of a number that is none; the time belongs to no step."""
-    births = NonfiniteSearch(networks, stepper, loader_from, reseed, device)
+) -> Callable[[RefusedStep], dict[str, Any]]:
+    """Return a function that finds where a NaN or Inf was first produced; its time is not counted as part of a step."""
+    nonfinite_search = NonfiniteSearch(networks, stepper, loader_from, reseed, device)
 
-    def search(refusal: Refusal) -> dict[str, Any]:
-        link.enter("evaluation", refusal.step)
-        found = births.find(refusal)
-        clock.aside()
-        link.enter("data", refusal.step)
-        return found
+    def search(refusal: RefusedStep) -> dict[str, Any]:
+        link.report_section("evaluation", refusal.step)
+        origin = nonfinite_search.find(refusal)
+        clock.discard_lap()
+        link.report_section("data", refusal.step)
+        return origin
 
     return search
 
 
-def _remember(recipe: Recipe, plan: Plan, place: RankInfo, link: SupervisorLink) -> Remember:
-    """Return what keeps the features of a frozen tower.
+def _feature_cache_builder(recipe: Recipe, plan: Plan, rank_info: RankInfo, link: SupervisorLink) -> CacheFeatures:
+    """Return a function that caches the features of a frozen tower.
 
-    It enters section "start" anew with each part: all of them may take hours, and one no longer than a start may.
+    It reports the section "start" again for each part of the cache: all parts together may take hours, but one part may
+    take no longer than a start.
     """
-    return partial(keep_features, recipe, plan, place, beat=partial(link.enter, "start"))
+    return partial(build_feature_cache, recipe, plan, rank_info, report_progress=partial(link.report_section, "start"))
 
 
 def build_guard(recipe: Recipe, plan: Plan, run: RunDirectory) -> Guard:
-    """Return who decides what becomes of bad steps and bad samples. All ranks ask together."""
+    """Return the guard against bad steps and bad samples. Every rank must call it: the quarantine is broadcast."""
     return Guard(
         recipe.faults,
-        loss_scale=own_loss_scale(plan, recipe.train),
-        quarantine=agreed_quarantine(run.quarantine),
-        tally=BadSampleCount(recipe.data.samples.max_bad),
+        loss_scale=build_torch_loss_scale(plan, recipe.train),
+        quarantine=broadcast_quarantine(run.quarantine),
+        bad_samples=BadSampleCount(recipe.data.samples.max_bad),
     )
 
 
-def load_from(recipe: Recipe, place: RankInfo, feed: Callable[[], BatchFeed], start: int) -> Loader:
-    """Return a loader of the batches from step `start` on. Which samples are left out may have changed by then."""
+def build_loader(recipe: Recipe, rank_info: RankInfo, feed: Callable[[], BatchFeed], start: int) -> Loader:
+    """Return a loader of the batches from step `start` on. `feed` is called now, because the quarantine may change."""
     return Loader(
         feed(),
         start_step=start,
         steps=recipe.train.steps,
         workers=recipe.data.workers,
         timeout_seconds=recipe.data.timeout_seconds,
-        room=room_of(place),
+        limits=rank_loader_limits(rank_info),
     )
 
 
-def own_loss_scale(plan: Plan, train: TrainSection) -> LossScale | None:
-    """Return the loss scale that is ours to move: DeepSpeed has one of its own."""
+def rank_loader_limits(rank_info: RankInfo, cgroup: Path = CGROUP) -> LoaderLimits:
+    """Return this rank's fraction of the cores and the free memory of the machine, or of its container.
+
+    One core is left for the rank itself, which computes on it or launches its device's kernels from it.
+    """
+    ranks = max(1, rank_info.local_world_size)
+    return LoaderLimits(
+        cores=max(0, _allowed_cores(cgroup) // ranks - 1),
+        free_bytes=free_bytes(cgroup) // ranks,
+        pin_memory=rank_info.device.type == "cuda",
+    )
+
+
+def _allowed_cores(cgroup: Path) -> int:
+    allowed = len(os.sched_getaffinity(0))
+    quota = cpu_quota(cgroup)
+    return allowed if quota is None else min(allowed, max(1, math.floor(quota)))
+
+
+def build_torch_loss_scale(plan: Plan, train: TrainSection) -> LossScale | None:
+    """Return the loss scale of the torch engine; None with DeepSpeed, which has its own."""
     return build_loss_scale(plan, train) if plan.engine == "torch" else None
 
 
@@ -189,25 +293,25 @@ def build_stepper(  # noqa: PLR0913 - the parts of a step
     train: TrainSection,
     plan: Plan,
     ranks: RankMesh,
-    clock: Clock,
+    clock: StepClock,
     guard: Guard | None = None,
     objective: Objective | None = None,
     *,
     groups_every: int = 0,
 ) -> Stepper:
-    """Return the mode of training that the plan asks for, with its optimizer.
+    """Return the stepper that the plan asks for, with its optimizer.
 
-    Gradients and updates are measured by groups of modules at every `groups_every`-th step; 0: never.
+    Every `groups_every`-th step measures gradients and updates by groups of modules; 0 measures none.
     """
-    network, guard = networks[0], guard or Guard(loss_scale=own_loss_scale(plan, train))
+    network, guard = networks[0], guard or Guard(loss_scale=build_torch_loss_scale(plan, train))
     if plan.engine == "deepspeed":
-        stepper = build_deepspeed(network, train, plan, ranks, clock, guard)
+        stepper = build_deepspeed_stepper(network, train, plan, ranks, clock, guard)
         stepper.objective = objective or stepper.objective
         return stepper
-    lows = split_weights(networks, plan)
-    optimizer = build_optimizer([each.module for each in networks], train, plan, network.towers, lows)
+    low_halves = split_weights(networks, plan)
+    optimizer = build_optimizer([each.module for each in networks], train, plan, network.towers, low_halves)
     trained = trained_parameters(networks, plan)
-    meet = meeting(plan, ranks, trained.parameters)
+    meet = weight_averaging(plan, ranks, trained.parameters)
     optimizer.register_step_post_hook(lambda *_: meet())
     updater = Updater(
         optimizer,
@@ -218,7 +322,7 @@ def build_stepper(  # noqa: PLR0913 - the parts of a step
         guard=guard,
         meter=build_group_meter(networks, plan, ranks, trained, every=groups_every),
     )
-    updater.unused = watch_unused(optimizer, networks)
+    updater.unused = watch_unused_parameters(optimizer, networks)
     if plan.mesh.pp > 1:
         return PipelineStepper(networks, plan, ranks, updater, clock, objective)
     return PlainStepper(network, plan, ranks, updater, clock, objective)

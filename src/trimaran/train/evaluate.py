@@ -1,24 +1,33 @@
-"""The loss on held-out sequences, the same number under every plan."""
+"""Evaluation on held-out samples: the mean loss, the accuracy, and sample answers."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from trimaran.core import Recipe
 from trimaran.data.feed import BatchFeed
 from trimaran.data.loader import Loader
+from trimaran.data.step_batch import Inputs
+from trimaran.data.tokenizer import Tokenizer
 from trimaran.run import Journal
-from trimaran.train.agreement import Poll
+from trimaran.train.agreement import FlagAllReduce, StopRequest
+from trimaran.train.loss.cross_entropy import IGNORED
 from trimaran.train.loss.objective import Objective
-from trimaran.train.process.stop_request import StopRequest
 from trimaran.train.process.supervisor_link import SupervisorLink
 from trimaran.train.steppers.stepper import Stepper
 
+MAX_ANSWER_TOKENS = 24  # tokens of a sample answer that are generated and shown
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluator:
-    """Measures the mean loss over a fixed set of held-out samples; there may be none."""
+class HoldoutEvaluator:
+    """Computes the mean loss over a fixed set of held-out samples, the same under every plan.
+
+    Without a `feed` there are no held-out samples, and `run` does nothing.
+    """
 
     recipe: Recipe
     feed: BatchFeed | None
@@ -32,32 +41,81 @@ class Evaluator:
 
     @torch.no_grad()
     def run(self, *, step: int) -> bool:
-        """File the held-out loss as an event, and return whether to stop: then all ranks left early, without a result.
+        """Write an `evaluation` event and return False; return True, without an event, if any rank asked to stop.
 
-        Every batch asks whether any rank wishes to stop, so that nobody waits for the end of a long evaluation.
+        The ranks all-reduce their stop requests with every batch, so that a long evaluation can be interrupted.
         """
         batches = self.recipe.train.evaluate.batches
         if not batches or self.feed is None:
             return False
-        scores = self.objective.scores
-        sums, stop = torch.zeros(2 + 2 * len(scores), dtype=torch.float64, device=self.device), False
+        names = self.objective.score_names
+        sums, stop = torch.zeros(2 + 2 * len(names), dtype=torch.float64, device=self.device), False
         self.stepper.set_training(False)
         with Loader(self.feed, steps=batches) as loader:
             for host_batch in loader:
-                self.link.enter("evaluation", step)
-                poll = Poll(bool(self.stop)) if batches > 1 else None
+                self.link.report_section("evaluation", step)
+                any_stop = FlagAllReduce(bool(self.stop)) if batches > 1 else None
                 batch = host_batch.to(self.device)
                 sums[1:] += self.stepper.evaluate(batch)
                 sums[0] += batch.num_valid * self.counts_samples
-                if stop := poll is not None and poll.wait():
+                if stop := any_stop is not None and any_stop.wait():
                     break
         self.stepper.set_training(True)
         if stop:
             return True
         dist.all_reduce(sums)
-        tokens, total, *found = sums.tolist()
-        of = zip(scores, found[::2], found[1::2], strict=True)
-        right = {name: hits / count for name, hits, count in of if count}
-        told = {"accuracy": right} if right else {}
-        self.journal.event("evaluation", step=step, loss=total / max(1, tokens), tokens=round(tokens), **told)
+        tokens, total_loss, *scores = sums.tolist()
+        pairs = zip(names, scores[::2], scores[1::2], strict=True)
+        accuracy = {name: correct / count for name, correct, count in pairs if count}
+        details = {"accuracy": accuracy} if accuracy else {}
+        self.journal.event("evaluation", step=step, loss=total_loss / max(1, tokens), tokens=round(tokens), **details)
         return False
+
+
+@dataclass(frozen=True, slots=True)
+class SampleAnswer:
+    """One held-out question as text, the expected answer, the generated one, and whether all their tokens are equal.
+
+    A long answer is truncated. Of a conversation with several answers, this is the first.
+    """
+
+    question: str
+    expected: str
+    generated: str
+    correct: bool
+
+
+def generate_answers(predict: Callable[[Inputs], Tensor], inputs: Inputs, *, image_token: int | None = None) -> Tensor:
+    """Return the predicted next tokens [B, T], on the CPU, with each answer conditioned on its own earlier tokens.
+
+    Every forward replaces the expected tokens of all answers by the last predictions, so that each answer gains one
+    generated token. Every rank runs the same number of forwards. A predicted `image_token` is not fed back: there is no
+    image for it.
+    """
+    tokens, labels, documents = inputs["tokens"].clone(), inputs["labels"], inputs["documents"]
+    is_answer = (labels[:, :-1] != IGNORED) & (documents[:, 1:] == documents[:, :-1])
+    predicted = predict(inputs)
+    for _ in range(MAX_ANSWER_TOKENS - 1):
+        following = predicted.to(tokens.device)[:, :-1]
+        replaced = is_answer if image_token is None else is_answer & (following != image_token)
+        tokens[:, 1:] = torch.where(replaced, following, inputs["tokens"][:, 1:])
+        predicted = predict({**inputs, "tokens": tokens})
+    return predicted
+
+
+def decode_answers(inputs: Inputs, predicted: Tensor, tokenizer: Tokenizer) -> Iterator[SampleAnswer]:
+    """Yield the answers of one micro-batch; `predicted` [B, T] comes from `generate_answers`."""
+    tokens, labels, documents = (inputs[name].cpu() for name in ("tokens", "labels", "documents"))
+    for row in range(len(tokens)):
+        for document in torch.unique(documents[row]).tolist():
+            in_document = documents[row] == document
+            positions = (in_document & (labels[row] != IGNORED)).nonzero().flatten()
+            if not len(positions):
+                continue
+            first_answer = positions[positions - torch.arange(len(positions)) == positions[0]]
+            expected, generated = (each[row][first_answer[:MAX_ANSWER_TOKENS]] for each in (labels, predicted))
+            correct = torch.equal(expected, generated)
+            ends = (generated == labels[row][first_answer[-1]]).nonzero().flatten().tolist()
+            question = in_document & (torch.arange(len(in_document)) <= positions[0])
+            texts = (tokens[row][question], expected, generated[: ends[0] + 1] if ends else generated)
+            yield SampleAnswer(*(tokenizer.decode(each.tolist()).strip() for each in texts), correct=correct)

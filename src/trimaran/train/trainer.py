@@ -5,59 +5,55 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from trimaran.core import Plan, Recipe
+from trimaran.core import Recipe
 from trimaran.data.loader import Loader
 from trimaran.optim.schedule import learning_rate
-from trimaran.train.agreement import Agreed, Ending, Poll
+from trimaran.train.agreement import FlagAllReduce, LoopExit, StepDecision, StopRequest
 from trimaran.train.checkpointing.checkpointer import Checkpointer
-from trimaran.train.evaluate import Evaluator
-from trimaran.train.metrics.step_clock import Clock
-from trimaran.train.metrics.step_monitor import Pending, StepMonitor
-from trimaran.train.process.stop_request import StopRequest
+from trimaran.train.evaluate import HoldoutEvaluator
+from trimaran.train.health.step_check import StepCheck
+from trimaran.train.metrics.step_clock import StepClock
+from trimaran.train.metrics.step_recorder import PendingStep, StepRecorder
 from trimaran.train.process.supervisor_link import SupervisorLink
 from trimaran.train.steppers.stepper import Stepper
 
 
 @dataclass(slots=True, kw_only=True)
 class Trainer:
-    """The parts of a run, already built and wired; `train` is the loop."""
+    """Trains with parts that are already built; `_run_steps` is the training loop."""
 
     recipe: Recipe
-    plan: Plan
     device: torch.device
     loader_from: Callable[[int], Loader]
     stepper: Stepper
-    evaluator: Evaluator
+    evaluator: HoldoutEvaluator
     checkpointer: Checkpointer
-    monitor: StepMonitor
-    clock: Clock
+    recorder: StepRecorder
+    check: StepCheck
+    clock: StepClock
     stop: StopRequest
     link: SupervisorLink
     reseed: Callable[[int], None]
 
-    def train(self, start: int = 0) -> Ending:
-        """Run from step `start` to the recipe's end, or to the step at which all ranks agreed to stop or go back."""
-        if start < self.recipe.train.steps and Poll(bool(self.stop)).wait():
-            return Ending(step=start, reason="stop")  # asked while everything was built
-        with self.loader_from(start) as loader, self.monitor.profiler.watch(start):
-            return self._train(loader, start)
+    def train(self, start: int = 0) -> LoopExit:
+        """Train from step `start` until the recipe's last step, or until all ranks agree to stop or to rewind."""
+        if start < self.recipe.train.steps and FlagAllReduce(bool(self.stop)).wait():
+            return LoopExit(step=start, reason="stop")  # requested while the parts were built
+        with self.loader_from(start) as loader, self.recorder.profiler.active(start):
+            return self._run_steps(loader, start)
 
-    def _wishes(self) -> tuple[bool, ...]:
-        """Return what this rank wishes of all, in the order of WISHES."""
-        return bool(self.stop), self.checkpointer.wants_save, self.monitor.profiler.is_asked
-
-    def _train(self, loader: Loader, done: int) -> Ending:
-        pending: Pending | None = None
-        ending: Ending | None = None
+    def _run_steps(self, loader: Loader, done: int) -> LoopExit:
+        pending: PendingStep | None = None
+        loop_exit: LoopExit | None = None
         every, steps, start = self.recipe.train.evaluate.every, self.recipe.train.steps, done
         self.clock.restart()
         for host_batch in loader:
-            self.link.enter("step" if host_batch.step > start + 1 else "first", host_batch.step)
-            self.monitor.note(host_batch, loader)
+            self.link.report_section("step" if host_batch.step > start + 1 else "first", host_batch.step)
+            self.recorder.note_batch(host_batch, loader)
             batch = host_batch.to(self.device)
             self.clock.lap("data")
             self.reseed(batch.step)
-            numbers = self.stepper.step(batch, wishes=self._wishes())
+            numbers = self.stepper.step(batch, requests=self._requests())
             lr = learning_rate(batch.step, self.recipe.train)
             self.checkpointer.before_update()
             self.clock.lap("checkpoint")
@@ -65,45 +61,53 @@ class Trainer:
             numbers = torch.cat([numbers, norm.reshape(1), refused.reshape(1)]).to("cpu", non_blocking=True)
             self.clock.lap("optimizer")
             done = batch.step + 1
-            # The step before is read only now, so that the device never waits for the host.
-            agreed = self.monitor.read(pending, loader) if pending is not None else Agreed()
-            # Replicas that train alone are kept, and stop, where they meet: only then are the weights those of all.
-            meets = done % self.plan.comm.local_steps == 0
-            if meets:
-                agreed = self.monitor.compare(done, agreed)
-            ending = ending or agreed.ending
-            if meets and ending is None:
-                self.clock.lap("data")  # where the host's bookkeeping ends up, kept or not
-                self.checkpointer.after_step(done, agreed)
+            # Read the numbers of the step before only now, so that the device never waits for the host.
+            decision = self._read(pending, loader) if pending is not None else StepDecision()
+            # Local steps: save and stop only where replicas are in sync, because elsewhere their weights differ.
+            in_sync = self.check.replicas_in_sync(done)
+            if in_sync:
+                decision = self.check.check_replicas(done, decision)
+            loop_exit = loop_exit or decision.loop_exit
+            if in_sync and loop_exit is None:
+                self.clock.lap("data")  # the host's work since the update counts as data, saved or not
+                self.checkpointer.after_step(done, decision)
                 self.clock.lap("checkpoint")
-            pending = Pending(
+            pending = PendingStep(
                 step=done,
                 lr=lr,
                 numbers=numbers,
-                reading=self.clock.read(),
-                details=self.stepper.details(),
-                loads=loader.facts(),
+                read_seconds=self.clock.end_step(),
+                read_details=self.stepper.details(),
+                loader_stats=loader.stats(),
                 tokens=batch.num_valid,
             )
-            self.monitor.profiler.turn(done, asked=agreed.profile)
-            if ending is None and every and done % every == 0 and done < steps:
-                with self.monitor.compilations.aside(done):
-                    ending = Ending(reason="stop") if self.evaluator.run(step=done) else None
+            self.recorder.profiler.between_steps(done, requested=decision.profile)
+            if loop_exit is None and every and done % every == 0 and done < steps:
+                with self.recorder.compilations.outside_steps(done):
+                    loop_exit = LoopExit(reason="stop") if self.evaluator.run(step=done) else None
                 self.clock.restart()
-            if ending is not None and (meets or ending.reason == "rewind"):
+            if loop_exit is not None and (in_sync or loop_exit.reason == "rewind"):
                 break
-            self.link.enter("data", done)
-        if pending is not None and (ending is None or ending.reason != "rewind"):
-            last = self.monitor.read(pending, loader).ending
-            ending = ending or last
-        return self._end(ending, done)
+            self.link.report_section("data", done)
+        if pending is not None and (loop_exit is None or loop_exit.reason != "rewind"):
+            last = self._read(pending, loader).loop_exit
+            loop_exit = loop_exit or last
+        return self._finish(loop_exit, done)
 
-    def _end(self, ending: Ending | None, done: int) -> Ending:
-        """Return how it ends after `done` steps. Samples that a rewind is for are left out from now on."""
-        if ending is None or (ending.reason == "stop" and done == self.recipe.train.steps):
-            return Ending(step=done, reason="done")
-        if ending.reason != "rewind":
-            return replace(ending, step=done)
-        assert ending.refusal is not None
-        self.monitor.guard.rewind(ending.refusal, write=self.monitor.journal.rank == 0)
-        return ending
+    def _requests(self) -> tuple[bool, ...]:
+        """Return what this rank requests of all ranks, in the order of RANK_REQUESTS."""
+        return bool(self.stop), self.checkpointer.wants_save, self.recorder.profiler.is_requested
+
+    def _read(self, pending: PendingStep, loader: Loader) -> StepDecision:
+        """Record a finished step and return the decision that follows from it."""
+        return self.check.decide(self.recorder.record(pending, loader), loader.samples)
+
+    def _finish(self, loop_exit: LoopExit | None, done: int) -> LoopExit:
+        """Return why the loop ended after `done` steps. For a rewind, quarantine the samples that caused it."""
+        if loop_exit is None or (loop_exit.reason == "stop" and done == self.recipe.train.steps):
+            return LoopExit(step=done, reason="done")
+        if loop_exit.reason != "rewind":
+            return replace(loop_exit, step=done)
+        assert loop_exit.refusal is not None
+        self.check.guard.rewind(loop_exit.refusal, write=self.check.journal.rank == 0)
+        return loop_exit

@@ -1,4 +1,4 @@
-"""`trimaran bench`: how fast this machine is."""
+"""`trimaran bench`: measures how fast this machine is."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from trimaran.run.compile_cache import refuse_unusable
 
 bench = typer.Typer(help="Measure how fast this machine is.", rich_markup_mode=None)
 
-SECONDS = 20.0
+DEFAULT_SECONDS = 20.0
 MAX_SECONDS = 600.0
 
 
@@ -30,14 +30,14 @@ def _group() -> None:
 @bench.command("calibrate")
 def calibrate(
     seconds: Annotated[
-        float, typer.Option(min=1.0, max=MAX_SECONDS, help="How long to measure, roughly, after torch has started.")
-    ] = SECONDS,
+        float, typer.Option(min=1.0, max=MAX_SECONDS, help="Rough duration, without the start of torch.")
+    ] = DEFAULT_SECONDS,
     output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Where to write it, instead of the user's cache.")
+        Path | None, typer.Option(metavar="FILE", help="Write to this file instead of the user's cache.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure products, memory and collectives here; the planner then uses them for `cluster: auto` and `2xcpu`.
+    """Measure matmuls, memory and collectives here. The planner then uses them for `cluster: auto` and `2xcpu`.
 
     \b
     trimaran bench calibrate
@@ -65,10 +65,10 @@ def calibrate(
 
 
 def _measure(cluster: Cluster, seconds: float, console: Any) -> dict[str, Any]:
-    """Return what the measuring process found, with a bar meanwhile."""
+    """Run the measuring process with a progress bar, and return its measurements."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    # Two gloo ranks say something about a machine of one core too; GPUs talk when there are several.
+    # Two gloo ranks are useful even on one core; GPU collectives need several GPUs.
     ranks = max(2, cluster.world_size) if cluster.device.kind == "cpu" else cluster.world_size
     options = {"kind": cluster.device.kind, "cores": num_cores(), "ranks": ranks, "seconds": seconds}
     command = [sys.executable, "-m", "trimaran.probe.calibrate"]
@@ -78,33 +78,33 @@ def _measure(cluster: Cluster, seconds: float, console: Any) -> dict[str, Any]:
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with (
         Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar,
-        tempfile.TemporaryFile("w+") as complaints,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=complaints, text=True, env=environment) as process,
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment) as process,
     ):
         task = bar.add_task("starting torch", total=1.0)
         try:
             for line in process.stdout or ():
-                news = json.loads(line)
-                measured = news.get("measured", measured)
-                bar.update(task, description=news.get("doing"), completed=news.get("share"))
-        except BaseException:  # Ctrl-C above all
+                message = json.loads(line)
+                measured = message.get("measured", measured)
+                bar.update(task, description=message.get("doing"), completed=message.get("share"))
+        except BaseException:  # mostly Ctrl-C
             process.terminate()
             raise
         if process.wait() or measured is None:
-            raise _failure(complaints)
+            raise _failure(errors)
     return measured
 
 
-def _failure(complaints: IO[str]) -> UserError:
-    complaints.seek(0)
-    said = [line.strip() for line in complaints.read().splitlines() if line.strip()]
-    return UserError("C008", f"the measurement broke off: {said[-1][:200] if said else 'it was ended'}",
+def _failure(errors: IO[str]) -> UserError:
+    errors.seek(0)
+    lines = [line.strip() for line in errors.read().splitlines() if line.strip()]
+    return UserError("C008", f"the measurement failed: {lines[-1][:200] if lines else 'its process was killed'}",
                      where="trimaran bench calibrate",
                      fix="try again when nothing else runs here; CUDA_VISIBLE_DEVICES= measures the CPU")  # fmt: skip
 
 
 def _refuse_unwritable(path: Path) -> None:
-    """Raise before a minute is spent, not after."""
+    """Raise if the file cannot be written: before the measurement, not after."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
@@ -117,7 +117,7 @@ def _refuse_unwritable(path: Path) -> None:
 
 
 def _write(path: Path, calibration: Calibration) -> None:
-    """Write the file at once: whoever plans meanwhile reads the old one or the new one."""
+    """Write the file atomically: a planner that reads it meanwhile gets the old or the new one."""
     text = calibration.model_dump_json(indent=2, exclude_none=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
         file.write(text + "\n")
@@ -132,24 +132,24 @@ def _show(calibration: Calibration, console: Any) -> None:
     table.add_column(calibration.device, style="bold", no_wrap=True)
     table.add_column("measured", justify="right", no_wrap=True)
     table.add_column("", style="dim")
-    for name, rate, unit, remark in _rows(calibration):
-        table.add_row(name, f"{rate:,.0f} {unit}" if rate >= 100 else f"{rate:.3g} {unit}", remark)
+    for name, rate, unit, note in _rows(calibration):
+        table.add_row(name, f"{rate:,.0f} {unit}" if rate >= 100 else f"{rate:.3g} {unit}", note)
     console.print(table)
 
 
 def _rows(calibration: Calibration) -> list[tuple[str, float, str, str]]:
-    told = calibration.model_dump(exclude_none=True)
-    rows = [(f"product, {shape}", rate, "TFLOP/s", "") for shape, rate in told["shapes"].items()]
-    words = {
-        "memory_gb_per_second": ("memory", "GB/s", "a sum of two large tensors"),
+    measured = calibration.model_dump(exclude_none=True)
+    rows = [(f"matmul, {shape}", rate, "TFLOP/s", "") for shape, rate in measured["shapes"].items()]
+    labels = {
+        "memory_gb_per_second": ("memory", "GB/s", "adding two large tensors"),
         "host_gb_per_second": ("host memory", "GB/s", ""),
-        "pcie_gb_per_second": ("host to device and back", "GB/s", "the slower way, pinned"),
-        "launch_us": ("start of a kernel", "us", ""),
+        "pcie_gb_per_second": ("host to device and back", "GB/s", "the slower direction, pinned"),
+        "launch_us": ("kernel launch", "us", ""),
     }
-    rows += [(words[name][0], told[name], *words[name][1:]) for name in words if name in told]
-    if talk := told.get("collectives"):
-        among = f"bus bandwidth, {talk['devices']} ranks"
-        rows += [(name.removesuffix("_gb_per_second").replace("_", "-"), rate, "GB/s", among)
-                 for name, rate in talk.items() if name.endswith("_gb_per_second")]  # fmt: skip
-        rows.append(("one hop", talk["latency_us"], "us", "latency"))
+    rows += [(labels[name][0], measured[name], *labels[name][1:]) for name in labels if name in measured]
+    if collectives := measured.get("collectives"):
+        note = f"bus bandwidth, {collectives['devices']} ranks"
+        rows += [(name.removesuffix("_gb_per_second").replace("_", "-"), rate, "GB/s", note)
+                 for name, rate in collectives.items() if name.endswith("_gb_per_second")]  # fmt: skip
+        rows.append(("one hop", collectives["latency_us"], "us", "latency"))
     return rows

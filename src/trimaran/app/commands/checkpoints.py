@@ -1,4 +1,4 @@
-"""`trimaran checkpoints`: what a run has kept; verify, compare, prune and import it."""
+"""`trimaran checkpoints`: list, verify, compare, prune and import the checkpoints of a run."""
 
 import json
 from contextlib import AbstractContextManager, nullcontext
@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 from trimaran.app.request.options import Json, RunName, Settings, complete_recipe, complete_run, find_run
 from trimaran.app.views.logs import printable
 from trimaran.checkpoint.checkpoint_list import CheckpointRow, count_drafts, find_step, list_checkpoints, verify_all
-from trimaran.checkpoint.step_dirs import prune, step_path, steps, superfluous
+from trimaran.checkpoint.step_dirs import complete_steps, prune, step_path, steps_to_prune
 from trimaran.core import UserError, show_bytes
 
 if TYPE_CHECKING:
@@ -20,32 +20,32 @@ if TYPE_CHECKING:
     from trimaran.checkpoint.import_dcp import ImportedTensors
     from trimaran.run import RunDirectory
 
-DAMAGED = 1
-MANY = 20
+EXIT_DAMAGED = 1
+MAX_SHOWN_DIFFERENCES = 20
 
 
 class ListByDefault(TyperGroup):
-    """Takes `checkpoints RUN` for `checkpoints list RUN`."""
+    """Reads `checkpoints RUN` as `checkpoints list RUN`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         is_run = bool(args) and args[0] not in self.commands and args[0] != "--help"
         return super().parse_args(ctx, ["list", *args] if is_run else args)
 
 
-HELP = """List what a run has kept, or do something with it.
+HELP = """List the checkpoints of a run; verify, compare, prune or import them.
 
 \b
 trimaran checkpoints runs/stdlib-tiny
 trimaran checkpoints verify runs/stdlib-tiny
 """
-checkpoints = typer.Typer(cls=ListByDefault, help=HELP, rich_markup_mode=None, subcommand_metavar="RUN | VERB ...")
+checkpoints = typer.Typer(cls=ListByDefault, help=HELP, rich_markup_mode=None, subcommand_metavar="RUN | COMMAND ...")
 
 Step = Annotated[int, typer.Argument(metavar="STEP", min=0)]
 
 
 @checkpoints.command("list")
 def list_all(run: RunName, as_json: Json = False) -> None:
-    """List the checkpoints of a run: when, how large, saved by how many ranks, and what is wrong with one.
+    """List the checkpoints of a run: time, size, number of ranks, and damages.
 
     \b
     trimaran checkpoints runs/stdlib-tiny
@@ -62,7 +62,7 @@ def list_all(run: RunName, as_json: Json = False) -> None:
     else:
         _show(rows)
     if drafts:
-        typer.echo(f"{drafts} unfinished: being written, or left by a run that died")
+        typer.echo(f"{drafts} unfinished: still being written, or left by a killed run")
 
 
 @checkpoints.command("verify")
@@ -71,7 +71,7 @@ def verify_run(
     step: Annotated[int | None, typer.Argument(metavar="[STEP]", min=0, show_default=False)] = None,
     as_json: Json = False,
 ) -> int:
-    """Read every byte of a checkpoint, or of all, and compare the checksums. Exit code 1 when one is damaged.
+    """Read every byte of a checkpoint, or of all, and compare the checksums. Exit code 1 if one is damaged.
 
     \b
     trimaran checkpoints verify runs/stdlib-tiny
@@ -80,7 +80,7 @@ def verify_run(
     directory = find_run(run)
     newest = find_step(directory.checkpoints, step, where=str(directory.path))
     chosen = [newest] if step is not None else [step_path(directory.checkpoints, each) for each in
-                                                steps(directory.checkpoints)]  # fmt: skip
+                                                complete_steps(directory.checkpoints)]  # fmt: skip
     answers = [{"step": int(path.name.removeprefix("step-")), "damages": damages} for path in chosen
                if (damages := _damages(path)) is not None]  # fmt: skip
     if as_json:
@@ -88,12 +88,12 @@ def verify_run(
     else:
         for answer in answers:
             typer.echo(f"step {answer['step']}: {'; '.join(answer['damages']) or 'verified'}")
-    return DAMAGED if any(answer["damages"] for answer in answers) else 0
+    return EXIT_DAMAGED if any(answer["damages"] for answer in answers) else 0
 
 
 @checkpoints.command("compare")
 def compare_steps(run: RunName, one: Step, other: Step, as_json: Json = False) -> None:
-    """Show in what two checkpoints of a run differ, however each was cut.
+    """Show how two checkpoints of a run differ, even if they are sharded differently.
 
     \b
     trimaran checkpoints compare runs/stdlib-tiny 20 40
@@ -112,64 +112,67 @@ def compare_steps(run: RunName, one: Step, other: Step, as_json: Json = False) -
                                "differences": differences}))  # fmt: skip
         return
     typer.echo(f"{total - len(found)} of {total} tensors are identical")
-    for each in sorted(found, key=lambda each: -(each.largest or 0))[:MANY]:
+    for each in sorted(found, key=lambda each: -(each.largest or 0))[:MAX_SHOWN_DIFFERENCES]:
         shown = f"{each.num_different:,} of {each.num_values:,} values differ" if each.num_values else each.what
         typer.echo(f"  {each.key}: {shown}{'' if each.largest is None else f', at most by {each.largest:.3g}'}")
-    if len(found) > MANY:
-        typer.echo(f"  and {len(found) - MANY} more")
+    if len(found) > MAX_SHOWN_DIFFERENCES:
+        typer.echo(f"  and {len(found) - MAX_SHOWN_DIFFERENCES} more")
 
 
 @checkpoints.command("prune")
 def prune_run(
     run: RunName,
-    keep: Annotated[int, typer.Option(min=1, help="How many of the newest stay.")],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say which would go.")] = False,
+    keep: Annotated[int, typer.Option(min=1, help="How many of the newest to keep.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show which would be deleted.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Delete all but the newest checkpoints. What is not older than a verified one stays, and so do the multiples that
-    the recipe keeps for good (checkpoint.keep_every). The run must not be running: it prunes by itself.
+    """Delete all but the newest checkpoints.
+
+    The newest verified checkpoint and everything after it are always kept, and so are multiples of
+    checkpoint.keep_every. The run must not be running: a live run prunes by itself.
 
     \b
     trimaran checkpoints prune runs/stdlib-tiny --keep 2 --dry-run
     """
-    from trimaran.checkpoint.durable import DurableDisk, naming_the_disk
+    from trimaran.checkpoint.durable import DurableDisk, report_disk_errors
 
     directory = find_run(run)
     folder, keep_every = directory.checkpoints, directory.read_recipe().checkpoint.keep_every
     find_step(folder, None, where=str(directory.path))
-    verified = next((step for step in reversed(steps(folder)) if _damages(step_path(folder, step)) == []), None)
+    newest_first = reversed(complete_steps(folder))
+    verified = next((step for step in newest_first if _damages(step_path(folder, step)) == []), None)
     if verified is None:
-        raise UserError("K028", "no checkpoint of this run is whole, and nothing was deleted", where=str(folder),
-                        fix="`trimaran checkpoints verify RUN` says what is wrong with each")  # fmt: skip
+        raise UserError("K028", "no checkpoint of this run is intact; nothing was deleted", where=str(folder),
+                        fix="see what is wrong with each: `trimaran checkpoints verify RUN`")  # fmt: skip
     if dry_run:
-        gone = superfluous(steps(folder), keep=keep, keep_every=keep_every, verified=verified)
+        gone = steps_to_prune(complete_steps(folder), keep=keep, keep_every=keep_every, verified=verified)
     else:
-        with _alone(directory), naming_the_disk(folder):
+        with _exclusive(directory), report_disk_errors(folder):
             gone = prune(folder, keep=keep, keep_every=keep_every, verified=verified, disk=DurableDisk())
-    left = [step for step in steps(folder) if step not in gone]
+    left = [step for step in complete_steps(folder) if step not in gone]
     if as_json:
         typer.echo(json.dumps({"deleted": gone, "kept": left, "verified": verified, "dry_run": dry_run}))
     else:
-        typer.echo(f"{'would delete' if dry_run else 'deleted'} {_words(gone)}; {_words(left)} stay")
+        typer.echo(f"{'would delete' if dry_run else 'deleted'} {_step_list(gone)}; kept {_step_list(left)}")
 
 
 @checkpoints.command("import")
 def import_folder(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="What torch.distributed.checkpoint.save wrote.")],
     run_dir: Annotated[
-        Path, typer.Option(metavar="DIR", help="The run that goes on from it, or a new folder.",
+        Path, typer.Option(metavar="DIR", help="The run that resumes from it, or a new folder.",
                            autocompletion=complete_run)],
     recipe: Annotated[
-        str | None, typer.Option(metavar="RECIPE", help="Of a new run: what it trains.", autocompletion=complete_recipe)
+        str | None, typer.Option(metavar="RECIPE", help="The recipe of a new run.", autocompletion=complete_recipe)
     ] = None,
     settings: Settings = None,
     step: Annotated[int | None, typer.Option(metavar="N", min=0, help="[default: the optimizer's]")] = None,
     as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Make a distributed checkpoint of torch, Trimaran's or FSDP's, into one that a run resumes from.
+    """Import a torch distributed checkpoint (DCP), exported by Trimaran or saved with FSDP, as a checkpoint of a run.
 
-    Weights and AdamW's states are found by their names; without states the optimizer begins anew. Nothing in the folder
-    is unpickled: what is not a tensor is passed over.
+    Weights and AdamW states are matched by name. Without states the optimizer starts fresh. Nothing in the folder is
+    unpickled: anything but tensors is skipped.
 
     \b
     trimaran checkpoints import /data/fsdp/step-1000 --run-dir runs/mine --recipe mine.yaml
@@ -181,17 +184,17 @@ def import_folder(
     if as_json:
         typer.echo(json.dumps(answer))
         return
-    moments = "with the optimizer's states" if answer["with_moments"] else "with a new optimizer"
-    typer.echo(f"step {answer['step']} is in {answer['path']}, {moments}\ngo on with: trimaran resume {run_dir}")
+    moments = "with optimizer states" if answer["with_moments"] else "with a fresh optimizer"
+    typer.echo(f"step {answer['step']} is in {answer['path']}, {moments}\nnext  trimaran resume {run_dir}")
 
 
 def _import(
     folder: Path, run_dir: Path, recipe: str | None, settings: list[str] | None, step: int | None, console: "Console"
 ) -> dict[str, Any]:
     from trimaran.app.request.request import resolve
-    from trimaran.app.views.progress_bar import packing_bar
-    from trimaran.checkpoint.convert import dcp_source
-    from trimaran.checkpoint.import_dcp import find_arrivals
+    from trimaran.app.views.progress_bar import progress_bar
+    from trimaran.checkpoint.dcp_read import DcpSource
+    from trimaran.checkpoint.import_dcp import find_imported_tensors
     from trimaran.run import create_run, open_run, refuse_occupied
 
     is_new = not run_dir.exists()
@@ -199,65 +202,65 @@ def _import(
         raise UserError("A001", "--recipe and --set are for a new run", where=str(run_dir),
                         fix="leave them out, or name a folder that does not exist yet: --run-dir DIR")  # fmt: skip
     if is_new and not recipe and not settings:
-        raise UserError("A001", "a new run needs a recipe that says which model it trains", where=str(run_dir),
-                        fix="add --recipe RECIPE, or name a run that there is: --run-dir RUN")  # fmt: skip
-    source = dcp_source(folder)
+        raise UserError("A001", "a new run needs a recipe", where=str(run_dir),
+                        fix="add --recipe RECIPE, or name an existing run: --run-dir RUN")  # fmt: skip
+    source = DcpSource(folder)
     if is_new:
         refuse_occupied(run_dir)
         request = resolve(recipe, settings or [])
-        arrivals = find_arrivals(source, request.recipe)
+        arrivals = find_imported_tensors(source, request.recipe)
         run = create_run(run_dir, request.recipe, request.plan)
     else:
         run = open_run(run_dir)
-        arrivals = find_arrivals(source, run.read_recipe())
-    with packing_bar(console) as progress:
+        arrivals = find_imported_tensors(source, run.read_recipe())
+    with progress_bar(console) as progress:
         path = _write(arrivals, source, run, arrivals.step if step is None else step, progress)
     return {"run_dir": str(run.path), "path": str(path), "step": int(path.name.removeprefix("step-")),
             "tensors": len(arrivals.tensors), "with_moments": arrivals.with_moments,
-            "passed_over": source.passed_over}  # fmt: skip
+            "passed_over": source.skipped_keys}  # fmt: skip
 
 
 def _write(arrivals: "ImportedTensors", source: Any, run: "RunDirectory", step: int, progress: Any) -> Path:
-    """Write what arrives as a checkpoint of `run`, which nobody may be running."""
+    """Write the imported tensors as a checkpoint of `run`, which must not be running."""
     import time
 
-    from trimaran.checkpoint.import_dcp import write_arrivals
+    from trimaran.checkpoint.import_dcp import write_imported_tensors
     from trimaran.checkpoint.manifest import Manifest
-    from trimaran.run.lease import take
+    from trimaran.run.lease import take_lease
 
     recipe = run.read_recipe()
-    with take(run) as lease:
-        newest = max(steps(run.checkpoints), default=-1)
+    with take_lease(run) as lease:
+        newest = max(complete_steps(run.checkpoints), default=-1)
         if step <= newest:
-            raise UserError("K029", f"the run has a checkpoint of step {newest}, and goes on from the newest",
+            raise UserError("K029", f"the run already has a checkpoint of step {newest}, and resumes from the newest",
                             where=str(run.checkpoints),
                             fix=f"use --step {newest + 1} or more, or another run: --run-dir DIR")  # fmt: skip
         facts = {"seed": recipe.train.seed, "global_batch": recipe.train.global_batch}
         about = Manifest(step=step, time=time.time(), term=lease.term, recipe=run.recipe.read_text(encoding="utf-8"),
                          progress=facts)  # fmt: skip
-        return write_arrivals(arrivals, source, run.checkpoints, about=about, progress=progress)
+        return write_imported_tensors(arrivals, source, run.checkpoints, manifest=about, progress=progress)
 
 
-def _alone(run: "RunDirectory") -> AbstractContextManager[Any]:
-    """Return what keeps others from running `run` meanwhile. So does a disk that is full."""
-    from trimaran.run.lease import take
-    from trimaran.run.run_directory import NO_ROOM
+def _exclusive(run: "RunDirectory") -> AbstractContextManager[Any]:
+    """Return a lease on `run`, so that no other process runs it meanwhile. On a full disk none is needed."""
+    from trimaran.run.lease import take_lease
+    from trimaran.run.run_directory import DISK_FULL_ERRORS
 
     try:
-        return take(run)
+        return take_lease(run)
     except UserError as error:
-        if isinstance(error.__cause__, OSError) and error.__cause__.errno in NO_ROOM:
-            return nullcontext()  # nobody held it, and nobody can take it now
+        if isinstance(error.__cause__, OSError) and error.__cause__.errno in DISK_FULL_ERRORS:
+            return nullcontext()  # no process holds the lease, and none can take it on a full disk
         raise
 
 
 def _damages(path: Path) -> list[str] | None:
-    """Return what is wrong with a checkpoint; None for one that a run at work has pruned meanwhile."""
+    """Return the damages of a checkpoint; None if a live run has pruned it meanwhile."""
     from rich.console import Console
 
-    from trimaran.app.views.progress_bar import packing_bar
+    from trimaran.app.views.progress_bar import progress_bar
 
-    with packing_bar(Console(stderr=True)) as progress:
+    with progress_bar(Console(stderr=True)) as progress:
         try:
             found = verify_all(path, lambda share: progress(f"verifying {path.name}", share))
         except (OSError, UserError):
@@ -288,5 +291,5 @@ def _show(rows: list[CheckpointRow]) -> None:
         typer.echo(f"step {row.step} is {row.status}: {printable(row.why)}")
 
 
-def _words(numbers: list[int]) -> str:
+def _step_list(numbers: list[int]) -> str:
     return f"step {', '.join(map(str, numbers))}" if numbers else "none"

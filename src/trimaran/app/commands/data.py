@@ -1,4 +1,4 @@
-"""`trimaran data`: what a recipe's data is made of, text into token shards, and a look into them."""
+"""`trimaran data`: inspect a recipe's data, pack text into token shards, and describe shards."""
 
 import json
 from pathlib import Path
@@ -11,28 +11,28 @@ from trimaran.app.request.options import Json, RecipeFile, Settings
 from trimaran.core import DataSection, UserError, show_bytes, show_count
 from trimaran.data import TokenShards, pack
 
-data = typer.Typer(help="Look at the data of a recipe; pack text into token shards.", rich_markup_mode=None)
+data = typer.Typer(help="Inspect the data of a recipe; pack text into token shards.", rich_markup_mode=None)
 
 Source = Literal["text", "jsonl", "datasets", "python-stdlib"]
 
 
 @data.command("pack")
-def pack_data(  # noqa: PLR0913 - each option of a verb is a parameter
-    source: Annotated[Source, typer.Option(help="What the data is.")],
+def pack_data(  # noqa: PLR0913 - each option of a command is a parameter
+    source: Annotated[Source, typer.Option(help="The format of the data.")],
     out: Annotated[Path, typer.Option(metavar="DIR", help="A new folder for the shards.")],
     path: Annotated[str | None, typer.Option(metavar="PATH", help="The file or folder to read.")] = None,
     tokenizer: Annotated[
-        str | None, typer.Option(metavar="FILE", help="A tokenizers JSON file; bytes without it.")
+        str | None, typer.Option(metavar="FILE", help="A tokenizers JSON file. [default: byte-level]")
     ] = None,
     text_field: Annotated[
-        str, typer.Option(metavar="FIELD", help="Where a JSONL line or a row holds its text.")
+        str, typer.Option(metavar="FIELD", help="The field of a JSONL line or row that holds the text.")
     ] = "text",
     end_token: Annotated[
-        str | None, typer.Option(metavar="TOKEN", help="The token that ends a document, where it has no usual name.")
+        str | None, typer.Option(metavar="TOKEN", help="The end-of-document token, if it has no usual name.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Pack text into a folder of token shards, which any run can use without tokenizing again.
+    """Pack text into a folder of token shards, which runs can use without tokenizing again.
 
     \b
     trimaran data pack --source jsonl --path corpus.jsonl --out shards/corpus
@@ -40,10 +40,10 @@ def pack_data(  # noqa: PLR0913 - each option of a verb is a parameter
     """
     from rich.console import Console
 
-    from trimaran.app.views.progress_bar import packing_bar
+    from trimaran.app.views.progress_bar import progress_bar
 
     section = DataSection(source=source, path=path, tokenizer=tokenizer, text_field=text_field)
-    with packing_bar(Console(stderr=True)) as progress:
+    with progress_bar(Console(stderr=True)) as progress:
         pack(section, out, end_token=end_token, progress=progress)
     _show(TokenShards.open(out), as_json=as_json)
 
@@ -54,7 +54,7 @@ def show_info(
     verify: Annotated[bool, typer.Option("--verify", help="Read everything and compare the checksums.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show what a folder of token shards holds, and how a recipe names it.
+    """Show what a folder of token shards contains, and how to use it in a recipe.
 
     \b
     trimaran data info shards/corpus --verify
@@ -67,7 +67,7 @@ def show_info(
 
 @data.command("inspect")
 def inspect_data(recipe: RecipeFile = None, settings: Settings = None, as_json: Json = False) -> None:
-    """Prepare the data of a recipe and show what it is made of: sources, lengths, images, bad samples, full rows.
+    """Prepare the data of a recipe and describe it: sources, lengths, images, bad samples, packing.
 
     \b
     trimaran data inspect recipes/vlm-tiny.yaml
@@ -79,18 +79,18 @@ def inspect_data(recipe: RecipeFile = None, settings: Settings = None, as_json: 
 
     from trimaran.app.request.request import read_recipe
     from trimaran.app.views.inspect_samples import describe, show
-    from trimaran.app.views.progress_bar import packing_bar
+    from trimaran.app.views.progress_bar import progress_bar
     from trimaran.data import cache_folder, prepare
-    from trimaran.data.data_kind import kind_of
+    from trimaran.data.data_kind import data_kind_of
     from trimaran.data.samples import SampleIndex, prepare_samples
     from trimaran.models.recipe_images import recipe_image_rules
 
     asked = read_recipe(recipe, settings or [])
-    kind = kind_of(asked)
+    kind = data_kind_of(asked)
     if kind == "scenes":
-        raise UserError("T030", "scenes are simulated while they are loaded: there is nothing to prepare",
-                        where="data.source: scenes", fix="train on them as they are")  # fmt: skip
-    with packing_bar(Console(stderr=True)) as progress:
+        raise UserError("T030", "scenes are simulated while they are loaded: there is nothing to inspect",
+                        where="data.source: scenes", fix="train on them directly")  # fmt: skip
+    with progress_bar(Console(stderr=True)) as progress:
         if kind == "text":
             path = prepare(asked.data, cache=cache_folder(os.environ), progress=progress)
             _show(TokenShards.open(path), as_json=as_json)

@@ -1,4 +1,4 @@
-"""`trimaran doctor`: this machine before a run, or a run."""
+"""`trimaran doctor`: checks this machine before a run, or diagnoses a run."""
 
 from typing import Annotated
 
@@ -10,24 +10,24 @@ from trimaran.core import UserError
 Recipe = Annotated[
     str | None,
     typer.Option("--recipe", metavar="FILE", autocompletion=complete_recipe,
-                 help="Look also whether this recipe's run fits here: memory, disk, checkpoints."),
+                 help="Also check whether this recipe's run fits here: memory, disk, checkpoints."),
 ]  # fmt: skip
 
 
-def doctor(  # noqa: PLR0913 - each option of a verb is a parameter
-    run: Annotated[str, typer.Argument(metavar="[RUN]", help="A run; without it, this machine.")] = "",
+def doctor(  # noqa: PLR0913 - each option of a command is a parameter
+    run: Annotated[str, typer.Argument(metavar="[RUN]", help="A run. [default: this machine]")] = "",
     recipe: Recipe = None,
     settings: Settings = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Only what takes no time: nothing is measured.")] = False,
-    nodes: Annotated[int, typer.Option(help="Examine so many nodes together: start it on each of them.")] = 1,
-    node: Annotated[int, typer.Option(help="Which of the nodes this is, from 0.")] = 0,
-    address: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where the nodes meet: node 0, a free port.")] = "",
-    against: Annotated[str, typer.Option(metavar="RUN", help="A run of the same on fewer ranks to compare with.")] = "",
+    quick: Annotated[bool, typer.Option("--quick", help="Only instant checks: nothing is measured.")] = False,
+    nodes: Annotated[int, typer.Option(help="Check this many nodes together: start it on each of them.")] = 1,
+    node: Annotated[int, typer.Option(help="Index of this node, from 0.")] = 0,
+    address: Annotated[str, typer.Option(metavar="HOST:PORT", help="Rendezvous address: node 0, a free port.")] = "",
+    against: Annotated[str, typer.Option(metavar="RUN", help="A run of the same recipe on fewer ranks.")] = "",
     as_json: Json = False,
 ) -> int:
-    """Examine this machine before a run, or say what is wrong with a run and how to mend it.
+    """Check this machine before a run, or say what is wrong with a run and how to fix it.
 
-    Exit codes: 0 nothing fails; 2 something does.
+    Exit codes: 0 no check fails; 2 a check fails.
 
     \b
     trimaran doctor
@@ -41,12 +41,12 @@ def doctor(  # noqa: PLR0913 - each option of a verb is a parameter
 
         return diagnose_run(run, as_json=as_json, against=against)
     if against:
-        raise UserError("A019", "--against compares two runs, and only one is named", where="--against",
+        raise UserError("A019", "--against compares two runs, but only one is named", where="--against",
                         fix=f"name the other one first: trimaran doctor RUN --against {against}")  # fmt: skip
-    from trimaran.app.request.machine_check import Examination, examine_machine
-    from trimaran.doctor.measure_machine import NodeMeeting
+    from trimaran.app.request.machine_check import MachineCheckOptions, check_machine
+    from trimaran.doctor.measure_machine import RendezvousOptions
 
     several = nodes != 1 or node or address
-    rendezvous = NodeMeeting(nodes=nodes, node=node, address=address) if several else None
-    asked = Examination(recipe=recipe, settings=settings or (), quick=quick, rendezvous=rendezvous)
-    return examine_machine(asked, as_json=as_json)
+    rendezvous = RendezvousOptions(nodes=nodes, node=node, address=address) if several else None
+    options = MachineCheckOptions(recipe=recipe, settings=settings or (), quick=quick, rendezvous=rendezvous)
+    return check_machine(options, as_json=as_json)

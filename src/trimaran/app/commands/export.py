@@ -1,4 +1,4 @@
-"""`trimaran export`: a checkpoint for other programs."""
+"""`trimaran export`: converts a checkpoint for other programs."""
 
 import json
 import os
@@ -18,39 +18,39 @@ from trimaran.run.compile_cache import refuse_unusable
 if TYPE_CHECKING:
     from trimaran.run import RunDirectory
 
-Form = Literal["hf", "dcp"]
-Number = Literal["fp32", "bf16"]
+Format = Literal["hf", "dcp"]
+Dtype = Literal["fp32", "bf16"]
 
 
 def export(
     run: RunName,
-    step: Annotated[int | None, typer.Option(metavar="N", help="Which checkpoint. [default: the newest]")] = None,
-    to: Annotated[Form, typer.Option("--to", help="A Hugging Face folder, or torch's distributed checkpoint.")] = "hf",
+    step: Annotated[int | None, typer.Option(metavar="N", help="Step of the checkpoint. [default: the newest]")] = None,
+    to: Annotated[Format, typer.Option("--to", help="Hugging Face folder, or torch distributed checkpoint.")] = "hf",
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="A new folder. [default: RUN/exports/step-N-hf]")
     ] = None,
-    dtype: Annotated[Number | None, typer.Option(help="How Hugging Face weights are kept. [default: fp32]")] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="The dtype of Hugging Face weights. [default: fp32]")] = None,
     as_json: Json = False,
 ) -> None:
-    """Make a checkpoint into a folder that other programs read. It is verified first, and no rank is started.
+    """Convert a checkpoint to a folder that other programs read. It is verified first; no rank is started.
 
-    `hf` has the weights, config.json and the tokenizer. `dcp` has weights and optimizer states as
-    torch.distributed.checkpoint.load reads them.
+    `hf` has the weights, config.json and the tokenizer. `dcp` has weights and optimizer states for
+    torch.distributed.checkpoint.load.
 
     \b
     trimaran export runs/stdlib-tiny
     trimaran export runs/stdlib-tiny --step 40 --to dcp --out /data/for-torchtitan
     """
     if to == "dcp" and dtype is not None:
-        raise UserError("A001", "--dtype is for --to hf: a DCP folder has every tensor as it is", where="--dtype",
-                        fix="leave --dtype out")  # fmt: skip
+        raise UserError("A001", "--dtype is for --to hf: a DCP folder keeps the dtype of every tensor",
+                        where="--dtype", fix="leave --dtype out")  # fmt: skip
     refuse_unusable(os.environ)
     from rich.console import Console
 
-    from trimaran.app.views.progress_bar import packing_bar
+    from trimaran.app.views.progress_bar import progress_bar
 
     began, directory = time.monotonic(), find_run(run)
-    with packing_bar(Console(stderr=True)) as progress:
+    with progress_bar(Console(stderr=True)) as progress:
 
         def write(path: Path) -> Path:
             target = out or directory.path / "exports" / f"{path.name}-{to}"
@@ -72,7 +72,7 @@ def export(
 def _write(
     run: "RunDirectory", path: Path, target: Path, dtype: str | None, progress: Callable[[str, float], None]
 ) -> None:
-    """Write the checkpoint in `path` to `target`: as a Hugging Face folder with values of `dtype`, or as DCP."""
+    """Write the checkpoint in `path` to `target`: as a Hugging Face folder with weights of `dtype`, or as DCP."""
     from trimaran.checkpoint.convert import export_dcp, export_hf
     from trimaran.checkpoint.disk_source import DiskSource
 
@@ -80,18 +80,18 @@ def _write(
     if dtype is None:
         export_dcp(source, target, progress=progress)
     else:
-        beside = _tokenizer_beside(run, recipe)
-        export_hf(source, recipe.model, target, dtype=dtype, beside=beside, progress=progress)
+        beside = _tokenizer_writer(run, recipe)
+        export_hf(source, recipe.model, target, dtype=dtype, add_files=beside, progress=progress)
 
 
-def _tokenizer_beside(run: "RunDirectory", recipe: Recipe) -> Callable[[Path], None]:
-    """Return what puts the run's tokenizer into a folder: the one beside its own weights, or that of its data."""
+def _tokenizer_writer(run: "RunDirectory", recipe: Recipe) -> Callable[[Path], None]:
+    """Return a function that saves the run's tokenizer to a folder: that of its saved weights, or that of its data."""
     from trimaran.data import TokenShards
     from trimaran.data.tokenizer import load_tokenizer, open_tokenizer
     from trimaran.infer.generate import TOKENIZER, save_tokenizer
 
-    if (told := run.model / TOKENIZER).is_file():
-        tokenizer = open_tokenizer(json.loads(told.read_text(encoding="utf-8")), run.model)
+    if (saved := run.model / TOKENIZER).is_file():
+        tokenizer = open_tokenizer(json.loads(saved.read_text(encoding="utf-8")), run.model)
     elif recipe.data.source == "shards" and recipe.data.path:
         tokenizer = TokenShards.open(Path(recipe.data.path)).tokenizer
     else:

@@ -13,7 +13,7 @@ STYLES = {"stopped": "bold red", "continued": "yellow", "skipped": "yellow"}
 
 
 def incidents(run: RunName, as_json: Json = False) -> None:
-    """Show every incident of a run: what happened, who did it, the evidence, what was done and what it cost.
+    """Show every incident of a run: what happened, which rank caused it, the evidence, the action and the cost.
 
     \b
     trimaran incidents runs/stdlib-tiny
@@ -22,7 +22,7 @@ def incidents(run: RunName, as_json: Json = False) -> None:
     directory = find_run(run)
     found = read_incidents(directory)
     if as_json:
-        typer.echo(json.dumps([each.as_dict() | {"incident_text": incident_text(each)} for each in found]))
+        typer.echo(json.dumps([each.as_dict() | {"verdict": incident_text(each)} for each in found]))
         return
     from rich.console import Console
     from rich.text import Text
@@ -31,9 +31,9 @@ def incidents(run: RunName, as_json: Json = False) -> None:
     state = RunState(directory)
     state.refresh()
     if vanished := state.status == "vanished":
-        console.print(Text("the run was killed, and nobody has gone on with it", style="bold red"), soft_wrap=True)
+        console.print(Text("the run was killed and not resumed", style="bold red"), soft_wrap=True)
     if not found and not vanished:
-        console.print("nothing went wrong in this run")
+        console.print("no incidents in this run")
     for number, each in enumerate(found):
         first, *rest = incident_text(each).splitlines()
         console.print(Text(first, style=STYLES.get(each.action or "", "bold")), soft_wrap=True)

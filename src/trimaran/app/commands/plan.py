@@ -1,4 +1,4 @@
-"""`trimaran plan`: which way to split the work is best, what it would cost, and why the others lost."""
+"""`trimaran plan`: the best parallel plan, its cost, and why other plans lost."""
 
 import json
 import sys
@@ -8,26 +8,33 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trimaran.app.request.options import Json, Settings, complete_cluster, complete_goal, complete_tool, complete_what
+from trimaran.app.request.options import (
+    Json,
+    Settings,
+    complete_cluster,
+    complete_goal,
+    complete_model_or_recipe,
+    complete_tool,
+)
 
-if TYPE_CHECKING:  # help is shown without the planner
+if TYPE_CHECKING:  # `--help` does not import the planner
     from trimaran.app.request.request import Request
 
-What = Annotated[
+ModelOrRecipe = Annotated[
     str | None,
     typer.Argument(
-        metavar="WHAT",
+        metavar="MODEL|RECIPE",
         show_default=False,
-        help="A recipe (YAML, or - for standard input), a preset, a config.json or a model's folder.",
-        autocompletion=complete_what,
+        help="A recipe (YAML, or - for standard input), a preset, a config.json or a model folder.",
+        autocompletion=complete_model_or_recipe,
     ),
 ]
 ClusterName = Annotated[
     str | None,
     typer.Option(metavar="C", help="8xH100, 4x8xA100-80GB, auto or a YAML file.", autocompletion=complete_cluster),
 ]
-Length = Annotated[int | None, typer.Option(metavar="N", help="Tokens of a sequence.")]
-Batch = Annotated[int | None, typer.Option(metavar="N", help="Sequences of an optimizer step.")]
+Length = Annotated[int | None, typer.Option(metavar="N", help="Tokens per sequence.")]
+Batch = Annotated[int | None, typer.Option(metavar="N", help="Sequences per optimizer step.")]
 GoalName = Annotated[
     str, typer.Option(metavar="GOAL", help="throughput, memory, cost or fewest-gpus.", autocompletion=complete_goal)
 ]
@@ -36,21 +43,19 @@ Tool = Annotated[
     str | None,
     typer.Option(
         metavar="TOOL",
-        help="Write the best plan for accelerate, deepspeed, hf-trainer, torchtitan or megatron.",
+        help="Write config files of the best plan: accelerate, deepspeed, hf-trainer, torchtitan or megatron.",
         autocompletion=complete_tool,
     ),
 ]
-Output = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Where --emit writes. [default: a folder called TOOL]")
-]
-Force = Annotated[bool, typer.Option("--force", help="Let --emit write over files.")]
-Tokens = Annotated[str | None, typer.Option(metavar="N", help="Say how long N tokens take: 300B, 1T.")]
-Price = Annotated[float | None, typer.Option(metavar="PRICE", help="Of a GPU hour: say what those tokens cost.")]
-Mtbf = Annotated[float | None, typer.Option(metavar="HOURS", help="Between failures of one GPU: say what they cost.")]
+Output = Annotated[Path | None, typer.Option(metavar="DIR", help="Where --emit writes. [default: a folder named TOOL]")]
+Force = Annotated[bool, typer.Option("--force", help="Let --emit overwrite files.")]
+Tokens = Annotated[str | None, typer.Option(metavar="N", help="Show how long N tokens take: 300B, 1T.")]
+Price = Annotated[float | None, typer.Option(metavar="PRICE", help="Price of a GPU hour: show what --tokens cost.")]
+Mtbf = Annotated[float | None, typer.Option(metavar="HOURS", help="Mean time between failures of one GPU.")]
 
 
-def plan(  # noqa: PLR0913  (the options of a verb)
-    what: What = None,
+def plan(  # noqa: PLR0913  (the options of a command)
+    what: ModelOrRecipe = None,
     cluster: ClusterName = None,
     seq_len: Length = None,
     global_batch: Batch = None,
@@ -65,7 +70,7 @@ def plan(  # noqa: PLR0913  (the options of a verb)
     settings: Settings = None,
     as_json: Json = False,
 ) -> int:
-    """Find the best way to split the work, and say what it costs and why. Starts nothing and needs no GPU.
+    """Find the best parallel plan, what it costs and why. Starts nothing and needs no GPU.
 
     Any field of the plan can be pinned with --set; the rest is searched.
 
@@ -75,20 +80,20 @@ def plan(  # noqa: PLR0913  (the options of a verb)
     trimaran plan recipes/stdlib-tiny.yaml --set plan.mesh.tp=2 --json
     trimaran plan llama-3-70b --cluster 8x8xH100 --emit megatron --output conf
     """
-    from trimaran.app.request.plan_answer import as_dict, report_on, with_files, with_goal, with_top
-    from trimaran.app.request.plan_request import ask_about
-    from trimaran.app.request.run_cost import read_terms
+    from trimaran.app.request.plan_answer import as_dict, build_plan_report, with_files, with_goal, with_top
+    from trimaran.app.request.plan_request import read_plan_request
+    from trimaran.app.request.run_cost import read_cost_terms
     from trimaran.core import EXIT_DONE, EXIT_USER, UserError
-    from trimaran.planner.choose import refusal
+    from trimaran.planner.choose import no_fit_error
 
     if output is not None and emit is None:
-        raise UserError("A013", "--output is the folder for a tool's files, and no tool is named", where="--output",
+        raise UserError("A013", "--output is the folder for a tool's files, but no tool is named", where="--output",
                         fix="add --emit TOOL, or redirect --json to a file")  # fmt: skip
-    terms = read_terms(tokens=tokens, price=price, mtbf=mtbf)
+    terms = read_cost_terms(tokens=tokens, price=price, mtbf=mtbf)
     shortcuts = {"cluster": cluster, "data.seq_len": seq_len, "train.global_batch": global_batch}
-    asked = with_top(with_goal(ask_about(what, shortcuts, settings or []), goal), top)
-    with _waiting(quiet=as_json):
-        report = report_on(asked, terms, tool=emit)
+    request = with_top(with_goal(read_plan_request(what, shortcuts, settings or []), goal), top)
+    with _spinner(quiet=as_json):
+        report = build_plan_report(request, terms, tool=emit)
     report = with_files(report, output, force=force)
     if as_json:
         typer.echo(json.dumps(as_dict(report, top=top)))
@@ -99,24 +104,24 @@ def plan(  # noqa: PLR0913  (the options of a verb)
 
     show_report(report, Console(highlight=False), top=top)
     if report.best is None:
-        raise refusal(report.answer)
+        raise no_fit_error(report.answer)
     if report.caution:
         typer.echo(f"\n{report.caution}")
     typer.echo(f"\nnext  {report.next_command}")
     return EXIT_DONE
 
 
-def _waiting(*, quiet: bool) -> AbstractContextManager[object]:
-    """Return what turns on a terminal while plans are searched: thousands of GPUs take a moment."""
+def _spinner(*, quiet: bool) -> AbstractContextManager[object]:
+    """Return a spinner for the terminal while plans are searched: thousands of GPUs take a moment."""
     if quiet or not sys.stderr.isatty():
         return nullcontext()
     from rich.console import Console
 
-    return Console(stderr=True).status("searching the plans")
+    return Console(stderr=True).status("searching plans")
 
 
-def answer(request: "Request") -> dict[str, object]:
-    """Return what a dry run of `train` prints with `--json`: the plan, and the prediction term by term."""
+def plan_as_dict(request: "Request") -> dict[str, object]:
+    """Return what `train --dry-run --json` prints: the plan, and the prediction term by term."""
     prediction = request.plan.prediction
     return {
         "name": request.recipe.name,

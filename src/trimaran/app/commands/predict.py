@@ -1,4 +1,4 @@
-"""`trimaran predict`: what given plans would cost, in bulk."""
+"""`trimaran predict`: predicts memory and speed of many given plans."""
 
 import json
 import os
@@ -12,14 +12,14 @@ from typing import Annotated, Any, BinaryIO
 import typer
 
 from trimaran.app.request.options import complete_lines
-from trimaran.core import UserError, nearest
+from trimaran.core import UserError, did_you_mean
 from trimaran.planner.predict_bulk import MAX_LINE_BYTES, answer_line
 
 Questions = Annotated[
     str,
     typer.Argument(
         metavar="FILE",
-        help="One JSON object a line: {id, model, cluster, plan, stack}. - is standard input.",
+        help="One JSON object per line: {id, model, cluster, plan, stack}. - is standard input.",
         autocompletion=complete_lines,
     ),
 ]
@@ -27,7 +27,7 @@ AsLines = Annotated[bool, typer.Option("--json", help="Answer each line with one
 
 
 def predict(file: Questions, as_json: AsLines = False) -> None:
-    """Score given plans in bulk: does it fit, how fast is it. Thousands a second; a bad line never stops the rest.
+    """Score many given plans: does it fit, how fast is it. Thousands per second; a bad line never stops the rest.
 
     \b
     trimaran predict plans.jsonl
@@ -38,19 +38,19 @@ def predict(file: Questions, as_json: AsLines = False) -> None:
 
 
 def _stream(stream: BinaryIO) -> None:
-    """Write each answer as soon as it is there when somebody waits for it, in blocks when a file is read."""
-    waited_for, failed, count = not _size(stream), 0, 0
+    """Write the answers: flushed one by one if the input is a pipe, in blocks if it is a file."""
+    is_pipe, failed, count = not _size(stream), 0, 0
     for answer in _answers(stream):
         sys.stdout.write(json.dumps(answer) + "\n")
         failed, count = failed + ("error" in answer), count + 1
-        if waited_for:
+        if is_pipe:
             sys.stdout.flush()
     if failed:
-        typer.echo(f'{failed} of {count} lines could not be answered: see their "error"', err=True)
+        typer.echo(f'{failed} of {count} lines have an error: see their "error"', err=True)
 
 
 def _show(stream: BinaryIO) -> None:
-    """Draw the answers, with a bar on a terminal until they are all there."""
+    """Print the answers as a table, with a progress bar on a terminal meanwhile."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -69,7 +69,7 @@ def _answers(stream: BinaryIO) -> Iterator[dict[str, Any]]:
 
 
 def _lines(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Yield every line with its number, blank ones too; of one that is too long the rest is passed over."""
+    """Yield every line with its number, blank ones too; the rest of a line that is too long is skipped."""
     number = 0
     while line := stream.readline(MAX_LINE_BYTES + 1):
         number += 1
@@ -80,10 +80,10 @@ def _lines(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 
 def _size(stream: BinaryIO) -> int:
-    """Return the bytes of a plain file; 0 for a pipe, at whose end somebody may wait."""
+    """Return the size of a regular file; 0 for a pipe, whose reader may wait for each answer."""
     try:
         status = os.fstat(stream.fileno())
-    except OSError:  # a stream of this process, without a file behind it
+    except OSError:  # an in-memory stream without a file descriptor
         return 0
     return status.st_size if stat.S_ISREG(status.st_mode) else 0
 
@@ -95,6 +95,6 @@ def _open(file: str) -> Any:
     try:
         return path.open("rb")
     except OSError as error:
-        near = nearest(file, [str(each) for each in path.parent.glob("*.jsonl")])
+        near = did_you_mean(file, [str(each) for each in path.parent.glob("*.jsonl")])
         raise UserError("A011", f"the plans cannot be read: {error.strerror}{near}", where=file,
-                        fix="name a file with one JSON object a line, or - for standard input") from None  # fmt: skip
+                        fix="name a file with one JSON object per line, or - for standard input") from None  # fmt: skip

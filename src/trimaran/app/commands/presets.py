@@ -1,4 +1,4 @@
-"""`trimaran presets`: the model shapes that have a name."""
+"""`trimaran presets`: lists the named model shapes."""
 
 import json
 from dataclasses import asdict
@@ -17,7 +17,7 @@ _OTHERS = {"vlm": VLM_PRESETS, "perception": PERCEPTION_PRESETS}
 
 
 def presets(as_json: Json = False) -> None:
-    """List the model shapes that have a name; use one with --set model.preset=NAME, and its model.family.
+    """List the named model shapes. Use one with --set model.preset=NAME, and its model.family.
 
     \b
     trimaran presets
@@ -60,11 +60,11 @@ def _decoders() -> "Table":
 
 
 def _vlms() -> "Table":
-    table = _table("weights", "vision", "layers", "pictures", "language", "layers", "hidden", "context")
+    table = _table("weights", "vision", "layers", "images", "language", "layers", "hidden", "context")
     for name, spec in VLM_PRESETS.items():
-        eye, text = spec.vision, spec.language
-        sees = f"any, by {eye.patch}" if eye.variant == "native" else f"tiles {eye.tile}"
-        cells = [show_count(spec.num_parameters), show_count(eye.num_parameters), str(eye.layers), sees]
+        vision, text = spec.vision, spec.language
+        images = f"any, by {vision.patch}" if vision.variant == "native" else f"tiles {vision.tile}"
+        cells = [show_count(spec.num_parameters), show_count(vision.num_parameters), str(vision.layers), images]
         cells += [show_count(text.num_parameters), str(text.layers), str(text.hidden), str(text.max_seq_len)]
         table.add_row(name, *cells)
     return table

@@ -1,4 +1,4 @@
-"""`trimaran report`: one HTML page of a run."""
+"""`trimaran report`: one HTML page about a run."""
 
 import json
 from pathlib import Path
@@ -13,13 +13,13 @@ from trimaran.core import UserError
 def report(
     run: RunName,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="Where the page goes; report.html in the run's folder.")
+        Path | None, typer.Option("--out", metavar="FILE", help="Where to write the page. [default: RUN/report.html]")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Make one HTML page of a run, finished or not: plots, plan against actual, findings, incidents, checkpoints.
+    """Write one HTML page about a run, live or finished: plots, prediction, findings, incidents, checkpoints.
 
-    The file has everything in it, so it opens without a network and can be sent to anybody.
+    The file is self-contained: it opens offline and can be sent as it is.
 
     \b
     trimaran report runs/stdlib-tiny
@@ -44,14 +44,14 @@ def _write(path: Path, page: str) -> None:
     beginning = page[: page.index("\n")]
     try:
         if path.exists() and path.stat().st_size and not _begins_with(path, beginning):
-            raise UserError("A020", "this file is there already, and is no HTML page", where=str(path),
+            raise UserError("A020", "this file already exists and is not an HTML page", where=str(path),
                             fix="name another file: --out page.html")  # fmt: skip
         path.write_text(page, encoding="utf-8")
     except OSError as error:
         raise UserError("A020", f"the page cannot be written: {error.strerror}", where=str(path),
-                        fix="name a file that you may write: --out page.html") from None  # fmt: skip
+                        fix="name a file that you can write: --out page.html") from None  # fmt: skip
 
 
-def _begins_with(path: Path, words: str) -> bool:
+def _begins_with(path: Path, text: str) -> bool:
     with path.open("rb") as file:
-        return file.read(len(words)) == words.encode()
+        return file.read(len(text)) == text.encode()

@@ -1,4 +1,4 @@
-"""`trimaran resume`: go on with a run from the newest state there is, also with another plan or on other devices."""
+"""`trimaran resume`: resumes a run from its newest state, also with another plan or on other devices."""
 
 import json
 import os
@@ -22,46 +22,51 @@ def resume(
     run: RunName,
     settings: Settings = None,
     as_json: Json = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Show only the end.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show only the result.")] = False,
     no_check: NoCheck = False,
 ) -> int:
-    """Go on with a run from its newest complete checkpoint.
+    """Resume a run from its newest complete checkpoint.
 
-    With --set the number of steps, the cluster, the plan, checkpoints and what is done about faults may be changed; the
-    model, the data and the optimizer may not: that would be another run.
+    --set may change the number of steps, the cluster, the plan, checkpoints and fault handling. It may not change the
+    model, the data or the optimizer: that would be another run.
 
-    The doctor looks at the run every ten seconds; what it finds comes with the command that mends it.
+    The doctor checks the run every ten seconds; each finding comes with the command that fixes it.
 
-    Exit codes: 0 done; 2 a mistake in what was asked for; 75 stopped early with a complete checkpoint, start me again;
-    93 no progress, do not start me again; others are faults.
+    Exit codes: 0 done; 2 a mistake in the recipe or the options; 75 stopped early with a complete checkpoint, resume
+    it; 93 no progress, do not restart it; others are faults.
 
     \b
     trimaran resume runs/stdlib-tiny
     trimaran resume runs/stdlib-tiny --set train.steps=300
     trimaran resume runs/stdlib-tiny --set cluster=4xcpu --json
     """
-    from trimaran.app.request.request import refuse_elsewhere, refuse_other_size, torchrun_cluster, with_whole_paths
+    from trimaran.app.request.request import (
+        refuse_other_machine,
+        refuse_wrong_world_size,
+        torchrun_cluster,
+        with_absolute_paths,
+    )
     from trimaran.run.compile_cache import refuse_unusable
-    from trimaran.telemetry.sinks.open import refuse_missing_sinks
+    from trimaran.telemetry.sinks.open_sinks import refuse_missing_sinks
 
     found = find_run(run)
-    inside = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
-    old = with_whole_paths(found.read_recipe())
-    request = _resolve(found, old, settings or [], cluster=torchrun_cluster(os.environ) if inside else None)
+    is_torchrun = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
+    old = with_absolute_paths(found.read_recipe())
+    request = _resolve(found, old, settings or [], cluster=torchrun_cluster(os.environ) if is_torchrun else None)
     refuse_other_run(old, request.recipe, where=str(found.path))
     refuse_missing_sinks(request.recipe.telemetry)
     if _is_done(found, request):
-        return _say_done(found, request, as_json=as_json)
+        return _print_done(found, request, as_json=as_json)
     _refuse_fewer_steps(found, request)
-    replan = _wants_another_plan(found, old, request)
-    if inside:
-        refuse_other_size(request.plan if replan else found.read_plan(), os.environ)
+    replan = _needs_new_plan(found, old, request)
+    if is_torchrun:
+        refuse_wrong_world_size(request.plan if replan else found.read_plan(), os.environ)
         refuse_unusable(os.environ, kernels=request.cluster.device.kind == "cuda")
         from trimaran.app.session.torchrun_rank import resume_as_rank
 
         return resume_as_rank(request, found, replan=replan, as_json=as_json, check=not no_check)
-    _refuse_held(found)
-    refuse_elsewhere(request.cluster)
+    _refuse_running(found)
+    refuse_other_machine(request.cluster)
     if not no_check:
         from trimaran.app.request.machine_check import refuse_unfit_machine
 
@@ -72,7 +77,7 @@ def resume(
 
 
 def _resolve(run: "RunDirectory", old: "Recipe", settings: list[str], *, cluster: "Cluster | None") -> "Request":
-    """Return what to go on with. The batch of a run stays: one that does not split needs other devices instead."""
+    """Return the request to resume with. The batch of a run is fixed: if it does not split, the devices must change."""
     from trimaran.app.request.request import resolve
     from trimaran.core import UserError
     from trimaran.planner.degrees import divisors, either
@@ -84,49 +89,52 @@ def _resolve(run: "RunDirectory", old: "Recipe", settings: list[str], *, cluster
         if error.code != "P006" or any(setting.startswith("train.global_batch") for setting in settings):
             raise
         sizes = either(divisors(batch, most=batch))
-        fix = f"the batch of a run stays as it is: go on with {sizes} data ranks, see --set cluster=..."
+        fix = f"the batch of a run is fixed: resume with {sizes} data ranks, see --set cluster=..."
         raise UserError("P006", error.what, where="cluster", fix=fix) from None
 
 
 def refuse_other_run(old: "Recipe", new: "Recipe", *, where: str) -> None:
-    """Raise when `new` would train something else than `old` has begun to."""
-    from trimaran.core import UserError, changes_of_course
+    """Raise if `new` changes a field that must not change when a run is resumed."""
+    from trimaran.core import UserError, fixed_field_changes
 
-    if changed := changes_of_course(old, new):
-        raise UserError("S001", f"{', '.join(changed)} cannot change on the way: it would be another run",
+    if changed := fixed_field_changes(old, new):
+        raise UserError("S001", f"{', '.join(changed)} cannot change when a run is resumed: it would be another run",
                         where=where, fix="leave it out, or start a new run: `trimaran train "
                         f"{where}/recipe.yaml --set ...`")  # fmt: skip
 
 
 def _refuse_fewer_steps(run: "RunDirectory", request: "Request") -> None:
-    """Raise when the run has come farther than it is to go: before its recipe is touched."""
-    from trimaran.checkpoint.step_dirs import steps
+    """Raise if the run has made more steps than requested, before its recipe is changed."""
+    from trimaran.checkpoint.step_dirs import complete_steps
     from trimaran.core import UserError
 
-    asked, made = request.recipe.train.steps, max(steps(run.checkpoints), default=0)
+    asked, made = request.recipe.train.steps, max(complete_steps(run.checkpoints), default=0)
     if made > asked:
-        raise UserError("R013", f"train.steps is {asked}: the run has made {made} steps already", where="train.steps",
-                        fix=f"ask for more than {made}: --set train.steps={2 * made}")  # fmt: skip
+        raise UserError("R013", f"train.steps is {asked}: the run has already made {made} steps", where="train.steps",
+                        fix=f"use more than {made}: --set train.steps={2 * made}")  # fmt: skip
 
 
-def _wants_another_plan(run: "RunDirectory", old: "Recipe", request: "Request") -> bool:
-    """Whether the run's plan is not for what it is to go on with: a person asked for another, or devices have changed.
+def _needs_new_plan(run: "RunDirectory", old: "Recipe", request: "Request") -> bool:
+    """Return whether the run needs a new plan: the user asked for another, or the devices have changed.
 
-    A plan that the supervisor changed, because memory or ranks were lacking, stays.
+    A plan that the supervisor changed, because memory or ranks were missing, is kept.
     """
     asked = (old.cluster, old.plan) != (request.recipe.cluster, request.recipe.plan)
     return asked or (old.cluster == "auto" and request.cluster.world_size != run.read_plan().mesh.world_size)
 
 
-def _refuse_held(run: "RunDirectory") -> None:
-    """Raise when somebody runs the run: before its recipe is touched. Who is elsewhere is watched for a few seconds."""
-    from trimaran.run.lease import LOOK_SECONDS, LeaseWatch, refusal
+def _refuse_running(run: "RunDirectory") -> None:
+    """Raise if another process runs the run, before its recipe is changed.
+
+    The lease of another machine is watched for a few seconds.
+    """
+    from trimaran.run.lease import POLL_SECONDS, LeaseWatch, held_lease_error
 
     watch = LeaseWatch(run)
-    while not isinstance(holder := watch.look(), int):
+    while not isinstance(holder := watch.poll(), int):
         if watch.certain:
-            raise refusal(run, holder)
-        time.sleep(LOOK_SECONDS)
+            raise held_lease_error(run, holder)
+        time.sleep(POLL_SECONDS)
 
 
 def _is_done(run: "RunDirectory", request: "Request") -> bool:
@@ -142,16 +150,16 @@ def _state(run: "RunDirectory") -> "RunState":
     return state
 
 
-def _say_done(run: "RunDirectory", request: "Request", *, as_json: bool) -> int:
+def _print_done(run: "RunDirectory", request: "Request", *, as_json: bool) -> int:
     if as_json:
         typer.echo(json.dumps(_state(run).as_dict() | {"exit": 0}))
         return 0
-    from trimaran.app.request.options import own_name, typed
+    from trimaran.app.request.options import path_argument, program_name
 
     steps, done = request.recipe.train.steps, _state(run).step
-    longer = shlex.join([own_name(), "resume", typed(run.path), "--set", f"train.steps={2 * done}"])
-    words = f"this run is done: all of its {steps} steps"
+    longer = shlex.join([program_name(), "resume", path_argument(run.path), "--set", f"train.steps={2 * done}"])
+    text = f"this run is done: all {steps} steps"
     if done > steps:
-        words = f"this run has made {done} steps already, and {steps} were asked for"
-    typer.echo(f"{words}. To train on: {longer}")
+        text = f"this run has already made {done} steps, more than the requested {steps}"
+    typer.echo(f"{text}. To train longer: {longer}")
     return 0

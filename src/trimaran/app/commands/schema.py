@@ -1,4 +1,4 @@
-"""`trimaran schema`: the recipe's JSON Schema."""
+"""`trimaran schema`: prints the JSON Schema of a recipe."""
 
 import json
 
@@ -8,7 +8,7 @@ from trimaran.core import Recipe
 
 
 def schema() -> None:
-    """Print the JSON Schema of a recipe; an editor that knows it completes and checks recipes while they are written.
+    """Print the JSON Schema of a recipe. Editors use it to complete and check recipes.
 
     \b
     trimaran schema > recipe.schema.json

@@ -1,33 +1,33 @@
-"""`trimaran watch`: the live view of any run directory."""
+"""`trimaran watch`: the live view of a run directory."""
 
 import json
 
 import typer
 
 from trimaran.app.request.options import Json, RunName, find_run
-from trimaran.app.views.run_findings import Visits
-from trimaran.app.views.run_state import UNDER_WAY, RunState
+from trimaran.app.views.run_findings import FindingsPoller
+from trimaran.app.views.run_state import ACTIVE_STATUSES, RunState
 
-OLD_LINES = 15
+MAX_OLD_LINES = 15
 
 
 def watch(run: RunName, as_json: Json = False) -> int:
-    """Attach to a run, or look at a finished one. Reads files only: leaving does not disturb the run.
+    """Attach to a run, or view a finished one. Only reads files: leaving does not disturb the run.
 
-    The doctor looks at it every ten seconds; what it finds comes with the command that mends it.
+    The doctor checks the run every ten seconds; each finding comes with the command that fixes it.
 
-    The exit code says how the run ended; with --json the answer is the state now.
+    The exit code says how the run ended. --json prints the current state.
 
     \b
     trimaran watch runs/stdlib-tiny
     trimaran watch runs/stdlib-tiny --json
     """
     state = RunState(find_run(run))
-    visits = Visits(state.run, at_once=True)
+    poller = FindingsPoller(state.run, at_once=True)
     if as_json:
         state.refresh()
-        visits.look()
-        found = {"findings": [each.as_dict() for each in visits.told], "doctor_trouble": visits.trouble}
+        poller.poll()
+        found = {"findings": [each.as_dict() for each in poller.findings], "doctor_trouble": poller.error}
         typer.echo(json.dumps(state.as_dict() | found))
         return 0
     from rich.console import Console
@@ -36,8 +36,8 @@ def watch(run: RunName, as_json: Json = False) -> int:
     from trimaran.app.views.summary import explain_failure, summarise
 
     console = Console(highlight=False)
-    show_log(state.refresh()[-OLD_LINES:], console)
-    follow(state, console, over=lambda: state.status not in UNDER_WAY, visits=visits)
+    show_log(state.refresh()[-MAX_OLD_LINES:], console)
+    follow(state, console, has_ended=lambda: state.status not in ACTIVE_STATUSES, poller=poller)
     if state.status in ("failed", "vanished"):
         return explain_failure(state, console, state.attempts.over or 1)
     summarise(state, console)

@@ -1,4 +1,4 @@
-"""From numbers to places on an image, and the round numbers at its side."""
+"""Maps values to plot coordinates, and chooses round numbers for axis ticks."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from trimaran.core import show_bytes, show_count, show_seconds
 
-SIZE = 1000  # of an image's own coordinates, both ways; the page stretches it
-PARTS = 4  # between lines of the grid
-MANY_TIMES = 50.0  # the highest is the lowest: from here on the scale is logarithmic
+SIZE = 1000  # width and height of a plot in its own coordinates; the page stretches it
+PARTS = 4  # intervals between grid lines
+MIN_LOG_RATIO = 50.0  # of the highest to the lowest value; above it the scale is logarithmic
 
 Show = Callable[[float], str]
 SHOW: dict[str, Show] = {
@@ -25,42 +25,42 @@ SHOW: dict[str, Show] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """Maps `low` to 0 and `high` to `SIZE`, by their logarithms if `log`."""
+    """Maps `low` to 0 and `high` to `SIZE`, logarithmically if `log`."""
 
     low: float
     high: float
     log: bool = False
 
-    def place(self, value: float) -> float:
-        """Return where `value` lies; what is outside lies on the border."""
-        low, high = self._of(self.low), self._of(self.high)
-        share = (self._of(max(value, self.low)) - low) / ((high - low) or 1.0)
-        return SIZE * min(1.0, max(0.0, share))
+    def position(self, value: float) -> float:
+        """Return the coordinate of `value`; values outside are clamped."""
+        low, high = self._transform(self.low), self._transform(self.high)
+        fraction = (self._transform(max(value, self.low)) - low) / ((high - low) or 1.0)
+        return SIZE * min(1.0, max(0.0, fraction))
 
     @property
     def parts(self) -> int:
-        """Into how many parts the lines of the grid divide it: by powers of ten if `log`."""
-        return max(1, round(self._of(self.high) - self._of(self.low))) if self.log else PARTS
+        """The number of intervals between grid lines: one per power of ten if `log`."""
+        return max(1, round(self._transform(self.high) - self._transform(self.low))) if self.log else PARTS
 
     def ticks(self, parts: int = 0) -> list[float]:
-        """Return the numbers at the lines of the grid, or at so many equal `parts`, the lowest first."""
+        """Return the values at the grid lines, or at `parts` equal intervals, the lowest first."""
         parts = parts or self.parts
-        low, high = self._of(self.low), self._of(self.high)
+        low, high = self._transform(self.low), self._transform(self.high)
         values = [low + (high - low) * part / parts for part in range(parts + 1)]
         return [10**value for value in values] if self.log else values
 
-    def _of(self, value: float) -> float:
+    def _transform(self, value: float) -> float:
         return math.log10(value) if self.log else value
 
 
 def round_scale(values: Iterable[float], *, unit: str, may_log: bool = False) -> Scale:
-    """Return a scale around `values` whose ticks are round numbers; counts of bytes are round in powers of two.
+    """Return a scale that covers `values` and has round ticks; bytes are round in powers of two.
 
-    Where `may_log` allows it and they reach over many times their lowest, it is logarithmic from power to power.
+    If `may_log` and the range is wide, the scale is logarithmic and ends at powers of ten.
     """
-    known = [value for value in values if math.isfinite(value)] or [0.0]
-    low, high = min(known), max(known)
-    if may_log and low > 0 and high / low > MANY_TIMES:
+    finite = [value for value in values if math.isfinite(value)] or [0.0]
+    low, high = min(finite), max(finite)
+    if may_log and low > 0 and high / low > MIN_LOG_RATIO:
         return Scale(low=10 ** math.floor(math.log10(low)), high=10 ** math.ceil(math.log10(high)), log=True)
     if unit == "share" and low >= 0 and high <= 1:
         return Scale(low=0.0, high=1.0)
@@ -73,17 +73,17 @@ def round_scale(values: Iterable[float], *, unit: str, may_log: bool = False) ->
     raise AssertionError("a wide enough step is among them")
 
 
-def tick_words(scale: Scale, unit: str) -> list[str]:
-    """Return the words at the lines of the grid, the lowest first: with more digits where they would look alike."""
+def tick_labels(scale: Scale, unit: str) -> list[str]:
+    """Return the labels of the grid lines, the lowest first; with more digits if two would be equal."""
     ticks = scale.ticks()
-    words = [SHOW[unit](value) for value in ticks]
-    if len({*words}) == len(words):
-        return words
+    labels = [SHOW[unit](value) for value in ticks]
+    if len({*labels}) == len(labels):
+        return labels
     return [f"{value / 2**20:,.1f} MiB" if "bytes" in unit else f"{value:,.5g}" for value in ticks]
 
 
 def _round_steps(least: float, *, base: int) -> list[float]:
-    """Return round numbers from about `least` up: few digits times a power of ten, within a power of `base`."""
+    """Return round numbers from about `least` upwards: a few digits times a power of ten, times a power of `base`."""
     power = base ** math.floor(math.log(least, base))
     multiples: Sequence[float] = [digit * 10**zeros for zeros in range(5) for digit in (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8)]
     return [multiple * power for multiple in multiples if multiple * power >= least * 0.999]

@@ -1,4 +1,4 @@
-"""How the machines of a run were doing: a few hundred samples of each, whatever the run's length."""
+"""Samples of a run's machines over time: a few hundred of each, however long the run is."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -12,36 +12,36 @@ from trimaran.run.journal import parse_lines
 
 Sample = dict[str, Any]
 MAX_LINES = 4000  # of all nodes together
-FEW_LINES = 20  # of each, however many nodes there are
-WHOLE_BYTES = 1 << 20
+MIN_NODE_LINES = 20
+MAX_FULLY_READ_BYTES = 1 << 20
 
 HOST: dict[str, Callable[[Sample], float]] = {
     "cpu": lambda each: number(each.get("cpu")),
-    "ram": lambda each: _share(each, "ram_used", "ram"),
+    "ram": lambda each: _fraction(each, "ram_used", "ram"),
     "disk_free": lambda each: number(each.get("disk_free")),
     "network": lambda each: number(each.get("net_received")) + number(each.get("net_sent")),
 }
 GPU: dict[str, Callable[[Sample], float]] = {
     "gpu_utilisation": lambda each: number(each.get("utilisation")),
-    "gpu_memory": lambda each: _share(each, "memory_used", "memory"),
+    "gpu_memory": lambda each: _fraction(each, "memory_used", "memory"),
     "gpu_power": lambda each: number(each.get("power")),
     "gpu_temperature": lambda each: number(each.get("temperature")),
-    "gpu_clock": lambda each: _share(each, "sm_clock", "sm_clock_max"),
+    "gpu_clock": lambda each: _fraction(each, "sm_clock", "sm_clock_max"),
 }
 
 
 def machines_of(run: RunDirectory) -> dict[str, list[Spread]]:
-    """Return least, mean and most over all nodes (or GPUs) of every quantity that was sampled, by time."""
+    """Return minimum, mean and maximum over all nodes (or GPUs) of every sampled quantity, by time."""
     paths = sorted(run.samples(0).parent.glob("node-*.jsonl"))
     points: dict[str, list[Point]] = {}
     for path in paths:
-        for sample in parse_lines(spread_lines(path, max(FEW_LINES, MAX_LINES // len(paths)))):
-            _take(sample, points)
+        for sample in parse_lines(spread_lines(path, max(MIN_NODE_LINES, MAX_LINES // len(paths)))):
+            _add_points(sample, points)
     found = {name: spread(points[name]) for name in (*HOST, *GPU) if name in points}
     return {name: spreads for name, spreads in found.items() if spreads}
 
 
-def _take(sample: Sample, points: dict[str, list[Point]]) -> None:
+def _add_points(sample: Sample, points: dict[str, list[Point]]) -> None:
     at = number(sample.get("time"))
     if not math.isfinite(at):
         return
@@ -54,17 +54,17 @@ def _take(sample: Sample, points: dict[str, list[Point]]) -> None:
 
 
 def spread_lines(path: Path, count: int) -> Iterator[bytes]:
-    """Yield all lines of a small file; of a large one `count`, evenly spread, without reading what lies between."""
+    """Yield all lines of a small file; of a large one `count` evenly spread lines, without reading the others."""
     size = path.stat().st_size
     with path.open("rb") as file:
-        if size <= WHOLE_BYTES:
+        if size <= MAX_FULLY_READ_BYTES:
             yield from file
             return
         for part in range(count):
             file.seek(part * size // count)
-            file.readline()  # in the middle of one
+            file.readline()  # the rest of a line
             yield file.readline()
 
 
-def _share(each: Sample, part: str, whole: str) -> float:
-    return number(each.get(part)) / (number(each.get(whole)) or math.nan)
+def _fraction(each: Sample, part: str, total: str) -> float:
+    return number(each.get(part)) / (number(each.get(total)) or math.nan)

@@ -1,4 +1,4 @@
-// Shows the values of a picture under the pointer. The page says everything else without it.
+// Shows the values of a plot under the pointer. The page is complete without it.
 (() => {
   "use strict";
   const size = (value) => {
@@ -34,25 +34,25 @@
   };
   for (const figure of document.querySelectorAll("figure[data-plot]")) {
     const plot = JSON.parse(figure.dataset.plot), { low, high, since } = plot.axis;
-    const picture = figure.querySelector(".picture"), words = figure.querySelector("output");
+    const area = figure.querySelector(".plot-area"), output = figure.querySelector("output");
     const pointer = figure.querySelector(".pointer");
     const move = (event) => {
-      const box = picture.getBoundingClientRect();
-      const share = Math.min(1, Math.max(0, (event.clientX - box.left) / box.width));
+      const box = area.getBoundingClientRect();
+      const fraction = Math.min(1, Math.max(0, (event.clientX - box.left) / box.width));
       const lead = plot.series[plot.series.length - 1].points;
       if (!lead.length) return;
-      const at = nearest(lead, low + share * (high - low))[0];
-      const place = since === null ? "step " + at : span(at - since) + " after the start";
-      const told = plot.series.filter((each) => each.points.length).map((each) => [each.name, ...nearest(each.points, at)])
+      const at = nearest(lead, low + fraction * (high - low))[0];
+      const position = since === null ? "step " + at : span(at - since) + " after the start";
+      const values = plot.series.filter((each) => each.points.length).map((each) => [each.name, ...nearest(each.points, at)])
         .filter(([, where]) => Math.abs(where - at) <= 0.02 * (high - low)).map(([name, , value]) => name + " " + show[plot.unit](value));
-      words.textContent = [place, ...told.reverse()].join("  ·  ");
+      output.textContent = [position, ...values.reverse()].join("  ·  ");
       const x = high > low ? (at - low) / (high - low) * 1000 : 0;
       pointer.setAttribute("x1", x);
       pointer.setAttribute("x2", x);
-      figure.classList.add("told");
+      figure.classList.add("active");
     };
-    picture.addEventListener("pointermove", move);
-    picture.addEventListener("pointerdown", move);
-    picture.addEventListener("pointerleave", () => figure.classList.remove("told"));
+    area.addEventListener("pointermove", move);
+    area.addEventListener("pointerdown", move);
+    area.addEventListener("pointerleave", () => figure.classList.remove("active"));
   }
 })();

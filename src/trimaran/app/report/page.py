@@ -1,4 +1,4 @@
-"""The report as one HTML file: styles and script inside, nothing fetched, nothing that a run wrote taken for markup."""
+"""The report as one self-contained HTML file: it fetches nothing, and text that a run wrote never becomes markup."""
 
 import base64
 import hashlib
@@ -6,17 +6,16 @@ from importlib.resources import files
 from typing import Any
 
 from trimaran.app.report.markup import Html, tag
-from trimaran.app.report.plot import shares_bar
+from trimaran.app.report.plot import stacked_bar
 from trimaran.app.report.plots import (
     PHASE_KINDS,
-    machine_images,
-    phases_image,
-    spread_images,
-    step_images,
-    thinned_words,
+    downsample_note,
+    machine_plots,
+    phases_plot,
+    spread_plots,
+    step_plots,
 )
 from trimaran.app.report.sections import (
-    behind,
     checkpoints,
     comparison,
     findings,
@@ -24,6 +23,7 @@ from trimaran.app.report.sections import (
     incidents,
     ledger,
     outliers,
+    reproduction,
     weights,
 )
 
@@ -31,9 +31,9 @@ Tree = dict[str, Any]
 
 
 def page_of(facts: Tree) -> str:
-    """Return the whole page about `facts`."""
+    """Return the page about `facts`."""
     style, script = _asset("page.css"), _asset("page.js")
-    # Even if markup slipped in, a browser would neither run nor fetch anything but these two.
+    # Even if markup slipped in, a browser would run and fetch nothing but these two.
     policy = f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'; base-uri 'none'"
     head = tag(
         "head", None,
@@ -49,36 +49,36 @@ def page_of(facts: Tree) -> str:
 
 def _parts(facts: Tree) -> list[Html]:
     phases = facts["phases"]
-    now = shares_bar(phases, PHASE_KINDS) if phases else Html("")
+    now = stacked_bar(phases, PHASE_KINDS) if phases else Html("")
     return [
         header(facts),
         findings(facts),
-        _section("What it did", _note(thinned_words(facts)), tag("div", {"class": "plots"}, *step_images(facts))),
-        _section("Expected and measured", comparison(facts)),
-        _section("Where a step's time goes", tag("div", {"class": "plots"}, phases_image(facts)), now),
-        _section("Ranks", tag("div", {"class": "plots"}, *spread_images(facts)), outliers(facts)),
+        _section("Training", _note(downsample_note(facts)), tag("div", {"class": "plots"}, *step_plots(facts))),
+        _section("Predicted and measured", comparison(facts)),
+        _section("Time of a step", tag("div", {"class": "plots"}, phases_plot(facts)), now),
+        _section("Ranks", tag("div", {"class": "plots"}, *spread_plots(facts)), outliers(facts)),
         _section("Weights", weights(facts)),
-        _section("Where the time went", ledger(facts)),
-        _section("What went wrong", incidents(facts)),
+        _section("Time of the run", ledger(facts)),
+        _section("Incidents", incidents(facts)),
         _section("Checkpoints", checkpoints(facts)),
-        _section("Machines", tag("div", {"class": "plots"}, *machine_images(facts))),
-        behind(facts),
+        _section("Machines", tag("div", {"class": "plots"}, *machine_plots(facts))),
+        reproduction(facts),
     ]
 
 
-def _note(words: str) -> Html:
-    return tag("p", {"class": "quiet"}, words) if words else Html("")
+def _note(text: str) -> Html:
+    return tag("p", {"class": "quiet"}, text) if text else Html("")
 
 
 def _section(title: str, *content: Html) -> Html:
-    """Return a part with its heading; nothing where there is nothing to show."""
+    """Return a section with its heading; empty if there is nothing to show."""
     if not any(each not in ("", '<div class="plots"></div>') for each in content):
         return Html("")
     return tag("section", None, tag("h2", None, title), *content)
 
 
 def _asset(name: str) -> Html:
-    """Return a file of ours as it is: it is no text to be escaped."""
+    """Return one of our files unescaped."""
     return Html(files("trimaran.app.report").joinpath(name).read_text(encoding="utf-8"))
 
 

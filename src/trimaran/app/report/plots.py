@@ -1,4 +1,4 @@
-"""Which images a report has: from the facts to plots."""
+"""The plots of a report, built from its facts."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,26 +17,26 @@ PHASE_KINDS = {
     "checkpoint": "purple",
 }
 SPREAD_TITLES = {
-    "busy_seconds": ("Own work of a step", "seconds"),
-    "wait_seconds": ("Waiting for others", "seconds"),
+    "busy_seconds": ("Compute per step", "seconds"),
+    "wait_seconds": ("Waiting for other ranks", "seconds"),
     "data_seconds": ("Waiting for data", "seconds"),
     "peak_bytes": ("Peak memory", "bytes"),
-    "tokens": ("Tokens of a step", "count"),
+    "tokens": ("Tokens per step", "count"),
 }
 MACHINE_TITLES = {
-    "cpu": ("CPU in use", "share"),
+    "cpu": ("CPU utilization", "share"),
     "ram": ("RAM in use", "share"),
-    "disk_free": ("Free on the run's disk", "bytes"),
-    "network": ("Network, both ways", "bytes/s"),
-    "gpu_utilisation": ("GPU busy", "share"),
+    "disk_free": ("Free disk space of the run", "bytes"),
+    "network": ("Network, sent and received", "bytes/s"),
+    "gpu_utilisation": ("GPU utilization", "share"),
     "gpu_memory": ("GPU memory in use", "share"),
     "gpu_power": ("GPU power", "W"),
     "gpu_temperature": ("GPU temperature", "C"),
-    "gpu_clock": ("GPU clock, of its highest", "share"),
+    "gpu_clock": ("GPU clock, of its maximum", "share"),
 }
 
 
-def step_images(facts: Tree) -> list[Html]:
+def step_plots(facts: Tree) -> list[Html]:
     """Return loss, gradient, throughput, memory, step time and learning rate over the steps."""
     curves, marks = facts["curves"], list(_marks(facts))
     expected = facts["prediction"] or {}
@@ -44,39 +44,38 @@ def step_images(facts: Tree) -> list[Html]:
     def line(name: str, kind: str, label: str) -> list[Curve]:
         return _curves(curves[name], kind, label) if name in curves else []
 
-    def words(name: str, unit: str) -> str:
+    def caption(name: str, unit: str) -> str:
         return _extremes(curves[name], SHOW[unit]) if name in curves else ""
 
     memory = [*line("reserved", "orange", "reserved"), *line("allocated", "green", "allocated")]
     peak = line("peak_bytes", "blue", "peak of rank 0" if facts["attempts"] else "peak")
     plots = [
-        Plot(title="Loss", unit="number", marks=marks, words=words("loss", "number"),
+        Plot(title="Loss", unit="number", marks=marks, caption=caption("loss", "number"),
              curves=[*line("held_out", "dots", "held out"), *line("loss", "blue", "loss")]),
         Plot(title="Gradient norm", unit="number", may_log=True, marks=marks,
-             curves=line("grad_norm", "blue", "norm"), words=words("grad_norm", "number")),
+             curves=line("grad_norm", "blue", "norm"), caption=caption("grad_norm", "number")),
         Plot(title=f"{facts['unit'].capitalize()} per second", unit="count", marks=marks,
-             words=words("tokens_per_second", "count"),
+             caption=caption("tokens_per_second", "count"),
              curves=line("tokens_per_second", "blue", "rate"), levels=_level(expected, "tokens_per_second", facts)),
-        Plot(title="Seconds of a step", unit="seconds", may_log=True, marks=marks,
-             words=words("step_seconds", "seconds"),
+        Plot(title="Step time", unit="seconds", may_log=True, marks=marks,
+             caption=caption("step_seconds", "seconds"),
              curves=line("step_seconds", "blue", "step"), levels=_level(expected, "step_seconds")),
         Plot(title="Memory", unit="bytes", marks=marks, curves=[*memory, *peak],
-             levels=_level(expected, "peak_bytes"), words=words("peak_bytes", "bytes")),
-        Plot(title="Learning rate", unit="number", curves=line("lr", "blue", "rate"), words=words("lr", "number")),
+             levels=_level(expected, "peak_bytes"), caption=caption("peak_bytes", "bytes")),
+        Plot(title="Learning rate", unit="number", curves=line("lr", "blue", "rate"), caption=caption("lr", "number")),
     ]  # fmt: skip
     return [draw(plot) for plot in plots]
 
 
-def thinned_words(facts: Tree) -> str:
-    """Return how to read a curve of which many steps share a place; nothing where none does."""
-    thinned = any("spread" in found for found in facts["curves"].values())
-    return (
-        "A line is the mean of neighbouring steps; the shade reaches from their least to their most." if thinned else ""
-    )
+def downsample_note(facts: Tree) -> str:
+    """Return how to read downsampled curves; empty if none is downsampled."""
+    is_downsampled = any("spread" in found for found in facts["curves"].values())
+    note = "A line is the mean of neighbouring steps; the shade is their range, from minimum to maximum."
+    return note if is_downsampled else ""
 
 
 def _curves(found: Tree, kind: str, label: str) -> list[Curve]:
-    """Return a line or, where many steps share a place, the line of their means and the band that they lie in."""
+    """Return a line; if it is downsampled, the line of the means and the band from minimum to maximum."""
     if "points" in found:
         return [Curve(name=label, kind=kind, points=found["points"])]
     lower, mean, upper = ([(row[0], row[each]) for row in found["spread"]] for each in (1, 2, 3))
@@ -85,14 +84,14 @@ def _curves(found: Tree, kind: str, label: str) -> list[Curve]:
 
 
 def _extremes(found: Tree, show: Callable[[float], str]) -> str:
-    """Return the values of a curve that a person looks for."""
+    """Return the caption of a curve: first, last, minimum and maximum."""
     first, last, least, most = (found[name] for name in ("first", "last", "least", "most"))
-    return (f"first {show(first[1])}, last {show(last[1])}, least {show(least[1])} at step {least[0]:.0f}, "
-            f"most {show(most[1])} at step {most[0]:.0f}")  # fmt: skip
+    return (f"first {show(first[1])}, last {show(last[1])}, min {show(least[1])} at step {least[0]:.0f}, "
+            f"max {show(most[1])} at step {most[0]:.0f}")  # fmt: skip
 
 
-def phases_image(facts: Tree) -> Html:
-    """Return the phases of a step over time, stacked: together they are the step."""
+def phases_plot(facts: Tree) -> Html:
+    """Return the phases of a step over time, stacked: their sum is the step time."""
     phases = facts["phases_over_time"]
     if not phases:
         return Html("")
@@ -105,23 +104,23 @@ def phases_image(facts: Tree) -> Html:
     return draw(Plot(title="Phases of a step", unit="seconds", curves=curves, stacked=True))
 
 
-def spread_images(facts: Tree) -> list[Html]:
-    """Return how far the ranks were apart, an image for each quantity that differed."""
+def spread_plots(facts: Tree) -> list[Html]:
+    """Return the spread over ranks, a plot for each quantity that differs."""
     spreads = facts["ranks_over_time"].get("spreads", {})
-    known = [(SPREAD_TITLES[name], rows) for name, rows in spreads.items() if any(row[1] < row[3] for row in rows)]
-    return [_band(title, unit, rows, ("least to most", "median")) for (title, unit), rows in known]
+    differing = [(SPREAD_TITLES[name], rows) for name, rows in spreads.items() if any(row[1] < row[3] for row in rows)]
+    return [_band(title, unit, rows, ("min to max", "median")) for (title, unit), rows in differing]
 
 
-def machine_images(facts: Tree) -> list[Html]:
-    """Return what was sampled of the machines, over the time since the run was started."""
+def machine_plots(facts: Tree) -> list[Html]:
+    """Return the samples of the machines over the time since the start of the run."""
     begin = facts["timeline"]["begin"]
     found = facts["machines_over_time"]
     rows = [(*MACHINE_TITLES[name], spreads) for name, spreads in found.items()]
-    return [_band(title, unit, spreads, ("least to most", "mean"), since=begin) for title, unit, spreads in rows]
+    return [_band(title, unit, spreads, ("min to max", "mean"), since=begin) for title, unit, spreads in rows]
 
 
 def _band(title: str, unit: str, rows: list[list[float]], names: tuple[str, str], since: float | None = None) -> Html:
-    """Return a line with a band around it; rows are: where, least, middle, most."""
+    """Return a line with a band around it; a row is: position, minimum, middle, maximum."""
     lower, middle, upper = ([(row[0], row[each]) for row in rows] for each in (1, 2, 3))
     band = [Curve(name=names[0], kind="shade blue", points=lower, upper=upper)] if lower != upper else []
     line = Curve(name=names[1], kind="blue", points=middle)
@@ -129,15 +128,15 @@ def _band(title: str, unit: str, rows: list[list[float]], names: tuple[str, str]
 
 
 def _level(expected: Tree, name: str, facts: Tree | None = None) -> dict[str, float]:
-    counts_alike = facts is None or facts["unit"] == "tokens"
-    return {"predicted": expected[name]} if expected.get(name) and counts_alike else {}
+    same_unit = facts is None or facts["unit"] == "tokens"
+    return {"predicted": expected[name]} if expected.get(name) and same_unit else {}
 
 
 def _marks(facts: Tree) -> Iterator[Mark]:
-    """Yield where something happened: incidents, restarts, steps whose numbers were not finite."""
+    """Yield incidents, restarts and steps with NaN or Inf."""
     for incident in facts["incidents"][:200]:
-        yield Mark(at=incident["step"], kind="red", words=f"incident: {incident['id']} {incident['what']}")
+        yield Mark(at=incident["step"], kind="red", label=f"incident: {incident['id']} {incident['what']}")
     for before, after in zip(facts["timeline"]["attempts"], facts["timeline"]["attempts"][1:], strict=False):
-        yield Mark(at=before["step"], kind="orange", words=f"restart: start {after['number']}")
+        yield Mark(at=before["step"], kind="orange", label=f"restart: start {after['number']}")
     for step in facts["not_finite"]:
-        yield Mark(at=step, kind="purple", words=f"not finite: step {step}")
+        yield Mark(at=step, kind="purple", label=f"NaN or Inf: step {step}")

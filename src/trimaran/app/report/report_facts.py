@@ -1,4 +1,4 @@
-"""Everything a report says about a run, as one JSON object: the page draws it, `--json` prints it."""
+"""The facts of a report as one JSON object: the page shows them, `--json` prints them."""
 
 import json
 import math
@@ -9,13 +9,13 @@ from typing import Any
 from trimaran import __version__
 from trimaran.app.report.curves import curves_of, groups_of, not_finite, number, phases_of, ranks_of, tree
 from trimaran.app.report.machines import machines_of
-from trimaran.app.request.options import own_name, typed
+from trimaran.app.request.options import path_argument, program_name
 from trimaran.app.views.run_findings import read_findings
 from trimaran.app.views.run_state import RunState
 from trimaran.checkpoint.checkpoint_list import list_checkpoints
 from trimaran.core import PHASES, Recipe, UserError, show_count
 from trimaran.launch.incident_text import incident_text
-from trimaran.models import outline_if_told
+from trimaran.models import outline_if_known
 from trimaran.run import RunDirectory
 
 Tree = dict[str, Any]
@@ -25,7 +25,7 @@ KINDS = {"weights": "parameters", "gradients": "gradients", "optimizer": "states
 
 
 def facts_of(run: RunDirectory) -> Tree:
-    """Return what the files of `run` say now: strict JSON, keys that the run has no reason for are empty."""
+    """Return the facts about `run` from its files: strict JSON; keys without data are empty."""
     state = RunState(run)
     state.refresh()
     findings, trouble = read_findings(run)
@@ -34,9 +34,9 @@ def facts_of(run: RunDirectory) -> Tree:
         "made": time.time(),
         "version": __version__,
         "name": state.recipe.name,
-        "model": model_words(state.recipe),
+        "model": model_text(state.recipe),
         "plan_words": str(state.plan),
-        "command": shlex.join([own_name(), "train", typed(run.recipe)]),
+        "command": shlex.join([program_name(), "train", path_argument(run.recipe)]),
         "recipe": run.recipe.read_text(encoding="utf-8"),
         "unit": state.unit,
         "why": state.attempts.why,
@@ -49,43 +49,43 @@ def facts_of(run: RunDirectory) -> Tree:
         "groups": groups_of(state),
         "timeline": _timeline(state),
         "checkpoints": [row.as_dict() for row in list_checkpoints(run.checkpoints)],
-        "findings": [told.as_dict() for told in findings],
+        "findings": [each.as_dict() for each in findings],
         "doctor_trouble": trouble,
         "machines_over_time": machines_of(run),
     }
     answer = strict(state.as_dict() | facts)
     for incident, found in zip(answer["incidents"], state.incidents, strict=True):
-        incident["incident_text"] = incident_text(found)
+        incident["verdict"] = incident_text(found)
     return answer
 
 
-def model_words(recipe: Recipe) -> str:
-    """Return the model as people name it, with its size where that is known here."""
-    words = filter(None, [recipe.model.family, recipe.model.preset or recipe.model.path])
+def model_text(recipe: Recipe) -> str:
+    """Return the name of the model, with its size if that is known here."""
+    names = filter(None, [recipe.model.family, recipe.model.preset or recipe.model.path])
     try:
-        outline = outline_if_told(recipe.model, recipe.data)
+        outline = outline_if_known(recipe.model, recipe.data)
     except UserError:
         outline = None  # its folder is on another machine
     size = f", {show_count(outline.num_parameters)} parameters" if outline else ""
-    return f"{' '.join(words)}{size}"
+    return f"{' '.join(names)}{size}"
 
 
 def _machines_used(state: RunState) -> Tree:
-    """Return where the ranks ran and with what, as they said when they were started last."""
-    starts = [event.data for event in state.now("start")]
-    known = {key for data in starts for key in data} - {"pid", "world_size"}
-    return {key: sorted({str(data[key]) for data in starts if key in data}) for key in sorted(known)}
+    """Return the hosts and versions of the ranks, from their last `start` events."""
+    starts = [event.data for event in state.current_events("start")]
+    keys = {key for data in starts for key in data} - {"pid", "world_size"}
+    return {key: sorted({str(data[key]) for data in starts if key in data}) for key in sorted(keys)}
 
 
 def _comparison(state: RunState) -> Tree:
-    """Return what was predicted beside what was measured: whole numbers, and the terms of a step and of memory.
+    """Return predicted and measured values: totals, and the terms of a step and of memory.
 
-    A rank's memory is measured as a whole; its terms are known where somebody asked for a snapshot of it.
+    The terms of a rank's memory are only measured by a memory snapshot.
     """
     predicted, measured = state.plan.prediction, state.measured
     if predicted is None:
         return {}
-    # Of scenes the prediction counts positions, so their rates cannot be held against it.
+    # For scenes the prediction counts positions, so the rates cannot be compared.
     rates = ("tokens_per_second", "mfu") if state.unit == "tokens" else ()
     phases, held = state.phases, _held(state.run)
     return {
@@ -105,7 +105,7 @@ def _comparison(state: RunState) -> Tree:
 
 
 def _held(run: RunDirectory) -> dict[str, float]:
-    """Return the bytes of the newest snapshot of rank 0's memory by the prediction's terms; nothing without one."""
+    """Return the bytes of rank 0's newest memory snapshot by the prediction's terms; empty without one."""
     found = sorted(run.profiles.glob("memory-step-*-rank-0.json"))
     if not found or found[-1].stat().st_size > MAX_SNAPSHOT_BYTES:
         return {}
@@ -119,25 +119,24 @@ def _held(run: RunDirectory) -> dict[str, float]:
 
 
 def _row(name: str, predicted: float | None, measured: float | None) -> Tree:
-    known = predicted is not None and measured is not None and predicted > 0
+    comparable = predicted is not None and measured is not None and predicted > 0
     return {
         "name": name,
         "predicted": predicted,
         "measured": measured,
-        "difference": measured / predicted - 1 if known else None,
+        "difference": measured / predicted - 1 if comparable else None,
     }
 
 
 def _timeline(state: RunState) -> Tree:
-    """Return what happened when: starts of the ranks, incidents, checkpoints, evaluations; times are seconds since
-    the epoch."""
+    """Return the attempts and checkpoints with their times, in seconds since the epoch."""
     attempts = [
         {"number": each.number, "time": each.time, "ended": each.ended, "how": each.how, "step": each.step,
          "world_size": each.world_size} for each in state.attempts.attempts
     ]  # fmt: skip
     saved = [
         {"time": event.time, "step": event.step, "stall_seconds": event.data.get("stall_seconds")}
-        for event in state.of_kind("checkpoint")
+        for event in state.events_of_kind("checkpoint")
         if event.rank == 0
     ]
     times = [*(each["time"] for each in attempts), *(event.time for event in state.events)]
@@ -146,7 +145,7 @@ def _timeline(state: RunState) -> Tree:
 
 
 def strict(value: Any) -> Any:
-    """Return `value` as strict JSON holds it: a number that is not finite is null."""
+    """Return `value` as strict JSON, where NaN and Inf are null."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

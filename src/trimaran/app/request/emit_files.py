@@ -1,4 +1,4 @@
-"""A plan written for another tool: the best that the tool can express, as files in a folder."""
+"""Writes a plan as config files of another tool: the best plan that the tool supports."""
 
 import shlex
 from collections.abc import Iterator
@@ -15,9 +15,9 @@ from trimaran.cost import STACKS
 from trimaran.planner import PlanAnswer, Question, search
 from trimaran.planner.emit import EMITTERS, Emission, emit
 
-PROFILE = {"accelerate": "hf", "hf-trainer": "hf"}  # the other tools are stacks themselves
-# What a field may be instead of a value that a tool lacks; any other is switched off.
-OTHERS = {
+STACK_NAMES = {"accelerate": "hf", "hf-trainer": "hf"}  # the other tools have the name of their stack
+# Alternatives to a value that a tool does not support. Other fields fall back to their default.
+ALTERNATIVES = {
     "sharding": ["parameters", "gradients", "optimizer", "none"],
     "precision": ["bf16"],
     "recompute": ["none", "full"],
@@ -26,7 +26,7 @@ OTHERS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowerBy:
-    """Why a tool cannot have the best plan, and how many times as long a step takes with the one that it has."""
+    """Why a tool cannot run the best plan, and how many times as long a step of its plan takes."""
 
     why: str
     times: float
@@ -39,8 +39,8 @@ class SlowerBy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
-    """A plan in the words of a tool, and what is lost where that is not the best plan."""
+class EmittedPlan:
+    """A plan as config files of a tool, and the loss if it is not the best plan."""
 
     tool: str
     plan: Plan
@@ -48,22 +48,22 @@ class Form:
     loss: SlowerBy | None = None
 
 
-def search_for(tool: str, question: Question) -> tuple[PlanAnswer, Form | None]:
-    """Return the answer by the profile of `tool`, and its best plan that the tool can express; None where nothing fits.
+def search_for_tool(tool: str, question: Question) -> tuple[PlanAnswer, EmittedPlan | None]:
+    """Return the answer for the stack of `tool`, and the best plan that the tool supports; None if nothing fits.
 
-    Where the tool can express none of them, the field that it refuses is pinned to something else and the rest is
-    searched again.
+    If the tool supports none of them, the field that it refuses is pinned to another value and the rest is searched
+    again.
     """
     if tool not in EMITTERS:
-        emit(tool, Plan(), question)  # says so
-    asked = replace(question, stack=STACKS[PROFILE.get(tool, tool)], trains=False)
-    first = search(asked)
-    answer, form = _expressed(tool, asked, first)
-    return answer, replace(form, loss=_loss(form, first)) if form else None
+        emit(tool, Plan(), question)  # raises: there is no such tool
+    tool_question = replace(question, stack=STACKS[STACK_NAMES.get(tool, tool)], for_trainer=False)
+    first = search(tool_question)
+    answer, emitted = _best_supported(tool, tool_question, first)
+    return answer, replace(emitted, loss=_loss(emitted, first)) if emitted else None
 
 
 def show_slower(times: float) -> str:
-    """Return a ratio of step times in words."""
+    """Return a ratio of step times as text."""
     if 0.995 < times < 1.005:
         return "as fast"
     return f"{times:.2g} times slower" if times > 1.5 else f"{abs(times - 1):.0%} {'slower' if times > 1 else 'faster'}"
@@ -74,8 +74,8 @@ def slower(plan: Plan, best: Plan) -> float:
     return plan.prediction.step_seconds / best.prediction.step_seconds if plan.prediction and best.prediction else 1.0
 
 
-def refused(tool: str, plan: Plan, question: Question) -> UserError | None:
-    """Return why the tool cannot express the plan; None where it can."""
+def refusal_by(tool: str, plan: Plan, question: Question) -> UserError | None:
+    """Return why the tool does not support the plan; None if it does."""
     try:
         emit(tool, plan, question)
     except UserError as error:
@@ -83,38 +83,38 @@ def refused(tool: str, plan: Plan, question: Question) -> UserError | None:
     return None
 
 
-def _loss(form: Form, first: PlanAnswer) -> SlowerBy | None:
+def _loss(emitted: EmittedPlan, first: PlanAnswer) -> SlowerBy | None:
     best = first.ranked[0]
-    error = refused(form.tool, best, first.question)
-    return SlowerBy(why=error.what, times=slower(form.plan, best)) if error else None
+    error = refusal_by(emitted.tool, best, first.question)
+    return SlowerBy(why=error.what, times=slower(emitted.plan, best)) if error else None
 
 
-def _expressed(tool: str, question: Question, answer: PlanAnswer) -> tuple[PlanAnswer, Form | None]:
+def _best_supported(tool: str, question: Question, answer: PlanAnswer) -> tuple[PlanAnswer, EmittedPlan | None]:
     refusal = None
     for plan in answer.ranked:
         try:
-            return answer, Form(tool=tool, plan=plan, emission=emit(tool, plan, question))
+            return answer, EmittedPlan(tool=tool, plan=plan, emission=emit(tool, plan, question))
         except UserError as error:
             refusal = refusal or error
     if refusal is None:
         return answer, None
-    found: list[tuple[PlanAnswer, Form]] = []
+    found: list[tuple[PlanAnswer, EmittedPlan]] = []
     for other in _without(question, refusal):
-        with suppress(UserError):  # what the tool refuses first is what a person should hear of
-            told, form = _expressed(tool, other, search(other))
-            found += [(told, form)] if form else []
+        with suppress(UserError):  # the first refusal is the one to show
+            other_answer, emitted = _best_supported(tool, other, search(other))
+            found += [(other_answer, emitted)] if emitted else []
     if not found:
         raise refusal
     return min(found, key=lambda each: each[1].plan.prediction.step_seconds if each[1].plan.prediction else 0.0)
 
 
 def _without(question: Question, refusal: UserError) -> Iterator[Question]:
-    """Yield the question with the refused field pinned to what else it may be, unless it is pinned already."""
-    room, *path = refusal.where.split(".")
-    if room != "plan" or not path:
+    """Yield the question with the refused field pinned to each alternative, unless the user pinned it."""
+    section, *path = refusal.where.split(".")
+    if section != "plan" or not path:
         return
     field, pins = ".".join(path), question.pins
-    for value in OTHERS.get(field, [attrgetter(field)(Plan())]):
+    for value in ALTERNATIVES.get(field, [attrgetter(field)(Plan())]):
         tree = pins.model_dump(exclude_unset=True)
         here = tree
         for part in path[:-1]:
@@ -127,43 +127,43 @@ def _without(question: Question, refusal: UserError) -> Iterator[Question]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
-    """The files of a form, and how the tool is started with them."""
+class WrittenPlan:
+    """The files of an emitted plan, and the command that starts the tool with them."""
 
-    form: Form
+    emitted: EmittedPlan
     folder: Path
 
     @property
     def files(self) -> list[str]:
-        return [str(self.folder / name) for name in self.form.emission.files]
+        return [str(self.folder / name) for name in self.emitted.emission.files]
 
     @property
     def command(self) -> str:
-        return f"cd {shlex.quote(str(self.folder))} && {self.form.emission.command}"
+        return f"cd {shlex.quote(str(self.folder))} && {self.emitted.emission.command}"
 
     def as_dict(self) -> dict[str, Any]:
         return {
-            "tool": self.form.tool,
-            "plan": self.form.plan.model_dump(mode="json"),
+            "tool": self.emitted.tool,
+            "plan": self.emitted.plan.model_dump(mode="json"),
             "files": self.files,
             "command": self.command,
-            "notes": list(self.form.emission.notes),
-            "loss": self.form.loss.as_dict() if self.form.loss else None,
+            "notes": list(self.emitted.emission.notes),
+            "loss": self.emitted.loss.as_dict() if self.emitted.loss else None,
         }
 
 
-def write(form: Form, folder: Path, *, force: bool) -> Written:
-    """Write the files of `form` under `folder`, all or none; only with `force` over others."""
-    paths = {folder / name: text for name, text in form.emission.files.items()}
-    taken = [path for path in paths if path.exists() or path.is_symlink()]
-    if taken and not force:
-        raise UserError("A014", f"{taken[0].name} is there already", where=str(taken[0]),
-                        fix="choose another folder with --output DIR, or add --force to write over it")  # fmt: skip
+def write_files(emitted: EmittedPlan, folder: Path, *, force: bool) -> WrittenPlan:
+    """Write the files of `emitted` to `folder`. Existing files are overwritten only with `force`."""
+    paths = {folder / name: text for name, text in emitted.emission.files.items()}
+    existing = [path for path in paths if path.exists() or path.is_symlink()]
+    if existing and not force:
+        raise UserError("A014", f"{existing[0].name} already exists", where=str(existing[0]),
+                        fix="choose another folder with --output DIR, or add --force to overwrite it")  # fmt: skip
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path, text in paths.items():
             path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError("A015", f"the files for {form.tool} cannot be written: {error.strerror}", where=str(folder),
-                        fix="choose a folder that you may write to with --output DIR") from None  # fmt: skip
-    return Written(form=form, folder=folder)
+        raise UserError("A015", f"the files for {emitted.tool} cannot be written: {error.strerror}", where=str(folder),
+                        fix="choose a folder that you can write to with --output DIR") from None  # fmt: skip
+    return WrittenPlan(emitted=emitted, folder=folder)

@@ -1,4 +1,4 @@
-"""`trimaran doctor` without a run: this machine, or this allocation, looked at before money is spent."""
+"""`trimaran doctor` without a run: checks this machine, or several nodes together, before a run."""
 
 import json
 import os
@@ -16,11 +16,11 @@ from trimaran.core import EXIT_DONE, EXIT_USER, Bytes, Plan, Recipe, Seconds, Us
 from trimaran.cost import STATE_BYTES
 from trimaran.cost.goodput import checkpoint_bytes
 from trimaran.doctor.checks.result import CheckResult
-from trimaran.doctor.machine_facts import Work
-from trimaran.doctor.measure_machine import NodeMeeting, measure, meet, share
-from trimaran.doctor.preflight import HERE, examine, look_before
+from trimaran.doctor.machine_facts import RunRequirements
+from trimaran.doctor.measure_machine import RendezvousOptions, gather_results, measure_devices, measure_nodes
+from trimaran.doctor.preflight import THIS_MACHINE, check_before_run, run_checks
 from trimaran.doctor.probe_process import ProbeProcess
-from trimaran.doctor.read_machine import is_taken, read_disk, read_facts
+from trimaran.doctor.read_machine import is_port_in_use, read_disk, read_facts
 from trimaran.hardware import Cluster, calibration_folder, detect
 
 if TYPE_CHECKING:
@@ -28,55 +28,55 @@ if TYPE_CHECKING:
 
     from trimaran.app.request.request import Request
 
-COUNTED = ("pass", "warn", "fail", "skip")
+STATUSES = ("pass", "warn", "fail", "skip")
 MARKS = {"pass": ("pass", "green"), "warn": ("WARN", "yellow"), "fail": ("FAIL", "red"), "skip": ("skip", "dim")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Examination:
-    """What is to be looked at: with a recipe also whether its run fits here, with a rendezvous other nodes too."""
+class MachineCheckOptions:
+    """What to check: with a recipe, also whether its run fits here; with a rendezvous, the other nodes too."""
 
     recipe: str | None = None
     settings: Sequence[str] = ()
     quick: bool = False
-    rendezvous: NodeMeeting | None = None
+    rendezvous: RendezvousOptions | None = None
 
 
-def examine_machine(asked: Examination, *, as_json: bool) -> int:
-    """Print the checklist of this machine; the exit code is 2 where something fails."""
-    facts = read_facts(os.environ, quick=asked.quick)
-    facts = replace(facts, disk=read_disk(RUNS, measure=not asked.quick), work=_work(asked))
-    if asked.quick:
-        return _tell(examine(facts), {}, as_json=as_json)
+def check_machine(options: MachineCheckOptions, *, as_json: bool) -> int:
+    """Check this machine and print the results; return 2 if a check fails."""
+    facts = read_facts(os.environ, quick=options.quick)
+    facts = replace(facts, disk=read_disk(RUNS, measure=not options.quick), requirements=_requirements(options))
+    if options.quick:
+        return _print_results(run_checks(facts), {}, as_json=as_json)
     cluster = detect(
         visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"), calibrations=calibration_folder(os.environ)
     )
-    with ProbeProcess(_probe_environment(asked.rendezvous)) as probe:
-        facts = replace(facts, cluster=cluster, measured=measure(probe, cluster))
+    with ProbeProcess(_probe_environment(options.rendezvous)) as probe:
+        facts = replace(facts, cluster=cluster, measured=measure_devices(probe, cluster))
         others: dict[int, list[CheckResult]] = {}
-        if asked.rendezvous:
-            facts = replace(facts, fleet=meet(probe, asked.rendezvous, cluster))
-        results = examine(facts)
-        if asked.rendezvous and facts.fleet and not facts.fleet.missing:
-            others = share(probe, results)
-    return _tell(results, others, as_json=as_json)
+        if options.rendezvous:
+            facts = replace(facts, node_measurements=measure_nodes(probe, options.rendezvous, cluster))
+        results = run_checks(facts)
+        if options.rendezvous and facts.node_measurements and not facts.node_measurements.missing:
+            others = gather_results(probe, results)
+    return _print_results(results, others, as_json=as_json)
 
 
-def refuse_unfit_machine(request: "Request", *, where: str = HERE) -> None:
-    """Raise when the run could not work on this machine, as far as a moment's look shows."""
+def refuse_unfit_machine(request: "Request", *, where: str = THIS_MACHINE) -> None:
+    """Raise if a quick check shows that the run cannot work on this machine."""
     cluster = request.cluster
-    look_before(os.environ, request.plan, kind=cluster.device.kind, nodes=cluster.num_nodes, where=where)
+    check_before_run(os.environ, request.plan, kind=cluster.device.kind, nodes=cluster.num_nodes, where=where)
 
 
-def work_of(recipe: Recipe, plan: Plan, cluster: Cluster, *, num_parameters: int = 0) -> Work:
-    """Return what a plan asks of the machine; without the number of parameters nothing is said about the disk."""
+def requirements_of(recipe: Recipe, plan: Plan, cluster: Cluster, *, num_parameters: int = 0) -> RunRequirements:
+    """Return what a plan requires of the machine; without the number of parameters, the disk is not checked."""
     prediction, saves = plan.prediction, recipe.checkpoint
     one = checkpoint_bytes(num_parameters, moment_bytes=STATE_BYTES[recipe.train.optimizer.states])
     kept = saves.keep + 1 if saves.every else 1
-    every = saves.every if isinstance(saves.every, int) else 0  # "auto" is as often as the disk allows
+    every = saves.every if isinstance(saves.every, int) else 0  # "auto" adapts to the disk
     prometheus = recipe.telemetry.prometheus
-    taken = bool(prometheus.port) and is_taken(prometheus.host, prometheus.port)
-    return Work(
+    taken = bool(prometheus.port) and is_port_in_use(prometheus.host, prometheus.port)
+    return RunRequirements(
         kind=cluster.device.kind,
         ranks=plan.mesh.world_size,
         nodes=cluster.num_nodes,
@@ -90,29 +90,29 @@ def work_of(recipe: Recipe, plan: Plan, cluster: Cluster, *, num_parameters: int
     )
 
 
-def _work(asked: Examination) -> Work | None:
-    if asked.recipe is None and not asked.settings:
+def _requirements(options: MachineCheckOptions) -> RunRequirements | None:
+    if options.recipe is None and not options.settings:
         return None
     from trimaran.app.request.request import resolve
 
     try:
-        request = resolve(asked.recipe, asked.settings)
+        request = resolve(options.recipe, options.settings)
     except UserError as error:
         if not error.code.startswith(("P", "C")):
-            raise  # a recipe that cannot be read is no fault of the machine
-        return Work(refusal=f"{error.code}: {error.what}", remedy=error.fix)
+            raise  # a recipe that cannot be read is not the machine's fault
+        return RunRequirements(refusal=f"{error.code}: {error.what}", remedy=error.fix)
     parameters = request.outline.num_parameters if request.outline else 0
-    return work_of(request.recipe, request.plan, request.cluster, num_parameters=parameters)
+    return requirements_of(request.recipe, request.plan, request.cluster, num_parameters=parameters)
 
 
-def _probe_environment(rendezvous: NodeMeeting | None) -> Mapping[str, str]:
-    """Return the environment of the measuring process: gloo's way out is the one that leads to the others."""
+def _probe_environment(rendezvous: RendezvousOptions | None) -> Mapping[str, str]:
+    """Return the environment of the measuring process: gloo and NCCL use the interface to the other nodes."""
     interface = "lo" if rendezvous is None else interface_to(rendezvous.address)
     return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface, **os.environ} if interface else os.environ
 
 
 def interface_to(address: str) -> str:
-    """Return the name of the interface that leads to `address`; '' where none does. Nothing is sent."""
+    """Return the name of the interface that leads to `address`; '' if there is none. Nothing is sent."""
     host, _, port = address.rpartition(":")
     try:
         family, _, _, _, where = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
@@ -124,36 +124,38 @@ def interface_to(address: str) -> str:
     return next((name for name, all_ in psutil.net_if_addrs().items() if own in [each.address for each in all_]), "")
 
 
-def _tell(results: Sequence[CheckResult], others: Mapping[int, Sequence[CheckResult]], *, as_json: bool) -> int:
+def _print_results(
+    results: Sequence[CheckResult], others: Mapping[int, Sequence[CheckResult]], *, as_json: bool
+) -> int:
     everything = [*results, *(each for theirs in others.values() for each in theirs)]
     failed = any(each.status == "fail" for each in everything)
     code = EXIT_USER if failed else EXIT_DONE
     if as_json:
-        counts = {status: sum(each.status == status for each in everything) for status in COUNTED}
-        told = {"host": socket.gethostname(), "checks": [each.as_dict() for each in results], "counts": counts}
+        counts = {status: sum(each.status == status for each in everything) for status in STATUSES}
+        answer = {"host": socket.gethostname(), "checks": [each.as_dict() for each in results], "counts": counts}
         nodes = {str(node): [each.as_dict() for each in theirs] for node, theirs in others.items()}
-        typer.echo(json.dumps(told | ({"nodes": nodes} if nodes else {}) | {"exit": code}))
+        typer.echo(json.dumps(answer | ({"nodes": nodes} if nodes else {}) | {"exit": code}))
         return code
     show(results, others)
     return code
 
 
 def show(results: Sequence[CheckResult], others: Mapping[int, Sequence[CheckResult]]) -> None:
-    """Print a line for each check, its fix below it; of other nodes only what is not well."""
+    """Print a line for each check with its fix below it; of other nodes only checks with a fix."""
     from rich.console import Console
 
     console = Console(highlight=False)
-    trouble = [(f"node {node}: ", each) for node, theirs in others.items() for each in theirs]
-    shown = [*(("", each) for each in results), *((who, each) for who, each in trouble if each.fix)]
-    for who, result in shown:
-        console.print(_lines(who, result))
-    counts = Counter(each.status for _, each in [*(("", each) for each in results), *trouble])
-    words = {"pass": "passed", "warn": "warnings", "fail": "failed", "skip": "skipped"}
-    console.print("\n" + ", ".join(f"{counts[status]} {words[status]}" for status in COUNTED))
+    remote = [(f"node {node}: ", each) for node, theirs in others.items() for each in theirs]
+    shown = [*(("", each) for each in results), *((node, each) for node, each in remote if each.fix)]
+    for node, result in shown:
+        console.print(_lines(node, result))
+    counts = Counter(each.status for _, each in [*(("", each) for each in results), *remote])
+    labels = {"pass": "passed", "warn": "warnings", "fail": "failed", "skip": "skipped"}
+    console.print("\n" + ", ".join(f"{counts[status]} {labels[status]}" for status in STATUSES))
 
 
-def _lines(who: str, result: CheckResult) -> "Table":
-    """Return one check as it is shown: mark, code, title and words, which wrap under themselves."""
+def _lines(node: str, result: CheckResult) -> "Table":
+    """Return one check as a table row: mark, code, title and text, which wraps in its column."""
     from rich.table import Table
     from rich.text import Text
 
@@ -162,8 +164,8 @@ def _lines(who: str, result: CheckResult) -> "Table":
     for width in (4, 4, 22):
         table.add_column(min_width=width, max_width=width, no_wrap=True)
     table.add_column()
-    words = Text(f"{who}{result.what}", style="dim" if result.status == "skip" else "")
-    table.add_row(Text(mark, style=style), Text(result.code, style="dim"), Text(result.title), words)
+    text = Text(f"{node}{result.what}", style="dim" if result.status == "skip" else "")
+    table.add_row(Text(mark, style=style), Text(result.code, style="dim"), Text(result.title), text)
     if result.fix:
         table.add_row("", "", Text("fix", style="bold", justify="right"), Text(result.fix, style="bold"))
     return table

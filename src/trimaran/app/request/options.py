@@ -1,4 +1,4 @@
-"""Options that several verbs share, and what the shell completes for them."""
+"""Options that several commands share, and their shell completion."""
 
 import glob
 import re
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
-if TYPE_CHECKING:  # every verb's help reads this file, so what only completion needs is loaded by it
+if TYPE_CHECKING:  # every command imports this module, so completion imports what it needs by itself
     from pydantic import BaseModel
 
     from trimaran.run import RunDirectory
@@ -22,24 +22,24 @@ MODEL = re.compile(r"\.ya?ml$|(^|/)config\.json$")
 
 
 def complete_recipe(incomplete: str) -> list[str]:
-    """Return the YAML files and folders that `incomplete` may become."""
+    """Return the YAML files and folders that complete `incomplete`."""
     return _files(incomplete, YAML)
 
 
 def complete_lines(incomplete: str) -> list[str]:
-    """Return the JSONL files and folders that `incomplete` may become."""
+    """Return the JSONL files and folders that complete `incomplete`."""
     return _files(incomplete, LINES)
 
 
-def complete_what(incomplete: str) -> list[str]:
-    """Return what can be planned: presets, recipes, and the config.json and folders of models."""
+def complete_model_or_recipe(incomplete: str) -> list[str]:
+    """Return what `plan` accepts: presets, recipes, and the config.json and folders of models."""
     from trimaran.models import PRESETS, VLM_PRESETS
 
     return [*_starting(PRESETS | VLM_PRESETS, incomplete), *_files(incomplete, MODEL)]
 
 
 def complete_cluster(incomplete: str) -> list[str]:
-    """Return the clusters that `incomplete` may become: a device of the catalogue behind the counts, or a file."""
+    """Return the clusters that complete `incomplete`: counts and a device of the catalogue, or a file."""
     from trimaran.hardware import DEVICES
 
     counts, separator, name = incomplete.rpartition("x")
@@ -48,7 +48,7 @@ def complete_cluster(incomplete: str) -> list[str]:
 
 
 def complete_goal(incomplete: str) -> list[str]:
-    """Return the goals that `incomplete` may become."""
+    """Return the goals that complete `incomplete`."""
     from trimaran.planner import GOALS
 
     return _starting(GOALS, incomplete)
@@ -71,26 +71,26 @@ def _starting(words: Iterable[str], incomplete: str) -> list[str]:
 
 
 def complete_setting(incomplete: str) -> list[str]:
-    """Return the recipe fields that `incomplete` may become and, after the `=`, the values a field can take."""
+    """Return the recipe fields that complete `incomplete` and, after the `=`, the values of the field."""
     from trimaran.core import Recipe
 
     path, separator, _ = incomplete.partition("=")
-    known = dict(_fields(Recipe, ""))
-    values = [f"{path}={choice}" for choice in known.get(path, ())]
+    fields = dict(_fields(Recipe, ""))
+    values = [f"{path}={choice}" for choice in fields.get(path, ())]
     return [
         setting
-        for setting in (values if separator else [f"{field}=" for field in known])
+        for setting in (values if separator else [f"{field}=" for field in fields])
         if setting.startswith(incomplete)
     ]
 
 
 def complete_run(incomplete: str) -> list[str]:
-    """Return the runs under `runs/` that `incomplete` may become."""
+    """Return the runs under `runs/` that complete `incomplete`."""
     return [str(path) for path in sorted(RUNS.glob("*/")) if str(path).startswith(incomplete)]
 
 
 def _fields(model: "type[BaseModel]", prefix: str) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield every field that `--set` can name, with the words it can take where they are few."""
+    """Yield every field that `--set` can name, with its values if they are a fixed list."""
     from pydantic import BaseModel
 
     from trimaran.models import PRESETS, VLM_PRESETS
@@ -103,20 +103,20 @@ def _fields(model: "type[BaseModel]", prefix: str) -> Iterator[tuple[str, tuple[
         if section:
             yield from _fields(section, f"{prefix}{name}.")
         else:
-            words = tuple(PRESETS | VLM_PRESETS) if f"{prefix}{name}" == "model.preset" else ()
-            yield f"{prefix}{name}", words or tuple(str(each) for each in options if isinstance(each, str))
+            presets = tuple(PRESETS | VLM_PRESETS) if f"{prefix}{name}" == "model.preset" else ()
+            yield f"{prefix}{name}", presets or tuple(str(each) for each in options if isinstance(each, str))
 
 
 def _options(annotation: Any) -> list[Any]:
-    """Return what a value may be: the words of a Literal, the members of a union, or the type itself."""
+    """Return what a value may be: the values of a Literal, the members of a union, or the type itself."""
     if get_origin(annotation) is Literal:
         return list(get_args(annotation))
     members = [each for each in get_args(annotation) if each is not type(None)]
     return [option for each in members for option in _options(each)] if members else [annotation]
 
 
-def own_name() -> str:
-    """Return what a person types to start us: `trimaran`, or the path it was started by where no PATH leads to it."""
+def program_name() -> str:
+    """Return the name to type: `trimaran`, or the path it was started by if it is not on the PATH."""
     started, found = Path(sys.argv[0]), shutil.which("trimaran")
     if started.name != "trimaran" or (found and Path(found).resolve() == started.resolve()):
         return "trimaran"
@@ -125,14 +125,14 @@ def own_name() -> str:
 
 
 def find_run(name: str) -> "RunDirectory":
-    """Return the run that a person means: a path, or the name of a run under `runs/`."""
+    """Return the run of that name: a path, or the name of a run under `runs/`."""
     from trimaran.run import open_run
 
     return open_run(Path(name) if Path(name).exists() or not (RUNS / name).is_dir() else RUNS / name)
 
 
-def typed(path: Path) -> str:
-    """Return `path` as a person types it in a command, where a dash at its beginning would make it a flag."""
+def path_argument(path: Path) -> str:
+    """Return `path` as a command line argument: a leading dash would make it an option."""
     return f"./{path}" if str(path).startswith("-") else str(path)
 
 
@@ -141,7 +141,7 @@ RecipeFile = Annotated[
     typer.Argument(
         metavar="[RECIPE]",
         show_default=False,
-        help="A YAML file, or - for standard input. Without it the defaults run.",
+        help="A YAML file, or - for standard input. [default: a small built-in recipe]",
         autocompletion=complete_recipe,
     ),
 ]
@@ -158,5 +158,5 @@ RunName = Annotated[
     str,
     typer.Argument(metavar="RUN", help="A run directory, or its name under runs/.", autocompletion=complete_run),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Answer with one JSON object.")]
-NoCheck = Annotated[bool, typer.Option("--no-check", help="Do not look at the machine first, see `trimaran doctor`.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+NoCheck = Annotated[bool, typer.Option("--no-check", help="Skip the machine checks of `trimaran doctor`.")]

@@ -1,4 +1,4 @@
-"""What `plan` answers: the plans, what they come to in days and money, and what to type next. Nothing is drawn here."""
+"""The answer of `trimaran plan`: the plans, the cost of the run, and the next command. Nothing is printed here."""
 
 import json
 import shlex
@@ -6,88 +6,88 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trimaran.app.request.options import own_name
-from trimaran.app.request.plan_request import Asked
-from trimaran.app.request.run_cost import RunCost, Terms, account_of
-from trimaran.core import Plan, UserError, nearest
+from trimaran.app.request.options import program_name
+from trimaran.app.request.plan_request import PlanRequest
+from trimaran.app.request.run_cost import CostTerms, RunCost, run_cost_of
+from trimaran.core import Plan, UserError, did_you_mean
 from trimaran.hardware import Cluster
 from trimaran.planner import GOALS, PlanAnswer, check_plan, search
-from trimaran.planner.choose import refusal
+from trimaran.planner.choose import no_fit_error
 
-if TYPE_CHECKING:  # only a plan that is written for a tool pays for the emitters
-    from trimaran.app.request.emit_files import Form, Written
+if TYPE_CHECKING:  # the emitters are imported only if a plan is written for a tool
+    from trimaran.app.request.emit_files import EmittedPlan, WrittenPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """A question with its answer; `form` is the plan in a tool's words, `written` where its files are."""
+class PlanReport:
+    """A plan request with its answer; `emitted` is the plan as config files of a tool, `written` their folder."""
 
-    asked: Asked
+    request: PlanRequest
     answer: PlanAnswer
-    terms: Terms
-    form: "Form | None" = None
-    written: "Written | None" = None
+    terms: CostTerms
+    emitted: "EmittedPlan | None" = None
+    written: "WrittenPlan | None" = None
 
     @property
     def best(self) -> Plan | None:
-        """The plan that everything else is about: the best, or the best that the tool can express."""
-        return self.form.plan if self.form else next(iter(self.answer.ranked), None)
+        """The best plan, or the best that the tool supports."""
+        return self.emitted.plan if self.emitted else next(iter(self.answer.ranked), None)
 
     @property
-    def account(self) -> RunCost | None:
-        asked = self.answer.question
-        return account_of(self.best, asked, self.answer.cluster, self.terms) if self.best else None
+    def cost(self) -> RunCost | None:
+        question = self.answer.question
+        return run_cost_of(self.best, question, self.answer.cluster, self.terms) if self.best else None
 
     @property
     def next_command(self) -> str:
         if self.written:
             return self.written.command
-        return _next_command(self.asked, self.answer, self.best) if self.best else ""
+        return _next_command(self.request, self.answer, self.best) if self.best else ""
 
     @property
     def caution(self) -> str:
-        """What to know before `next_command` is typed: that it is for another plan; '' where it is for this one."""
+        """A warning if `next_command` runs another plan than this one; '' otherwise."""
         if self.best is None or self.written or _trains_here(self.best, self.answer):
             return ""
         return _tool_for(self.best, self.answer)[1]
 
 
-def report_on(asked: Asked, terms: Terms, *, tool: str | None) -> Report:
-    """Return the answer to what was asked, in the words of `tool` where one is named."""
+def build_plan_report(request: PlanRequest, terms: CostTerms, *, tool: str | None) -> PlanReport:
+    """Search the plans and return the answer, as config files of `tool` if one is named."""
     if tool is None:
-        return Report(asked=asked, answer=search(asked.question), terms=terms)
-    from trimaran.app.request.emit_files import search_for
+        return PlanReport(request=request, answer=search(request.question), terms=terms)
+    from trimaran.app.request.emit_files import search_for_tool
 
-    answer, form = search_for(tool, asked.question)
-    return Report(asked=asked, answer=answer, terms=terms, form=form)
+    answer, emitted = search_for_tool(tool, request.question)
+    return PlanReport(request=request, answer=answer, terms=terms, emitted=emitted)
 
 
-def with_files(report: Report, folder: Path | None, *, force: bool) -> Report:
-    """Write what the tool reads, where there is a form of the plan, and return the report that knows where."""
-    if report.form is None:
+def with_files(report: PlanReport, folder: Path | None, *, force: bool) -> PlanReport:
+    """Write the tool's config files, if any, and return the report with their folder."""
+    if report.emitted is None:
         return report
-    from trimaran.app.request.emit_files import write
+    from trimaran.app.request.emit_files import write_files
 
-    return replace(report, written=write(report.form, folder or Path(report.form.tool), force=force))
+    return replace(report, written=write_files(report.emitted, folder or Path(report.emitted.tool), force=force))
 
 
-def with_goal(asked: Asked, goal: str) -> Asked:
-    """Return the question with another goal."""
-    for known in GOALS:
-        if known == goal:
-            return replace(asked, question=replace(asked.question, goal=known))
-    raise UserError("A013", f"there is no goal '{goal}'{nearest(goal, GOALS)}", where="--goal",
+def with_goal(request: PlanRequest, goal: str) -> PlanRequest:
+    """Return the request with another goal."""
+    for name in GOALS:
+        if name == goal:
+            return replace(request, question=replace(request.question, goal=name))
+    raise UserError("A013", f"there is no goal '{goal}'{did_you_mean(goal, GOALS)}", where="--goal",
                     fix=f"use one of {', '.join(GOALS)}")  # fmt: skip
 
 
-def with_top(asked: Asked, top: int) -> Asked:
-    """Return the question for at least `top` plans; not for fewer than usual, since a tool may take a later one."""
-    return replace(asked, question=replace(asked.question, most_shown=max(top, asked.question.most_shown)))
+def with_top(request: PlanRequest, top: int) -> PlanRequest:
+    """Return the request for at least `top` plans; never fewer than the default, since a tool may need a later one."""
+    return replace(request, question=replace(request.question, max_plans=max(top, request.question.max_plans)))
 
 
-def as_dict(report: Report, *, top: int) -> dict[str, Any]:
-    """Return what `--json` prints: everything that is drawn, and every term of every plan."""
-    answer, question, account = report.answer, report.asked.question, report.account
+def as_dict(report: PlanReport, *, top: int) -> dict[str, Any]:
+    """Return what `--json` prints: everything that is shown, and every term of every plan."""
+    answer, question, cost = report.answer, report.request.question, report.cost
     best = _with_prediction(report.best) if report.best else {"plan": None, "prediction": None}
     found = {
         "name": question.recipe.name,
@@ -105,16 +105,16 @@ def as_dict(report: Report, *, top: int) -> dict[str, Any]:
         "num_considered": answer.num_considered,
         "missing_bytes": answer.missing_bytes,
         "smallest_cluster": str(answer.smallest) if answer.smallest else None,
-        **(account.as_dict() if account else {"goodput": None, "bill": None}),
+        **(cost.as_dict() if cost else {"goodput": None, "bill": None}),
         "emission": report.written.as_dict() if report.written else None,
         "next": report.next_command or None,
         "caution": report.caution or None,
     }
-    return found if answer.ranked else found | {"error": refusal(answer).as_dict()}
+    return found if answer.ranked else found | {"error": no_fit_error(answer).as_dict()}
 
 
-def _model(report: Report) -> dict[str, Any] | None:
-    outline = report.asked.question.outline
+def _model(report: PlanReport) -> dict[str, Any] | None:
+    outline = report.request.question.outline
     return {"name": outline.name, "parameters": outline.num_parameters} if outline else None
 
 
@@ -123,24 +123,24 @@ def _with_prediction(plan: Plan) -> dict[str, Any]:
     return {"plan": plan.model_dump(mode="json"), "prediction": prediction}
 
 
-def _next_command(asked: Asked, answer: PlanAnswer, best: Plan) -> str:
-    """Return what starts the plan: `train`, with the plan pinned where it would not choose it by itself.
+def _next_command(request: PlanRequest, answer: PlanAnswer, best: Plan) -> str:
+    """Return the command that starts the plan: `train`, with the plan pinned if `train` would choose another.
 
-    A plan that our trainer does not run is written for a tool that does.
+    A plan that our trainer does not support is written for a tool that does.
     """
-    question, words = asked.question, list(asked.words)
+    question, arguments = request.question, list(request.arguments)
     if answer.part:
-        words += ["--set", f"cluster={answer.part}"]
+        arguments += ["--set", f"cluster={answer.part}"]
     if not _trains_here(best, answer):
-        return shlex.join([own_name(), "plan", *words, "--emit", _tool_for(best, answer)[0]])
-    if question.goal != "throughput" or not question.trains:
+        return shlex.join([program_name(), "plan", *arguments, "--emit", _tool_for(best, answer)[0]])
+    if question.goal != "throughput" or not question.for_trainer:
         pins = best.model_dump(mode="json", exclude_defaults=True)
-        words += ["--set", f"plan={json.dumps(pins)}"]
-    return shlex.join([*_starter(answer.cluster), "train", *words])
+        arguments += ["--set", f"plan={json.dumps(pins)}"]
+    return shlex.join([*_starter(answer.cluster), "train", *arguments])
 
 
 def _trains_here(plan: Plan, answer: PlanAnswer) -> bool:
-    """Return whether `trimaran train` runs the plan: it trains language models, in the ways that it checks."""
+    """Return whether `trimaran train` supports the plan and the model."""
     question, outline = answer.question, answer.question.outline
     if question.spec is None and outline and (len(outline.towers) > 1 or not outline.main.vocab):
         return False
@@ -152,25 +152,25 @@ def _trains_here(plan: Plan, answer: PlanAnswer) -> bool:
 
 
 def _tool_for(best: Plan, answer: PlanAnswer) -> tuple[str, str]:
-    """Return the first tool that can express the plan and ''; else the one that loses least, and words that say so.
+    """Return the first tool that supports the plan and ''; otherwise the tool that loses least, and a warning.
 
-    Of the plans that were found the best that any tool can express counts; if there is none, a tool that has the
-    network, which searches a plan of its own.
+    The best plan of the answer that any tool supports counts. If there is none, the first tool that has the network is
+    returned: it searches its own plan.
     """
-    from trimaran.app.request.emit_files import refused, show_slower, slower
+    from trimaran.app.request.emit_files import refusal_by, show_slower, slower
     from trimaran.planner.emit import EMITTERS
 
-    refusals = {tool: refused(tool, best, answer.question) for tool in EMITTERS}
+    refusals = {tool: refusal_by(tool, best, answer.question) for tool in EMITTERS}
     if able := [tool for tool, error in refusals.items() if error is None]:
         return able[0], ""
     tools = [tool for tool, error in refusals.items() if error and error.code != "P062"] or list(EMITTERS)
-    why = "no tool that we write for takes this plan"
+    why = "no tool supports this plan"
     for plan in answer.ranked:
         for tool in tools:
-            if refused(tool, plan, answer.question) is None:
-                pace = show_slower(slower(plan, best))
-                return tool, f"{why}: {_what(refusals[tool])}; the best that it takes of these is {pace}"
-    return tools[0], f"{why}: {_what(refusals[tools[0]])}; it gets another, and you are told how much slower that is"
+            if refusal_by(tool, plan, answer.question) is None:
+                speed = show_slower(slower(plan, best))
+                return tool, f"{why}: {_what(refusals[tool])}; the best of these that it supports is {speed}"
+    return tools[0], f"{why}: {_what(refusals[tools[0]])}; it gets another plan, and the output says how much slower"
 
 
 def _what(error: UserError | None) -> str:
@@ -178,8 +178,8 @@ def _what(error: UserError | None) -> str:
 
 
 def _starter(cluster: Cluster) -> list[str]:
-    """Return what `train` is typed after; several nodes need a torchrun on each, meeting on the first."""
+    """Return what precedes `train` in the command; several nodes need torchrun on each, with a common rendezvous."""
     if cluster.num_nodes == 1:
-        return [own_name()]
+        return [program_name()]
     ranks = [f"--nnodes={cluster.num_nodes}", f"--nproc-per-node={cluster.devices_per_node}"]
     return ["torchrun", *ranks, "--rdzv-backend=c10d", "--rdzv-endpoint=FIRST_NODE:29500", "-m", "trimaran"]

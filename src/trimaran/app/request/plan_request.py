@@ -1,55 +1,57 @@
-"""What a person wants planned: a recipe, or a bare model that gets the rest of a recipe from us."""
+"""Reads what `trimaran plan` is asked to plan: a recipe, or a bare model with defaults for the rest of the recipe."""
 
 import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import yaml
 
-from trimaran.app.request.request import ask
-from trimaran.core import ModelSection, UserError, nearest
-from trimaran.models import PRESETS, VLM_PRESETS, spec_of
+from trimaran.app.request.request import read_question
+from trimaran.core import ModelSection, Recipe, UserError, did_you_mean
+from trimaran.models import PRESETS, VLM_PRESETS, outline_for, spec_of
 from trimaran.planner import Question
 
-USUAL_SEQ_LEN = 4096
-USUAL_TOKENS = 2**20  # of a step, where a bare model says nothing about batches: what pretraining runs start from
+DEFAULT_SEQ_LEN = 4096
+DEFAULT_STEP_TOKENS = 2**20  # of a bare model without a batch: a common start of pretraining runs
 
-Own = Literal["decoder", "vlm", "perception"]
-OWN: tuple[Own, ...] = get_args(Own)
+OwnFamily = Literal["decoder", "vlm", "perception"]
+OWN_FAMILIES: tuple[OwnFamily, ...] = get_args(OwnFamily)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """A question, and the words that ask it again: the recipe's file and the settings on top."""
+class PlanRequest:
+    """A question, and the command line arguments that repeat it: the recipe's file and the settings."""
 
     question: Question
     file: str | None
     settings: tuple[str, ...]
 
     @property
-    def words(self) -> list[str]:
+    def arguments(self) -> list[str]:
         return [*([self.file] if self.file else []), *(word for pair in self.settings for word in ("--set", pair))]
 
 
-def ask_about(what: str | None, shortcuts: Mapping[str, object], settings: Sequence[str]) -> Asked:
-    """Return the question that `what` is: a recipe file, `-`, a preset, a config.json or a model's folder.
+def read_plan_request(what: str | None, shortcuts: Mapping[str, object], settings: Sequence[str]) -> PlanRequest:
+    """Return the request for `what`: a recipe file, `-`, a preset, a config.json or a model folder.
 
-    `shortcuts` are recipe fields with values, None where a person gave none; `settings` come on top. A bare model that
-    comes without them is asked about at the usual length and batch.
+    `shortcuts` are recipe fields with values, or None if not given; `settings` override them. A bare model gets a
+    default name, length and batch for those that are not given.
     """
-    file, named = _file_or_model(what)
+    file, model = _file_or_model(what)
     given = [_setting(field, value) for field, value in shortcuts.items() if value is not None]
-    told = [*named, *given, *settings]
-    question = ask(file, told)
-    if named:
-        usual = _usual(question)
-        told = [*named, *given, *usual, *settings]
-        question = ask(file, told) if usual else question
-    # Our trainer is not asked about a model that it does not have: any system may run the plan then.
-    return Asked(question=replace(question, trains=question.spec is not None), file=file, settings=tuple(told))
+    arguments = [*model, *given, *settings]
+    question = read_question(file, arguments)
+    if model:
+        defaults = _defaults(question)
+        arguments += [_setting(field, value) for field, value in defaults.items()]
+        recipe = _with_fields(question.recipe, defaults)
+        question = replace(question, recipe=recipe, outline=outline_for(recipe.model, recipe.data))
+    # The limits of our trainer do not apply to a model that it does not have: any framework may run the plan.
+    question = replace(question, for_trainer=question.spec is not None)
+    return PlanRequest(question=question, file=file, settings=tuple(arguments))
 
 
 def _file_or_model(what: str | None) -> tuple[str | None, list[str]]:
@@ -65,20 +67,20 @@ def _file_or_model(what: str | None) -> tuple[str | None, list[str]]:
         return None, _model_settings(what)
     if path.exists():
         return what, []
-    near = nearest(what, [*PRESETS, *VLM_PRESETS, *(str(each) for each in path.parent.glob("*.y*ml"))])
-    raise UserError("A012", f"'{what}' is no recipe, no preset and no model's folder{near}", where="WHAT",
+    near = did_you_mean(what, [*PRESETS, *VLM_PRESETS, *(str(each) for each in path.parent.glob("*.y*ml"))])
+    raise UserError("A012", f"'{what}' is not a recipe, a preset or a model folder{near}", where="MODEL|RECIPE",
                     fix="name a YAML file, a preset (see `trimaran presets`), a config.json or its folder")  # fmt: skip
 
 
 def _model_settings(path: str) -> list[str]:
-    """Return the settings for a model on disk: as one of our own where it can be, because that splits in every way."""
-    # What is wrong with the file itself is said when `hf` reads it.
-    family = next((each for each in OWN if _describes(each, path)), "hf")
+    """Return the settings for a model on disk: one of our families if possible, because those support every axis."""
+    # Errors in the file itself are reported when `hf` reads it.
+    family = next((each for each in OWN_FAMILIES if _describes(each, path)), "hf")
     return [f"model.family={family}", _setting("model.path", path)]
 
 
-def _describes(family: Own, path: str) -> bool:
-    """Return whether the config.json of `path` is one of a network of this family of ours."""
+def _describes(family: OwnFamily, path: str) -> bool:
+    """Return whether the config.json of `path` describes a network of this family."""
     try:
         return spec_of(ModelSection(family=family, path=path)) is not None
     except UserError:
@@ -86,25 +88,32 @@ def _describes(family: Own, path: str) -> bool:
 
 
 def _setting(field: str, value: object) -> str:
-    """Return `value` as a setting, in quotes only where YAML would take it for something else."""
-    plain = not isinstance(value, str) or yaml.safe_load(value) == value
-    return f"{field}={value if plain else json.dumps(value)}"
+    """Return `value` as a `--set` argument, quoted only if YAML would read it as another type."""
+    is_plain = not isinstance(value, str) or yaml.safe_load(value) == value
+    return f"{field}={value if is_plain else json.dumps(value)}"
 
 
-def _usual(question: Question) -> list[str]:
-    """Return the name, length and batch of a bare model, where nobody gave them: a multiple of the devices."""
+def _defaults(question: Question) -> dict[str, Any]:
+    """Return name, length and batch of a bare model, unless the user set them; the batch is a multiple of devices."""
     recipe, outline, devices = question.recipe, question.outline, question.cluster.world_size
-    seq_len, settings = recipe.data.seq_len, []
+    seq_len, defaults = recipe.data.seq_len, {}
     if outline and "name" not in recipe.model_fields_set:
-        settings.append(
-            _setting("name", re.sub(r"[^a-z0-9._-]+", "-", outline.name.lower()).strip("-._")[:63] or "run")
-        )
+        defaults["name"] = re.sub(r"[^a-z0-9._-]+", "-", outline.name.lower()).strip("-._")[:63] or "run"
     fixed = outline.main.positions if outline else 0
     if "seq_len" not in recipe.data.model_fields_set:
         longest = outline.max_seq_len if outline else 0
-        seq_len = fixed or min(longest or USUAL_SEQ_LEN, USUAL_SEQ_LEN)
-        settings.append(f"data.seq_len={seq_len}")
+        seq_len = fixed or min(longest or DEFAULT_SEQ_LEN, DEFAULT_SEQ_LEN)
+        defaults["data.seq_len"] = seq_len
     seq_len = fixed or seq_len
     if "global_batch" not in recipe.train.model_fields_set:
-        settings.append(f"train.global_batch={devices * max(1, USUAL_TOKENS // (seq_len * devices))}")
-    return settings
+        defaults["train.global_batch"] = devices * max(1, DEFAULT_STEP_TOKENS // (seq_len * devices))
+    return defaults
+
+
+def _with_fields(recipe: Recipe, fields: Mapping[str, Any]) -> Recipe:
+    """Return the recipe with these fields, by dotted name, of the recipe or one of its sections."""
+    for field, value in fields.items():
+        section, _, name = field.rpartition(".")
+        update = {section: getattr(recipe, section).model_copy(update={name: value})} if section else {name: value}
+        recipe = recipe.model_copy(update=update)
+    return recipe

@@ -1,4 +1,4 @@
-"""From what a person typed to a plan: recipe, model, cluster, plan. No torch, no processes, nothing written."""
+"""Resolves the command line to a recipe, model, cluster and plan. No torch, no processes, no files written."""
 
 import os
 import sys
@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trimaran.core import Plan, Recipe, UserError, nearest, parse_recipe
+from trimaran.core import Plan, Recipe, UserError, did_you_mean, parse_recipe
 from trimaran.hardware import Cluster, calibration_folder, detect, parse_cluster
-from trimaran.models import Outline, outline_for, outline_if_told, refuse_freezing, spec_of
+from trimaran.models import Outline, outline_for, outline_if_known, refuse_freezing, spec_of
 from trimaran.models.stages import Spec
 from trimaran.planner import Question, choose
 
@@ -17,7 +17,7 @@ MAX_RECIPE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What is to run, on what, and how it was decided to split it. `spec` is None for a foreign Hugging Face model."""
+    """A resolved run: recipe, model, cluster and plan. `spec` is None for a foreign Hugging Face model."""
 
     recipe: Recipe
     spec: Spec | None
@@ -27,23 +27,25 @@ class Request:
 
 
 def resolve(file: str | None, settings: Sequence[str], *, cluster: Cluster | None = None) -> Request:
-    """Return the plan to train the recipe in `file` with, `settings` on top, see `ask`. Its paths are whole ones."""
-    asked = ask(file, settings, cluster=cluster, trains=True)
-    asked = replace(asked, recipe=with_whole_paths(asked.recipe))
-    refuse_freezing(asked.recipe.model)
-    plan = choose(asked.recipe, asked.spec, asked.cluster, asked.outline)
-    return Request(recipe=asked.recipe, spec=asked.spec, outline=asked.outline, cluster=asked.cluster, plan=plan)
+    """Return the recipe in `file` with `settings` on top, and its plan; see `read_question`. Paths are absolute."""
+    question = read_question(file, settings, cluster=cluster, trains=True)
+    recipe, spec, outline = with_absolute_paths(question.recipe), question.spec, question.outline
+    refuse_freezing(recipe.model)
+    plan = choose(recipe, spec, question.cluster, outline)
+    return Request(recipe=recipe, spec=spec, outline=outline, cluster=question.cluster, plan=plan)
 
 
-def ask(file: str | None, settings: Sequence[str], *, cluster: Cluster | None = None, trains: bool = False) -> Question:
-    """Return what the recipe in `file` (`-`: standard input, None: the defaults) asks for, with `settings` on top.
+def read_question(
+    file: str | None, settings: Sequence[str], *, cluster: Cluster | None = None, trains: bool = False
+) -> Question:
+    """Return the planner's question for the recipe in `file` (`-`: standard input, None: the defaults).
 
-    `cluster` is what `auto` means; without it, this machine. What `trains` need not be predicted: a Hugging Face model
-    whose config.json does not tell its sizes has no outline then.
+    `settings` override fields of the recipe. `cluster` is the meaning of `auto`; without it, this machine. With
+    `trains` a prediction is optional: a Hugging Face model whose config.json lacks its sizes then has no outline.
     """
     recipe = read_recipe(file, settings)
     spec = spec_of(recipe.model)
-    outline = (outline_if_told if trains else outline_for)(recipe.model, recipe.data)
+    outline = (outline_if_known if trains else outline_for)(recipe.model, recipe.data)
     if cluster is None or recipe.cluster != "auto":
         visible, measured = os.environ.get("CUDA_VISIBLE_DEVICES"), calibration_folder(os.environ)
         cluster = parse_cluster(recipe.cluster, visible_devices=visible, calibrations=measured)
@@ -52,11 +54,11 @@ def ask(file: str | None, settings: Sequence[str], *, cluster: Cluster | None = 
 
 def read_recipe(file: str | None, settings: Sequence[str]) -> Recipe:
     """Return the recipe in `file` (`-`: standard input, None: the defaults) with `settings` on top."""
-    return _anchored(parse_recipe(_read(file), name=_name(file), overrides=settings), file)
+    return _with_paths_beside(parse_recipe(_read(file), name=_name(file), overrides=settings), file)
 
 
 def torchrun_cluster(environment: Mapping[str, str]) -> Cluster:
-    """Return the cluster that an outside torchrun spans: this machine's kind of device, as many as it has ranks."""
+    """Return the cluster of an outside torchrun: this machine's kind of device, one per rank."""
     world_size = int(environment["WORLD_SIZE"])
     devices_per_node = int(environment.get("LOCAL_WORLD_SIZE", world_size))
     measured = calibration_folder(environment)
@@ -66,51 +68,51 @@ def torchrun_cluster(environment: Mapping[str, str]) -> Cluster:
     return replace(here, num_nodes=world_size // devices_per_node, devices_per_node=devices_per_node)
 
 
-def refuse_other_size(plan: Plan, environment: Mapping[str, str]) -> None:
-    """Raise unless torchrun started as many ranks as the plan is for."""
+def refuse_wrong_world_size(plan: Plan, environment: Mapping[str, str]) -> None:
+    """Raise unless torchrun started as many ranks as the plan has."""
     started, planned = int(environment["WORLD_SIZE"]), plan.mesh.world_size
     if started != planned:
         raise UserError("A010", f"the plan is for {planned} ranks, torchrun started {started}", where="cluster",
                         fix=f"leave cluster at auto, or start torchrun with {planned} processes")  # fmt: skip
 
 
-def refuse_elsewhere(cluster: Cluster) -> None:
+def refuse_other_machine(cluster: Cluster) -> None:
     """Raise unless this machine is the cluster: one node, and as many GPUs as it asks for."""
     if cluster.num_nodes == 1 and cluster.device.kind == "cpu":
         return
     here = detect(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
     if cluster.num_nodes > 1 or here.device.kind != cluster.device.kind or here.world_size < cluster.world_size:
-        raise UserError("A007", f"the run needs {cluster}, and this machine is {here}", where="cluster",
-                        fix="train with --set cluster=auto, or look at it with `trimaran plan`")  # fmt: skip
+        raise UserError("A007", f"the run needs {cluster}, but this machine is {here}", where="cluster",
+                        fix="train with --set cluster=auto, or only plan it with `trimaran plan`")  # fmt: skip
 
 
-def with_whole_paths(recipe: Recipe) -> Recipe:
-    """Return the recipe with whole paths for the files that are there: a run is gone on with from any folder."""
+def with_absolute_paths(recipe: Recipe) -> Recipe:
+    """Return the recipe with absolute paths for existing files, so that a run can be resumed from any folder."""
     samples = recipe.data.samples
     data: dict[str, object] = {
-        "path": _whole(recipe.data.path),
-        "tokenizer": _whole(recipe.data.tokenizer),
-        "samples": samples.model_copy(update={"images": _whole(samples.images)}),
+        "path": _absolute(recipe.data.path),
+        "tokenizer": _absolute(recipe.data.tokenizer),
+        "samples": samples.model_copy(update={"images": _absolute(samples.images)}),
         "mixture": tuple(
-            source.model_copy(update={"path": _whole(source.path), "images": _whole(source.images)})
+            source.model_copy(update={"path": _absolute(source.path), "images": _absolute(source.images)})
             for source in recipe.data.mixture
         ),
     }
     changes: dict[str, object] = {
-        "cluster": _whole(recipe.cluster) if recipe.cluster.endswith((".yaml", ".yml")) else recipe.cluster,
+        "cluster": _absolute(recipe.cluster) if recipe.cluster.endswith((".yaml", ".yml")) else recipe.cluster,
         "data": recipe.data.model_copy(update=data),
-        "model": recipe.model.model_copy(update={"path": _whole(recipe.model.path)}),
+        "model": recipe.model.model_copy(update={"path": _absolute(recipe.model.path)}),
     }
     return recipe.model_copy(update=changes)
 
 
-def _whole(path: str | None) -> str | None:
+def _absolute(path: str | None) -> str | None:
     named = Path(path) if path else None
     return str(named.absolute()) if named and named.exists() else path
 
 
-def _anchored(recipe: Recipe, file: str | None) -> Recipe:
-    """Return the recipe with whole paths for what is not under this folder but under the recipe's own."""
+def _with_paths_beside(recipe: Recipe, file: str | None) -> Recipe:
+    """Return the recipe with absolute paths for files that exist in the folder of the recipe and not in this folder."""
     if file is None or file == "-":
         return recipe
     folder = Path(file).parent.absolute()
@@ -134,17 +136,17 @@ def _read(file: str | None) -> str:
         return ""
     data = _read_bytes(file)
     if len(data) > MAX_RECIPE_BYTES:
-        raise UserError("A004", "the recipe is larger than 1 MiB, more than a recipe ever needs", where=_name(file),
+        raise UserError("A004", "the recipe is larger than 1 MiB", where=_name(file),
                         fix="name a YAML file; data belongs under data.path")  # fmt: skip
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError:
-        raise UserError("A005", "the recipe is not text in UTF-8", where=_name(file),
+        raise UserError("A005", "the recipe is not UTF-8 text", where=_name(file),
                         fix="name a YAML file; data belongs under data.path") from None  # fmt: skip
 
 
 def _read_bytes(file: str) -> bytes:
-    """Return at most one byte more than a recipe may have: even an endless file is read no further."""
+    """Return at most one byte more than the limit, so that an endless file is not read forever."""
     if file == "-":
         return sys.stdin.buffer.read(MAX_RECIPE_BYTES + 1)
     path = Path(file)
@@ -152,6 +154,6 @@ def _read_bytes(file: str) -> bytes:
         with path.open("rb") as stream:
             return stream.read(MAX_RECIPE_BYTES + 1)
     except OSError as error:
-        near = nearest(file, [str(each) for each in path.parent.glob("*.y*ml")])
+        near = did_you_mean(file, [str(each) for each in path.parent.glob("*.y*ml")])
         raise UserError("A003", f"the recipe cannot be read: {error.strerror}{near}", where=file,
                         fix="name a YAML file, - for standard input, or none for the defaults") from None  # fmt: skip

@@ -1,4 +1,4 @@
-"""One run on this machine, from packed data to the last line on the screen."""
+"""A run on this machine: prepares the data, starts the supervisor, shows the run and prints the result."""
 
 import json
 import os
@@ -10,23 +10,23 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from trimaran.app.request.options import own_name, typed
+from trimaran.app.request.options import path_argument, program_name
 from trimaran.app.request.request import Request
-from trimaran.app.session.prepare_data import ready
-from trimaran.app.session.stop_signals import HeldSupervisor, ShowButton, StopButton
+from trimaran.app.session.prepare_data import prepare_data
+from trimaran.app.session.stop_signals import PausedSupervisorNotice, ShowRanksSignal, StopSignals
 from trimaran.app.views.live import follow, print_plain
-from trimaran.app.views.progress_bar import packing_bar
-from trimaran.app.views.run_findings import Visits, read_findings
+from trimaran.app.views.progress_bar import progress_bar
+from trimaran.app.views.run_findings import FindingsPoller, read_findings
 from trimaran.app.views.run_state import RunState
 from trimaran.app.views.summary import explain_failure, summarise
-from trimaran.checkpoint.step_dirs import steps
+from trimaran.checkpoint.step_dirs import complete_steps
 from trimaran.core import EXIT_AGAIN, EXIT_DONE, Bytes, Recipe
-from trimaran.core.optional_packages import refuse_missing_extras
+from trimaran.core.optional_packages import refuse_missing_packages
 from trimaran.cost import STATE_BYTES
 from trimaran.cost.goodput import checkpoint_bytes
-from trimaran.data.feature_cache import refuse_trained
+from trimaran.data.feature_cache import refuse_trained_tower
 from trimaran.launch.local import start_local
-from trimaran.launch.replace_plan import keep_plan, keep_recipe
+from trimaran.launch.replace_plan import replace_plan, replace_recipe
 from trimaran.models import ModelSpec, model_folder, spec_to_hf, weight_files
 from trimaran.run import RunDirectory, create_run, refuse_full_disk, writing
 from trimaran.run.compile_cache import refuse_unusable
@@ -35,76 +35,76 @@ from trimaran.run.compile_cache import refuse_unusable
 def run_here(request: Request, path: Path, *, as_json: bool, quiet: bool) -> int:
     """Train `request` in the run directory `path` and return the exit code.
 
-    With `as_json` standard output is for the one answer at the end, and the show goes to standard error.
+    With `as_json`, standard output is for the JSON result only, and the live view goes to standard error.
     """
     console = Console(stderr=as_json, highlight=False)
-    _refuse_late_surprises(request, path)
-    run = create_run(path, _ready(request, console), request.plan)
-    return attend(run, console, as_json=as_json, quiet=quiet)
+    _check_before_start(request, path)
+    run = create_run(path, _prepare_data(request, console), request.plan)
+    return run_and_show(run, console, as_json=as_json, quiet=quiet)
 
 
 def resume_here(request: Request, run: RunDirectory, *, replan: bool, as_json: bool, quiet: bool) -> int:
-    """Go on with `run` as `request` says, with its plan if `replan`, and return the exit code."""
+    """Resume `run` with the recipe of `request`, and with its plan if `replan`, and return the exit code."""
     console = Console(stderr=as_json, highlight=False)
-    _refuse_late_surprises(request, run.path)
-    recipe = _ready(request, console)
+    _check_before_start(request, run.path)
+    recipe = _prepare_data(request, console)
     with writing(run):
-        TemporaryFile(dir=run.path).close()  # a supervisor that cannot write could not even say so
+        TemporaryFile(dir=run.path).close()  # a supervisor that cannot write cannot even report it
         if replan:
-            keep_plan(run, request.plan)
-        keep_recipe(run, recipe)  # last: whoever is killed in between asks for the same plan again
-    return attend(run, console, as_json=as_json, quiet=quiet)
+            replace_plan(run, request.plan)
+        replace_recipe(run, recipe)  # last: if this process is killed in between, the next resume replans again
+    return run_and_show(run, console, as_json=as_json, quiet=quiet)
 
 
-def attend(run: RunDirectory, console: Console, *, as_json: bool, quiet: bool) -> int:
-    """Start the supervisor of `run`, show what happens until it ends, and return the exit code."""
+def run_and_show(run: RunDirectory, console: Console, *, as_json: bool, quiet: bool) -> int:
+    """Start the supervisor of `run`, show the run until it ends, and return the exit code."""
     state = RunState(run)
-    state.refresh()  # what was before is not news
+    state.refresh()  # earlier events are not shown again
     ranks = start_local(run)
-    visits = None if quiet else Visits(run, at_once=False)
-    held = HeldSupervisor(ranks, lambda words: print_plain(console, words))
-    shown = ShowButton(ranks, lambda words: print_plain(console, words))
-    with shown, StopButton(ranks, lambda words: print_plain(console, words)) as button:
+    poller = None if quiet else FindingsPoller(run, at_once=False)
+    paused = PausedSupervisorNotice(ranks, lambda text: print_plain(console, text))
+    show_ranks = ShowRanksSignal(ranks, lambda text: print_plain(console, text))
+    with show_ranks, StopSignals(ranks, lambda text: print_plain(console, text)) as stop:
 
-        def over() -> bool:
-            button.act()
-            held.look()
-            shown.act()
+        def has_ended() -> bool:
+            stop.handle()
+            paused.check()
+            show_ranks.handle()
             return ranks.poll() is not None
 
-        follow(state, Console(quiet=True) if quiet else console, over=over, visits=visits)
+        follow(state, Console(quiet=True) if quiet else console, has_ended=has_ended, poller=poller)
     code = ranks.wait()
     state.refresh()
-    if button.exit_code is not None and code != EXIT_DONE:
-        code = button.exit_code
+    if stop.exit_code is not None and code != EXIT_DONE:
+        code = stop.exit_code
     elif code not in (EXIT_DONE, EXIT_AGAIN):
         code = explain_failure(state, console, code)
-    return conclude(state, console, code, as_json=as_json)
+    return print_result(state, console, code, as_json=as_json)
 
 
-def conclude(state: RunState, console: Console, code: int, *, as_json: bool) -> int:
-    """Say what came out of a run, for a person or as one JSON object, and return the exit code."""
-    told, trouble = read_findings(state.run)
+def print_result(state: RunState, console: Console, code: int, *, as_json: bool) -> int:
+    """Print the result of a run, as text or as one JSON object, and return the exit code."""
+    findings, error = read_findings(state.run)
     if as_json:
-        found = {"findings": [each.as_dict() for each in told], "doctor_trouble": trouble}
-        typer.echo(json.dumps(state.as_dict() | {"exit": code} | found))
+        keys = {"findings": [each.as_dict() for each in findings], "doctor_trouble": error}
+        typer.echo(json.dumps(state.as_dict() | {"exit": code} | keys))
         return code
     if state.status in ("done", "stopped"):
         summarise(state, console)
-    if told:
-        codes = ", ".join(dict.fromkeys(each.finding.code for each in told))
-        words = f"found {len(told)} finding{'' if len(told) == 1 else 's'} ({codes}); more: "
-        command = shlex.join([own_name(), "doctor", typed(state.run.path)])
-        console.print(Text.assemble(words, (command, "bold")), soft_wrap=True)
+    if findings:
+        codes = ", ".join(dict.fromkeys(each.finding.code for each in findings))
+        text = f"{len(findings)} finding{'' if len(findings) == 1 else 's'} ({codes}); details: "
+        command = shlex.join([program_name(), "doctor", path_argument(state.run.path)])
+        console.print(Text.assemble(text, (command, "bold")), soft_wrap=True)
     return code
 
 
-def _refuse_late_surprises(request: Request, path: Path) -> None:
-    """Raise now what a rank would find out minutes from here: a package, weights or room that are not there."""
+def _check_before_start(request: Request, path: Path) -> None:
+    """Raise now what a rank would find minutes later: a missing package, missing weights, a full disk."""
     refuse_unusable(os.environ, kernels=request.cluster.device.kind == "cuda")
-    refuse_missing_extras(request.plan)
+    refuse_missing_packages(request.plan)
     if request.recipe.data.samples.cache_features:
-        refuse_trained(request.recipe)
+        refuse_trained_tower(request.recipe)
     if folder := request.recipe.model.path:
         weight_files(model_folder(folder))
     if isinstance(request.spec, ModelSpec) and request.recipe.train.save:
@@ -114,15 +114,17 @@ def _refuse_late_surprises(request: Request, path: Path) -> None:
 
 
 def _disk_bytes(recipe: Recipe, num_parameters: int, run: RunDirectory) -> Bytes:
-    """Return what the run is going to write to the disk beyond what it has there: an old checkpoint goes after a new
-    one has come, so that there is one more than are kept."""
+    """Return the bytes that the run will add to the disk.
+
+    An old checkpoint is deleted after the new one is complete, so there is one more than `checkpoint.keep`.
+    """
     moments = STATE_BYTES[recipe.train.optimizer.states]
     most = recipe.checkpoint.keep + 1 if recipe.checkpoint.every else 1
-    coming = max(1, most - len(steps(run.checkpoints)))
+    added = max(1, most - len(complete_steps(run.checkpoints)))
     weights = 4 * num_parameters if recipe.train.save else 0
-    return Bytes(coming * checkpoint_bytes(num_parameters, moment_bytes=moments) + weights)
+    return Bytes(added * checkpoint_bytes(num_parameters, moment_bytes=moments) + weights)
 
 
-def _ready(request: Request, console: Console) -> Recipe:
-    with packing_bar(console) as progress:
-        return ready(request.recipe, progress)
+def _prepare_data(request: Request, console: Console) -> Recipe:
+    with progress_bar(console) as progress:
+        return prepare_data(request.recipe, progress)

@@ -1,5 +1,4 @@
-"""What Ctrl-C and SIGTERM mean while ranks are at work: one asks them to stop, a second Ctrl-C ends them. SIGUSR1 asks
-what they do."""
+"""Signals of `trimaran train`: Ctrl-C or SIGTERM stops the ranks, a second Ctrl-C kills them, SIGUSR1 shows them."""
 
 import signal
 import time
@@ -9,21 +8,21 @@ from typing import Any, Self
 
 from trimaran.app.views.logs import printable
 from trimaran.launch.local import LocalRun
-from trimaran.launch.signals import SHOW
+from trimaran.launch.signals import SHOW_SIGNAL
 
-HELD_SECONDS = 10.0
+PAUSED_NOTICE_SECONDS = 10.0
 
 
-class StopButton:
-    """Counts Ctrl-C instead of dying of it; `act` passes on what was asked since the last look.
+class StopSignals:
+    """Counts Ctrl-C and SIGTERM; `handle` passes them on to the ranks.
 
-    Any number of SIGTERMs is one press: schedulers may send several. The handlers only count: what they would print or
-    kill could land in the middle of a frame.
+    Any number of SIGTERMs counts once: schedulers may send several. The signal handlers only count, because printing
+    there could garble the live view.
     """
 
-    def __init__(self, ranks: LocalRun, say: Callable[[str], None]) -> None:
-        self._ranks, self._say = ranks, say
-        self._presses = self._acted = 0
+    def __init__(self, ranks: LocalRun, show: Callable[[str], None]) -> None:
+        self._ranks, self._show = ranks, show
+        self._received = self._handled = 0
         self._signal: int | None = None
         self._before: dict[int, Any] = {}
 
@@ -38,76 +37,76 @@ class StopButton:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if error is not None:
-            self._ranks.kill()  # whatever went wrong here, no rank is left behind
+            self._ranks.kill()  # leave no rank behind, whatever went wrong here
 
     def _count(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT or not self._presses:
-            self._presses += 1
+        if number == signal.SIGINT or not self._received:
+            self._received += 1
             self._signal = number
 
     @property
     def exit_code(self) -> int | None:
-        """What a shell expects of a command that a signal ended; None unless that is what happened."""
-        return None if self._signal is None or self._acted < 2 else 128 + self._signal
+        """The exit code of a command that was ended by a signal; None if it was not."""
+        return None if self._signal is None or self._handled < 2 else 128 + self._signal
 
-    def act(self) -> None:
-        if self._presses > self._acted:
-            first, self._acted = self._acted == 0 and self._presses == 1, self._presses
+    def handle(self) -> None:
+        if self._received > self._handled:
+            first, self._handled = self._handled == 0 and self._received == 1, self._received
             if first:
-                self._say("stopping after this step, with a checkpoint; Ctrl-C again to stop at once")
+                self._show("stopping after this step, with a checkpoint; Ctrl-C again to stop at once")
                 self._ranks.request_stop(self._signal or signal.SIGTERM)
             else:
-                self._say(f"stopping at once; what was written stays in {self._ranks.run.path}")
+                self._show(f"stopping at once; finished checkpoints stay in {self._ranks.run.path}")
                 self._ranks.end()
 
 
-class HeldSupervisor:
-    """Says once, each time, that a signal has held the supervisor for a while: nothing else would ever be said."""
+class PausedSupervisorNotice:
+    """Prints a notice if a signal such as SIGSTOP has paused the supervisor for a while; it cannot do so itself."""
 
-    def __init__(self, ranks: LocalRun, say: Callable[[str], None]) -> None:
-        self._ranks, self._say = ranks, say
+    def __init__(self, ranks: LocalRun, show: Callable[[str], None]) -> None:
+        self._ranks, self._show = ranks, show
         self._since: float | None = None
-        self._said = False
+        self._shown = False
 
-    def look(self) -> None:
+    def check(self) -> None:
         if not self._ranks.is_stopped:
-            self._since, self._said = None, False
+            self._since, self._shown = None, False
             return
         self._since = self._since or time.monotonic()
-        if not self._said and time.monotonic() >= self._since + HELD_SECONDS:
-            self._said, pid = True, self._ranks.process.pid
-            self._say(f"the supervisor (process {pid}) is stopped by a signal; it goes on after: kill -CONT {pid}")
+        if not self._shown and time.monotonic() >= self._since + PAUSED_NOTICE_SECONDS:
+            self._shown, pid = True, self._ranks.process.pid
+            self._show(f"the supervisor (process {pid}) is stopped by a signal; to continue it: kill -CONT {pid}")
 
 
-class ShowButton:
-    """Hands SIGUSR1 on to the supervisor, and says what it then writes: the stacks and the memory of every rank."""
+class ShowRanksSignal:
+    """Forwards SIGUSR1 to the supervisor and prints what it then writes: the stacks and the memory of every rank."""
 
-    def __init__(self, ranks: LocalRun, say: Callable[[str], None]) -> None:
-        self._ranks, self._say, self._file = ranks, say, ranks.run.ranks_shown
-        self._pressed = False
-        self._waits_for: int | None = None  # what the file was when the supervisor was asked
+    def __init__(self, ranks: LocalRun, show: Callable[[str], None]) -> None:
+        self._ranks, self._show, self._file = ranks, show, ranks.run.ranks_shown
+        self._received = False
+        self._awaited: int | None = None  # version of the file when SIGUSR1 was forwarded
         self._before: Any = None
 
     def __enter__(self) -> Self:
-        self._before = signal.signal(SHOW, self._note)
+        self._before = signal.signal(SHOW_SIGNAL, self._mark)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        signal.signal(SHOW, self._before)
+        signal.signal(SHOW_SIGNAL, self._before)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._pressed = True
+    def _mark(self, number: int, frame: FrameType | None) -> None:
+        self._received = True
 
-    def act(self) -> None:
-        if self._pressed:
-            self._pressed, self._waits_for = False, self._version()
-            self._ranks.process.send_signal(SHOW)
-        elif self._waits_for is not None and self._version() != self._waits_for:
-            self._waits_for = None
+    def handle(self) -> None:
+        if self._received:
+            self._received, self._awaited = False, self._version()
+            self._ranks.process.send_signal(SHOW_SIGNAL)
+        elif self._awaited is not None and self._version() != self._awaited:
+            self._awaited = None
             for line in self._file.read_text(encoding="utf-8", errors="replace").splitlines():
-                self._say(printable(line))
+                self._show(printable(line))
 
     def _version(self) -> int:
         return self._file.stat().st_mtime_ns if self._file.exists() else 0

@@ -1,1 +1,1 @@
-"""What commands draw in a terminal."""
+"""What commands print in a terminal."""

@@ -1,4 +1,4 @@
-"""`trimaran doctor RUN`: what is wrong with a run, live or after, and the command that mends it."""
+"""`trimaran doctor RUN`: what is wrong with a live or finished run, and the command that fixes it."""
 
 import contextlib
 import json
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from trimaran.app.request.options import find_run, own_name, typed
+from trimaran.app.request.options import find_run, path_argument, program_name
 from trimaran.core import Finding, UserError
 from trimaran.run import RunDirectory
 
@@ -20,7 +20,7 @@ STYLES = {"fault": "bold red", "warning": "bold yellow", "note": "bold"}
 
 
 def diagnose_run(run: str, *, as_json: bool, against: str = "") -> int:
-    """Print what is wrong with a run, write it to its findings.json, and return 0.
+    """Print the findings about a run, write them to its findings.json, and return 0.
 
     `against` is a run of the same recipe on fewer ranks, if there is one.
     """
@@ -33,10 +33,10 @@ def diagnose_run(run: str, *, as_json: bool, against: str = "") -> int:
         evidence = read_evidence(directory, calibrations=calibration_folder(os.environ), against=other)
     except (OSError, ValueError, KeyError) as error:
         raise UserError("A008", f"the run cannot be examined: {error}", where=str(directory.path),
-                        fix="name a run that `trimaran train` made and that is whole") from None  # fmt: skip
+                        fix="name a complete run directory of `trimaran train`") from None  # fmt: skip
     findings = diagnose(evidence)
     answer = {"time": time.time(), "step": evidence.last_step, "findings": [each.as_dict() for each in findings]}
-    with contextlib.suppress(OSError):  # a run that may only be read is examined all the same
+    with contextlib.suppress(OSError):  # a read-only run can be diagnosed, too
         write_findings(directory, answer)
     if as_json:
         shown = [each.as_dict() | {"command": command_of(each, directory)} for each in findings]
@@ -47,17 +47,17 @@ def diagnose_run(run: str, *, as_json: bool, against: str = "") -> int:
 
 
 def command_of(finding: Finding, run: RunDirectory) -> str:
-    """Return the command that trains the run's recipe with the finding's patch; empty where there is no patch."""
-    from trimaran.doctor.predicted_gain import settings_of
+    """Return the command that trains the run's recipe with the finding's patch; empty if there is no patch."""
+    from trimaran.doctor.predicted_gain import patch_settings
 
     if not finding.patch:
         return ""
-    settings = [part for each in settings_of(finding.patch) for part in ("--set", shlex.quote(each))]
-    return " ".join([own_name(), "train", shlex.quote(typed(run.recipe)), *settings])
+    settings = [part for each in patch_settings(finding.patch) for part in ("--set", shlex.quote(each))]
+    return " ".join([program_name(), "train", shlex.quote(path_argument(run.recipe)), *settings])
 
 
 def write_findings(run: RunDirectory, answer: dict[str, Any]) -> None:
-    """Put the findings where other programs look for them, whole or not at all."""
+    """Write the findings atomically, for other programs."""
     draft = run.findings.with_name(f"{run.findings.name}.{os.getpid()}.tmp")
     try:
         draft.write_text(json.dumps(answer, indent=2) + "\n", encoding="utf-8")
@@ -72,8 +72,8 @@ def _print(findings: list[Finding], run: RunDirectory, *, steps: int, last: int)
     console = Console(highlight=False)
     for finding in findings:
         _print_one(console, finding, run)
-    seen = f"the last {steps} steps, up to step {last}" if steps else "no step yet"
-    console.print(f"{len(findings) or 'no'} finding{'s' * (len(findings) != 1)} in {seen}", soft_wrap=True)
+    span = f"the last {steps} steps, up to step {last}" if steps else "a run without a finished step"
+    console.print(f"{len(findings) or 'no'} finding{'s' * (len(findings) != 1)} in {span}", soft_wrap=True)
 
 
 def _print_one(console: "Console", finding: Finding, run: RunDirectory) -> None:
@@ -83,9 +83,9 @@ def _print_one(console: "Console", finding: Finding, run: RunDirectory) -> None:
     console.print(head, soft_wrap=True)
     effect = finding.expected_effect and f"{finding.expected_effect} (confidence {finding.confidence:.0%})"
     lines = {
-        "who": finding.culprit,
+        "cause": finding.culprit,
         "seen": ", ".join(f"{name} {_short(value)}" for name, value in finding.evidence.items()),
-        "do": command_of(finding, run),
+        "fix": command_of(finding, run),
         "or" if finding.patch else "fix": finding.fix,
         "expect": effect,
         "more": f"docs/codes/{finding.code}.md",
@@ -97,7 +97,7 @@ def _print_one(console: "Console", finding: Finding, run: RunDirectory) -> None:
 
 
 def _short(value: Any) -> str:
-    """Return a piece of evidence as people read it."""
+    """Return a value of the evidence as short text."""
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""A run while it happens: a panel on a terminal, plain lines elsewhere."""
+"""The live view of a run: a panel on a terminal, plain lines elsewhere."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -8,61 +8,69 @@ from rich.live import Live
 from rich.text import Text
 
 from trimaran.app.views.logs import LogLine, printable
-from trimaran.app.views.run_findings import Visits
+from trimaran.app.views.run_findings import FindingsPoller
 from trimaran.app.views.run_state import RunState
 from trimaran.app.views.run_view import draw, line
-from trimaran.app.views.status_lines import finding_lines, glances
+from trimaran.app.views.status_lines import finding_lines, status_lines
 from trimaran.app.views.text_chart import ORANGE
 from trimaran.launch.incident_text import incident_text
 
 FRAME_SECONDS = 0.25
 MAX_FRAME_SECONDS = 2.0
-MAX_SHARE = 0.05  # of a core that the show may take from the ranks
+MAX_CPU_FRACTION = 0.05  # of a core that the live view may take from the ranks
 LINE_SECONDS = 5.0
 
 
-def follow(state: RunState, console: Console, *, over: Callable[[], bool], visits: Visits | None = None) -> None:
-    """Show the run until `over` says that it has ended; everything the ranks print goes past above the image.
+def follow(
+    state: RunState, console: Console, *, has_ended: Callable[[], bool], poller: FindingsPoller | None = None
+) -> None:
+    """Show the run until `has_ended`; the log lines of the ranks scroll above the panel.
 
-    With `visits` the doctor looks at the run now and then. `over` is asked before the files are read, so whatever was
-    written before the end is shown.
+    `poller` polls the doctor's findings. `has_ended` is called before the files are read, so that everything written
+    before the end is shown.
     """
     if console.is_terminal and not console.is_dumb_terminal and not console.options.ascii_only:
-        _follow_in_panel(state, console, over, visits)
+        _follow_in_panel(state, console, has_ended, poller)
     else:
-        _follow_in_lines(state, console, over, visits)
+        _follow_in_lines(state, console, has_ended, poller)
 
 
-def _follow_in_panel(state: RunState, console: Console, over: Callable[[], bool], visits: Visits | None) -> None:
-    """Draw the panel a few times a second, with room behind it for the ^C that a terminal echoes."""
+def _follow_in_panel(
+    state: RunState, console: Console, has_ended: Callable[[], bool], poller: FindingsPoller | None
+) -> None:
+    """Draw the panel a few times a second, with space on its right for the ^C that a terminal echoes."""
     shown = {incident.id for incident in state.incidents}
     with Live(console=console, auto_refresh=False) as live:
         ended = False
         while not ended:
             began = time.monotonic()
-            ended = over()
+            ended = has_ended()
             show_log(state.refresh(), console)
             show_incidents(state, console, shown)
-            show_findings(state, console, visits)
-            image = draw(state, width=console.width - len("^C"), height=console.height, extra=glances(state, visits))
-            live.update(image, refresh=True)
+            show_findings(state, console, poller)
+            panel = draw(
+                state, width=console.width - len("^C"), height=console.height, extra=status_lines(state, poller)
+            )
+            live.update(panel, refresh=True)
             if not ended:
                 drawing = time.monotonic() - began
-                time.sleep(min(max(FRAME_SECONDS, drawing / MAX_SHARE), MAX_FRAME_SECONDS))
+                time.sleep(min(max(FRAME_SECONDS, drawing / MAX_CPU_FRACTION), MAX_FRAME_SECONDS))
 
 
-def _follow_in_lines(state: RunState, console: Console, over: Callable[[], bool], visits: Visits | None) -> None:
-    """Print a line for the first step, for the last, and in between not more often than every few seconds."""
+def _follow_in_lines(
+    state: RunState, console: Console, has_ended: Callable[[], bool], poller: FindingsPoller | None
+) -> None:
+    """Print a line for the first and the last step, and every few seconds in between."""
     shown, due, ended, evaluated = -1, 0.0, False, 0
-    told = {incident.id for incident in state.incidents}
+    shown_incidents = {incident.id for incident in state.incidents}
     while not ended:
-        ended = over()
+        ended = has_ended()
         show_log(state.refresh(), console)
-        show_incidents(state, console, told)
-        show_findings(state, console, visits)
+        show_incidents(state, console, shown_incidents)
+        show_findings(state, console, poller)
         for step, loss in state.evaluations[evaluated:]:
-            right = "".join(f"  {name} {share:.1%}" for name, share in state.accuracy.items())
-            print_plain(console, f"step {step}  held-out loss {loss:.4f}{right}")
+            accuracy = "".join(f"  {name} {fraction:.1%}" for name, fraction in state.accuracy.items())
+            print_plain(console, f"step {step}  held-out loss {loss:.4f}{accuracy}")
         evaluated = len(state.evaluations)
         if len(state.steps) != shown and (ended or shown <= 0 or time.monotonic() >= due):
             print_plain(console, line(state))
@@ -72,16 +80,16 @@ def _follow_in_lines(state: RunState, console: Console, over: Callable[[], bool]
 
 
 def show_log(lines: Iterable[LogLine], console: Console) -> None:
-    """Print what the ranks said, each line with the rank that said it."""
+    """Print the log lines of the ranks, each with its rank."""
     for each in lines:
-        loud = any(word in each.text for word in ("WARN", "Warning", "ERROR", "Error", "Traceback"))
+        is_warning = any(word in each.text for word in ("WARN", "Warning", "ERROR", "Error", "Traceback"))
         console.print(
-            Text.assemble((f"[rank {each.rank}] ", "dim"), (each.text, ORANGE if loud else "dim")), soft_wrap=True
+            Text.assemble((f"[rank {each.rank}] ", "dim"), (each.text, ORANGE if is_warning else "dim")), soft_wrap=True
         )
 
 
 def show_incidents(state: RunState, console: Console, shown: set[str]) -> None:
-    """Print the incident_text of every incident about which something was done, once."""
+    """Print the text of every incident that has an action, once."""
     for incident in state.incidents:
         if incident.id not in shown and incident.action is not None:
             shown.add(incident.id)
@@ -90,18 +98,18 @@ def show_incidents(state: RunState, console: Console, shown: set[str]) -> None:
             print_plain(console, rest)
 
 
-def show_findings(state: RunState, console: Console, visits: Visits | None) -> None:
-    """Let the doctor look if it is time to, and print what was not found before, with the command that mends it."""
-    if visits is None:
+def show_findings(state: RunState, console: Console, poller: FindingsPoller | None) -> None:
+    """Poll the doctor if it is due, and print new findings with the command that fixes them."""
+    if poller is None:
         return
-    visits.look()
-    for told in visits.news():
-        for each in finding_lines(told):
+    poller.poll()
+    for finding in poller.new_findings():
+        for each in finding_lines(finding):
             console.print(each, soft_wrap=True)
-    if trouble := visits.new_trouble():
-        print_plain(console, printable(trouble))
+    if error := poller.new_error():
+        print_plain(console, printable(error))
 
 
 def print_plain(console: Console, text: str) -> None:
-    """Print `text` as it is: nothing in it is markup, and a long line stays one line."""
+    """Print `text` without markup and without wrapping."""
     console.print(Text(text), soft_wrap=True)

@@ -1,4 +1,4 @@
-"""What the ranks printed: followed while they run, and their last words afterwards."""
+"""The logs of the ranks: followed while they run, and their last lines afterwards."""
 
 import re
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from trimaran.run import LineFollower
 
 MAX_TAIL_BYTES = 1 << 16
 TRACEBACK = "Traceback (most recent call last):"
-ATTEMPT = re.compile(r"-- start \d+ --")  # where the fork server starts a rank anew
+ATTEMPT = re.compile(r"-- start \d+ --")  # written by the fork server when it starts a rank
 
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -26,9 +26,9 @@ class LogLine:
 
 
 class LogFollower:
-    """Yields the lines that were added to a rank's log since the last look, from at most 64 KiB before its end.
+    """Yields the lines added to a rank's log since the last call; the first call starts at most 64 KiB before its end.
 
-    Of a traceback only the last line, which says what was wrong: when one rank dies, the others have a screenful each.
+    Of a traceback it yields only the last line, which has the error: if one rank dies, all others print a traceback.
     """
 
     def __init__(self, path: Path, rank: int) -> None:
@@ -37,27 +37,27 @@ class LogFollower:
 
     def new(self) -> Iterator[LogLine]:
         for line in self._lines.new():
-            text = _left_over(line)
+            text = _visible_text(line)
             self._in_traceback = text.startswith(TRACEBACK) or (self._in_traceback and text[:1] in ("", " "))
             if text and not self._in_traceback and not ATTEMPT.fullmatch(text):
                 yield LogLine(rank=self._rank, text=text)
 
 
 def tail(path: Path, num_lines: int) -> list[str]:
-    """Return the last lines of a log, without control codes; none when there is no such file."""
+    """Return the last lines of a log, without control codes; none if there is no such file."""
     if not path.exists():
         return []
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - MAX_TAIL_BYTES))
-        lines = [text for line in file if (text := _left_over(line))]
+        lines = [text for line in file if (text := _visible_text(line))]
     return lines[-num_lines:]
 
 
 def printable(text: str) -> str:
-    """Return `text` without the codes that would steer a terminal; new lines and tabs stay."""
+    """Return `text` without terminal control codes; newlines and tabs stay."""
     return _CONTROL.sub("", text)
 
 
-def _left_over(line: bytes) -> str:
-    """Return what a terminal would be left with after `line`: the last part that was printed over the others."""
+def _visible_text(line: bytes) -> str:
+    """Return what a terminal would show after `line`: a carriage return overwrites what came before it."""
     return printable(line.decode("utf-8", errors="replace").rstrip().rsplit("\r", 1)[-1])

@@ -1,4 +1,4 @@
-"""A plan drawn: what it is, whether it fits, and where the bytes and seconds go."""
+"""Prints a plan: what it is, whether it fits, and where the bytes and seconds go."""
 
 from rich.bar import Bar
 from rich.console import Console
@@ -28,7 +28,7 @@ def show_plan(request: Request, console: Console) -> None:
 
 
 def facts_table() -> Table:
-    """Return a table of names and facts, to be filled."""
+    """Return an empty table of names and facts."""
     facts = Table.grid(padding=(0, 2, 0, 0))
     facts.add_column(style="dim", no_wrap=True)
     facts.add_column(overflow="fold")
@@ -36,30 +36,30 @@ def facts_table() -> Table:
 
 
 def add_model(facts: Table, outline: Outline | None) -> None:
-    """Add what the network is, and its towers where it has several."""
+    """Add the network, and its towers if it has several."""
     if outline is None:
         return
     facts.add_row("model", f"{outline.name}, {show_count(outline.num_parameters)} parameters")
     if len(outline.towers) > 1:
-        words = [
+        towers = [
             f"{each.name} {show_count(each.parameters)}{' frozen' if each.frozen else ''}" for each in outline.towers
         ]
-        facts.add_row("towers", ", ".join(words))
+        facts.add_row("towers", ", ".join(towers))
 
 
 def unit_of(outline: Outline | None) -> str:
-    """Return what a network reads: tokens, or positions where a sample has a fixed number; samples where it has one."""
+    """Return the unit of throughput: tokens, or positions if a sample has a fixed number of them, or samples if one."""
     fixed = outline.main.positions if outline else 0
     return {0: "tokens", 1: "samples"}.get(fixed, "positions")
 
 
 def add_plan(facts: Table, plan: Plan, cluster: Cluster, *, unit: str) -> None:
-    """Add what the plan is and what it costs: whether it fits, how fast it is, how sure that is."""
+    """Add the plan and its cost: whether it fits, how fast it is, and the error of the prediction."""
     facts.add_row("plan", Text(str(plan), style="bold"))
     for name, own in plan.towers.items():
-        words = [f"shard {own.sharding}"] * (own.sharding is not None)
-        words += [f"recompute {own.recompute}"] * (own.recompute is not None)
-        facts.add_row("", f"{name}: {', '.join(words)}")
+        parts = [f"shard {own.sharding}"] * (own.sharding is not None)
+        parts += [f"recompute {own.recompute}"] * (own.recompute is not None)
+        facts.add_row("", f"{name}: {', '.join(parts)}")
     if plan.mesh.pp > 1:
         facts.add_row("stages", _stages(plan))
     if prediction := plan.prediction:
@@ -71,46 +71,46 @@ def show_terms(plan: Plan, console: Console) -> None:
     terms = explain(plan)
     exposed = plan.prediction.exposed if plan.prediction else {}
     for title, rows, show in (
-        ("bytes of one device at the peak", terms.memory, show_bytes),
-        ("seconds of one step", terms.time, show_seconds),
+        ("peak memory of one device", terms.memory, show_bytes),
+        ("time of one step", terms.time, show_seconds),
     ):
         table = _term_table()
         for row in rows:
             bar = Bar(rows[0].value, 0, row.value, width=BAR_CELLS, color=SKY)
             meaning = [row.meaning] if console.width >= WIDE_COLUMNS else []
-            table.add_row(row.term, bar, show(row.value), f"{row.share:.0%}", *meaning)
+            table.add_row(row.term, bar, show(row.value), f"{row.fraction:.0%}", *meaning)
         if rows:
             console.print(Text(f"\n{title}", style="dim"))
             console.print(table)
     waits = sorted(((seconds, what) for what, seconds in exposed.items() if seconds > 0), reverse=True)
     if waits:
-        words = ", ".join(f"{what} {show_seconds(seconds)}" for seconds, what in waits)
-        console.print(Text(f"comm is {words}", style="dim"))
+        parts = ", ".join(f"{what} {show_seconds(seconds)}" for seconds, what in waits)
+        console.print(Text(f"comm is {parts}", style="dim"))
 
 
 def occupancy(prediction: Prediction, cluster: Cluster) -> float:
-    """Return the share of a device that the plan fills."""
+    """Return the fraction of a device's memory that the plan uses."""
     return prediction.device_bytes / cluster.device.memory_bytes
 
 
 def _stages(plan: Plan) -> str:
     counts = plan.pipeline.stages
-    cut = f"{', '.join(map(str, counts))} layers" if 0 < len(counts) <= 16 else f"{plan.num_stages}"
-    return f"{cut}, waiting {plan.bubble:.0%} of the time in theory"
+    stages = f"{', '.join(map(str, counts))} layers" if 0 < len(counts) <= 16 else f"{plan.num_stages}"
+    return f"{stages}, theoretical bubble {plan.bubble:.0%}"
 
 
 def _add_cost(facts: Table, prediction: Prediction, cluster: Cluster, unit: str) -> None:
     verdict = Text("fits", style=GREEN) if prediction.fits else Text("does not fit", style=f"bold {RED}")
-    # What the device must have: tensors, what the allocator keeps beside them, the driver and the collectives.
+    # device_bytes: tensors, the allocator's reserve, the CUDA context and the collectives' buffers.
     full = f"{show_bytes(prediction.device_bytes)} of {show_bytes(cluster.device.memory_bytes)} a device"
-    share = f" ({occupancy(prediction, cluster):.0%}), "
-    facts.add_row("memory", Text.assemble(full, share, verdict, f"; tensors {show_bytes(prediction.peak_bytes)}"))
+    fraction = f" ({occupancy(prediction, cluster):.0%}), "
+    facts.add_row("memory", Text.assemble(full, fraction, verdict, f"; tensors {show_bytes(prediction.peak_bytes)}"))
     if prediction.host_bytes:
         facts.add_row("host", f"{show_bytes(prediction.host_bytes)} of {show_bytes(cluster.host_bytes)} a node, pinned")
-    pace = f"{show_seconds(prediction.step_seconds)} a step, {show_count(prediction.tokens_per_second)} {unit}/s"
-    facts.add_row("speed", f"{pace}, mfu {prediction.mfu:.0%}")
+    speed = f"{show_seconds(prediction.step_seconds)} a step, {show_count(prediction.tokens_per_second)} {unit}/s"
+    facts.add_row("speed", f"{speed}, mfu {prediction.mfu:.0%}")
     source = f"; {prediction.source}" if prediction.source else ""
-    facts.add_row("error", f"give or take {prediction.error:.0%}{source}")
+    facts.add_row("error", f"±{prediction.error:.0%}{source}")
 
 
 def _term_table() -> Table:
@@ -119,5 +119,5 @@ def _term_table() -> Table:
     table.add_column(width=BAR_CELLS, no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(justify="right", style="dim", no_wrap=True)
-    table.add_column(style="dim")  # the only one that may wrap: where room is short, no figure gives way
+    table.add_column(style="dim")  # the only column that may wrap, so that numbers stay complete
     return table

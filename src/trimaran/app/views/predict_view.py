@@ -1,4 +1,4 @@
-"""Answers of `predict` for a person: all of them when they are few, else the quickest, and what went wrong."""
+"""Prints the answers of `predict`: all of them if they are few, else the fastest, and the errors."""
 
 import heapq
 import time
@@ -13,14 +13,14 @@ from rich.text import Text
 from trimaran.app.views.text_chart import GREEN, RED
 from trimaran.core import show_bytes, show_count, show_seconds
 
-ALL_ROWS = 40
-BEST_ROWS = 20
-ERRORS = 5
+MAX_ALL_ROWS = 40
+MAX_BEST_ROWS = 20
+MAX_ERRORS = 5
 
 
 @dataclass(slots=True)
 class AnswerCount:
-    """What was answered so far; of many answers only those that are shown are kept."""
+    """The answers so far; of many answers only the shown ones are kept."""
 
     num_answers: int = 0
     num_fitting: int = 0
@@ -34,17 +34,17 @@ class AnswerCount:
         self.num_answers += 1
         if "error" in answer:
             self.num_errors += 1
-            self.errors += [answer] if len(self.errors) < ERRORS else []
+            self.errors += [answer] if len(self.errors) < MAX_ERRORS else []
             return
         self.num_fitting += answer["fits"]
-        self.first += [answer] if len(self.first) <= ALL_ROWS else []
+        self.first += [answer] if len(self.first) <= MAX_ALL_ROWS else []
         if answer["fits"]:
-            push = heapq.heappush if len(self.best) < BEST_ROWS else heapq.heappushpop
+            push = heapq.heappush if len(self.best) < MAX_BEST_ROWS else heapq.heappushpop
             push(self.best, (answer["tokens_per_second_per_gpu"], -self.num_answers, answer))
 
 
 def count_answers(answers: Iterable[dict[str, Any]]) -> AnswerCount:
-    """Return what the answers come to, and how long they took."""
+    """Return the answers and how long they took."""
     tally, began = AnswerCount(), time.perf_counter()
     for answer in answers:
         tally.add(answer)
@@ -53,21 +53,21 @@ def count_answers(answers: Iterable[dict[str, Any]]) -> AnswerCount:
 
 
 def show_answers(tally: AnswerCount, console: Console) -> None:
-    """Print the answers as a table, how many there were, and the first mistakes."""
-    few = len(tally.first) <= ALL_ROWS
+    """Print the answers as a table, their number, and the first errors."""
+    few = len(tally.first) <= MAX_ALL_ROWS
     rows = tally.first if few else [answer for *_, answer in sorted(tally.best, reverse=True)]
     if rows:
         console.print(_table(rows))
-    words = f"{tally.num_answers:,} lines in {show_seconds(tally.seconds)}, {tally.num_fitting:,} fit"
+    summary = f"{tally.num_answers:,} lines in {show_seconds(tally.seconds)}, {tally.num_fitting:,} fit"
     if not few:
-        words += f"; these are the {len(rows)} quickest a GPU, --json has all"
-    console.print(Text(words, style="dim"))
+        summary += f"; these are the {len(rows)} fastest per GPU, --json has all"
+    console.print(Text(summary, style="dim"))
     if tally.num_errors:
-        console.print(Text(f"{tally.num_errors:,} lines could not be answered:", style=RED))
+        console.print(Text(f"{tally.num_errors:,} lines have errors:", style=RED))
     for answer in tally.errors:
         error = answer["error"]
-        told = f"  {error['code']}: {error['what']} ({error['where']}{_named(answer['id'])}); {error['fix']}"
-        console.print(Text(told), soft_wrap=True)
+        text = f"  {error['code']}: {error['what']} ({error['where']}{_named(answer['id'])}); {error['fix']}"
+        console.print(Text(text), soft_wrap=True)
 
 
 def _named(name: Any) -> str:
@@ -84,6 +84,6 @@ def _table(answers: Iterable[dict[str, Any]]) -> Table:
     for answer in answers:
         verdict = Text("fits", style=GREEN) if answer["fits"] else Text("no", style=RED)
         numbers = show_bytes(answer["device_bytes"]), show_seconds(answer["step_seconds"])
-        pace = show_count(answer["tokens_per_second_per_gpu"]), f"{answer['mfu']:.0%}"
-        table.add_row(Text(str(answer["id"])), verdict, *numbers, *pace, Text(answer.get("why", "")))
+        speed = show_count(answer["tokens_per_second_per_gpu"]), f"{answer['mfu']:.0%}"
+        table.add_row(Text(str(answer["id"])), verdict, *numbers, *speed, Text(answer.get("why", "")))
     return table

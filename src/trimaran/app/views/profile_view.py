@@ -1,4 +1,4 @@
-"""A profile as tables: what took the time, what holds the memory."""
+"""Prints a profile as tables: where the time goes, what uses the memory."""
 
 from pathlib import Path
 from typing import Any
@@ -9,20 +9,20 @@ from rich.table import Table
 from trimaran.app.views.logs import printable
 from trimaran.core import show_bytes
 
-NUMBERS = 32  # columns that the figures of a row take
-ROWS = 10
+NUMBERS_WIDTH = 32  # columns of the numbers of a row
+MAX_ROWS = 10
 
 
 def show_profile(answer: dict[str, Any], console: Console) -> None:
-    """Print what `trimaran profile` answers."""
+    """Print the answer of `trimaran profile`."""
     if "merged" in answer:
         ranks = ", ".join(map(str, answer["ranks"]))
         console.print(
-            f"{answer['merged']}\nstep {answer['step']} on, ranks {ranks}; open it at https://ui.perfetto.dev"
+            f"{answer['merged']}\nfrom step {answer['step']}, ranks {ranks}; open it at https://ui.perfetto.dev"
         )
         for host, clock in answer["clocks"].items():
             if clock["shift_microseconds"]:
-                console.print(f"clock of {printable(host)} set by {clock['shift_microseconds'] / 1e3:+.3f} ms")
+                console.print(f"clock of {printable(host)} shifted by {clock['shift_microseconds'] / 1e3:+.3f} ms")
         return
     for file, trace in zip(answer["files"], answer.get("traces", ()), strict=False):
         console.print(file, soft_wrap=True)
@@ -34,15 +34,14 @@ def show_profile(answer: dict[str, Any], console: Console) -> None:
 
 def _show_trace(trace: dict[str, Any], console: Console) -> None:
     (first, last), seconds = trace["steps"], trace["seconds"]
-    who = "device idle" if trace["on_device"] else "no operator at work"
-    words = f"steps {first} to {last} of rank {trace['rank']}: {seconds:.3f} s; {who} {trace['idle'] / seconds:.1%}"
+    idle = "device idle" if trace["on_device"] else "no operator running"
+    text = f"steps {first} to {last} of rank {trace['rank']}: {seconds:.3f} s; {idle} {trace['idle'] / seconds:.1%}"
     if trace["communication"]:
-        words += f"; communication {trace['communication'] / seconds:.1%}, and {trace['exposed'] / seconds:.1%} that "
-        words += "nothing hides"
-    console.print(words, soft_wrap=True)
+        text += f"; communication {trace['communication'] / seconds:.1%}, exposed {trace['exposed'] / seconds:.1%}"
+    console.print(text, soft_wrap=True)
     table = _table("self time", "share", "calls", "kernel" if trace["on_device"] else "operator")
-    longest = max(20, console.width - NUMBERS)
-    for row in trace["rows"][:ROWS]:
+    longest = max(20, console.width - NUMBERS_WIDTH)
+    for row in trace["rows"][:MAX_ROWS]:
         name = printable(row["name"])
         short = name if len(name) <= longest else f"{name[: longest - 3]}..."
         table.add_row(f"{row['seconds'] * 1e3:.2f} ms", f"{row['share']:.1%}", f"{row['calls']:,}", short)
@@ -57,24 +56,24 @@ def _show_memory(memory: dict[str, Any], console: Console) -> None:
     kinds = ", ".join(f"{kind} {show_bytes(size)}" for kind, size in (memory["kinds"] | within["kinds"]).items())
     console.print(f"known: {kinds}", soft_wrap=True)
     if peak := memory.get("peak"):
-        console.print(f"peak: {show_bytes(peak['allocated'])}, of which {show_bytes(peak['from_before'])} was there "
-                      "before the history began", soft_wrap=True)  # fmt: skip
+        console.print(f"peak: {show_bytes(peak['allocated'])}, of which {show_bytes(peak['from_before'])} was "
+                      "allocated before the history began", soft_wrap=True)  # fmt: skip
     table = _table("bytes", "count", "kind", "module")
     rows = sorted([*memory["holders"], *within["holders"]], key=lambda row: -row["bytes"])
-    for row in rows[:ROWS]:
+    for row in rows[:MAX_ROWS]:
         table.add_row(show_bytes(row["bytes"]), str(row["count"]), row["kind"], printable(row["module"]))
     console.print(table)
     lines = peak["lines"] if peak else memory["lines"]
     if lines:
         table = _table("bytes", "count", "line", "function")
-        for row in lines[:ROWS]:
+        for row in lines[:MAX_ROWS]:
             where = f"{Path(row['file']).name}:{row['line']}" if row["file"] else "unknown"
             table.add_row(show_bytes(row["bytes"]), str(row["count"]), printable(where), printable(row["function"]))
         console.print(table)
 
 
 def _table(*columns: str) -> Table:
-    """Return a table without lines whose last two columns are words."""
+    """Return a table without lines; its last two columns are text."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for index, name in enumerate(columns):
         table.add_column(name, justify="left" if index >= 2 and name not in ("calls",) else "right", no_wrap=True)

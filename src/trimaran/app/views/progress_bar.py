@@ -1,4 +1,4 @@
-"""A bar while data is packed."""
+"""A progress bar for preparing data, verifying and exporting."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,17 +6,17 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from trimaran.data import Progress as Report
+from trimaran.data import Progress as ProgressCallback
 
 
 @contextmanager
-def packing_bar(console: Console) -> Iterator[Report]:
-    """Yield what `trimaran.data` reports its progress to: a bar on a terminal until it is done, nothing elsewhere."""
+def progress_bar(console: Console) -> Iterator[ProgressCallback]:
+    """Yield a callback that shows progress: a bar on a terminal until it is done, nothing elsewhere."""
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("looking at the data", total=1.0, visible=False)
+        task = bar.add_task("checking the data", total=1.0, visible=False)
 
-        def report(what: str, share: float) -> None:
-            bar.update(task, description=what, completed=share, visible=True)
+        def report(what: str, fraction: float) -> None:
+            bar.update(task, description=what, completed=fraction, visible=True)
 
         yield report

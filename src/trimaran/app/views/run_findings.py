@@ -1,4 +1,4 @@
-"""What the doctor says about a run, for those who watch it: looked for now and then, and never in the way."""
+"""Polls the doctor's findings about a run for the live view, without disturbing the run."""
 
 import logging
 import os
@@ -11,13 +11,13 @@ from typing import Any
 from trimaran.core import Finding
 from trimaran.run import RunDirectory
 
-LOOK_SECONDS = 10.0
-MAX_SHARE = 0.05  # of a core that looking may take from the ranks
+POLL_SECONDS = 10.0
+MAX_CPU_FRACTION = 0.05  # of a core that polling may take from the ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunFindings:
-    """A finding and the command that applies its patch; empty where no setting mends it."""
+class RunFinding:
+    """A finding and the command that applies its patch; empty if no setting fixes it."""
 
     finding: Finding
     command: str
@@ -26,78 +26,78 @@ class RunFindings:
         return self.finding.as_dict() | {"command": self.command}
 
 
-def read_findings(run: RunDirectory) -> tuple[list[RunFindings], str]:
-    """Return what the doctor finds now and what kept it from looking, if anything did: a run is shown all the same."""
+def read_findings(run: RunDirectory) -> tuple[list[RunFinding], str]:
+    """Return the doctor's findings and the doctor's own error, if any: it must not disturb the live view."""
     try:
         from trimaran.app.views.diagnosis import command_of
         from trimaran.doctor.diagnose import diagnose
         from trimaran.doctor.evidence import read_evidence
         from trimaran.hardware import calibration_folder
 
-        with _overheard("trimaran.doctor") as troubles:
+        with _captured_warnings("trimaran.doctor") as warnings:
             found = diagnose(read_evidence(run, calibrations=calibration_folder(os.environ)))
-        return [RunFindings(finding=each, command=command_of(each, run)) for each in found], "; ".join(troubles)
+        return [RunFinding(finding=each, command=command_of(each, run)) for each in found], "; ".join(warnings)
     except Exception as error:
-        return [], f"the doctor could not look: {type(error).__name__}: {error}"
+        return [], f"the doctor failed: {type(error).__name__}: {error}"
 
 
 @contextmanager
-def _overheard(name: str) -> Iterator[list[str]]:
-    """Yield the warnings and errors that a logger is about to say: a traceback every ten seconds hides the run."""
-    logger, said = logging.getLogger(name), []
+def _captured_warnings(name: str) -> Iterator[list[str]]:
+    """Yield the warnings and errors of a logger instead of printing them: repeated tracebacks would hide the run."""
+    logger, messages = logging.getLogger(name), []
 
-    def hear(record: logging.LogRecord) -> None:
+    def emit(record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
-        said.append(record.getMessage() + (f": {type(error).__name__}: {error}" if error else ""))
+        messages.append(record.getMessage() + (f": {type(error).__name__}: {error}" if error else ""))
 
-    ear = logging.Handler(logging.WARNING)
-    ear.emit = hear
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = emit
     before, logger.propagate = logger.propagate, False
-    logger.addHandler(ear)
+    logger.addHandler(handler)
     try:
-        yield said
+        yield messages
     finally:
-        logger.removeHandler(ear)
+        logger.removeHandler(handler)
         logger.propagate = before
 
 
-class Visits:
-    """The doctor's visits to one run.
+class FindingsPoller:
+    """Polls the doctor's findings about one run.
 
-    Every ten seconds, and seldom enough that they take a twentieth of a core. Nothing that goes wrong in one is raised:
-    whoever shows a run may also be who keeps it going.
+    It polls every ten seconds, or less often to use at most a twentieth of a core. It never raises: the process that
+    shows a run may also be the one that started it.
     """
 
     def __init__(self, run: RunDirectory, *, at_once: bool) -> None:
         self.run = run
-        self.told: list[RunFindings] = []
-        self.trouble = ""
-        self._due = 0.0 if at_once else time.monotonic() + LOOK_SECONDS
+        self.findings: list[RunFinding] = []
+        self.error = ""
+        self._due = 0.0 if at_once else time.monotonic() + POLL_SECONDS
         self._shown: dict[tuple[str, str], bool] = {}  # by code and culprit: whether as a fault
-        self._complained = False
+        self._error_shown = False
 
-    def look(self) -> None:
-        """Look again if it is time to."""
+    def poll(self) -> None:
+        """Read the findings again if it is due."""
         began = time.monotonic()
         if began < self._due:
             return
-        self.told, self.trouble = read_findings(self.run)
+        self.findings, self.error = read_findings(self.run)
         took = time.monotonic() - began
-        self._due = began + max(LOOK_SECONDS, took / MAX_SHARE)
+        self._due = began + max(POLL_SECONDS, took / MAX_CPU_FRACTION)
 
-    def news(self) -> list[RunFindings]:
-        """Return what was not returned before: each code and culprit once, and again when it has become a fault."""
+    def new_findings(self) -> list[RunFinding]:
+        """Return each finding once, by code and culprit, and again if it has become a fault."""
         new = []
-        for each in self.told:
+        for each in self.findings:
             key, is_fault = (each.finding.code, each.finding.culprit), each.finding.severity == "fault"
             if key not in self._shown or (is_fault and not self._shown[key]):
                 self._shown[key] = is_fault
                 new.append(each)
         return new
 
-    def new_trouble(self) -> str:
-        """Return what kept the doctor from looking, the first time that something did; otherwise nothing."""
-        if not self.trouble or self._complained:
+    def new_error(self) -> str:
+        """Return the doctor's own error the first time there is one; otherwise an empty string."""
+        if not self.error or self._error_shown:
             return ""
-        self._complained = True
-        return self.trouble
+        self._error_shown = True
+        return self.error

@@ -1,4 +1,4 @@
-"""The image of a run: a pure function of its state, whatever draws it."""
+"""The panel of a run in a terminal: a pure function of its state."""
 
 import io
 import math
@@ -13,12 +13,12 @@ from rich.table import Table
 from rich.text import Text
 
 from trimaran.app.views.run_state import RunState
-from trimaran.app.views.text_chart import BLUE, GREEN, ORANGE, PURPLE, RED, SKY, curve, shares
+from trimaran.app.views.text_chart import BLUE, GREEN, ORANGE, PURPLE, RED, SKY, curve, stacked_bar
 from trimaran.core import show_bytes, show_count, show_seconds
 
 WIDE_COLUMNS = 118
 CURVE_ROWS = 6
-LEAST_ROWS = 3
+MIN_CURVE_ROWS = 3
 
 STATUS_COLORS = {
     "starting": ORANGE,
@@ -40,32 +40,32 @@ PHASE_COLORS = {
 
 
 def draw(state: RunState, *, width: int, height: int | None = None, extra: Sequence[Text] = ()) -> RenderableType:
-    """Return the run as a panel of `width` columns: one column of parts, two where there is room.
+    """Return the run as a panel of `width` columns; a wide panel has two columns of parts.
 
-    `extra` are lines under it. Where a window of `height` has no room for all, the curve gets smaller first.
+    `extra` are lines at its end. If a window of `height` rows is too small, the curve shrinks first.
     """
     rows, lines = CURVE_ROWS + 2 if width >= WIDE_COLUMNS else CURVE_ROWS, list(extra)
     if height is not None and lines:
         others = _count_rows(_panel(state, width, rows, []), width) - rows + 1
-        rows = max(LEAST_ROWS, min(rows, height - others - len(lines)))
-        lines = _first(lines, room=max(1, height - others - rows))
+        rows = max(MIN_CURVE_ROWS, min(rows, height - others - len(lines)))
+        lines = _first(lines, limit=max(1, height - others - rows))
     return _panel(state, width, rows, lines)
 
 
-def _count_rows(image: RenderableType, width: int) -> int:
-    return len(Console(width=width, file=io.StringIO()).render_lines(image))
+def _count_rows(content: RenderableType, width: int) -> int:
+    return len(Console(width=width, file=io.StringIO()).render_lines(content))
 
 
-def _first(lines: list[Text], *, room: int) -> list[Text]:
-    """Return the lines that there is room for, and how many there are beyond those."""
-    if len(lines) <= room:
+def _first(lines: list[Text], *, limit: int) -> list[Text]:
+    """Return the first lines, and as the last of `limit` lines how many are hidden."""
+    if len(lines) <= limit:
         return lines
-    hidden = len(lines) - room + 1
-    return [*lines[: room - 1], Text(f"... {hidden} more in a taller window", style="dim")]
+    hidden = len(lines) - limit + 1
+    return [*lines[: limit - 1], Text(f"... {hidden} more in a taller window", style="dim")]
 
 
 def _panel(state: RunState, width: int, rows: int, lines: Sequence[Text]) -> RenderableType:
-    """Return the panel with `rows` for the curve and `lines` under everything else."""
+    """Return the panel with `rows` for the curve and `lines` at its end."""
     inner = width - 4
     parts: list[RenderableType] = [Text(str(state.plan), style="dim"), _progress(state, inner)]
     if state.steps and width >= WIDE_COLUMNS:
@@ -87,24 +87,25 @@ def _panel(state: RunState, width: int, rows: int, lines: Sequence[Text]) -> Ren
 
 
 def line(state: RunState) -> str:
-    """Return the run in one line of plain characters, for logs and pipes."""
+    """Return the run in one line of plain text, for logs and pipes."""
     if not state.steps:
         return _readiness(state)
     last = state.steps[-1]
-    words = [f"step {last.step}/{state.recipe.train.steps}", f"loss {last.loss:.4f}"]
-    words += [
+    parts = [
+        f"step {last.step}/{state.recipe.train.steps}",
+        f"loss {last.loss:.4f}",
         f"{show_count(last.tokens_per_second)} {state.unit}/s",
         f"lr {last.lr:.2e}",
         f"grad norm {last.grad_norm:.2f}",
+        show_bytes(last.peak_bytes),
     ]
-    words += [show_bytes(last.peak_bytes)]
     if remaining := state.remaining_seconds:
-        words.append(f"{show_seconds(remaining)} left")
-    return "  ".join(words)
+        parts.append(f"{show_seconds(remaining)} left")
+    return "  ".join(parts)
 
 
 def difference(measured: float, predicted: float, *, error: float) -> Text:
-    """Return by how much a prediction was off; a tick when that is within its own error bar."""
+    """Return the relative error of a prediction; with a tick if it is within its own error bar."""
     if predicted <= 0:
         return Text("-", style="dim")
     off = measured / predicted - 1
@@ -116,23 +117,23 @@ def _progress(state: RunState, width: int) -> RenderableType:
     if not state.steps:
         return Text(_readiness(state))
     step, total = state.steps[-1].step, state.recipe.train.steps
-    words = f"step {step} / {total}"
+    text = f"step {step} / {total}"
     if remaining := state.remaining_seconds:
-        words += f"   {show_seconds(remaining)} left"
+        text += f"   {show_seconds(remaining)} left"
     row = Table.grid(padding=(0, 2, 0, 0))
-    bar = ProgressBar(total=total, completed=step, width=max(10, width - len(words) - 4), style="dim",
+    bar = ProgressBar(total=total, completed=step, width=max(10, width - len(text) - 4), style="dim",
                       complete_style=SKY, finished_style=GREEN)  # fmt: skip
-    row.add_row(bar, words)
+    row.add_row(bar, text)
     return row
 
 
 def _readiness(state: RunState) -> str:
-    """Return how far the start has come; the first seconds go into importing torch, and silence looks like a hang."""
+    """Return how far the start is: importing torch takes seconds, and without a message it looks like a hang."""
     world_size = state.plan.mesh.world_size
-    started, ready = len(state.now("start")), len(state.now("ready"))
+    started, ready = len(state.current_events("start")), len(state.current_events("ready"))
     ranks = "rank" if world_size == 1 else "ranks"
     if ready:
-        return f"{ready} of {world_size} {ranks} ready, first step under way"
+        return f"{ready} of {world_size} {ranks} ready, first step running"
     if started:
         return f"{started} of {world_size} {ranks} up, building the model"
     return f"starting {world_size} {ranks} (loading torch)"
@@ -178,7 +179,7 @@ def _numbers(state: RunState) -> RenderableType:
         grid.add_column(style="dim" if column % 2 == 0 else "", justify="left" if column % 2 == 0 else "right")
     grid.add_row(*(word for pair in pairs for word in pair[:2]))
     grid.add_row(*(word for pair in pairs for word in pair[2:]))
-    details = [Text.assemble((f"{name.replace('_', ' ')}  ", "dim"), words) for name, words in state.details]
+    details = [Text.assemble((f"{name.replace('_', ' ')}  ", "dim"), text) for name, text in state.details]
     return Group(grid, *details)
 
 
@@ -189,13 +190,13 @@ def _phases(state: RunState, width: int) -> list[RenderableType]:
         Text.assemble(("■ ", PHASE_COLORS[name]), f"{name} ", (f"{seconds / total:.0%}", "dim"))
         for name, seconds in phases.items()
     ]
-    return [shares(phases, PHASE_COLORS, width=width), Columns(legend, padding=(0, 3, 0, 0))]
+    return [stacked_bar(phases, PHASE_COLORS, width=width), Columns(legend, padding=(0, 3, 0, 0))]
 
 
 def _comparison(state: RunState) -> RenderableType:
     predicted, measured = state.plan.prediction, state.measured
     if predicted is None or measured is None:
-        return Text("nothing was predicted for this plan", style="dim")
+        return Text("this plan has no prediction", style="dim")
     table = Table(box=None, padding=(0, 3, 0, 0), pad_edge=False, header_style="dim")
     table.add_column("")
     for column in ("predicted", "measured", "difference"):
@@ -204,7 +205,7 @@ def _comparison(state: RunState) -> RenderableType:
         ("step", predicted.step_seconds, measured.step_seconds, show_seconds),
         ("peak memory", predicted.peak_bytes, measured.peak_bytes, show_bytes),
         ("tokens/s", predicted.tokens_per_second, measured.tokens_per_second, show_count),
-    ][: 3 if state.unit == "tokens" else 2]  # of scenes, the prediction counts positions
+    ][: 3 if state.unit == "tokens" else 2]  # for scenes, the prediction counts positions
     for name, before, after, show in rows:
         table.add_row(
             Text(name, style="dim"), show(before), show(after), difference(after, before, error=predicted.error)

@@ -1,4 +1,4 @@
-"""What the panel of a run says in a line each: memory, ranks, machines, goodput, incidents and findings."""
+"""The status lines of a run's panel: findings, goodput, incidents, ranks, memory and machines."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -7,74 +7,74 @@ from typing import Any, TypeGuard
 from rich.text import Text
 
 from trimaran.app.views.logs import printable
-from trimaran.app.views.run_findings import RunFindings, Visits
+from trimaran.app.views.run_findings import FindingsPoller, RunFinding
 from trimaran.app.views.run_state import RunState
 from trimaran.app.views.text_chart import GREEN, ORANGE, RED, SKY
 from trimaran.core import show_bytes, show_count, show_seconds
 
 Tree = dict[str, Any]
-SEVERITY = {"fault": ("✗", RED), "warning": ("!", ORANGE), "note": ("i", SKY)}  # a sign each: colour is not alone
+SEVERITY = {"fault": ("✗", RED), "warning": ("!", ORANGE), "note": ("i", SKY)}  # a sign each, not only a colour
 SPREADS = {
     "busy_seconds": ("work", show_seconds),
     "wait_seconds": ("wait", show_seconds),
     "tokens": ("tokens", show_count),
 }
-NUM_OUTLIERS = 3
-NUM_LOSSES = 3  # of time
-TIGHT = 0.92  # of a device's memory
-POWER_CAP, AT_LIMIT = "power_cap", "at the power limit"  # where a GPU that works hard belongs: nothing is wrong with it
+MAX_OUTLIERS = 3
+MAX_TIME_LOSSES = 3
+FULL_MEMORY_FRACTION = 0.92
+POWER_CAP, AT_LIMIT = "power_cap", "at the power limit"  # normal for a busy GPU, not a problem
 
 
-def glances(state: RunState, visits: Visits | None = None) -> list[Text]:
-    """Return the lines, what matters most first; what a run has no word about has no line."""
-    found = [*_findings(visits), *_ledger(state)] if visits else []
+def status_lines(state: RunState, poller: FindingsPoller | None = None) -> list[Text]:
+    """Return the lines, the most important first; without data there is no line."""
+    found = [*_findings(poller), *_ledger(state)] if poller else []
     return [*found, *_incidents(state), *_ranks(state), *_memory(state), *_machines(state)]
 
 
-def finding_lines(told: RunFindings) -> list[Text]:
-    """Return a finding in lines that can be copied: verdict, what to do, and what that should bring."""
-    finding = told.finding
+def finding_lines(found: RunFinding) -> list[Text]:
+    """Return a finding in lines that can be copied: verdict, fix, and its expected effect."""
+    finding = found.finding
     sign, color = SEVERITY[finding.severity]
     head = Text.assemble((f"{sign} {finding.code} ", f"bold {color}"), (printable(finding.verdict), "bold"))
-    rows = {"fix": told.command or finding.fix, "expect": finding.expected_effect}
-    return [head, *(Text(f"  {name}: {printable(words)}") for name, words in rows.items() if words)]
+    rows = {"fix": found.command or finding.fix, "expect": finding.expected_effect}
+    return [head, *(Text(f"  {name}: {printable(text)}") for name, text in rows.items() if text)]
 
 
-def _findings(visits: Visits) -> Iterator[Text]:
-    for each in visits.told:
+def _findings(poller: FindingsPoller) -> Iterator[Text]:
+    for each in poller.findings:
         sign, color = SEVERITY[each.finding.severity]
         yield _line("finding", Text.assemble((f"{sign} {each.finding.code} ", color), printable(each.finding.verdict)))
-    if visits.trouble:
-        yield _line("doctor", Text(printable(visits.trouble), style=ORANGE))
+    if poller.error:
+        yield _line("doctor", Text(printable(poller.error), style=ORANGE))
 
 
 def _incidents(state: RunState) -> Iterator[Text]:
     if found := state.incidents:
         last = found[-1]
-        words = f"{len(found)} so far" if len(found) > 1 else "1 so far"
+        count = f"{len(found)} so far"
         restarts = f", {state.restarts} restart{'' if state.restarts == 1 else 's'}" if state.restarts else ""
         yield _line(
-            "incident", Text(f"{words}{restarts}; last: {last.id} {last.cause}: {printable(last.what)}", style=ORANGE)
+            "incident", Text(f"{count}{restarts}; last: {last.id} {last.cause}: {printable(last.what)}", style=ORANGE)
         )
 
 
 def _ranks(state: RunState) -> Iterator[Text]:
-    """Yield how far the ranks are apart, and who stands out."""
+    """Yield the spread over ranks, and the outliers."""
     ranks = _tree(state.latest.get("ranks"))
-    parts = [Text.assemble((f"{word} ", "dim"), _spread(_tree(ranks.get(name)), show))
-             for name, (word, show) in SPREADS.items() if _known(_tree(ranks.get(name)))]  # fmt: skip
+    parts = [Text.assemble((f"{label} ", "dim"), _spread(_tree(ranks.get(name)), show))
+             for name, (label, show) in SPREADS.items() if _is_spread(_tree(ranks.get(name)))]  # fmt: skip
     if parts:
         yield _line("ranks", Text("   ").join(parts))
-    for each in _listed(ranks.get("outliers"))[:NUM_OUTLIERS]:
-        if words := _outlier(_tree(each)):
-            yield _line("", Text(words, style=ORANGE))
+    for each in _listed(ranks.get("outliers"))[:MAX_OUTLIERS]:
+        if text := _outlier(_tree(each)):
+            yield _line("", Text(text, style=ORANGE))
 
 
-def _spread(told: Tree, show: Any) -> Text:
-    at = f" (rank {told['at']})" if isinstance(told.get("at"), int) else ""
-    if told["min"] == told["max"]:
-        return Text(show(told["median"]), style="bold")
-    return Text.assemble((show(told["median"]), "bold"), f" {show(told['min'])}..{show(told['max'])}{at}")
+def _spread(spread: Tree, show: Any) -> Text:
+    at = f" (rank {spread['at']})" if isinstance(spread.get("at"), int) else ""
+    if spread["min"] == spread["max"]:
+        return Text(show(spread["median"]), style="bold")
+    return Text.assemble((show(spread["median"]), "bold"), f" {show(spread['min'])}..{show(spread['max'])}{at}")
 
 
 def _outlier(each: Tree) -> str:
@@ -82,37 +82,37 @@ def _outlier(each: Tree) -> str:
     value, median = each.get("value"), each.get("median")
     if not _is_number(value) or not _is_number(median) or not median:
         return ""
-    return f"rank {each.get('rank')} stands out: {what[0]} {what[1](value)}, {value / median:.1f} x the median"
+    return f"rank {each.get('rank')} is an outlier: {what[0]} {what[1](value)}, {value / median:.1f} x the median"
 
 
 def _memory(state: RunState) -> Iterator[Text]:
-    """Yield how full the device is, and what of it is lost between tensors."""
+    """Yield how full the device is, and how fragmented."""
     memory = _tree(state.latest.get("memory"))
-    held = memory.get("reserved", memory.get("allocated"))
-    if not _is_number(held):
+    used = memory.get("reserved", memory.get("allocated"))
+    if not _is_number(used):
         return
-    words, style = show_bytes(held), ""
+    text, style = show_bytes(used), ""
     if _is_number(total := memory.get("total")) and total > 0:
-        words += f" of {show_bytes(total)} ({held / total:.0%})"
-        style = RED if held > TIGHT * total else ""
+        text += f" of {show_bytes(total)} ({used / total:.0%})"
+        style = RED if used > FULL_MEMORY_FRACTION * total else ""
     if _is_number(memory.get("reserved")) and _is_number(memory.get("allocated")):
-        words += f", {show_bytes(memory['allocated'])} in tensors"
+        text += f", {show_bytes(memory['allocated'])} in tensors"
     if _is_number(memory.get("fragmentation")) and memory["fragmentation"] >= 0.01:
-        words += f", {memory['fragmentation']:.0%} fragmented"
+        text += f", {memory['fragmentation']:.0%} fragmented"
     counts = [f"{memory[name]} {name}" for name in ("retries", "ooms") if memory.get(name)]
     if counts:
-        words, style = f"{words}, {', '.join(counts)}", ORANGE
-    yield _line("memory", Text(words, style=style))
+        text, style = f"{text}, {', '.join(counts)}", ORANGE
+    yield _line("memory", Text(text, style=style))
 
 
 def _machines(state: RunState) -> Iterator[Text]:
-    """Yield the hosts and the GPUs of all nodes, each with the range over them."""
+    """Yield hosts and GPUs of all nodes, with the range over them."""
     samples = list(state.samples.values())
     if not samples:
         return
     hosts = [
         ("cpu", _range([each.get("cpu") for each in samples], "{:.0%}".format)),
-        ("ram", _range([_share(each.get("ram_used"), each.get("ram")) for each in samples], "{:.0%}".format)),
+        ("ram", _range([_fraction(each.get("ram_used"), each.get("ram")) for each in samples], "{:.0%}".format)),
         ("disk free", _range([each.get("disk_free") for each in samples], show_bytes)),
     ]
     yield from _pairs("machine" if len(samples) == 1 else f"{len(samples)} nodes", hosts)
@@ -120,54 +120,54 @@ def _machines(state: RunState) -> Iterator[Text]:
     reasons = {str(why) for gpu in gpus for why in _listed(gpu.get("throttle"))}
     rows = [
         ("busy", _range([gpu.get("utilisation") for gpu in gpus], "{:.0%}".format)),
-        ("memory", _range([_share(gpu.get("memory_used"), gpu.get("memory")) for gpu in gpus], "{:.0%}".format)),
+        ("memory", _range([_fraction(gpu.get("memory_used"), gpu.get("memory")) for gpu in gpus], "{:.0%}".format)),
         ("", _range([gpu.get("power") for gpu in gpus], "{:.0f} W".format)),
         ("", _range([gpu.get("temperature") for gpu in gpus], "{:.0f} °C".format)),
         ("", AT_LIMIT if POWER_CAP in reasons else ""),
-        ("held back by", ", ".join(sorted(reasons - {POWER_CAP}))),
+        ("throttled by", ", ".join(sorted(reasons - {POWER_CAP}))),
     ]
     yield from _pairs("gpu" if len(gpus) == 1 else f"{len(gpus)} gpus", rows)
 
 
 def _ledger(state: RunState) -> Iterator[Text]:
-    """Yield which share of the time moved the run on, and what took the most of the rest."""
+    """Yield the goodput, and the largest losses of time."""
     if (ledger := state.ledger) is None:
         return
     others = ("compute", "communication", "idle")
     lost = {name: seconds / ledger.at_work for name, seconds in ledger.seconds.items() if name not in others}
-    most = sorted(lost, key=lost.__getitem__, reverse=True)[:NUM_LOSSES]
-    words = ", ".join(f"{name} {lost[name]:.0%}" for name in most if lost[name] >= 0.01)
+    most = sorted(lost, key=lost.__getitem__, reverse=True)[:MAX_TIME_LOSSES]
+    losses = ", ".join(f"{name} {lost[name]:.0%}" for name in most if lost[name] >= 0.01)
     good = Text(f"{ledger.goodput:.1%}", style=GREEN if ledger.goodput >= 0.9 else "bold")
-    yield _line("goodput", Text.assemble(good, f" of {show_seconds(ledger.at_work)}", f"; {words}" if words else ""))
+    yield _line("goodput", Text.assemble(good, f" of {show_seconds(ledger.at_work)}", f"; {losses}" if losses else ""))
 
 
 def _pairs(name: str, rows: Sequence[tuple[str, str]]) -> Iterator[Text]:
-    words = [f"{label} {value}".strip() for label, value in rows if value]
-    if words:
-        yield _line(name, Text(", ".join(map(printable, words))))
+    parts = [f"{label} {value}".strip() for label, value in rows if value]
+    if parts:
+        yield _line(name, Text(", ".join(map(printable, parts))))
 
 
 def _range(values: Sequence[object], show: Any) -> str:
-    known = [value for value in values if isinstance(value, int | float) and math.isfinite(value)]
-    if not known:
+    numbers = [value for value in values if isinstance(value, int | float) and math.isfinite(value)]
+    if not numbers:
         return ""
-    low, high = show(min(known)), show(max(known))
+    low, high = show(min(numbers)), show(max(numbers))
     return low if low == high else f"{low}..{high}"
 
 
-def _share(part: object, whole: object) -> float | None:
-    return part / whole if _is_number(part) and _is_number(whole) and whole else None
+def _fraction(part: object, total: object) -> float | None:
+    return part / total if _is_number(part) and _is_number(total) and total else None
 
 
-def _line(name: str, words: Text) -> Text:
-    """Return one line: a name in a column of its own, then the words; what is too long ends in dots."""
-    line = Text.assemble((f"{name:9} ", "dim"), words, no_wrap=True, overflow="ellipsis")
+def _line(name: str, text: Text) -> Text:
+    """Return one line: the name in the first column, then the text; a line that is too long ends in dots."""
+    line = Text.assemble((f"{name:9} ", "dim"), text, no_wrap=True, overflow="ellipsis")
     line.no_wrap, line.overflow = True, "ellipsis"
     return line
 
 
-def _known(told: Tree) -> bool:
-    return all(_is_number(told.get(name)) for name in ("min", "median", "max"))
+def _is_spread(value: Tree) -> bool:
+    return all(_is_number(value.get(name)) for name in ("min", "median", "max"))
 
 
 def _is_number(value: object) -> TypeGuard[float]:

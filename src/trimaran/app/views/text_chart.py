@@ -1,4 +1,4 @@
-"""Numbers as characters: a curve in braille dots and a bar of shares."""
+"""Charts in text: a curve in braille dots, and a stacked bar."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from rich.text import Text
 
-# Okabe and Ito's colours: told apart with any kind of colour vision, on light and on dark ground.
+# The colour-blind safe palette of Okabe and Ito, readable on light and dark backgrounds.
 ORANGE, SKY, GREEN, BLUE, RED, PURPLE = "#e69f00", "#56b4e9", "#009e73", "#0072b2", "#d55e00", "#cc79a7"
 
 _BLANK = 0x2800
@@ -14,7 +14,7 @@ _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # the bit of t
 
 
 def curve(values: Sequence[float], *, width: int, height: int) -> list[str]:
-    """Return `height` lines of `width` braille cells with `values`, all finite, from left to right."""
+    """Return `height` lines of `width` braille cells that plot `values`, which must be finite."""
     columns = _column_means(values, 2 * width)
     if not columns:
         return [" " * width] * height
@@ -28,8 +28,8 @@ def curve(values: Sequence[float], *, width: int, height: int) -> list[str]:
     return ["".join(map(chr, row)) for row in cells]
 
 
-def shares(parts: Mapping[str, float], colors: Mapping[str, str], *, width: int) -> Text:
-    """Return one bar of `width` cells split like `parts`; each boundary is where it truly falls, so nothing drifts."""
+def stacked_bar(parts: Mapping[str, float], colors: Mapping[str, str], *, width: int) -> Text:
+    """Return one bar of `width` cells split in proportion to `parts`; rounding errors do not add up."""
     bar, total, passed, drawn = Text(), sum(parts.values()) or 1.0, 0.0, 0
     for name, part in parts.items():
         passed += part

@@ -1,4 +1,4 @@
-"""Samples with and without images: from anybody's files to an index of tokens."""
+"""Samples with and without images: reads common file formats and writes an index of tokens."""
 
 from trimaran.data.samples.prepare_samples import check_samples, prepare_samples
 from trimaran.data.samples.sample_index import SampleIndex, SampleRecord

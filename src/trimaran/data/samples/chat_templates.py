@@ -1,4 +1,4 @@
-"""How a conversation is written: what stands before and behind what each speaker says."""
+"""Chat templates: the text around each turn of a conversation."""
 
 import re
 from collections.abc import Mapping
@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 
 from trimaran.data.tokenizer import Tokenizer
 
-# What may be a token of its own in the texts below; `{end}` is the one that ends a document.
+# Special tokens in the texts below; `{end}` is the tokenizer's end-of-document token.
 SPECIAL = re.compile(r"(<\|[a-z_]+\|>|</?s>|\{end\})")
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
-    """What surrounds a turn. `end` says that the speaker is done, so an assistant has to learn it; `after` is not."""
+class TurnFormat:
+    """The text around a turn. `end` ends the turn, so it is a target in assistant turns; `after` is never a target."""
 
     before: str
     end: str
@@ -20,47 +20,53 @@ class Frame:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Template:
-    """How a conversation begins and what surrounds its turns. `knows` are tokens that a tokenizer made for it has."""
+class ChatTemplate:
+    """The text at the start of a conversation and around its turns. A matching tokenizer has `required_tokens`."""
 
-    frames: Mapping[str, Frame]
+    turns: Mapping[str, TurnFormat]
     begin: str = ""
-    greeting: str = ""  # what a system says when nobody says anything else
-    knows: tuple[str, ...] = field(default=())
+    default_system: str = ""  # the system turn of conversations without one
+    required_tokens: tuple[str, ...] = field(default=())
 
 
 TEMPLATES = {
-    "chatml": Template(
-        frames={role: Frame(f"<|im_start|>{role}\n", "<|im_end|>", "\n") for role in ("system", "user", "assistant")},
-        knows=("<|im_start|>", "<|im_end|>"),
+    "chatml": ChatTemplate(
+        turns={
+            role: TurnFormat(f"<|im_start|>{role}\n", "<|im_end|>", "\n") for role in ("system", "user", "assistant")
+        },
+        required_tokens=("<|im_start|>", "<|im_end|>"),
     ),
-    "llama3": Template(
+    "llama3": ChatTemplate(
         begin="<|begin_of_text|>",
-        frames={
-            role: Frame(f"<|start_header_id|>{role}<|end_header_id|>\n\n", "<|eot_id|>")
+        turns={
+            role: TurnFormat(f"<|start_header_id|>{role}<|end_header_id|>\n\n", "<|eot_id|>")
             for role in ("system", "user", "assistant")
         },
-        knows=("<|start_header_id|>", "<|eot_id|>"),
+        required_tokens=("<|start_header_id|>", "<|eot_id|>"),
     ),
-    "vicuna": Template(
+    "vicuna": ChatTemplate(
         begin="<s>",
-        frames={"system": Frame("", " "), "user": Frame("USER: ", " "), "assistant": Frame("ASSISTANT: ", "</s>")},
-        greeting="A chat between a curious user and an artificial intelligence assistant. "
+        turns={
+            "system": TurnFormat("", " "),
+            "user": TurnFormat("USER: ", " "),
+            "assistant": TurnFormat("ASSISTANT: ", "</s>"),
+        },
+        default_system="A chat between a curious user and an artificial intelligence assistant. "
         "The assistant gives helpful, detailed, and polite answers to the user's questions.",
-        knows=("<s>", "</s>"),
+        required_tokens=("<s>", "</s>"),
     ),
-    "plain": Template(
-        frames={"system": Frame("", "\n"), "user": Frame("", "\n"), "assistant": Frame("", "{end}")},
+    "plain": ChatTemplate(
+        turns={"system": TurnFormat("", "\n"), "user": TurnFormat("", "\n"), "assistant": TurnFormat("", "{end}")},
     ),
 }
 
 
 def choose_template(name: str, tokenizer: Tokenizer) -> str:
-    """Return `name`, or for `auto` the first template whose tokens the tokenizer has; `plain` asks for none."""
+    """Return `name`; for `auto`, the first template whose special tokens the tokenizer has. `plain` needs none."""
     if name != "auto":
         return name
     return next(
         each
         for each, template in TEMPLATES.items()
-        if all(tokenizer.special(token) is not None for token in template.knows)
+        if all(tokenizer.special(token) is not None for token in template.required_tokens)
     )

@@ -1,4 +1,4 @@
-"""The files that images are in, read at an offset."""
+"""Reads images at an offset from the files that contain them."""
 
 import os
 from collections import OrderedDict
@@ -9,14 +9,14 @@ import numpy as np
 
 from trimaran.data.quarantine import BadSampleError
 
-MAX_OPEN = 64
+MAX_OPEN_FILES = 64
 
 
-class Containers:
-    """Files by number: `table` [count, 3] has the end of each path in `paths`, its size and when it was changed.
+class ImageFiles:
+    """Image files by number. `table` [count, 3] has the end of each path in `paths`, the file size and the mtime.
 
-    A relative path lies in `folder` and has no size. Files that hold many images stay open; reading at an offset
-    moves no position, so forks may share them.
+    A relative path is inside `folder` and has no recorded size. Files with many images stay open. Reads use pread, so
+    forked processes may share the file descriptors.
     """
 
     def __init__(self, folder: Path, table: np.ndarray, paths: np.ndarray) -> None:
@@ -31,24 +31,24 @@ class Containers:
         return self._folder / self.name(number)
 
     def read(self, number: int, offset: int, length: int) -> bytes:
-        """Return the bytes of one image; BadSampleError when the file is not what it was."""
+        """Return the bytes of one image. Raises BadSampleError if the file has changed."""
         size = int(self._table[number, 1])
         if (offset, length) == (0, size):
             with open(self.path(number), "rb") as stream:
                 data = stream.read(size + 1)
-            found = len(data)
+            size_now = len(data)
         else:
             file = self._file(number)
-            data, found = os.pread(file.fileno(), length, offset), os.fstat(file.fileno()).st_size
-        if len(data) != length or size not in (-1, found):
+            data, size_now = os.pread(file.fileno(), length, offset), os.fstat(file.fileno()).st_size
+        if len(data) != length or size not in (-1, size_now):
             raise BadSampleError(f"{self.path(number)} has changed since the samples were prepared")
         return data
 
     def _file(self, number: int) -> BinaryIO:
-        """Return the open file. When there are too many the one not asked for longest closes once nobody reads it."""
+        """Return the open file. Evicts the least recently used one if too many are open."""
         if number not in self._open:
             self._open[number] = open(self.path(number), "rb", buffering=0)  # noqa: SIM115 - stays open
-            if len(self._open) > MAX_OPEN:
+            if len(self._open) > MAX_OPEN_FILES:
                 self._open.popitem(last=False)
         self._open.move_to_end(number)
         return self._open[number]

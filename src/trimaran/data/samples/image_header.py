@@ -1,4 +1,4 @@
-"""How large an image is, from its first bytes: nothing is decoded."""
+"""Reads the size of an image from its first bytes, without decoding it."""
 
 import os
 from collections.abc import Sequence
@@ -7,42 +7,43 @@ from concurrent.futures import ThreadPoolExecutor
 from PIL import Image
 
 from trimaran.data.quarantine import BadSampleError
-from trimaran.data.samples.raw_sample import ImageLocation, Picture
+from trimaran.data.samples.raw_sample import ImageLocation, ImageSource
 from trimaran.data.vision.decode import BadImageError, upright_size
 
 HEAD_BYTES = 1 << 16
-MAX_RATIO = 200  # of the longer side to the shorter one: on such a strip nothing can be seen
-THREADS = 8
+MAX_ASPECT_RATIO = 200
+NUM_THREADS = 8
 
-Measured = tuple[Picture, int, int]
+SizedImage = tuple[ImageSource, int, int]
+"""An image with its width and height."""
 
 
-class Ruler:
-    """Measures images, several at a time: a disk across a network answers late, but many at once."""
+class ImageSizeReader:
+    """Reads image sizes with several threads: a network file system has high latency but serves many at once."""
 
     def __init__(self) -> None:
-        Image.init()  # Pillow finds its formats when first asked, which two threads must not do at once
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="ruler")
+        Image.init()  # Pillow registers its formats on first use, which is not thread-safe
+        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="image-size")
 
-    def measure(self, samples: Sequence[Sequence[Picture]]) -> list[tuple[Measured, ...] | BadSampleError]:
-        """Return the images of each sample with width and height, or what is wrong with the first bad one."""
-        slices = [samples[start::THREADS] for start in range(THREADS)]
-        found = list(self._pool.map(lambda part: [_measure_all(each) for each in part], slices))
-        return [found[number % THREADS][number // THREADS] for number in range(len(samples))]
+    def read_sizes(self, samples: Sequence[Sequence[ImageSource]]) -> list[tuple[SizedImage, ...] | BadSampleError]:
+        """Return the images of each sample with width and height, or the error of its first bad image."""
+        slices = [samples[start::NUM_THREADS] for start in range(NUM_THREADS)]
+        results = list(self._pool.map(lambda part: [_sized_images(each) for each in part], slices))
+        return [results[number % NUM_THREADS][number // NUM_THREADS] for number in range(len(samples))]
 
     def close(self) -> None:
         self._pool.shutdown()
 
 
-def _measure_all(images: Sequence[Picture]) -> tuple[Measured, ...] | BadSampleError:
+def _sized_images(images: Sequence[ImageSource]) -> tuple[SizedImage, ...] | BadSampleError:
     try:
-        return tuple(_measure(image) for image in images)
+        return tuple(_sized(image) for image in images)
     except BadSampleError as error:
         return error
 
 
-def _measure(image: Picture) -> Measured:
-    """Return the image, its place with its length in it, and its width and height as they are to be looked at."""
+def _sized(image: ImageSource) -> SizedImage:
+    """Return the image (with its length in bytes), and its upright width and height."""
     if isinstance(image, bytes):
         return (image, *_size(image, "an image inside the row"))
     try:
@@ -65,10 +66,11 @@ def _size(head: bytes, name: str) -> tuple[int, int]:
     try:
         width, height = upright_size(head)
     except BadImageError as error:
-        broken = "cannot identify" in str(error)  # Pillow's words name an object in memory and not the file
-        reason = "this is no image, or its beginning is broken" if broken else str(error)
+        unknown = "cannot identify" in str(error)  # Pillow's message names an object in memory, not the file
+        reason = "this is not an image, or its header is damaged" if unknown else str(error)
         raise BadSampleError(f"{reason}: {name}") from None
-    if width < 1 or height < 1 or max(width, height) > MAX_RATIO * min(width, height):
-        reason = f"one side is more than {MAX_RATIO} times the other" if min(width, height) > 0 else "it is empty"
+    if width < 1 or height < 1 or max(width, height) > MAX_ASPECT_RATIO * min(width, height):
+        too_long = f"one side is more than {MAX_ASPECT_RATIO} times the other"
+        reason = too_long if min(width, height) > 0 else "it is empty"
         raise BadSampleError(f"an image of {width} x {height} pixels, {reason}: {name}")
     return width, height

@@ -1,4 +1,4 @@
-"""Rows of Parquet files. Loaded only when a recipe asks for them."""
+"""Rows of Parquet files. Imported only if a recipe needs it."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,13 +8,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from trimaran.data.quarantine import BadSampleError
-from trimaran.data.samples.read_rows import Done
+from trimaran.data.samples.read_rows import FractionAt
 
-BATCH_ROWS = 128  # of images of megabytes
+BATCH_ROWS = 128  # a row may hold an image of several megabytes
 
 
-def read_parquet(file: Path, done: Done) -> Iterator[tuple[int, Any, float]]:
-    """Yield number, row and share read of each row; a file that is broken gives the rows before, and a bad one."""
+def read_parquet(file: Path, fraction_at: FractionAt) -> Iterator[tuple[int, Any, float]]:
+    """Yield number, row and fraction read of each row. A damaged file ends with a bad row."""
     number, size = 0, file.stat().st_size
     try:
         with pq.ParquetFile(file) as table:
@@ -22,6 +22,7 @@ def read_parquet(file: Path, done: Done) -> Iterator[tuple[int, Any, float]]:
             for batch in table.iter_batches(BATCH_ROWS):
                 for row in batch.to_pylist():
                     number += 1
-                    yield number, row, done(size * number // total)
+                    yield number, row, fraction_at(size * number // total)
     except (OSError, pa.ArrowException, ValueError) as error:  # ValueError: text that is not UTF-8
-        yield number + 1, BadSampleError(f"the Parquet file cannot be read on: {error}"[:200]), done(size)
+        reason = f"the rest of the Parquet file cannot be read: {error}"
+        yield number + 1, BadSampleError(reason[:200]), fraction_at(size)

@@ -1,7 +1,7 @@
-"""From one row, as people write conversations, captions and texts, to turns and images.
+"""Parses one row of a conversation, caption or text dataset into turns and images.
 
-Known are LLaVA's and ShareGPT's `conversations`, `messages` with plain content or with content parts, `texts` of user
-and assistant pairs, questions with answers, captions, and plain text. Each row says by its fields which it is.
+Supports the `conversations` of LLaVA and ShareGPT, `messages` with plain content or content parts, `texts` with user
+and assistant pairs, question and answer fields, captions, and plain text. The fields of a row decide which it is.
 """
 
 import base64
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimaran.data.quarantine import BadSampleError
-from trimaran.data.samples.raw_sample import ImageLocation, Picture, Role, Turn
+from trimaran.data.samples.raw_sample import ImageLocation, ImageSource, Role, Turn
 
 MARKER = "<image>"
 ROLES: dict[str, Role] = {
@@ -24,59 +24,63 @@ QUESTIONS = (("prompt", "response"), ("prompt", "completion"), ("question", "ans
 CAPTIONS = ("caption", "text")
 IMAGES = ("images", "image", "image_path", "file_name")
 
-Part = str | Picture | None  # None: the next image of the row
+TurnPart = str | ImageSource | None  # None: the next image of the row
 
 
 @dataclass(frozen=True, slots=True)
-class RowImages:
-    """The folder that image paths are relative to; nobody's rows lead out of it."""
+class ImageFinder:
+    """Resolves image references. Paths are relative to `root` and may not leave it."""
 
     root: str
 
-    def find(self, value: Any) -> Picture:
-        """Return the image that a row names: a path, a data URI, bytes, or a mapping with one of them."""
+    def find(self, value: Any) -> ImageSource:
+        """Return the image of a reference: a path, a data URI, bytes, or a mapping with one of them."""
         if isinstance(value, ImageLocation | bytes):
             return value
         if isinstance(value, Mapping):
             return self.find(next((value[key] for key in ("bytes", "path", "url", "image") if value.get(key)), None))
         if not isinstance(value, str) or not value:
-            raise BadSampleError(f"an image is named by a {type(value).__name__} and not by a path")
+            raise BadSampleError(f"an image reference is a {type(value).__name__} and not a path")
         if value.startswith("data:"):
             return _inline(value)
         if value.startswith(("http://", "https://")):
-            raise BadSampleError(f"images are not fetched from the net: {value[:80]}")
+            raise BadSampleError(f"images are not downloaded: {value[:80]}")
         path = os.path.normpath(os.path.join(self.root, value.removeprefix("file://")))
         if "\0" in path or not path.startswith(os.path.join(self.root, "")):
-            raise BadSampleError(f"the path leads out of the folder of images: {value[:120]!r}")
+            raise BadSampleError(f"the path leaves the image folder: {value[:120]!r}")
         return ImageLocation(path)
 
 
-def read_row(row: Any, finder: RowImages, text_field: str = "text") -> tuple[tuple[Turn, ...], tuple[Picture, ...]]:
-    """Return what is said in a row and its images in the order they come in; BadSampleError when it is nothing."""
+def read_row(
+    row: Any, finder: ImageFinder, text_field: str = "text"
+) -> tuple[tuple[Turn, ...], tuple[ImageSource, ...]]:
+    """Return the turns of a row and its images in order. Raises BadSampleError if the row has no targets."""
     if not isinstance(row, Mapping):
         raise BadSampleError(f"this is a {type(row).__name__} and not an object with fields")
-    named = [finder.find(value) for value in _named(row)]
-    turns = list(_turns(row, finder, text_field, split=bool(named)))
-    learnt = [part for role, parts in turns if role in ("assistant", "text") for part in parts if isinstance(part, str)]
-    if not any(learnt):
-        raise BadSampleError("there is no text in it" if turns[0][0] == "text" else "there is no answer in it")
-    num_places = sum(part is None for _, parts in turns for part in parts)
-    if named and not num_places:
+    row_images = [finder.find(value) for value in _image_references(row)]
+    turns = list(_turns(row, finder, text_field, split=bool(row_images)))
+    targets = [
+        part for role, parts in turns if role in ("assistant", "text") for part in parts if isinstance(part, str)
+    ]
+    if not any(targets):
+        raise BadSampleError("it has no text" if turns[0][0] == "text" else "it has no answer")
+    num_markers = sum(part is None for _, parts in turns for part in parts)
+    if row_images and not num_markers:
         first = next(number for number, (role, _) in enumerate(turns) if role != "system")
-        turns[first] = (turns[first][0], [None] * len(named) + turns[first][1])
-    elif num_places != len(named):
-        raise BadSampleError(f"{num_places} places for images, but {len(named)} images")
-    rest = iter(named)
-    images: list[Picture] = []
-    said = []
+        turns[first] = (turns[first][0], [None] * len(row_images) + turns[first][1])
+    elif num_markers != len(row_images):
+        raise BadSampleError(f"{num_markers} image markers, but {len(row_images)} images")
+    rest = iter(row_images)
+    images: list[ImageSource] = []
+    parsed = []
     for role, parts in turns:
         images += [next(rest) if part is None else part for part in parts if not isinstance(part, str)]
-        said.append(Turn(role, tuple(part if isinstance(part, str) else None for part in parts)))
-    return tuple(said), tuple(images)
+        parsed.append(Turn(role, tuple(part if isinstance(part, str) else None for part in parts)))
+    return tuple(parsed), tuple(images)
 
 
-def _named(row: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield what the row's own fields name as images, in order."""
+def _image_references(row: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the image references in the row's own fields, in order."""
     for field, value in row.items():
         if value is None or (field not in IMAGES and not _is_image(value)):
             continue
@@ -87,16 +91,16 @@ def _named(row: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _is_image(value: Any) -> bool:
-    """Return whether this is how `datasets` and Parquet hold an image, or several."""
+    """Return whether the value is an image, or a list of images, as `datasets` and Parquet store them."""
     if isinstance(value, list) and value:
         value = value[0]
     return isinstance(value, Mapping) and value.keys() == {"bytes", "path"}
 
 
 def _turns(
-    row: Mapping[str, Any], finder: RowImages, text_field: str, *, split: bool
-) -> Iterator[tuple[Role, list[Part]]]:
-    """Yield who says what. Where the row names images, `<image>` in a text is the place of one."""
+    row: Mapping[str, Any], finder: ImageFinder, text_field: str, *, split: bool
+) -> Iterator[tuple[Role, list[TurnPart]]]:
+    """Yield role and parts of each turn. With `split`, `<image>` in a text marks an image of the row."""
     for field in CONVERSATIONS:
         if row.get(field):
             yield from (_turn(turn, finder, split) for turn in _listed(row[field], field))
@@ -108,8 +112,8 @@ def _turns(
         return
     for question, answer in QUESTIONS:
         if row.get(answer) is not None and row.get(question) is not None:
-            more = [f"\n{row['input']}"] if isinstance(row.get("input"), str) and row["input"] else []
-            yield "user", _content(row[question], finder, split) + more
+            extra = [f"\n{row['input']}"] if isinstance(row.get("input"), str) and row["input"] else []
+            yield "user", _content(row[question], finder, split) + extra
             yield "assistant", _content(row[answer], finder, split)
             return
     for field in dict.fromkeys((text_field, *CAPTIONS)):
@@ -119,26 +123,26 @@ def _turns(
     raise BadSampleError(f"none of its fields is a conversation or a text: {', '.join(map(str, row))[:120] or 'none'}")
 
 
-def _turn(turn: Mapping[str, Any], finder: RowImages, split: bool) -> tuple[Role, list[Part]]:
-    speaker = turn.get("from", turn.get("role"))
-    if not isinstance(speaker, str) or speaker not in ROLES:
-        raise BadSampleError(f"nobody knows the speaker {speaker!r}"[:120])
-    return ROLES[speaker], _content(turn.get("value", turn.get("content")), finder, split)
+def _turn(turn: Mapping[str, Any], finder: ImageFinder, split: bool) -> tuple[Role, list[TurnPart]]:
+    role = turn.get("from", turn.get("role"))
+    if not isinstance(role, str) or role not in ROLES:
+        raise BadSampleError(f"the role {role!r} is unknown"[:120])
+    return ROLES[role], _content(turn.get("value", turn.get("content")), finder, split)
 
 
-def _content(content: Any, finder: RowImages, split: bool) -> list[Part]:
+def _content(content: Any, finder: ImageFinder, split: bool) -> list[TurnPart]:
     if isinstance(content, str):
         if not split or MARKER not in content:
             return [content]
-        pieces: list[Part] = [piece for text in content.split(MARKER) for piece in (text, None)]
-        return pieces[:-1]
+        parts: list[TurnPart] = [part for text in content.split(MARKER) for part in (text, None)]
+        return parts[:-1]
     if content is None:
         return [""]
     return [_content_part(part, finder) for part in _listed(content, "content", str)]
 
 
-def _content_part(part: Any, finder: RowImages) -> Part:
-    """Return one part of a message: its text, its image, or None for the row's next one."""
+def _content_part(part: Any, finder: ImageFinder) -> TurnPart:
+    """Return one part of a message: text, an image, or None for the row's next image."""
     if isinstance(part, str):
         return part
     kind = part.get("type", "text" if "text" in part else "image")
@@ -147,7 +151,7 @@ def _content_part(part: Any, finder: RowImages) -> Part:
     if kind in ("image", "image_url"):
         value = next((part[key] for key in ("image", "image_url", "url", "path", "bytes") if part.get(key)), None)
         return None if value is None else finder.find(value)
-    raise BadSampleError(f"a part of a message is of an unknown kind: {kind!r}"[:120])
+    raise BadSampleError(f"a message part has an unknown type: {kind!r}"[:120])
 
 
 def _listed(value: Any, field: str, *others: type) -> list[Any]:

@@ -1,4 +1,4 @@
-"""A sample as it was found: what is said, by whom, and where its images are."""
+"""A sample as read from a source: its turns, and where its images are."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,19 +12,19 @@ Role = Literal["system", "user", "assistant", "text"]
 
 @dataclass(frozen=True, slots=True)
 class ImageLocation:
-    """Bytes that stay where they are: `length` of them from `offset` on, or with -1 the whole file."""
+    """An image in a file: `length` bytes from `offset` on; -1 means the full file."""
 
     file: str
     offset: int = 0
     length: int = -1
 
 
-Picture = ImageLocation | bytes  # bytes are copied into the index
+ImageSource = ImageLocation | bytes  # bytes are copied into the index
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one speaker says; None in it is the next image. Of `text` and of an `assistant` every word is learnt."""
+    """One turn of a conversation; None in `parts` is the next image. The roles `assistant` and `text` are targets."""
 
     role: Role
     parts: tuple[str | None, ...]
@@ -32,13 +32,13 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RawSample:
-    """One sample of a source, or with `bad` the reason why it cannot be used. `done` is the share read so far."""
+    """One sample of a source; with `bad`, the reason why it cannot be used. `fraction_read` is the progress."""
 
     file: str
     row: int
-    done: float = 0.0
+    fraction_read: float = 0.0
     turns: tuple[Turn, ...] = ()
-    images: tuple[Picture, ...] = ()
+    images: tuple[ImageSource, ...] = ()
     bad: str | None = None
 
     @property
@@ -47,8 +47,8 @@ class RawSample:
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
-    """A source and the files of it that were found, in order. `images` is the folder that image paths start from."""
+class SourceFiles:
+    """A source and its files, in order. `images` is the folder that image paths are relative to."""
 
     source: MixtureSource
     files: Sequence[Path]
@@ -56,5 +56,5 @@ class Task:
 
 
 def origin(file: str, row: int) -> str:
-    """Return how a person is told where a sample came from. Row 0 is a file that holds one sample."""
+    """Return where a sample came from, for messages. Row 0 means that the file holds a single sample."""
     return f"{file}:{row}" if row else file

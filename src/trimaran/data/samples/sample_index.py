@@ -1,10 +1,11 @@
-"""All samples of a run, numbered as if they came from one place, and how often each comes."""
+"""The index of all samples of a run, numbered across sources, and the mixture of the sources."""
 
 import hashlib
 import json
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -14,16 +15,17 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trimaran.core import UserError
-from trimaran.data.samples.source_mixture import copies, held_out, repeat
+from trimaran.data.sample_order import positions
 from trimaran.data.samples.source_part import SamplePart, not_samples
 from trimaran.data.tokenizer import Tokenizer
 
 FORMAT = "trimaran-mixture-1"
 MIXTURE = "mixture.json"
+MAX_REPEATS = 100  # of the samples of a mixture, on average, in one epoch
 
 
-class Ingredient(BaseModel):
-    """One source of a mixture: its prepared samples are in the folder `part` beside the mixture's own."""
+class MixtureEntry(BaseModel):
+    """One source of a mixture. Its samples are in the folder `part` next to the mixture's folder."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -39,12 +41,12 @@ class SourceMixture(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     format: Literal["trimaran-mixture-1"] = FORMAT
-    sources: Annotated[tuple[Ingredient, ...], Field(min_length=1, max_length=127)]
+    sources: Annotated[tuple[MixtureEntry, ...], Field(min_length=1, max_length=127)]
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRecord:
-    """One sample. An image is one token in it; `targets` says which tokens are to be predicted."""
+    """One sample. An image is one token; `targets` is a mask over the tokens."""
 
     tokens: np.ndarray
     targets: np.ndarray
@@ -53,9 +55,9 @@ class SampleRecord:
 
 
 class SampleIndex:
-    """Random access to the samples and images of one or several sources; nothing is read before it is asked for.
+    """Random access to the samples and images of one or several sources. Data is read on access.
 
-    Samples, and images, are numbered source by source in the order they were found in.
+    Samples and images are numbered source by source, in reading order.
     """
 
     def __init__(self, path: Path, mixture: SourceMixture, parts: Sequence[SamplePart]) -> None:
@@ -65,7 +67,7 @@ class SampleIndex:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Return what `prepare_samples` made at `path`."""
+        """Return the index that `prepare_samples` wrote to `path`."""
         try:
             mixture = SourceMixture.model_validate_json((path / MIXTURE).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, ValidationError):
@@ -82,7 +84,7 @@ class SampleIndex:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all samples; each image is one."""
+        """Tokens of all samples; an image counts as one."""
         return sum(len(part.tokens) for part in self.parts)
 
     @property
@@ -100,43 +102,43 @@ class SampleIndex:
 
     @cached_property
     def digest(self) -> str:
-        """What tells these samples and their mixture from others, in 64 hexadecimal digits."""
-        facts = [
+        """A hash of the samples and their mixture, 64 hexadecimal digits."""
+        parts = [
             (source.name, source.weight, source.epochs, part.digest)
             for source, part in zip(self.mixture.sources, self.parts, strict=True)
         ]
-        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     @cached_property
     def text_lengths(self) -> np.ndarray:
-        """Tokens of each sample, an image being one, as int32 [num_samples]."""
-        return _joined([np.diff(part.ends, prepend=0).astype(np.int32) for part in self.parts])
+        """Tokens of each sample, an image counting as one, as int32 [num_samples]."""
+        return _concatenated([np.diff(part.ends, prepend=0).astype(np.int32) for part in self.parts])
 
     @cached_property
     def image_counts(self) -> np.ndarray:
-        """Images of each sample as int32 [num_samples]."""
-        return _joined([np.diff(part.image_ends, prepend=0).astype(np.int32) for part in self.parts])
+        """Number of images of each sample as int32 [num_samples]."""
+        return _concatenated([np.diff(part.image_ends, prepend=0).astype(np.int32) for part in self.parts])
 
     @cached_property
     def first_image(self) -> np.ndarray:
-        """The number of each sample's first image, and the number of images behind the last, as int64."""
+        """The number of each sample's first image, then the total number of images, as int64 [num_samples + 1]."""
         ends = [part.image_ends + first for part, first in zip(self.parts, self._images, strict=False)]
         return np.concatenate([np.zeros(1, dtype=np.int64), *ends])
 
     @cached_property
     def image_sizes(self) -> np.ndarray:
-        """Width and height of each image as int32 [num_pictures, 2], turned as its camera meant it."""
-        return _joined([part.sizes for part in self.parts])
+        """Upright width and height of each image as int32 [num_images, 2]."""
+        return _concatenated([part.sizes for part in self.parts])
 
     @cached_property
     def sources(self) -> np.ndarray:
-        """The number of each sample's source as int8 [num_samples]."""
+        """The source number of each sample as int8 [num_samples]."""
         counts = [part.num_samples for part in self.parts]
         return np.repeat(np.arange(len(counts), dtype=np.int8), counts)
 
     @cached_property
     def bad(self) -> list[dict[str, str]]:
-        """What was left out, as {source, where, reason}."""
+        """The bad samples, as {source, where, reason}."""
         named = zip(self.source_names, self.parts, strict=True)
         return [{"source": name} | entry for name, part in named for entry in part.bad]
 
@@ -149,49 +151,88 @@ class SampleIndex:
         return SampleRecord(part.tokens[span].astype(np.int64), part.targets[span], images, source)
 
     def image_bytes(self, number: int) -> bytes:
-        """Return the file of an image as it was found: JPEG, PNG, WebP and so on."""
+        """Return the bytes of an image file (JPEG, PNG, WebP and so on), undecoded."""
         assert 0 <= number < self.num_images
         source = bisect_right(self._images, number) - 1
         return self.parts[source].image_bytes(number - self._images[source])
 
     def origin(self, index: int) -> str:
-        """Return where a person finds a sample: a file, and behind a colon the row in it."""
+        """Return where a sample came from, as `file:row`."""
         source = bisect_right(self._first, index) - 1
         return self.parts[source].origin(index - self._first[source])
 
     def mixed(self, seed: int, keep: np.ndarray | None = None) -> np.ndarray:
-        """Return the samples of one pass, each as often as weights and epochs say, as int64, sorted.
+        """Return the sample ids of one epoch as int64, sorted; weights and epochs decide how often each occurs.
 
-        With `keep`, a bool for each sample, the others do not come, and the shares are of those that do.
+        `keep` is a mask over the samples; weights then apply to the kept samples.
         """
         ids = [np.arange(low, high) for low, high in zip(self._first, self._first[1:], strict=False)]
         ids = ids if keep is None else [each[keep[each]] for each in ids]
         sources = self.mixture.sources
-        times = copies(
+        repeats = repeats_per_epoch(
             [len(each) for each in ids], [each.weight for each in sources], [each.epochs for each in sources]
         )
-        return np.concatenate([repeat(each, time, seed) for each, time in zip(ids, times, strict=True)])
+        return np.concatenate([repeat_ids(each, count, seed) for each, count in zip(ids, repeats, strict=True)])
 
-    def holdout_mask(self, share: float, seed: int) -> np.ndarray:
-        """Return True for each sample that is kept for evaluation: that share of each source, at least one of it."""
+    def holdout_mask(self, fraction: float, seed: int) -> np.ndarray:
+        """Return a mask of the held-out samples: this fraction of each source, at least one sample of each."""
         mask = np.zeros(self.num_samples, dtype=bool)
         for first, part in zip(self._first, self.parts, strict=False):
-            mask[held_out(first, part.num_samples, share, seed)] = True
+            mask[holdout_ids(first, part.num_samples, fraction, seed)] = True
         return mask
 
-    def refuse_unknown(self, vocabulary: int) -> None:
-        """Raise when the tokens go beyond what a model with that vocabulary knows."""
+    def check_vocabulary(self, vocabulary: int) -> None:
+        """Raise if a token id is outside a vocabulary of this size."""
         if self.vocab_size > vocabulary:
-            raise UserError("T020", f"the data has {self.vocab_size:,} token ids, the model knows {vocabulary:,}",
+            raise UserError("T020", f"the data has {self.vocab_size:,} token ids, the model has {vocabulary:,}",
                             where="data.tokenizer", fix=f"set model.shape.vocab to {self.vocab_size}, "
                             "or use the model's own tokenizer")  # fmt: skip
 
     def verify(self) -> None:
-        """Raise unless every file is byte for byte what was written. Reads everything but images that stayed away."""
+        """Raise unless all checksums match. Reads everything except image files outside the index."""
         for part in self.parts:
             part.verify()
 
 
-def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the arrays as one; a single one stays mapped to its file."""
+def _concatenated(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the arrays as one; a single array stays memory-mapped."""
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def repeats_per_epoch(
+    counts: Sequence[int], weights: Sequence[float | None], epochs: Sequence[float | None]
+) -> list[Fraction]:
+    """Return how often the samples of each source occur in one epoch of the mixture.
+
+    Sources with a weight occur in that proportion. The epoch is long enough to contain each of them completely: the
+    source with the most samples per weight occurs once. The others occur `epochs` times, or once.
+    """
+    per_weight = max(
+        (Fraction(n) / Fraction(w) for n, w in zip(counts, weights, strict=True) if w), default=Fraction(0)
+    )
+    repeats = []
+    for count, weight, epoch in zip(counts, weights, epochs, strict=True):
+        if weight is not None and count:
+            repeats.append(Fraction(weight) * per_weight / count)
+        else:
+            repeats.append(Fraction(1 if epoch is None else epoch))
+    total = sum(n * times for n, times in zip(counts, repeats, strict=True))
+    if any(weights) and total > MAX_REPEATS * sum(counts):
+        raise UserError("T038", f"with these weights one epoch of the mixture has {int(total):,} samples, but only "
+                        f"{sum(counts):,} different ones", where="data.mixture",
+                        fix="give the largest source epochs below 1 instead of a weight")  # fmt: skip
+    return repeats
+
+
+def repeat_ids(ids: np.ndarray, times: Fraction, seed: int) -> np.ndarray:
+    """Return the ids, each `times` times, sorted. The seed chooses the ids that get the fractional repeat."""
+    full = int(times)
+    extra = round((times - full) * len(ids))
+    chosen = ids[positions(seed, np.arange(extra), len(ids))] if extra else ids[:0]
+    return np.sort(np.concatenate([np.repeat(ids, full), chosen]))
+
+
+def holdout_ids(first: int, count: int, fraction: float, seed: int) -> np.ndarray:
+    """Return the held-out ids among `count` ids from `first` on: at least one, and never all."""
+    held_out = min(max(1, round(count * fraction)), count - 1) if fraction > 0 else 0
+    return first + positions(seed, np.arange(held_out), count) if held_out else np.empty(0, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""The samples of one source on disk: a folder of memory-mapped arrays, complete or absent, and never written over."""
+"""The samples of one source on disk: a folder of memory-mapped arrays. It is created atomically and never modified."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trimaran.core import UserError
-from trimaran.data.samples.image_files import Containers
+from trimaran.data.samples.image_files import ImageFiles
 from trimaran.data.samples.raw_sample import ImageLocation, RawSample, origin
 from trimaran.data.token_shards import DTYPES, rename_into_place
 from trimaran.data.tokenizer import Tokenizer, open_tokenizer
@@ -24,15 +24,15 @@ from trimaran.data.tokenizer import Tokenizer, open_tokenizer
 FORMAT = "trimaran-samples-1"
 META, BAD = "meta.json", "bad.jsonl"
 BLOB_BYTES = 1 << 30
-WIDTHS = {"origins": 2, "pictures": 3, "sizes": 2, "containers": 3}
-KINDS = {"targets": "|b1", "ends": "<i8", "picture_ends": "<i8", "origins": "<i8", "pictures": "<i8", "sizes": "<i4",
+ROW_WIDTHS = {"origins": 2, "pictures": 3, "sizes": 2, "containers": 3}
+DTYPE_OF = {"targets": "|b1", "ends": "<i8", "picture_ends": "<i8", "origins": "<i8", "pictures": "<i8", "sizes": "<i4",
          "containers": "<i8", "paths": "|u1"}  # fmt: skip
 
 Count = Annotated[int, Field(ge=0)]
 
 
 class SourcePartMeta(BaseModel):
-    """The content of `meta.json`. `sha256` has the sum of each file, `rows` how many rows each array has."""
+    """The content of `meta.json`. `sha256` has the checksum of each file, `rows` the number of rows of each array."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -46,8 +46,8 @@ class SourcePartMeta(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Spelled:
-    """A sample as tokens, the ones to be predicted, and its images with their widths and heights."""
+class TokenizedSample:
+    """A sample: tokens, a target mask over them, and its images with width and height."""
 
     tokens: np.ndarray
     targets: np.ndarray
@@ -55,9 +55,9 @@ class Spelled:
 
 
 class PartWriter:
-    """Writes a folder of samples beside `path` and renames it into place when the `with` block ends well.
+    """Writes a draft folder of samples next to `path` and renames it to `path` when the `with` block succeeds.
 
-    When the block fails nothing is left behind. When somebody else has put one there meanwhile, theirs stays and
+    If the block fails, the draft is removed. If another process created `path` meanwhile, its folder stays and
     FileExistsError is raised.
     """
 
@@ -65,7 +65,7 @@ class PartWriter:
         self._path, self._tokenizer, self._vocab_size = path.absolute(), tokenizer, vocab_size
         self._draft = self._path.with_name(f".{self._path.name}.{uuid.uuid4().hex[:12]}")
         self._dtype: Literal["uint16", "uint32"] = "uint16" if vocab_size <= 1 << 16 else "uint32"
-        self._columns = {name: array("q") for name in KINDS if name not in ("targets", "paths")}
+        self._columns = {name: array("q") for name in DTYPE_OF if name not in ("targets", "paths")}
         self._paths = bytearray()
         self._numbers: dict[str, int] = {}
         self._num_tokens = self._blob_bytes = self._blobs = 0
@@ -77,27 +77,27 @@ class PartWriter:
         self._bad, self._blob = self._stream(BAD), None
         return self
 
-    def add(self, found: RawSample, pieces: Sequence[Spelled]) -> None:
-        """Add the samples that one found sample became."""
-        container = self._container(found.file)
-        for piece in pieces:
-            assert piece.tokens.min() >= 0
-            assert piece.tokens.max() < self._vocab_size
-            self._tokens.write(piece.tokens.astype(DTYPES[self._dtype]).tobytes())
-            self._targets.write(piece.targets.tobytes())
-            self._num_tokens += len(piece.tokens)
+    def add(self, raw: RawSample, samples: Sequence[TokenizedSample]) -> None:
+        """Add the samples of one raw sample: several if it was a long document."""
+        file_number = self._file_number(raw.file)
+        for sample in samples:
+            assert sample.tokens.min() >= 0
+            assert sample.tokens.max() < self._vocab_size
+            self._tokens.write(sample.tokens.astype(DTYPES[self._dtype]).tobytes())
+            self._targets.write(sample.targets.tobytes())
+            self._num_tokens += len(sample.tokens)
             self._columns["ends"].append(self._num_tokens)
-            self._columns["origins"].extend((container, found.row))
-            for image, width, height in piece.images:
-                self._columns["pictures"].extend(self._keep(image))
+            self._columns["origins"].extend((file_number, raw.row))
+            for image, width, height in sample.images:
+                self._columns["pictures"].extend(self._store(image))
                 self._columns["sizes"].extend((width, height))
             self._columns["picture_ends"].append(len(self._columns["sizes"]) // 2)
-        self.num_samples += len(pieces)
+        self.num_samples += len(samples)
 
-    def leave_out(self, found: RawSample, reason: str) -> None:
-        """Note a sample that cannot be used."""
+    def add_bad(self, raw: RawSample, reason: str) -> None:
+        """Record a sample that cannot be used."""
         self.num_bad += 1
-        self._bad.write(json.dumps({"where": found.origin, "reason": reason}).encode() + b"\n")
+        self._bad.write(json.dumps({"where": raw.origin, "reason": reason}).encode() + b"\n")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -110,15 +110,15 @@ class PartWriter:
                 self._finish()
                 rename_into_place(self._draft, self._path)
         finally:
-            shutil.rmtree(self._draft, ignore_errors=True)  # gone already when it was renamed
+            shutil.rmtree(self._draft, ignore_errors=True)  # no longer exists if it was renamed
 
     def _stream(self, name: str) -> Any:
         return (self._draft / name).open("wb")
 
-    def _keep(self, image: ImageLocation | bytes) -> tuple[int, int, int]:
-        """Return where an image is from now on: container, offset and length."""
+    def _store(self, image: ImageLocation | bytes) -> tuple[int, int, int]:
+        """Return file number, offset and length of an image. Bytes are copied into a file of this folder."""
         if isinstance(image, ImageLocation):
-            return self._container(image.file), image.offset, image.length
+            return self._file_number(image.file), image.offset, image.length
         if self._blob is None or self._blob_bytes + len(image) > BLOB_BYTES:
             if self._blob is not None:
                 self._blob.close()
@@ -126,32 +126,32 @@ class PartWriter:
             self._blobs, self._blob_bytes = self._blobs + 1, 0
         offset, self._blob_bytes = self._blob_bytes, self._blob_bytes + len(image)
         self._blob.write(image)
-        return self._container(f"images-{self._blobs - 1:05d}"), offset, len(image)
+        return self._file_number(f"pictures-{self._blobs - 1:05d}"), offset, len(image)
 
-    def _container(self, file: str) -> int:
-        """Return the number of a file. A bare name is one of the folder's own."""
+    def _file_number(self, file: str) -> int:
+        """Return the number of a file. A relative name is a file of this folder."""
         number = self._numbers.setdefault(file, len(self._numbers))
         if number * 3 == len(self._columns["containers"]):
             self._paths += file.encode(errors="surrogateescape")
-            own = not Path(file).is_absolute()
-            facts = None if own else Path(file).stat()
-            size, changed = (facts.st_size, facts.st_mtime_ns) if facts else (-1, -1)
-            self._columns["containers"].extend((len(self._paths), size, changed))
+            is_own = not Path(file).is_absolute()
+            stat = None if is_own else Path(file).stat()
+            size, mtime = (stat.st_size, stat.st_mtime_ns) if stat else (-1, -1)
+            self._columns["containers"].extend((len(self._paths), size, mtime))
         return number
 
     def _finish(self) -> None:
         for name, column in self._columns.items():
-            (self._draft / name).write_bytes(np.array(column, dtype=KINDS[name]).tobytes())
+            (self._draft / name).write_bytes(np.array(column, dtype=DTYPE_OF[name]).tobytes())
         (self._draft / "paths").write_bytes(bytes(self._paths))
         self._tokenizer.save(self._draft)
-        rows = {name: len(column) // WIDTHS.get(name, 1) for name, column in self._columns.items()}
+        rows = {name: len(column) // ROW_WIDTHS.get(name, 1) for name, column in self._columns.items()}
         meta = SourcePartMeta(
             dtype=self._dtype,
             vocab_size=self._vocab_size,
             tokenizer=self._tokenizer.describe(),
             num_bad=self.num_bad,
             rows=rows | {"tokens": self._num_tokens, "targets": self._num_tokens, "paths": len(self._paths)},
-            sha256={file.name: _sum(file) for file in sorted(self._draft.iterdir())},
+            sha256={file.name: _sha256_of(file) for file in sorted(self._draft.iterdir())},
         )
         (self._draft / META).write_text(meta.model_dump_json(indent=2) + "\n", encoding="utf-8")
 
@@ -162,17 +162,17 @@ class SamplePart:
     def __init__(self, path: Path, meta: SourcePartMeta) -> None:
         self.path, self.meta = path, meta
         self.tokens = self._map("tokens", DTYPES[meta.dtype].str)
-        arrays = {name: self._map(name, kind) for name, kind in KINDS.items()}
+        arrays = {name: self._map(name, kind) for name, kind in DTYPE_OF.items()}
         self.targets, self.ends, self.image_ends = arrays["targets"], arrays["ends"], arrays["picture_ends"]
         self.origins, self.images, self.sizes = arrays["origins"], arrays["pictures"], arrays["sizes"]
-        self.containers = Containers(path, arrays["containers"], arrays["paths"])
+        self.image_files = ImageFiles(path, arrays["containers"], arrays["paths"])
         ends = (int(self.ends[-1]), int(self.image_ends[-1])) if len(self.ends) else (0, 0)
         if not len(self.ends) or ends != (len(self.tokens), len(self.images)) or len(self.ends) != len(self.origins):
             raise _damaged(path / META, "its counts do not add up")
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Return the samples at `path` after a look at the sizes; `verify` is the thorough one."""
+        """Return the samples at `path`. Checks only file sizes; `verify` checks the content."""
         try:
             return cls(path, SourcePartMeta.model_validate_json((path / META).read_text(encoding="utf-8")))
         except (OSError, UnicodeDecodeError, ValidationError):
@@ -184,9 +184,10 @@ class SamplePart:
 
     @property
     def digest(self) -> str:
-        """What tells these samples from others. The paths of images are not part of it: a moved disk is no change."""
-        sums = {name: total for name, total in self.meta.sha256.items() if name not in ("containers", "paths", BAD)}
-        return hashlib.sha256(json.dumps([self.meta.dtype, sums], sort_keys=True).encode()).hexdigest()
+        """A hash of the samples. Image paths are not part of it, so the images may move to another disk."""
+        ignored = ("containers", "paths", BAD)
+        checksums = {name: checksum for name, checksum in self.meta.sha256.items() if name not in ignored}
+        return hashlib.sha256(json.dumps([self.meta.dtype, checksums], sort_keys=True).encode()).hexdigest()
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -194,30 +195,30 @@ class SamplePart:
 
     @cached_property
     def bad(self) -> list[dict[str, str]]:
-        """Return what was left out, as {where, reason}."""
+        """The bad samples, as {where, reason}."""
         return [json.loads(line) for line in (self.path / BAD).read_text(encoding="utf-8").splitlines()]
 
     def span(self, index: int) -> slice:
-        """Return where the tokens of a sample are."""
+        """Return the slice of a sample's tokens."""
         return slice(int(self.ends[index - 1]) if index else 0, int(self.ends[index]))
 
     def origin(self, index: int) -> str:
-        container, row = self.origins[index].tolist()
-        return origin(self.containers.name(container), row)
+        file_number, row = self.origins[index].tolist()
+        return origin(self.image_files.name(file_number), row)
 
     def image_bytes(self, number: int) -> bytes:
-        container, offset, length = self.images[number].tolist()
-        return self.containers.read(container, offset, length)
+        file_number, offset, length = self.images[number].tolist()
+        return self.image_files.read(file_number, offset, length)
 
     def verify(self) -> None:
-        """Raise unless every file of the folder is byte for byte what was written. Reads everything."""
-        for name, total in self.meta.sha256.items():
-            if _sum(self.path / name) != total:
+        """Raise unless all checksums match. Reads all files of the folder."""
+        for name, checksum in self.meta.sha256.items():
+            if _sha256_of(self.path / name) != checksum:
                 raise _damaged(self.path / name, "its checksum differs")
 
     def _map(self, name: str, kind: str) -> np.ndarray:
-        """Return a file as a plain array, memory-mapped: memmap's own slices are several times slower."""
-        file, dtype, width = self.path / name, np.dtype(kind), WIDTHS.get(name, 1)
+        """Return a memory-mapped file as a plain ndarray: slicing a memmap is several times slower."""
+        file, dtype, width = self.path / name, np.dtype(kind), ROW_WIDTHS.get(name, 1)
         rows = self.meta.rows.get(name, 0)
         try:
             size = file.stat().st_size
@@ -229,7 +230,7 @@ class SamplePart:
         return flat.reshape(-1, width) if width > 1 else flat
 
 
-def _sum(file: Path) -> str:
+def _sha256_of(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

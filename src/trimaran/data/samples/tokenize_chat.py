@@ -1,4 +1,4 @@
-"""From what was said to tokens, and to which of them are to be predicted."""
+"""Tokenizes conversations and texts, and marks which tokens are targets."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,219 +10,228 @@ from trimaran.core import ImageRules, UserError
 from trimaran.data.quarantine import BadSampleError
 from trimaran.data.samples.chat_templates import SPECIAL, TEMPLATES, choose_template
 from trimaran.data.samples.raw_sample import RawSample, Turn
-from trimaran.data.samples.source_part import Spelled
+from trimaran.data.samples.source_part import TokenizedSample
 from trimaran.data.tokenizer import ByteTokenizer, Tokenizer
 
 IMAGE_TOKENS = ("<|image_pad|>", "<image>", "<IMG_CONTEXT>", "<|image|>")
-SHORT = 4096
-SIGHTLESS = "it has an image, and the model takes none"
-ALIKE = (np.zeros(SHORT, dtype=bool), np.ones(SHORT, dtype=bool))
-AROUND = {"<|image_pad|>": ("<|vision_start|>", "<|vision_end|>"), "<IMG_CONTEXT>": ("<img>", "</img>")}
+# The tokens before and after an image token.
+IMAGE_DELIMITERS = {"<|image_pad|>": ("<|vision_start|>", "<|vision_end|>"), "<IMG_CONTEXT>": ("<img>", "</img>")}
+NO_IMAGES_REASON = "it has an image, and the model takes no images"
+CACHED_MASK_TOKENS = 4096
+UNIFORM_MASKS = (np.zeros(CACHED_MASK_TOKENS, dtype=bool), np.ones(CACHED_MASK_TOKENS, dtype=bool))
 
 
-Run = list[tuple[str, bool]] | tuple[np.ndarray, bool]
+# Text in parts, each with its target flag; or fixed token ids with one target flag.
+Segment = list[tuple[str, bool]] | tuple[np.ndarray, bool]
 
 
 @dataclass(slots=True)
-class Script:
-    """A sample as runs of text and of fixed tokens, in order. A run of text is tokenized as one, like it is read."""
+class SampleSegments:
+    """A sample as segments of text and of fixed tokens, in order. A text segment is tokenized as one string."""
 
-    runs: list[Run] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
 
-    def say(self, text: str, learnt: bool) -> None:
+    def add_text(self, text: str, is_target: bool) -> None:
         if not text:
             return
-        if self.runs and isinstance(self.runs[-1], list):
-            self.runs[-1].append((text, learnt))
+        if self.segments and isinstance(self.segments[-1], list):
+            self.segments[-1].append((text, is_target))
         else:
-            self.runs.append([(text, learnt)])
+            self.segments.append([(text, is_target)])
 
-    def put(self, ids: np.ndarray, learnt: bool) -> None:
+    def add_ids(self, ids: np.ndarray, is_target: bool) -> None:
         if ids.size:
-            self.runs.append((ids, learnt))
+            self.segments.append((ids, is_target))
 
 
 class ChatTokenizer:
-    """Writes samples in the tokens of one tokenizer and template. Documents are cut into pieces of `longest` tokens.
+    """Tokenizes samples with one tokenizer and one chat template. Documents are split into `max_tokens` tokens.
 
-    Neighbouring pieces share a token, the last target of the first and the first input of the second.
+    Neighbouring parts of a document overlap by one token: the last target of one is the first input of the next.
     """
 
-    def __init__(self, tokenizer: Tokenizer, template: str, rules: ImageRules | None, longest: int) -> None:
-        self.tokenizer, self._longest = tokenizer, longest
+    def __init__(self, tokenizer: Tokenizer, template: str, rules: ImageRules | None, max_tokens: int) -> None:
+        self.tokenizer, self._max_tokens = tokenizer, max_tokens
         self.template = choose_template(template, tokenizer)
         self._template = TEMPLATES[self.template]
         self._image = None if rules is None else _image_ids(tokenizer, rules)
         self._image_token = None if rules is None else rules.image_token
-        self._pieces: dict[str, list[str | np.ndarray]] = {}
-        structure = [self._fixed(text) for text in self._structural_texts()]
+        self._split_texts: dict[str, list[str | np.ndarray]] = {}
+        template_parts = [self._split_special(text) for text in self._template_texts()]
         ids = [
             tokenizer.end_id,
-            *(int(piece[0]) for pieces in structure for piece in pieces if not isinstance(piece, str)),
+            *(int(part[0]) for parts in template_parts for part in parts if not isinstance(part, str)),
         ]
         self._reserved = np.unique(np.concatenate([ids, self.image_ids]).astype(np.int64))
-        self._coordinator_only = isinstance(tokenizer, ByteTokenizer)  # no text becomes one of its special tokens
+        self._is_byte_level = isinstance(tokenizer, ByteTokenizer)  # text never encodes to its special tokens
         self.vocab_size = max(tokenizer.vocab_size, int(self._reserved[-1]) + 1)
 
     @property
     def image_ids(self) -> np.ndarray:
-        """What an image is in the text: its token, and what stands around it."""
+        """The tokens of one image: its image token and the delimiters around it."""
         return np.empty(0, dtype=np.int64) if self._image is None else self._image
 
-    def spell(self, batch: Sequence[RawSample]) -> list[list[Spelled] | BadSampleError]:
-        """Return the tokens of each sample, or why it has none. Images are left for the caller to add."""
-        scripts: list[Script | BadSampleError] = []
-        for found in batch:
+    def tokenize(self, batch: Sequence[RawSample]) -> list[list[TokenizedSample] | BadSampleError]:
+        """Return the tokens of each sample, or why it has none. The caller adds the images."""
+        prepared: list[SampleSegments | BadSampleError] = []
+        for raw in batch:
             try:
-                scripts.append(self._script(found))
+                prepared.append(self._segments_of(raw))
             except BadSampleError as error:
-                scripts.append(error)
-        encoded = self._encode([run for script in scripts if isinstance(script, Script) for run in script.runs])
-        spelled: list[list[Spelled] | BadSampleError] = []
-        for found, script in zip(batch, scripts, strict=True):
-            if isinstance(script, BadSampleError):
-                spelled.append(script)
+                prepared.append(error)
+        segments = [each for sample in prepared if isinstance(sample, SampleSegments) for each in sample.segments]
+        encoded = self._encode(segments)
+        tokenized: list[list[TokenizedSample] | BadSampleError] = []
+        for raw, sample in zip(batch, prepared, strict=True):
+            if isinstance(sample, BadSampleError):
+                tokenized.append(sample)
                 continue
-            parts = list(islice(encoded, len(script.runs)))
+            parts = list(islice(encoded, len(sample.segments)))
             tokens = np.concatenate([ids for ids, _ in parts], dtype=np.int64)
-            targets = np.concatenate([learnt for _, learnt in parts])
-            spelled.append(self._checked(tokens, targets, len(found.images)))
-        return spelled
+            targets = np.concatenate([mask for _, mask in parts])
+            tokenized.append(self._checked(tokens, targets, len(raw.images)))
+        return tokenized
 
-    def _checked(self, tokens: np.ndarray, targets: np.ndarray, images: int) -> list[Spelled] | BadSampleError:
-        if self._image_token is not None and np.count_nonzero(tokens == self._image_token) != images:
-            return BadSampleError("the text holds the token of an image, and no image is there for it")
+    def _checked(
+        self, tokens: np.ndarray, targets: np.ndarray, num_images: int
+    ) -> list[TokenizedSample] | BadSampleError:
+        """Return the sample, split if it is a long document, or why it is bad."""
+        if self._image_token is not None and np.count_nonzero(tokens == self._image_token) != num_images:
+            return BadSampleError("its text contains the image token without an image")
         if not targets[1:].any():
-            return BadSampleError("there is nothing in it to learn: no token to be predicted")
-        if len(tokens) <= self._longest or not targets.all():
-            return [Spelled(tokens, targets)]
-        starts = range(0, len(tokens) - 1, self._longest - 1)
-        return [Spelled(tokens[at : at + self._longest], targets[at : at + self._longest]) for at in starts]
+            return BadSampleError("it has no targets")
+        if len(tokens) <= self._max_tokens or not targets.all():
+            return [TokenizedSample(tokens, targets)]
+        starts = range(0, len(tokens) - 1, self._max_tokens - 1)
+        stops = (start + self._max_tokens for start in starts)
+        return [
+            TokenizedSample(tokens[start:stop], targets[start:stop]) for start, stop in zip(starts, stops, strict=True)
+        ]
 
-    def _script(self, found: RawSample) -> Script:
-        script, template = Script(), self._template
-        if found.images and self._image is None:
-            raise BadSampleError(SIGHTLESS)
-        if found.turns[0].role == "text":
-            self._write(script, found.turns[0])
-            script.put(np.array([self.tokenizer.end_id]), learnt=True)
-            return script
-        self._put(script, template.begin)
-        if template.greeting and found.turns[0].role != "system":
-            self._write(script, Turn("system", (template.greeting,)))
-        for turn in found.turns:
-            self._write(script, turn)
-        return script
+    def _segments_of(self, raw: RawSample) -> SampleSegments:
+        segments, template = SampleSegments(), self._template
+        if raw.images and self._image is None:
+            raise BadSampleError(NO_IMAGES_REASON)
+        if raw.turns[0].role == "text":
+            self._add_turn(segments, raw.turns[0])
+            segments.add_ids(np.array([self.tokenizer.end_id]), is_target=True)
+            return segments
+        self._add_template_text(segments, template.begin)
+        if template.default_system and raw.turns[0].role != "system":
+            self._add_turn(segments, Turn("system", (template.default_system,)))
+        for turn in raw.turns:
+            self._add_turn(segments, turn)
+        return segments
 
-    def _write(self, script: Script, turn: Turn) -> None:
-        frame, learnt = self._template.frames.get(turn.role), turn.role in ("assistant", "text")
-        if frame is not None:
-            self._put(script, frame.before)
+    def _add_turn(self, segments: SampleSegments, turn: Turn) -> None:
+        turn_format, is_target = self._template.turns.get(turn.role), turn.role in ("assistant", "text")
+        if turn_format is not None:
+            self._add_template_text(segments, turn_format.before)
         for part in turn.parts:
             if part is None:
-                script.put(self.image_ids, learnt=False)
+                segments.add_ids(self.image_ids, is_target=False)
             else:
-                script.say(_sound(part), learnt)
-        if frame is not None:
-            self._put(script, frame.end, learnt)
-            self._put(script, frame.after)
+                segments.add_text(_valid_text(part), is_target)
+        if turn_format is not None:
+            self._add_template_text(segments, turn_format.end, is_target)
+            self._add_template_text(segments, turn_format.after)
 
-    def _put(self, script: Script, text: str, learnt: bool = False) -> None:
-        for piece in self._fixed(text):
-            script.say(piece, learnt) if isinstance(piece, str) else script.put(piece, learnt)
+    def _add_template_text(self, segments: SampleSegments, text: str, is_target: bool = False) -> None:
+        for part in self._split_special(text):
+            segments.add_text(part, is_target) if isinstance(part, str) else segments.add_ids(part, is_target)
 
-    def _fixed(self, text: str) -> list[str | np.ndarray]:
-        """Return a text of the template as its special tokens and what stands between them."""
-        if text not in self._pieces:
-            pieces: list[str | np.ndarray] = []
-            for piece in filter(None, SPECIAL.split(text)):
-                token = self.tokenizer.end_id if piece == "{end}" else self.tokenizer.special(piece)
-                pieces.append(piece if token is None else np.array([token]))
-            self._pieces[text] = pieces
-        return self._pieces[text]
+    def _split_special(self, text: str) -> list[str | np.ndarray]:
+        """Return a text of the template as its special tokens and the text between them."""
+        if text not in self._split_texts:
+            parts: list[str | np.ndarray] = []
+            for part in filter(None, SPECIAL.split(text)):
+                token = self.tokenizer.end_id if part == "{end}" else self.tokenizer.special(part)
+                parts.append(part if token is None else np.array([token]))
+            self._split_texts[text] = parts
+        return self._split_texts[text]
 
-    def _structural_texts(self) -> Iterator[str]:
+    def _template_texts(self) -> Iterator[str]:
         yield self._template.begin
-        for frame in self._template.frames.values():
-            yield from (frame.before, frame.end, frame.after)
+        for turn_format in self._template.turns.values():
+            yield from (turn_format.before, turn_format.end, turn_format.after)
 
-    def _encode(self, runs: Sequence[Run]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield the ids of each run and which are learnt: those with a letter of what is to be learnt in them."""
-        texts = {id(run): "".join(text for text, _ in run) for run in runs if isinstance(run, list)}
-        mixed = [run for run in runs if isinstance(run, list) and len({learnt for _, learnt in run}) > 1]
-        spans = iter(self._spans([texts[id(run)] for run in mixed]))
-        alike = texts.keys() - {id(run) for run in mixed}
-        plain = self._plain(list(dict.fromkeys(texts[each] for each in texts if each in alike)))
-        for run in runs:
-            if not isinstance(run, list):
-                yield run[0], _flags(run[1], len(run[0]))
-            elif id(run) in alike:
-                ids = plain[texts[id(run)]]
-                yield ids, _flags(run[0][1], len(ids))
+    def _encode(self, segments: Sequence[Segment]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield the ids of each segment and its target mask. A token is a target if any of its characters is one."""
+        texts = {id(each): "".join(text for text, _ in each) for each in segments if isinstance(each, list)}
+        mixed = [each for each in segments if isinstance(each, list) and len({flag for _, flag in each}) > 1]
+        spans = iter(self._spans([texts[id(each)] for each in mixed]))
+        uniform = texts.keys() - {id(each) for each in mixed}
+        plain = self._plain(list(dict.fromkeys(texts[each] for each in texts if each in uniform)))
+        for segment in segments:
+            if not isinstance(segment, list):
+                yield segment[0], _uniform_mask(segment[1], len(segment[0]))
+            elif id(segment) in uniform:
+                ids = plain[texts[id(segment)]]
+                yield ids, _uniform_mask(segment[0][1], len(ids))
             else:
-                ids, where = next(spans)
-                coordinator = np.repeat([learnt for _, learnt in run], [len(text) for text, _ in run])
-                before = np.concatenate([[0], np.cumsum(coordinator)])
-                yield ids, before[where[:, 1]] > before[where[:, 0]]
+                ids, span = next(spans)
+                characters = np.repeat([flag for _, flag in segment], [len(text) for text, _ in segment])
+                before = np.concatenate([[0], np.cumsum(characters)])
+                yield ids, before[span[:, 1]] > before[span[:, 0]]
 
     def _plain(self, texts: Sequence[str]) -> dict[str, np.ndarray]:
-        """Return the ids of each text, none of them a token that only we may write."""
+        """Return the ids of each text, without reserved tokens."""
         encoded = self.tokenizer.encode_plain(texts)
-        found = dict(zip(texts, encoded, strict=True))
-        for number in self._smuggled(encoded):
+        ids_of = dict(zip(texts, encoded, strict=True))
+        for number in self._with_reserved(encoded):
             ((ids, _),) = self._spans([texts[number]])
-            found[texts[number]] = ids
-        return found
+            ids_of[texts[number]] = ids
+        return ids_of
 
     def _spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return ids and spans of each text, none of them a token that only we may write."""
+        """Return ids and character spans of each text, without reserved tokens."""
         encoded = self.tokenizer.encode_spans(texts)
-        for number in self._smuggled([ids for ids, _ in encoded]):
+        for number in self._with_reserved([ids for ids, _ in encoded]):
             ids, spans = encoded[number]
-            encoded[number] = self._broken(texts[number], spans[np.isin(ids, self._reserved), 0])
+            encoded[number] = self._encode_split(texts[number], spans[np.isin(ids, self._reserved), 0])
         return encoded
 
-    def _smuggled(self, encoded: Sequence[np.ndarray]) -> list[int]:
-        """Return which of the texts have become a token that only we may write."""
-        if not encoded or self._coordinator_only:
+    def _with_reserved(self, encoded: Sequence[np.ndarray]) -> list[int]:
+        """Return the numbers of the texts that contain a reserved token: only templates and images may have those."""
+        if not encoded or self._is_byte_level:
             return []
         ends = np.cumsum([len(ids) for ids in encoded])
-        places = np.flatnonzero(np.isin(np.concatenate(encoded), self._reserved))
-        return np.unique(np.searchsorted(ends, places, side="right")).tolist()
+        reserved_at = np.flatnonzero(np.isin(np.concatenate(encoded), self._reserved))
+        return np.unique(np.searchsorted(ends, reserved_at, side="right")).tolist()
 
-    def _broken(self, text: str, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return ids and spans of a text that is cut behind the first letter of what would become a special token."""
+    def _encode_split(self, text: str, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return ids and spans of a text split after the first character of each reserved token."""
         cuts = [0, *np.unique(starts + 1).tolist(), len(text)]
-        pieces = self.tokenizer.encode_spans([text[low:high] for low, high in pairwise(cuts)])
-        ids = np.concatenate([each for each, _ in pieces])
-        return ids, np.concatenate([spans + low for (_, spans), low in zip(pieces, cuts, strict=False)])
+        parts = self.tokenizer.encode_spans([text[low:high] for low, high in pairwise(cuts)])
+        ids = np.concatenate([each for each, _ in parts])
+        return ids, np.concatenate([spans + low for (_, spans), low in zip(parts, cuts, strict=False)])
 
 
-def _flags(learnt: bool, length: int) -> np.ndarray:
-    """Return `learnt` as often as there are tokens."""
-    return ALIKE[learnt][:length] if length <= SHORT else np.full(length, learnt)
+def _uniform_mask(is_target: bool, length: int) -> np.ndarray:
+    """Return a mask of `length` equal values."""
+    return UNIFORM_MASKS[is_target][:length] if length <= CACHED_MASK_TOKENS else np.full(length, is_target)
 
 
-def _sound(text: str) -> str:
+def _valid_text(text: str) -> str:
     try:
         if not text.isascii():
             text.encode()
     except UnicodeEncodeError:
-        raise BadSampleError("half of a surrogate pair in the text, which is not text") from None
+        raise BadSampleError("its text contains an unpaired surrogate") from None
     return text
 
 
 def _image_ids(tokenizer: Tokenizer, rules: ImageRules) -> np.ndarray:
-    """Return the tokens of one image: what `rules` say, or around its token what the tokenizer has for it."""
+    """Return the tokens of one image: the delimiters of `rules`, or by default those of the tokenizer."""
     name = next((each for each in IMAGE_TOKENS if tokenizer.special(each) is not None), None)
     if (word := tokenizer.word(rules.image_token)) is not None or rules.image_token == tokenizer.end_id:
-        known = f": {name} is {tokenizer.special(name)}" if name else " that is no word of it"
-        raise UserError("T036", f"token {rules.image_token} stands for an image, but in this tokenizer it is "
+        hint = f": {name} is {tokenizer.special(name)}" if name else " that is not an ordinary token"
+        raise UserError("T036", f"token {rules.image_token} is the image token, but in this tokenizer it is "
                         f"{'the end of a document' if word is None else repr(word)}", where="data.tokenizer",
-                        fix=f"set model.shape.image_token to an id{known}")  # fmt: skip
+                        fix=f"set model.shape.image_token to an id{hint}")  # fmt: skip
     before, after = rules.before, rules.after
-    if name in AROUND and not (before or after) and tokenizer.special(name) == rules.image_token:
-        around = [tokenizer.special(each) for each in AROUND[name]]
-        if None not in around:
-            before, after = ((each,) for each in around)
+    if name in IMAGE_DELIMITERS and not (before or after) and tokenizer.special(name) == rules.image_token:
+        delimiters = [tokenizer.special(each) for each in IMAGE_DELIMITERS[name]]
+        if None not in delimiters:
+            before, after = ((each,) for each in delimiters)
     return np.array([*before, rules.image_token, *after], dtype=np.int64)

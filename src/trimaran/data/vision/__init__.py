@@ -1,4 +1,4 @@
-"""From the bytes of an image to the patches that a vision tower takes. Without torch."""
+"""Turns image files into the patches of a vision tower. Does not import torch."""
 
 from trimaran.data.vision.decode import BadImageError, pixels_of, upright_size
 from trimaran.data.vision.grid_positions import grid_positions

@@ -1,4 +1,4 @@
-"""From the bytes of an image to pixels of the wanted size. `docs/decisions/0015-decoding-images.md` says why so."""
+"""Decodes image files to pixels of a given size. See `docs/decisions/0015-image-decoding.md` for the choices."""
 
 import io
 from collections.abc import Sequence
@@ -6,12 +6,12 @@ from collections.abc import Sequence
 import numpy as np
 from PIL import Image
 
-MAX_PIXELS = 89_478_485  # a third of a gigabyte as RGB; Pillow's own limit, from which it warns
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")  # none that starts another program
-FINER = 1.5  # a JPEG may be decoded at a part of its size that is still so much larger than what is wanted
-GAP = 3.0  # a first coarse step of a large reduction leaves so much for the exact one
-ORIENTATION = 0x0112  # EXIF's tag
-TURNS = {
+MAX_PIXELS = 89_478_485  # about 270 MB as RGB; above this Pillow warns
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")  # none of them starts another program
+DRAFT_FACTOR = 1.5  # a JPEG may be decoded at a reduced size that is at least this much larger than the target
+REDUCING_GAP = 3.0  # Pillow's `reducing_gap`: a large reduction starts with a fast coarse step
+ORIENTATION_TAG = 0x0112  # of EXIF
+TRANSPOSES = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -20,38 +20,38 @@ TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-SIDEWAYS = 5  # from this orientation on, width and height change places
+FIRST_SWAPPED_ORIENTATION = 5  # from this orientation on, width and height are swapped
 
 
 class BadImageError(Exception):
-    """The bytes are no image that can be used; the message says why."""
+    """The bytes are not a usable image; the message says why."""
 
 
 def upright_size(data: bytes) -> tuple[int, int]:
-    """Return width and height as the image is meant to be seen. Its head is enough, unless it is a WebP or AVIF."""
+    """Return width and height after EXIF rotation. The first bytes are enough, except for WebP and AVIF."""
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             width, height = _checked(image).size
-            return (height, width) if _orientation(image) >= SIDEWAYS else (width, height)
+            return (height, width) if _orientation(image) >= FIRST_SWAPPED_ORIENTATION else (width, height)
     except BadImageError:
         raise
-    except Exception as error:  # what a broken file may raise is not written down anywhere
+    except Exception as error:  # Pillow does not document what a broken file raises
         raise BadImageError(_reason(error)) from error
 
 
 def pixels_of(data: bytes, sizes: Sequence[tuple[int, int]]) -> list[np.ndarray]:
-    """Return the image, upright, as u8 [height, width, 3] in each of `sizes` (width, height). Decodes once."""
+    """Return the upright image as u8 [height, width, 3] in each of `sizes` (width, height). Decodes it once."""
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             orientation = _orientation(_checked(image))
-            lying = [size[::-1] if orientation >= SIDEWAYS else size for size in sizes]
-            largest = max(width for width, _ in lying), max(height for _, height in lying)
-            image.draft(None, (round(largest[0] * FINER), round(largest[1] * FINER)))
-            colours = _rgb(image)
-            return [np.asarray(_turned(_resized(colours, size), orientation)) for size in lying]
+            stored = [size[::-1] if orientation >= FIRST_SWAPPED_ORIENTATION else size for size in sizes]
+            largest = max(width for width, _ in stored), max(height for _, height in stored)
+            image.draft(None, (round(largest[0] * DRAFT_FACTOR), round(largest[1] * DRAFT_FACTOR)))
+            rgb = _rgb(image)
+            return [np.asarray(_upright(_resized(rgb, size), orientation)) for size in stored]
     except BadImageError:
         raise
-    except Exception as error:  # what a broken file may raise is not written down anywhere
+    except Exception as error:  # Pillow does not document what a broken file raises
         raise BadImageError(_reason(error)) from error
 
 
@@ -62,21 +62,21 @@ def _checked(image: Image.Image) -> Image.Image:
 
 
 def _orientation(image: Image.Image) -> int:
-    """Return EXIF's orientation, 1 where there is none or none that makes sense."""
+    """Return the EXIF orientation; 1 if it is missing or invalid."""
     if image.format == "PNG" and "exif" not in image.info:
-        return 1  # Pillow would decode the whole image to look for the field behind its pixels
+        return 1  # Pillow would decode the full image to find a field after its pixels
     if image.format == "TIFF":
-        return 1  # Pillow turns it by itself when it is decoded, and says its size as if it had
-    found = image.getexif().get(ORIENTATION, 1)
-    return found if found in TURNS else 1
+        return 1  # Pillow rotates a TIFF when it decodes it, and reports the rotated size
+    orientation = image.getexif().get(ORIENTATION_TAG, 1)
+    return orientation if orientation in TRANSPOSES else 1
 
 
 def _rgb(image: Image.Image) -> Image.Image:
-    """Return the image in three colours of 8 bits. What is transparent becomes white."""
+    """Return the image as 8-bit RGB. Transparent pixels become white."""
     if image.mode == "RGB" and "transparency" not in image.info:
         return image
     if image.mode.startswith("I") or image.mode == "F":
-        return _from_deep(image)
+        return _rgb_from_16_bit(image)
     if image.has_transparency_data:
         layered = image.convert("RGBA")
         white = Image.new("RGBA", layered.size, "white")
@@ -84,20 +84,20 @@ def _rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def _from_deep(image: Image.Image) -> Image.Image:
-    """Return a grey image of more than 8 bits with its upper 8. Numbers that no 16 bits hold have no colour."""
+def _rgb_from_16_bit(image: Image.Image) -> Image.Image:
+    """Return the upper 8 bits of a 16-bit grey image. Raises if a value does not fit in 16 bits."""
     values = np.asarray(image)
     if image.mode == "F" or values.min() < 0 or values.max() > 0xFFFF:
-        raise BadImageError(f"its pixels are of kind {image.mode}, which has no colours")
+        raise BadImageError(f"its pixel mode {image.mode} cannot be converted to RGB")
     return Image.fromarray((values >> 8).astype(np.uint8)).convert("RGB")
 
 
 def _resized(image: Image.Image, size: tuple[int, int]) -> Image.Image:
-    return image if image.size == size else image.resize(size, Image.Resampling.BICUBIC, reducing_gap=GAP)
+    return image if image.size == size else image.resize(size, Image.Resampling.BICUBIC, reducing_gap=REDUCING_GAP)
 
 
-def _turned(image: Image.Image, orientation: int) -> Image.Image:
-    return image.transpose(TURNS[orientation]) if orientation in TURNS else image
+def _upright(image: Image.Image, orientation: int) -> Image.Image:
+    return image.transpose(TRANSPOSES[orientation]) if orientation in TRANSPOSES else image
 
 
 def _reason(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""How large an image becomes: from its pixels to a grid of patches, for many images at once."""
+"""Image sizes in patches and tokens, for many images at once."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from trimaran.core import ImageRules
 
 @dataclass(frozen=True, slots=True)
 class ImageSizes:
-    """Of each image: its tokens in the text, its patches, and the pairs of patches that see each other."""
+    """Per image: its tokens in the text, its patches, and the pairs of patches that attend to each other."""
 
     tokens: np.ndarray
     patches: np.ndarray
@@ -17,21 +17,21 @@ class ImageSizes:
 
 
 def measure_images(sizes: np.ndarray, rules: ImageRules) -> ImageSizes:
-    """Return what images of `sizes` [number of images, 2] (width, height) amount to."""
+    """Return tokens and patches of images of `sizes` [number of images, 2] (width, height)."""
     rows, columns = _canvases(sizes, rules).T
     if rules.variant == "native":
         patches = rows * columns
         return ImageSizes(patches // rules.merge**2, patches, patches**2)
     tiles = rows * columns
     tiles += tiles > 1
-    each = tile_side(rules) ** 2
-    return ImageSizes(tiles * each // rules.merge**2, tiles * each, tiles * each**2)
+    per_tile = tile_side(rules) ** 2
+    return ImageSizes(tiles * per_tile // rules.merge**2, tiles * per_tile, tiles * per_tile**2)
 
 
 def grids_of(size: tuple[int, int], rules: ImageRules) -> np.ndarray:
     """Return the grids [number of parts, 2] (rows, columns of patches) of one image of `size` (width, height).
 
-    A native image is one part. A tiled one is its tiles, and when there are several, a small whole before them.
+    A native image is one part. A tiled image is its tiles; if there are several, a thumbnail comes first.
     """
     rows, columns = canvas_of(size, rules)
     if rules.variant == "native":
@@ -41,13 +41,13 @@ def grids_of(size: tuple[int, int], rules: ImageRules) -> np.ndarray:
 
 
 def canvas_of(size: tuple[int, int], rules: ImageRules) -> tuple[int, int]:
-    """Return rows and columns of one image of `size` (width, height): of patches, or of tiles."""
+    """Return rows and columns of one image of `size` (width, height): of patches if native, of tiles if tiled."""
     rows, columns = _canvases(np.array([size]), rules)[0].tolist()
     return rows, columns
 
 
 def tile_side(rules: ImageRules) -> int:
-    """Return how many patches a side of a tile has: as many as fit, in whole groups."""
+    """Return the number of patches per side of a tile: a multiple of `merge`."""
     return rules.tile // (rules.patch * rules.merge) * rules.merge
 
 
@@ -57,9 +57,9 @@ def _canvases(sizes: np.ndarray, rules: ImageRules) -> np.ndarray:
 
 
 def _native(sizes: np.ndarray, rules: ImageRules) -> np.ndarray:
-    """Return rows and columns of patches: the nearest whole groups, or those that the limits of the area allow.
+    """Return rows and columns of patches, rounded to groups of `merge` and within the pixel limits.
 
-    The arithmetic is that of Qwen2-VL's processor, so that the grids are the same to the last one.
+    The arithmetic is that of Qwen2-VL's processor, so the grids are identical.
     """
     factor = rules.patch * rules.merge
     sides = sizes[:, ::-1].astype(np.float64)  # height, width
@@ -76,15 +76,15 @@ def _native(sizes: np.ndarray, rules: ImageRules) -> np.ndarray:
 
 
 def _tiled(sizes: np.ndarray, rules: ImageRules) -> np.ndarray:
-    """Return rows and columns of tiles: the arrangement whose shape is nearest to the image's.
+    """Return rows and columns of tiles: the layout whose aspect ratio is nearest to the image's.
 
-    Of arrangements with the same shape, more tiles are taken while the image has at least half as many pixels.
+    Of layouts with the same ratio, the larger one is taken if the image has at least half as many pixels.
     """
-    most = rules.max_tiles
-    fitting = [(columns, rows) for columns in range(1, most + 1) for rows in range(1, most // columns + 1)]
+    limit = rules.max_tiles
+    layouts = [(columns, rows) for columns in range(1, limit + 1) for rows in range(1, limit // columns + 1)]
     ratio, area = sizes[:, 0] / sizes[:, 1], sizes.prod(axis=1)
     nearest, best = np.full(len(sizes), np.inf), np.ones((len(sizes), 2), dtype=np.int64)
-    for columns, rows in sorted(fitting, key=lambda each: each[0] * each[1]):
+    for columns, rows in sorted(layouts, key=lambda each: each[0] * each[1]):
         distance = np.abs(ratio - columns / rows)
         enough = area > 0.5 * rules.tile**2 * rows * columns
         taken = (distance < nearest) | ((distance == nearest) & enough)

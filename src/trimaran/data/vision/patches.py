@@ -1,4 +1,4 @@
-"""From pixels to patches: squares of the image, those that become one token side by side."""
+"""Cuts pixels into patches. Patches that are merged into one token are adjacent."""
 
 import numpy as np
 
@@ -17,27 +17,29 @@ def fill_patches(data: bytes, size: tuple[int, int], rules: ImageRules, out: np.
         cut_patches(pixels, rules, out)
         return
     side = tile_side(rules)
-    pixels, each = side * rules.patch, side * side
-    whole = (columns * pixels, rows * pixels)
-    canvas, *small = pixels_of(data, [whole, (pixels, pixels)] if rows * columns > 1 else [whole])
+    pixels, per_tile = side * rules.patch, side * side
+    full_size = (columns * pixels, rows * pixels)
+    canvas, *thumbnail = pixels_of(data, [full_size, (pixels, pixels)] if rows * columns > 1 else [full_size])
     tiles = canvas.reshape(rows, pixels, columns, pixels, 3).swapaxes(1, 2).reshape(-1, pixels, pixels, 3)
-    for number, tile in enumerate([*small, *tiles]):
-        cut_patches(tile, rules, out[number * each : (number + 1) * each])
+    for number, tile in enumerate([*thumbnail, *tiles]):
+        cut_patches(tile, rules, out[number * per_tile : (number + 1) * per_tile])
 
 
 def grey_patches(out: np.ndarray) -> None:
-    """Write an image on which there is nothing to see."""
+    """Write the patches of a blank image."""
     out[:] = GREY
 
 
 def cut_patches(pixels: np.ndarray, rules: ImageRules, out: np.ndarray) -> None:
-    """Write u8 [height, width, 3] to `out` [patches, 3 * patch * patch], each patch by channel, row, column.
+    """Write u8 [height, width, 3] to `out` [patches, 3 * patch * patch]. A patch is ordered by channel, row, column.
 
-    The patches of a group of merge x merge lie together, row by row, and so do the groups: Qwen2-VL's order.
+    The patches of a merge x merge group are adjacent, row by row, and so are the groups: Qwen2-VL's order.
     """
     patch, merge = rules.patch, rules.merge
     group_rows, group_columns = pixels.shape[0] // (patch * merge), pixels.shape[1] // (patch * merge)
-    assert out.shape == (group_rows * group_columns * merge**2, 3 * patch * patch), "the image is of another size"
+    assert out.shape == (group_rows * group_columns * merge**2, 3 * patch * patch), (
+        "the image size does not match `out`"
+    )
     blocks = pixels.reshape(group_rows, merge, patch, group_columns, merge, patch, 3)
     target = out.reshape(group_rows, group_columns, merge, merge, 3, patch, patch)
     target[:] = blocks.transpose(0, 3, 1, 4, 6, 2, 5)

@@ -1,1 +1,1 @@
-"""What is looked at before money is spent, one file each."""
+"""The checks of `trimaran doctor` on a machine, one file each."""

@@ -1,4 +1,4 @@
-"""What one look at a machine comes to."""
+"""The result of one machine check, and short constructors for it."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -9,10 +9,10 @@ WORST_FIRST: dict[Status, int] = {"fail": 0, "warn": 1, "pass": 2, "skip": 3}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckResult:
-    """One line of the checklist: `what` was seen, with its numbers, and the `fix` where something is to be mended.
+    """One line of the checklist: `what` was found, with its numbers, and a `fix` if something is wrong.
 
-    `fail` means that a run would break or compute wrong numbers, `warn` that it would be slower or is at risk, `skip`
-    that nothing could be looked at, and `what` says why.
+    `fail`: a run would crash or compute wrong results. `warn`: it would be slower or is at risk.
+    `skip`: the check could not run, and `what` says why.
     """
 
     code: str
@@ -28,7 +28,7 @@ class CheckResult:
 
 @dataclass(frozen=True, slots=True)
 class CheckInfo:
-    """A check's own code and title, so that each of its answers is one short call."""
+    """A check's code and title. Its methods build the check's results."""
 
     code: str
     title: str
@@ -45,24 +45,24 @@ class CheckInfo:
     def skipped(self, why: str) -> CheckResult:
         return CheckResult(code=self.code, title=self.title, status="skip", what=why)
 
-    def worst(self, troubles: "list[Trouble]", healthy: str, **evidence: Any) -> CheckResult:
-        """Return one line for all `troubles`, as bad as the worst of them; `healthy` where there are none."""
-        if not troubles:
+    def worst(self, problems: "list[Problem]", healthy: str, **evidence: Any) -> CheckResult:
+        """Return one result for all `problems`, with the status of the worst; a pass with `healthy` if none."""
+        if not problems:
             return self.passed(healthy, **evidence)
-        first = sorted(troubles, key=lambda each: not each.is_fatal)
-        fixes = list(dict.fromkeys(each.fix for each in first))
+        fatal_first = sorted(problems, key=lambda each: not each.is_fatal)
+        fixes = list(dict.fromkeys(each.fix for each in fatal_first))
         return CheckResult(
             code=self.code,
             title=self.title,
-            status="fail" if first[0].is_fatal else "warn",
-            what="; ".join(each.what for each in first),
+            status="fail" if fatal_first[0].is_fatal else "warn",
+            what="; ".join(each.what for each in fatal_first),
             fix="; ".join(fixes),
             evidence=evidence,
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Trouble:
+class Problem:
     """One of possibly several things that a check found."""
 
     what: str

@@ -1,1 +1,1 @@
-"""One file for each diagnosis."""
+"""The rules that diagnose a run, one file each."""

@@ -1,1 +1,1 @@
-"""Triton kernels of the optimizer. Imported only where a tensor is on a GPU."""
+"""Triton kernels of the optimizer. Imported only when a tensor is on a GPU."""

@@ -1,151 +1,153 @@
-"""AdamW on a GPU: one pass over gradient, weight and moments, in any format, at the speed of the memory."""
+"""AdamW on a GPU: one pass over gradient, weight and moments in any format, limited by memory bandwidth."""
 
 import triton  # pyrefly: ignore[missing-import]
 import triton.language as tl  # pyrefly: ignore[missing-import]
 from torch import Tensor
 
-from trimaran.optim.block_quantization import BLOCK, codebook, edges, num_blocks
+from trimaran.optim.block_quantization import BLOCK, codebook, lower_bounds, num_blocks
 from trimaran.optim.moments import StateChunk, States
 
-VALUES, WARPS = 2048, 8  # that one program moves, and the warps it does it with
-AT_ONCE = 8  # blocks of eight-bit values
+VALUES_PER_PROGRAM, NUM_WARPS = 2048, 8
+BLOCKS_PER_PROGRAM = 8  # of 8-bit values
 
 
-def move_on_gpu(piece: StateChunk, states: States, refused: Tensor | None) -> None:
-    """Update weights and states in place, unless `refused` is not zero; see `moments.move`.
+def update_chunk_on_gpu(chunk: StateChunk, states: States, refused: Tensor | None) -> None:
+    """Update weights and states in place, unless `refused` is not zero; see `moments.update_chunk`.
 
-    The results are those of `moments.move` but for the last bits of single operations, which may tip a rounding. All
-    tensors are contiguous and on one GPU, and nothing waits for it.
+    The results equal those of `moments.update_chunk` except for the last bits of single operations, which may change
+    how a value is rounded. All tensors must be contiguous and on one GPU. Nothing waits for the GPU.
     """
-    betas = piece.constants.betas
-    common = (piece.weight, piece.low, piece.gradient, piece.factor, refused, piece.words)
-    numbers = (betas[1], 1 - betas[0], 1 - betas[1], piece.constants.eps)
+    betas = chunk.constants.betas
+    common = (chunk.weight, chunk.low, chunk.gradient, chunk.factor, refused, chunk.step_constants)
+    numbers = (betas[1], 1 - betas[0], 1 - betas[1], chunk.constants.eps)
     moments = [states[key] for key in ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale") if key in states]
     if "exp_avg_scale" in states:
-        width = piece.weight.shape[1]
-        count = len(piece.weight) * num_blocks(width)
-        books = [one(piece.weight.device, signed=signed) for signed in (True, False) for one in (codebook, edges)]
-        _move_blocks[(triton.cdiv(count, AT_ONCE),)](
-            *common, *moments, *books, *numbers, count, width, AT_ONCE=AT_ONCE, BLOCK=BLOCK, num_warps=WARPS
-        )
+        width = chunk.weight.shape[1]
+        count = len(chunk.weight) * num_blocks(width)
+        device = chunk.weight.device
+        tables = [table(device, signed=signed) for signed in (True, False) for table in (codebook, lower_bounds)]
+        _update_blocks[(triton.cdiv(count, BLOCKS_PER_PROGRAM),)](
+            *common, *moments, *tables, *numbers, count, width, BLOCKS=BLOCKS_PER_PROGRAM, BLOCK=BLOCK,
+            num_warps=NUM_WARPS,
+        )  # fmt: skip
         return
-    starts, length = piece.runs or (None, piece.weight.numel())
-    grid = (piece.weight.numel() // length * triton.cdiv(length, VALUES),)
-    _move_values[grid](*common, *moments, starts, *numbers, length, VALUES=VALUES, num_warps=WARPS)
+    starts, length = chunk.index_runs or (None, chunk.weight.numel())
+    grid = (chunk.weight.numel() // length * triton.cdiv(length, VALUES_PER_PROGRAM),)
+    _update_values[grid](*common, *moments, starts, *numbers, length, VALUES=VALUES_PER_PROGRAM, num_warps=NUM_WARPS)
 
 
 @triton.jit
-def _move_values(  # noqa: PLR0913
+def _update_values(  # noqa: PLR0913
     weight,
     low,
     gradient,
     factor,
     refused,
-    words,
+    constants,
     firsts,
     seconds,
     starts,
     beta2,
-    rest1,
-    rest2,
+    one_minus_beta1,
+    one_minus_beta2,
     eps,
     length,
     VALUES: tl.constexpr,  # noqa: N803
 ):
-    """Move the values of one part of a run; without `starts` there is one run, and moments are kept in fp32."""
-    if _goes_on(refused):
+    """Update some values of one index run; without `starts` there is one run, and moments are fp32."""
+    if _is_applied(refused):
         parts = tl.cdiv(length, VALUES)
         run = tl.program_id(0) // parts
-        place = (tl.program_id(0) % parts).to(tl.int64) * VALUES + tl.arange(0, VALUES)
-        at, inside = run.to(tl.int64) * length + place, place < length
-        slope = _slope(gradient, factor, at, inside)
+        position = (tl.program_id(0) % parts).to(tl.int64) * VALUES + tl.arange(0, VALUES)
+        at, inside = run.to(tl.int64) * length + position, position < length
+        grad = _scaled_gradient(gradient, factor, at, inside)
         first = tl.load(firsts + at, mask=inside, other=0.0).to(tl.float32)
         second = tl.load(seconds + at, mask=inside, other=0.0).to(tl.float32)
-        first, second = first + (slope - first) * rest1, second * beta2 + slope * slope * rest2
-        _move_weight(weight, low, words, first, second, eps, at, inside)
+        first, second = first + (grad - first) * one_minus_beta1, second * beta2 + grad * grad * one_minus_beta2
+        _update_weight(weight, low, constants, first, second, eps, at, inside)
         if starts is None:
             tl.store(firsts + at, first, mask=inside)
             tl.store(seconds + at, second, mask=inside)
         else:
-            number = tl.load(starts + run) + tl.load(words + 3) + place.to(tl.int32)
-            noise = _scrambled(number.to(tl.uint32, bitcast=True))
+            number = tl.load(starts + run) + tl.load(constants + 3) + position.to(tl.int32)
+            noise = _hash_int32(number.to(tl.uint32, bitcast=True))
             tl.store(firsts + at, _to_bf16(first, noise), mask=inside)
             tl.store(seconds + at, _to_bf16(second, noise >> 16), mask=inside)
 
 
 @triton.jit
-def _move_blocks(  # noqa: PLR0913
+def _update_blocks(  # noqa: PLR0913
     weight,
     low,
     gradient,
     factor,
     refused,
-    words,
+    constants,
     firsts,
     first_scales,
     seconds,
     second_scales,
     signed,
-    signed_edges,
+    signed_bounds,
     unsigned,
-    unsigned_edges,
+    unsigned_bounds,
     beta2,
-    rest1,
-    rest2,
+    one_minus_beta1,
+    one_minus_beta2,
     eps,
     count,
     width,
-    AT_ONCE: tl.constexpr,  # noqa: N803
+    BLOCKS: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
-    """Move the values of some of `count` blocks. No block crosses a row, which has `width` values."""
-    if _goes_on(refused):
-        block = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
-        a_row = tl.cdiv(width, BLOCK)
-        column = (block % a_row * BLOCK)[:, None] + tl.arange(0, BLOCK)[None, :]
-        at = (block // a_row).to(tl.int64)[:, None] * width + column
-        there = block < count
-        inside = there[:, None] & (column < width)
-        slope = _slope(gradient, factor, at, inside)
-        first = _restored(firsts, first_scales, signed, at, inside, block, there)
-        second = _restored(seconds, second_scales, unsigned, at, inside, block, there)
-        first, second = first + (slope - first) * rest1, second * beta2 + slope * slope * rest2
-        _move_weight(weight, low, words, first, second, eps, at, inside)
+    """Update the values of some of `count` blocks. A row has `width` values, and no block crosses a row."""
+    if _is_applied(refused):
+        block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+        blocks_per_row = tl.cdiv(width, BLOCK)
+        column = (block % blocks_per_row * BLOCK)[:, None] + tl.arange(0, BLOCK)[None, :]
+        at = (block // blocks_per_row).to(tl.int64)[:, None] * width + column
+        exists = block < count
+        inside = exists[:, None] & (column < width)
+        grad = _scaled_gradient(gradient, factor, at, inside)
+        first = _dequantize(firsts, first_scales, signed, at, inside, block, exists)
+        second = _dequantize(seconds, second_scales, unsigned, at, inside, block, exists)
+        first, second = first + (grad - first) * one_minus_beta1, second * beta2 + grad * grad * one_minus_beta2
+        _update_weight(weight, low, constants, first, second, eps, at, inside)
         scale = _scale(first, inside)
-        tl.store(first_scales + block, scale, mask=there)
-        tl.store(firsts + at, _code(first, scale, signed_edges, 1, 127), mask=inside)
+        tl.store(first_scales + block, scale, mask=exists)
+        tl.store(firsts + at, _code(first, scale, signed_bounds, 1, 127), mask=inside)
         scale = _scale(second, inside)
-        tl.store(second_scales + block, scale, mask=there)
-        # A second moment is never called zero, see `moments.Quantised`.
-        tl.store(seconds + at, tl.maximum(_code(second, scale, unsigned_edges, 2, 0), 1), mask=inside)
+        tl.store(second_scales + block, scale, mask=exists)
+        # A second moment never becomes zero, see `moments.EightBitMoments`.
+        tl.store(seconds + at, tl.maximum(_code(second, scale, unsigned_bounds, 2, 0), 1), mask=inside)
 
 
 @triton.jit
-def _goes_on(refused):
-    """Return whether the step may be taken."""
+def _is_applied(refused):
+    """Return whether the step is applied."""
     return True if refused is None else tl.load(refused) == 0.0
 
 
 @triton.jit
-def _slope(gradient, factor, at, inside):
-    """Return the gradient that counts, in fp32."""
-    slope = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
+def _scaled_gradient(gradient, factor, at, inside):
+    """Return the gradient times `factor`, in fp32."""
+    grad = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
     if factor is not None:
-        slope = slope * tl.load(factor)
-    return slope
+        grad = grad * tl.load(factor)
+    return grad
 
 
 @triton.jit
-def _move_weight(weight, low, words, first, second, eps, at, inside):  # noqa: PLR0913
-    """Move weights, whole or in two halves (see `optimizer.halves`), by moments that have not been rounded yet."""
-    keep, size, root = _number(words), _number(words + 1), _number(words + 2)
+def _update_weight(weight, low, constants, first, second, eps, at, inside):  # noqa: PLR0913
+    """Update weights, in fp32 or two halves (see `split_bf16`), with moments that have not been rounded yet."""
+    decay, size, correction = _float(constants), _float(constants + 1), _float(constants + 2)
     if low is None:
         old = tl.load(weight + at, mask=inside, other=0.0)
     else:
         upper = tl.load(weight + at, mask=inside, other=0.0).to(tl.int16, bitcast=True).to(tl.int32)
         lower = tl.load(low + at, mask=inside, other=0).to(tl.int32)
         old = (((upper - (lower < 0).to(tl.int32)) << 16) | (lower & 0xFFFF)).to(tl.float32, bitcast=True)
-    new = old * keep - first / (tl.sqrt(second) / root + eps) * size
+    new = old * decay - first / (tl.sqrt(second) / correction + eps) * size
     if low is None:
         tl.store(weight + at, new, mask=inside)
     else:
@@ -156,13 +158,13 @@ def _move_weight(weight, low, words, first, second, eps, at, inside):  # noqa: P
 
 
 @triton.jit
-def _number(word):
+def _float(word):
     return tl.load(word).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _scrambled(number):
-    """Return `rounding.scrambled` of unsigned numbers."""
+def _hash_int32(number):
+    """Return `stochastic_rounding.hash_int32` of unsigned numbers."""
     number = (number ^ (number >> 16)) * 0x7FEB352D
     number = (number ^ (number >> 15)) * 0x846CA68B
     return number ^ (number >> 16)
@@ -170,7 +172,7 @@ def _scrambled(number):
 
 @triton.jit
 def _to_bf16(values, noise):
-    """Return `rounding.to_bf16`."""
+    """Return `stochastic_rounding.to_bf16`."""
     bits = values.to(tl.uint32, bitcast=True)
     finite = (bits & 0x7F800000) != 0x7F800000
     rounded = ((bits + (noise & 0xFFFF)) & 0xFFFF0000).to(tl.float32, bitcast=True)
@@ -178,26 +180,26 @@ def _to_bf16(values, noise):
 
 
 @triton.jit
-def _restored(codes, scales, book, at, inside, block, there):  # noqa: PLR0913
-    """Return the values that codes and scales stand for, see `blocks.restored`."""
+def _dequantize(codes, scales, book, at, inside, block, exists):  # noqa: PLR0913
+    """Return the values of codes and scales, see `block_quantization.dequantize`."""
     code = tl.load(codes + at, mask=inside, other=0).to(tl.int32)
-    return tl.load(book + code) * tl.load(scales + block, mask=there, other=0.0)[:, None]
+    return tl.load(book + code) * tl.load(scales + block, mask=exists, other=0.0)[:, None]
 
 
 @triton.jit
 def _scale(values, inside):
-    """Return the largest magnitude of each block; infinity where one is no number: it shows in the next step."""
+    """Return the largest magnitude of each block; Inf if it has a NaN, which then shows in the next step."""
     size = tl.where(values == values, tl.abs(values), float("inf"))
     return tl.max(tl.where(inside, size, 0.0), axis=1)
 
 
 @triton.jit
-def _code(values, scale, edges, FINEST: tl.constexpr, ZERO: tl.constexpr):  # noqa: N803
-    """Return the codes of blocks of values, see `blocks.quantised`.
+def _code(values, scale, bounds, FINEST: tl.constexpr, ZERO: tl.constexpr):  # noqa: N803
+    """Return the codes of blocks of values, see `block_quantization.quantize`.
 
     The lowest of seven decades has FINEST values, each higher one twice as many as the one below, and ZERO is the code
-    of 0. So a code can be guessed without a search: a little too close to zero, so that it is right, or the next one
-    is. Which it is, one look at the edge between them says.
+    of 0. So a code can be computed without a search, rounded towards zero: it or the next one is right. One comparison
+    with the bound between the two decides.
     """
     relative = tl.div_rn(values, tl.maximum(scale, 1.1754943508222875e-38)[:, None] + tl.zeros_like(values))
     size = tl.abs(relative)
@@ -213,5 +215,5 @@ def _code(values, scale, edges, FINEST: tl.constexpr, ZERO: tl.constexpr):  # no
     steps = tl.where(size >= least, 1 + count.to(tl.int32) - FINEST + within, 0)
     below = relative < 0
     code = tl.where(below, ZERO - steps, ZERO + steps)
-    edge = tl.load(edges + tl.where(below, code, code + 1))
-    return tl.where(below, code - (relative < edge).to(tl.int32), code + (relative >= edge).to(tl.int32)).to(tl.uint8)
+    bound = tl.load(bounds + tl.where(below, code, code + 1))
+    return tl.where(below, code - (relative < bound).to(tl.int32), code + (relative >= bound).to(tl.int32)).to(tl.uint8)

@@ -1,4 +1,4 @@
-"""Context parallelism: each rank holds a part of every sequence, and attention sees all of it."""
+"""Context parallelism: each rank holds a shard of every sequence, and attention covers the full sequence."""
 
 from collections.abc import Sequence
 
@@ -17,38 +17,38 @@ from trimaran.parallel.mesh import RankMesh
 
 try:
     from torch.distributed._functional_collectives import all_gather_single_autograd as all_gather
-except ImportError:  # its name before torch 2.13
+except ImportError:  # the name before torch 2.13
     from torch.distributed._functional_collectives import all_gather_tensor_autograd as all_gather
 
 
 def apply_cp(network: Network, plan: Plan, ranks: RankMesh) -> None:
-    """Give each rank its positions of every sequence. Parameters stay what they are."""
+    """Give each rank its positions of every sequence. Parameters do not change."""
     if ranks.degrees.cp > 1:
         network.use_context(CONTEXTS[plan.comm.context](ranks.group("cp")))
 
 
-class GatherContext(Context):
-    """Keys and values of the whole sequence are gathered; queries stay.
+class AllGatherContext(Context):
+    """All-gathers keys and values of the full sequence; queries stay local.
 
-    A sequence is cut into twice as many pieces as there are ranks, and a rank holds one from the front and its mirror
-    image from the back: late queries see many keys and early ones few, so all ranks have the same to compute.
+    A sequence is split into two chunks per rank. A rank holds one chunk from the front and the mirrored one from the
+    back: with causal attention late queries attend to more keys than early ones, so this balances the work.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._rank, self._size = group, group.rank(), group.size()
-        self._pieces = (self._rank, 2 * self._size - 1 - self._rank)
+        self._chunks = (self._rank, 2 * self._size - 1 - self._rank)
 
     def mine(self, whole: Tensor) -> Tensor:
-        pieces = whole.chunk(2 * self._size, dim=1)
-        return torch.cat([pieces[each] for each in self._pieces], dim=1)
+        chunks = whole.chunk(2 * self._size, dim=1)
+        return torch.cat([chunks[each] for each in self._chunks], dim=1)
 
     def mask(self, documents: Tensor) -> Tensor:
-        places = torch.arange(documents.shape[1], device=documents.device)[None]
+        positions = torch.arange(documents.shape[1], device=documents.device)[None]
         same = self.mine(documents)[:, :, None] == documents[:, None, :]
-        return (same & (places[:, None, :] <= self.mine(places)[:, :, None])).unsqueeze(1)
+        return (same & (positions[:, None, :] <= self.mine(positions)[:, :, None])).unsqueeze(1)
 
     def sight(self, documents: Tensor, lengths: Sequence[int] | None = None) -> Sight:
-        return self.mask(documents)  # a document may begin on one rank and end on another
+        return self.mask(documents)  # a document may span several ranks
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, sight: Sight, scale: float | None = None) -> Tensor:
         key, value = (self._in_order(_gather(each, 2, self._group), dim=2) for each in (key, value))
@@ -58,12 +58,11 @@ class GatherContext(Context):
         key, value = (each.repeat_interleave(repeats, dim=1) for each in (key, value))
         length = query.shape[2] // 2
         outs = []
-        for piece, part in zip(self._pieces, query.split(length, dim=2), strict=True):
-            seen = (piece + 1) * length
-            bias = _lower_right(length, seen)  # the last query of the piece sees the last of the keys
-            outs.append(
-                scaled_dot_product_attention(part, key[:, :, :seen], value[:, :, :seen], attn_mask=bias, scale=scale)
-            )
+        for chunk, part in zip(self._chunks, query.split(length, dim=2), strict=True):
+            num_keys = (chunk + 1) * length
+            keys, values = key[:, :, :num_keys], value[:, :, :num_keys]
+            bias = _lower_right(length, num_keys)
+            outs.append(scaled_dot_product_attention(part, keys, values, attn_mask=bias, scale=scale))
         return torch.cat(outs, dim=2)
 
     def total(self, mine: Tensor) -> Tensor:
@@ -73,21 +72,21 @@ class GatherContext(Context):
         return self._in_order(_gather(mine, 1, self._group), dim=1)
 
     def _in_order(self, gathered: Tensor, *, dim: int) -> Tensor:
-        """Return the pieces, which come front and back of each rank in turn, in the order of the sequence."""
-        pieces = gathered.chunk(2 * self._size, dim)
-        return torch.cat([*pieces[0::2], *reversed(pieces[1::2])], dim)
+        """Return the chunks in sequence order. They are gathered as front and back chunk of each rank in turn."""
+        chunks = gathered.chunk(2 * self._size, dim)
+        return torch.cat([*chunks[0::2], *reversed(chunks[1::2])], dim)
 
 
 def _lower_right(queries: int, keys: int) -> Tensor:
-    """Return the causal bias whose last query sees the last key."""
+    """Return the causal bias in which the last query attends to the last key."""
     if torch.compiler.is_compiling():
         return causal_lower_right(queries, keys)
-    with _disable_current_modes():  # torch cannot make this tensor while a mode, as of selective recompute, looks on
+    with _disable_current_modes():  # torch cannot create this tensor under a dispatch mode (selective recompute)
         return causal_lower_right(queries, keys)
 
 
-class ExchangeContext(Context):
-    """Heads are exchanged for positions (Ulysses): during attention a rank has all positions of some heads."""
+class UlyssesContext(Context):
+    """Ulysses: all-to-all swaps positions for heads, so attention sees all positions of some heads."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._rank, self._size = group, group.rank(), group.size()
@@ -106,13 +105,13 @@ class ExchangeContext(Context):
         return _gather(mine, 1, self._group)
 
     def _exchange(self, x: Tensor, *, split: int, join: int) -> Tensor:
-        """Return `x` with dimension `split` cut over the ranks and `join` put together from them."""
-        cut = torch.stack(x.chunk(self._size, split)).contiguous()
+        """Return `x` with dim `split` sharded over the ranks and dim `join` gathered from them."""
+        chunks = torch.stack(x.chunk(self._size, split)).contiguous()
         even = [1] * self._size
-        return torch.cat(all_to_all_single_autograd(cut, even, even, self._group).unbind(0), join)
+        return torch.cat(all_to_all_single_autograd(chunks, even, even, self._group).unbind(0), join)
 
 
-CONTEXTS = {"gather": GatherContext, "exchange": ExchangeContext}
+CONTEXTS = {"gather": AllGatherContext, "exchange": UlyssesContext}
 
 
 def _gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:

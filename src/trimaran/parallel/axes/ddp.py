@@ -1,21 +1,21 @@
-"""Replicated parameters: every rank holds its part of the model whole and gradients are averaged."""
+"""Data parallelism with replicated parameters: gradients are averaged over the ranks."""
 
-# The composable form keeps parameter names; it sits under an underscore, so it is imported here and nowhere else.
+# The composable form keeps parameter names. It is private in torch, so only this module imports it.
 from torch.distributed._composable.replicate import replicate
 
 from trimaran.core import Plan
 from trimaran.nets import Network
-from trimaran.parallel.axes.fsdp import divide_as_everywhere, experts_of, replicate_split
+from trimaran.parallel.axes.fsdp import experts_of, replicate_fsdp, set_expert_gradient_divisor
 from trimaran.parallel.comm.compression import bucket_mb
 from trimaran.parallel.mesh import RankMesh
 
 
 def apply_ddp(network: Network, plan: Plan, ranks: RankMesh) -> None:
-    """Reduce gradients over the ranks in buckets while backward goes on. Parameter names do not change.
+    """All-reduce gradients in buckets during backward. Parameter names do not change.
 
-    DDP knows neither DTensors nor pipeline stages; where there are any, FSDP2's form of replication takes its place.
+    DDP supports neither DTensors nor pipeline stages; with those, FSDP2's `replicate` is used instead.
     """
-    if ranks.data.size() == 1 or plan.comm.local_steps > 1:  # replicas that train alone and meet later
+    if ranks.data.size() == 1 or plan.comm.local_steps > 1:  # with local steps, replicas average weights later
         return
     mesh = ranks.degrees
     if mesh.tp == mesh.pp == mesh.ep == 1:
@@ -24,14 +24,14 @@ def apply_ddp(network: Network, plan: Plan, ranks: RankMesh) -> None:
             process_group=ranks.data.get_group(),
             bucket_cap_mb=bucket_mb(plan, ranks.axes.device_type),
             gradient_as_bucket_view=True,
-            # Keeps DDP from laying out its buckets anew after the first backward of every start: the order in which
-            # three or more are summed depends on the layout, and a run that was resumed would round differently.
+            # Keeps DDP from rebuilding its buckets after the first backward of every start. With three or more ranks
+            # the order of summation depends on the buckets, so a resumed run would round differently.
             find_unused_parameters=ranks.data.size() > 2,
         )
         return
     for block in network.blocks:
         for experts in experts_of(block, ranks):
-            replicate_split(experts, mesh=ranks.experts["expert_shard"])
-            divide_as_everywhere(experts, ranks, scattered=False)
-        replicate_split(block, mesh=ranks.data)
-    replicate_split(network.module, mesh=ranks.data)
+            replicate_fsdp(experts, mesh=ranks.experts["expert_shard"])
+            set_expert_gradient_divisor(experts, ranks, scattered=False)
+        replicate_fsdp(block, mesh=ranks.data)
+    replicate_fsdp(network.module, mesh=ranks.data)

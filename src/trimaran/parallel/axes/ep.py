@@ -1,11 +1,11 @@
-"""Expert parallelism: each rank holds some of the experts, and tokens travel to the expert they chose."""
+"""Expert parallelism: each rank holds some experts, and tokens are sent to the ranks of their experts."""
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# The all-to-all with a backward sits under an underscore.
+# The all-to-all with a backward is private in torch.
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -15,7 +15,7 @@ from trimaran.nets.moe import ExpertWeights, MoeLayer, as_autocast
 from trimaran.parallel.mesh import RankMesh
 from trimaran.parallel.precision import own_dtype
 
-# The dimension of each stack that an axis splits: `ep` the experts, `tp` the width of each.
+# The dim of each stacked weight that a mesh dim shards: `ep` shards the experts, `tp` the width of each.
 DIMS = {
     "gate_proj": {"ep": 0, "tp": 1},
     "up_proj": {"ep": 0, "tp": 1},
@@ -24,9 +24,9 @@ DIMS = {
 
 
 def apply_ep(network: Network, plan: Plan, ranks: RankMesh) -> None:
-    """Split the experts over `ep` and `tp`, in place, and send tokens to them. Parameter names do not change.
+    """Shard the experts over `ep` and `tp`, in place, and dispatch tokens to them. Parameter names do not change.
 
-    Router and shared expert are `apply_tp`'s. A rank's gradient of its experts is that of the tokens of its whole `ep`
+    `apply_tp` handles the router and the shared expert. The gradient of a rank's experts covers the tokens of its `ep`
     group.
     """
     axes = [axis for axis in ("ep", "tp") if getattr(ranks.degrees, axis) > 1]
@@ -34,58 +34,58 @@ def apply_ep(network: Network, plan: Plan, ranks: RankMesh) -> None:
         return
     for mixture in [each for each in network.module.modules() if isinstance(each, MoeLayer)]:
         mixture.tp = ranks.degrees.tp
-        _split(mixture.experts, ranks, axes)
+        _shard_experts(mixture.experts, ranks, axes)
         if "ep" in axes:
-            mixture.dispatch = Exchange(ranks.experts.get_group("ep"))
+            mixture.dispatch = TokenDispatcher(ranks.experts.get_group("ep"))
 
 
-def _split(experts: ExpertWeights, ranks: RankMesh, axes: list[str]) -> None:
+def _shard_experts(experts: ExpertWeights, ranks: RankMesh, axes: list[str]) -> None:
     for name, parameter in list(experts.named_parameters()):
         dims = [DIMS[name][axis] for axis in axes]
         for axis, dim in zip(axes, dims, strict=True):
-            assert parameter.shape[dim] % getattr(ranks.degrees, axis) == 0, f"{name} does not split over {axis}"
+            assert parameter.shape[dim] % getattr(ranks.degrees, axis) == 0, f"{name} cannot be sharded over {axis}"
         mesh = ranks.experts[tuple(axes)] if len(axes) > 1 else ranks.experts[axes[0]]
-        # Every rank has the same values, or none yet: it keeps its slice and tells nobody.
-        held = distribute_tensor(parameter, mesh, [Shard(dim) for dim in dims], src_data_rank=None)
-        experts.register_parameter(name, nn.Parameter(held, requires_grad=parameter.requires_grad))
+        # All ranks have equal values, or meta tensors: each takes its shard without communication.
+        shard = distribute_tensor(parameter, mesh, [Shard(dim) for dim in dims], src_data_rank=None)
+        experts.register_parameter(name, nn.Parameter(shard, requires_grad=parameter.requires_grad))
 
 
-class Exchange:
-    """Sends rows to the ranks of their experts and the results back. Every rank of the group must take part."""
+class TokenDispatcher:
+    """Sends rows to the ranks of their experts and the results back. Every rank of the group must call it."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._size = group, group.size()
 
-    @torch.compiler.disable  # the sizes are known only when it runs: no graph could hold them
+    @torch.compiler.disable  # the sizes depend on the data
     def __call__(self, experts: ExpertWeights, rows: Tensor, counts: Tensor) -> Tensor:
-        """Return `rows`, of which the first `counts[0]` are for expert 0 and so on, through their experts, in order.
+        """Return the expert outputs of `rows`, in order. The first `counts[0]` rows are for expert 0, and so on.
 
-        Rows behind those of the last expert stay here and come out as zeros.
+        Rows after those of the last expert are not sent; their output is zero.
         """
         if own_dtype(experts) is None:
-            rows = as_autocast(rows)  # half as many bytes to send
-        sent, received = counts.view(self._size, -1), self._told(counts)
-        # An uneven exchange needs its sizes on the host. This is the one place where a layer waits for the device.
+            rows = as_autocast(rows)  # halves the bytes to send
+        sent, received = counts.view(self._size, -1), self._exchange_counts(counts)
+        # An uneven all-to-all needs its sizes on the host. This is the only device synchronization of a layer.
         sends, receives = torch.stack([sent.sum(1), received.sum(1)]).tolist()
-        arrived = self._moved(rows[: sum(sends)], sends, receives)
-        results = _by_expert(experts, arrived, received)
-        back = self._moved(results, receives, sends)
+        arrived = self._all_to_all(rows[: sum(sends)], sends, receives)
+        results = _apply_experts(experts, arrived, received)
+        back = self._all_to_all(results, receives, sends)
         return F.pad(back, (0, 0, 0, len(rows) - len(back)))
 
-    def _told(self, counts: Tensor) -> Tensor:
-        """Return how many rows for each expert here come from each rank, [ranks, experts]."""
+    def _exchange_counts(self, counts: Tensor) -> Tensor:
+        """Return the number of rows from each rank for each local expert, [ranks, experts]."""
         received = torch.empty_like(counts)
         dist.all_to_all_single(received, counts, group=self._group)
         return received.view(self._size, -1)
 
-    def _moved(self, rows: Tensor, sends: list[int], receives: list[int]) -> Tensor:
+    def _all_to_all(self, rows: Tensor, sends: list[int], receives: list[int]) -> Tensor:
         return all_to_all_single_autograd(rows.contiguous(), receives, sends, self._group)
 
 
-def _by_expert(experts: ExpertWeights, rows: Tensor, counts: Tensor) -> Tensor:
-    """Return `rows`, which come rank by rank and for each rank expert by expert (`counts`), through the experts."""
+def _apply_experts(experts: ExpertWeights, rows: Tensor, counts: Tensor) -> Tensor:
+    """Return the expert outputs of `rows`, which are ordered by rank, then by expert (`counts`)."""
     num_ranks, num_experts = counts.shape
-    if not len(rows):  # the grouped product wants one, if only of zeros
+    if not len(rows):  # the grouped matmul needs at least one row
         return experts(F.pad(rows, (0, 0, 0, 1)), counts.new_ones(num_experts))[:0]
     numbers = torch.arange(num_experts, device=rows.device).repeat(num_ranks)
     order = numbers.repeat_interleave(counts.flatten(), output_size=len(rows)).argsort(stable=True)

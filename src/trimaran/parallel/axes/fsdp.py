@@ -1,4 +1,4 @@
-"""Sharded training with FSDP2: what is sharded, and for how long the rest stays whole, is the ZeRO stage."""
+"""Sharded data parallelism with FSDP2, for all ZeRO stages."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -7,8 +7,8 @@ from itertools import islice
 import torch
 from torch import nn
 
-# The composable form keeps parameter names; it sits under an underscore.
-from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_split
+# The composable form keeps parameter names. It is private in torch.
+from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_fsdp
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from trimaran.core import Plan
@@ -16,20 +16,20 @@ from trimaran.core.plan import Sharding
 from trimaran.nets import Network
 from trimaran.nets.moe import ExpertWeights
 from trimaran.parallel.mesh import RankMesh
-from trimaran.parallel.precision import CONTAINERS, gathered
+from trimaran.parallel.precision import CONTAINERS, fsdp_modules
 from trimaran.parallel.tower_plan import sharding_of, tower_of
 
-MARK = "_shared_as"
+SHARDING_ATTRIBUTE = "_trimaran_sharding"
 
 
 def apply_fsdp(network: Network, plan: Plan, ranks: RankMesh) -> None:
     """Shard each block, then the root, in place. Parameter names do not change.
 
-    The update is sharded at every stage. `optimizer` gathers the weights once a step and reduces whole gradients with
-    the last micro-batch; `gradients` reduces them with each, so they stay sharded; `parameters` also frees a block's
-    weights after its forward. With `dp_replicate` above 1 the shards are replicated across that axis (HSDP). Weights
-    stay in fp32 on their owner; they are gathered in what their module computes in, and gradients are summed in fp32.
-    A tower may do one of these by itself, or be replicated (`none`) beside others that are sharded.
+    The update is sharded in every mode. `optimizer` (ZeRO-1) all-gathers the weights once per step and reduce-scatters
+    gradients in the last micro-batch. `gradients` (ZeRO-2) reduce-scatters in each micro-batch, so gradients stay
+    sharded. `parameters` (ZeRO-3) also reshards a block's weights after its forward. With `dp_replicate` above 1 the
+    shards are replicated over that mesh dim (HSDP). Sharded weights are fp32; they are all-gathered in the compute
+    dtype of their module, and gradients are reduced in fp32. A tower may use its own mode, or be replicated (`none`).
     """
     for unit in units_of(network, plan):
         for experts in [*experts_of(unit.module, ranks)]:
@@ -40,7 +40,7 @@ def apply_fsdp(network: Network, plan: Plan, ranks: RankMesh) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FsdpUnit:
-    """A module whose own weights travel together; what they are gathered in, None: as they are; who shares them."""
+    """One FSDP unit: its module, the all-gather dtype (None: as stored) and its sharding."""
 
     module: nn.Module
     dtype: torch.dtype | None
@@ -48,13 +48,13 @@ class FsdpUnit:
 
 
 def units_of(network: Network, plan: Plan) -> list[FsdpUnit]:
-    """Return what is sharded by itself, inner modules first and the root last.
+    """Return the FSDP units, inner modules first and the root last.
 
-    What a tower has outside of its blocks belongs to the root, unless the tower is sharded in another way than the
-    root: then the tower is a unit as well.
+    Parameters of a tower outside its blocks belong to the root unit, unless the tower is sharded differently from the
+    root: then the tower is a unit too.
     """
     names = {id(module): name for name, module in network.module.named_modules()}
-    *inner, (root, dtype) = gathered(network, plan)
+    *inner, (root, dtype) = fsdp_modules(network, plan)
     shardings = {tower: sharding_of(tower, plan) for tower in network.towers}
     taken = {id(module) for module, _ in inner}
     for tower, prefix in network.towers.items():
@@ -66,57 +66,57 @@ def units_of(network: Network, plan: Plan) -> list[FsdpUnit]:
 
 
 def _submodule(module: nn.Module, name: str) -> nn.Module | None:
-    """Return the tower of that name, None where a stage has nothing of it or it is but a table of blocks."""
+    """Return the tower of that name; None if this stage has no part of it, or it is only a container of blocks."""
     for part in name.split(".") if name else ():
         module = getattr(module, part, None) or nn.ModuleList()
     return None if isinstance(module, CONTAINERS) else module
 
 
 def _shard(unit: FsdpUnit, plan: Plan, ranks: RankMesh, *, is_root: bool = False) -> None:
-    """Spread the weights of one unit over the ranks, as its tower wants it."""
-    module, experts = unit.module, split_experts(unit.module, ranks)
-    setattr(module, MARK, unit.sharding)
+    """Shard or replicate one unit."""
+    module, experts = unit.module, is_expert_parallel(unit.module, ranks)
+    setattr(module, SHARDING_ATTRIBUTE, unit.sharding)
     policy = MixedPrecisionPolicy(param_dtype=unit.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     if unit.sharding == "none":
-        replicate_split(module, mesh=ranks.experts["expert_shard"] if experts else ranks.data, mp_policy=policy)
+        replicate_fsdp(module, mesh=ranks.experts["expert_shard"] if experts else ranks.data, mp_policy=policy)
         if experts:
-            divide_as_everywhere(module, ranks, scattered=False)
+            set_expert_gradient_divisor(module, ranks, scattered=False)
         return
-    where, keep = ranks.shards, reshard_after_forward(plan, unit.sharding)
+    mesh, reshard = ranks.shards, reshard_after_forward(plan, unit.sharding)
     if experts:
-        where, keep = ranks.experts["expert_replicate", "expert_shard"], bool(keep)
-    if is_root:  # backward begins where forward ended: what the root holds is needed at once
-        keep = plan.comm.reshard == "always"
+        mesh, reshard = ranks.experts["expert_replicate", "expert_shard"], bool(reshard)
+    if is_root:  # backward starts with the root's parameters, so they are needed at once
+        reshard = plan.comm.reshard == "always"
     fully_shard(
         module,
-        # Shards that have replicas lie on two axes.
-        mesh=where if ranks.degrees.dp_replicate > 1 else where[str(where.mesh_dim_names[-1])],  # pyrefly: ignore
-        reshard_after_forward=keep,
+        # HSDP needs both mesh dims.
+        mesh=mesh if ranks.degrees.dp_replicate > 1 else mesh[str(mesh.mesh_dim_names[-1])],  # pyrefly: ignore
+        reshard_after_forward=reshard,
         mp_policy=policy,
         offload_policy=_offload(plan, ranks),
     )
     if experts:
-        divide_as_everywhere(module, ranks, scattered=ranks.experts["expert_shard"].size() > 1)
+        set_expert_gradient_divisor(module, ranks, scattered=ranks.experts["expert_shard"].size() > 1)
 
 
-def shared_as(module: nn.Module, plan: Plan) -> Sharding:
-    """Return how the weights that travel with this module are shared."""
-    return getattr(module, MARK, plan.sharding)
+def sharding_of_module(module: nn.Module, plan: Plan) -> Sharding:
+    """Return the sharding of the FSDP unit of this module."""
+    return getattr(module, SHARDING_ATTRIBUTE, plan.sharding)
 
 
 def reshard_after_forward(plan: Plan, sharding: Sharding) -> bool | int:
-    """Return what becomes of a block's gathered weights: freed, kept, or kept split over a few ranks.
+    """Return FSDP2's `reshard_after_forward`: True reshards, False keeps, a number reshards to that many ranks.
 
-    A pipeline would gather them again for every micro-batch, so there they are kept unless a person says otherwise.
+    In a pipeline every micro-batch would all-gather the weights again, so they are kept unless the plan says otherwise.
     """
     if isinstance(plan.comm.reshard, int):
         return plan.comm.reshard if sharding == "parameters" else False
-    frees = sharding == "parameters" and plan.mesh.pp == 1
-    return {"auto": frees, "always": True, "never": False}[plan.comm.reshard]
+    automatic = sharding == "parameters" and plan.mesh.pp == 1
+    return {"auto": automatic, "always": True, "never": False}[plan.comm.reshard]
 
 
 def prefetch(network: Network, num_blocks: int) -> None:
-    """Gather the weights of `num_blocks` blocks ahead. FSDP2 does one by itself."""
+    """Prefetch the weights of the next `num_blocks` blocks. FSDP2 prefetches one by default."""
     if num_blocks == 1:
         return
     blocks: list[FSDPModule] = [block for block in network.blocks if isinstance(block, FSDPModule)]
@@ -125,27 +125,27 @@ def prefetch(network: Network, num_blocks: int) -> None:
         block.set_modules_to_backward_prefetch(list(islice(reversed(blocks[:number]), num_blocks)))
 
 
-def split_experts(module: nn.Module, ranks: RankMesh) -> bool:
-    """Return whether these are experts that lie on several ranks: those that hold the same ones are fewer."""
+def is_expert_parallel(module: nn.Module, ranks: RankMesh) -> bool:
+    """Return whether the module holds expert-parallel experts, which fewer ranks replicate than other parameters."""
     return ranks.degrees.ep > 1 and isinstance(module, ExpertWeights)
 
 
 def experts_of(module: nn.Module, ranks: RankMesh) -> Iterator[nn.Module]:
-    """Yield the split experts inside `module` that nobody has spread over their ranks yet."""
+    """Yield the expert-parallel experts inside `module` that are not FSDP units yet."""
     for each in module.modules():
-        if each is not module and split_experts(each, ranks) and not isinstance(each, FSDPModule):
+        if each is not module and is_expert_parallel(each, ranks) and not isinstance(each, FSDPModule):
             yield each
 
 
-def divide_as_everywhere(experts: nn.Module, ranks: RankMesh, *, scattered: bool) -> None:
-    """Divide the gradients of split experts by the number of ranks that see different tokens, as all others are.
+def set_expert_gradient_divisor(experts: nn.Module, ranks: RankMesh, *, scattered: bool) -> None:
+    """Divide the gradients of expert-parallel experts by the number of data ranks, like all other gradients.
 
-    A rank's gradient of its experts already has the tokens of all that share them, and is summed over fewer ranks.
+    The gradient of a rank's experts already covers the tokens of its `ep` group and is reduced over fewer ranks.
     """
     assert isinstance(experts, FSDPModule)
     experts.set_gradient_divide_factor(float(ranks.degrees.data))
-    # The other way to divide is nccl's alone. Where there is nothing to scatter, FSDP2 divides when it copies, and
-    # after a sum would divide again.
+    # A sum reduction, because the pre-multiplied sum exists only in NCCL. Without a reduce-scatter FSDP2 divides in its
+    # copy, and with a forced sum it would divide twice.
     experts.set_force_sum_reduction_for_comms(scattered)
 
 

@@ -1,4 +1,4 @@
-"""Images shared out among ranks that hold a whole tower each: nobody looks at what another one looks at."""
+"""Splits the images of a micro-batch over ranks that replicate the vision tower, so each image is encoded once."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,48 +12,50 @@ from trimaran.nets import Network
 from trimaran.nets.image_balancing import ImageBalancer, Pictures
 from trimaran.nets.local_shards import local_part
 from trimaran.parallel.mesh import RankMesh
-from trimaran.parallel.tower_plan import whole_towers
+from trimaran.parallel.tower_plan import tp_replicated_towers
 
 
-def apply_deal(network: Network, plan: Plan, ranks: RankMesh) -> None:
-    """Let ranks that have the same images, and each the whole of a matrix, look at different ones.
+def apply_image_split(network: Network, plan: Plan, ranks: RankMesh) -> None:
+    """Let ranks with the same images and a full vision tower encode different images.
 
-    The parts of a sequence have the same images, and so have the ranks of a tensor-parallel group: these share them
-    out where the tower stays whole.
+    Context-parallel ranks have the same images. So do tensor-parallel ranks; they split the images if the tower is
+    replicated (tp 1).
     """
-    if not _looks(network):
+    if not _takes_images(network):
         return
-    dealt, cp = dealt_towers(network, plan), ranks.degrees.cp > 1
-    axes = (*(["cp"] if cp else []), *(["tp"] if dealt else []))
+    towers, cp = image_split_towers(network, plan), ranks.degrees.cp > 1
+    axes = (*(["cp"] if cp else []), *(["tp"] if towers else []))
     if not axes:
         return
     mesh = ranks.axes[axes]
-    network.module.deal = ImageDeal(  # pyrefly: ignore[bad-argument-type]
-        mesh.get_group() if mesh.ndim == 1 else mesh._flatten("pictures").get_group(),
-        past_projector=not dealt or "projector" in dealt,
+    network.module.deal = ImageSplit(  # pyrefly: ignore[bad-argument-type]
+        mesh.get_group() if mesh.ndim == 1 else mesh._flatten("images").get_group(),
+        past_projector=not towers or "projector" in towers,
         parts=ranks.group("cp") if cp else None,
     )
 
 
-def dealt_towers(network: Network, plan: Plan) -> list[str]:
-    """Return the whole towers in which every rank of a tensor-parallel group looks at other images.
+def image_split_towers(network: Network, plan: Plan) -> list[str]:
+    """Return the replicated towers in which the ranks of a tensor-parallel group encode different images.
 
-    Of their gradients each of these ranks knows an addend.
+    The gradients of these towers are partial on each of these ranks.
     """
-    whole = whole_towers(network, plan)
-    return [tower for tower in ("vision", "projector") if tower in whole and "vision" in whole and _looks(network)]
+    replicated = tp_replicated_towers(network, plan)
+    if "vision" not in replicated or not _takes_images(network):
+        return []
+    return [tower for tower in ("vision", "projector") if tower in replicated]
 
 
-def _looks(network: Network) -> bool:
+def _takes_images(network: Network) -> bool:
     """Return whether the network takes images."""
     return isinstance(getattr(network.module, "deal", None), ImageBalancer)
 
 
-class ImageDeal(ImageBalancer):
-    """The ranks of `group` have the same micro-batch. Who gets which image is a function of their sizes alone.
+class ImageSplit(ImageBalancer):
+    """Splits the images of a micro-batch over the ranks of `group`. The assignment depends only on the image sizes.
 
-    Of the gradient of all rows every rank knows the whole, but for those that have different `parts` of a sequence:
-    they know an addend each.
+    The gradient of the gathered rows is complete on every rank, except for context-parallel ranks (`parts`): theirs is
+    partial.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class ImageDeal(ImageBalancer):
 
     def mine(self, images: Pictures, empty: Pictures) -> Pictures:
         counts = _patches(images)
-        ours = [number for number, owner in enumerate(owners_of(counts, self._size)) if owner == self._rank]
+        ours = [number for number, rank in enumerate(assign_images(counts, self._size)) if rank == self._rank]
         if not ours:
             return empty
         ends = torch.tensor(counts).cumsum(0).tolist()
@@ -75,17 +77,17 @@ class ImageDeal(ImageBalancer):
 
     def whole(self, mine: Tensor, images: Pictures, *, per_token: int) -> Tensor:
         rows = [count // per_token for count in _patches(images)]
-        owners = owners_of(_patches(images), self._size)
+        owners = assign_images(_patches(images), self._size)
         by_rank = [[number for number, owner in enumerate(owners) if owner == rank] for rank in range(self._size)]
         totals = tuple(sum(rows[each] for each in numbers) for numbers in by_rank)
-        places = torch.arange(sum(rows)).split(rows)
-        dealt = torch.cat([places[each] for numbers in by_rank for each in numbers])  # where each gathered row belongs
-        rows_of_all = _Gathered.apply(mine, totals, dealt.to(mine.device, non_blocking=True), self._group)
-        return rows_of_all if self._parts is None else _Summed.apply(rows_of_all, self._parts)
+        row_ids = torch.arange(sum(rows)).split(rows)
+        order = torch.cat([row_ids[each] for numbers in by_rank for each in numbers])  # the index of each gathered row
+        all_rows = _GatherRows.apply(mine, totals, order.to(mine.device, non_blocking=True), self._group)
+        return all_rows if self._parts is None else _SumGradient.apply(all_rows, self._parts)
 
 
-def owners_of(counts: Sequence[int], num_ranks: int) -> list[int]:
-    """Return which rank gets each image of so many patches: the largest first, to whoever has least."""
+def assign_images(counts: Sequence[int], num_ranks: int) -> list[int]:
+    """Return the rank of each image, given its number of patches: largest first, to the rank with the lowest load."""
     loads, owners = [0] * num_ranks, [0] * len(counts)
     for number in sorted(range(len(counts)), key=lambda each: -counts[each]):
         owners[number] = rank = loads.index(min(loads))
@@ -93,10 +95,10 @@ def owners_of(counts: Sequence[int], num_ranks: int) -> list[int]:
     return owners
 
 
-def sum_addends(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Give every rank of `group` the sum of their gradients, in place: each has those of its own images."""
+def sum_partial_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """All-reduce the gradients over `group`, in place: each rank has those of its own images."""
     gradients = [local_part(each.grad) for each in parameters if each.grad is not None]
-    gradients = [each for each in gradients if each.numel()]  # a rank may have nothing of a small parameter's shards
+    gradients = [each for each in gradients if each.numel()]  # a rank's shard of a small parameter may be empty
     if not gradients:
         return
     flat = torch.cat([each.flatten() for each in gradients])
@@ -106,37 +108,37 @@ def sum_addends(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) ->
 
 
 def _patches(images: Pictures) -> list[int]:
-    """Return the patches of each image. A GPU without the grids on its host has to be waited for."""
+    """Return the number of patches of each image. Synchronizes with the device if the host has no copy of the grids."""
     grids = images.grids if images.host is None else images.host
     return [rows * columns for rows, columns in grids.tolist()]
 
 
-class _Gathered(torch.autograd.Function):
-    """All ranks' rows, each where it belongs. `totals` are the rows of each rank; what has more is padding."""
+class _GatherRows(torch.autograd.Function):
+    """All-gathers and reorders the rows of all ranks. `totals` are the valid rows per rank, the rest is padding."""
 
     @staticmethod
-    def forward(ctx: Any, mine: Tensor, totals: tuple[int, ...], places: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, mine: Tensor, totals: tuple[int, ...], order: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.totals, ctx.rank, ctx.shape = totals, group.rank(), mine.shape
-        ctx.save_for_backward(places)
-        room = mine.new_zeros(max(totals), mine.shape[1])
+        ctx.save_for_backward(order)
+        padded = mine.new_zeros(max(totals), mine.shape[1])
         ours = totals[group.rank()]
-        room[:ours] = mine[:ours]
-        gathered = [torch.empty_like(room) for _ in totals]
-        dist.all_gather(gathered, room, group=group)
+        padded[:ours] = mine[:ours]
+        gathered = [torch.empty_like(padded) for _ in totals]
+        dist.all_gather(gathered, padded, group=group)
         rows = torch.cat([each[:total] for each, total in zip(gathered, totals, strict=True)])
-        return torch.empty_like(rows).index_copy_(0, places, rows)
+        return torch.empty_like(rows).index_copy_(0, order, rows)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None, None]:
-        (places,) = ctx.saved_tensors
-        ours = gradients[0].index_select(0, places.split(list(ctx.totals))[ctx.rank])
+        (order,) = ctx.saved_tensors
+        ours = gradients[0].index_select(0, order.split(list(ctx.totals))[ctx.rank])
         padded = ours.new_zeros(ctx.shape)
         padded[: len(ours)] = ours
         return padded, None, None, None
 
 
-class _Summed(torch.autograd.Function):
-    """Returns what came in; its gradient is the sum of all ranks' addends."""
+class _SumGradient(torch.autograd.Function):
+    """Identity in forward; backward all-reduces the partial gradients."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:

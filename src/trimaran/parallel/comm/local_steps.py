@@ -1,4 +1,4 @@
-"""Replicas that train alone for some steps and then average their weights (local SGD)."""
+"""Local SGD: replicas train independently for some steps, then average their weights."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,11 +9,11 @@ from trimaran.core import Plan
 from trimaran.parallel.mesh import RankMesh
 
 
-def meeting(plan: Plan, ranks: RankMesh, parameters: Sequence[nn.Parameter]) -> Callable[[], None]:
-    """Return what is called after every update: at each `local_steps`-th the replicas' weights become their mean."""
+def weight_averaging(plan: Plan, ranks: RankMesh, parameters: Sequence[nn.Parameter]) -> Callable[[], None]:
+    """Return a function to call after every update. Every `local_steps` calls it averages the replicas' weights."""
     if plan.comm.local_steps == 1:
         return lambda: None
-    # torch averages first after its warm-up, and then each period after that.
+    # torch averages first after the warm-up steps, then once per period.
     period = plan.comm.local_steps
     averager = PeriodicModelAverager(period, warmup_steps=period - 1, process_group=ranks.data.get_group())
     return lambda: averager.average_parameters(iter(parameters))

@@ -1,4 +1,4 @@
-"""What blocks keep for backward, held on the host until backward comes for it."""
+"""Activation offload: saved tensors of blocks are copied to the host and fetched back for backward."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-# A weak reference to a storage is the one name of it that no later storage can take. It has no public home.
+# A weak reference identifies a storage uniquely, unlike its address. It is private in torch.
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -19,39 +19,39 @@ from trimaran.core import Plan
 from trimaran.nets import Network
 from trimaran.parallel.mesh import RankMesh
 
-# Smaller storages, in bytes, stay where they are. A CPU gains nothing from the copies: there they are only proved.
-LEAST_BYTES = {"cuda": 2**20, "cpu": 2**10}
+# Smaller storages stay on the device. On a CPU offload saves nothing; it runs there for tests.
+MIN_OFFLOAD_BYTES = {"cuda": 2**20, "cpu": 2**10}
 
 
 def apply_activation_offload(network: Network, plan: Plan, ranks: RankMesh) -> None:
-    """Let each block send what it keeps for backward to the host while the next one computes, and fetch it in time.
+    """Copy the saved tensors of each block to the host while the next block computes, and prefetch them for backward.
 
-    Parameter names do not change. With full recompute what goes is the block's input. What selective recompute keeps
-    by operator stays on the device. Weights stay too: FSDP frees and gathers them again itself.
+    Parameter names do not change. With full recompute only the block's input is offloaded. Outputs that selective
+    recompute saves stay on the device. Weights stay too: FSDP reshards and unshards them.
     """
     if plan.offload == "activations":
         device = ranks.axes.device_type
-        copies = StreamCopies() if device == "cuda" else Copies()
-        offload_blocks(network, Offload(copies, device=device, least_bytes=LEAST_BYTES[device]))
+        copies = StreamCopies() if device == "cuda" else SynchronousCopies()
+        offload_blocks(network, ActivationOffload(copies, device=device, min_bytes=MIN_OFFLOAD_BYTES[device]))
 
 
-def offload_blocks(network: Network, offload: "Offload") -> None:
-    """Let every call of a block run inside the offload. It changes the block's class, as FSDP2 does."""
+def offload_blocks(network: Network, offload: "ActivationOffload") -> None:
+    """Run every call of a block inside the offload. Changes the block's class, like FSDP2."""
     for number, block in enumerate(network.blocks):
         block.__class__ = _offloaded(type(block))
         block._offload, block._number = offload, number  # pyrefly: ignore[bad-argument-type]
 
 
 class OffloadedBlock(nn.Module):
-    """A block whose call, compiled or not, runs inside an offload: `forward` is what compile sees, and not this."""
+    """A block whose `__call__` runs inside an offload. `compile` sees only `forward`."""
 
-    _offload: "Offload"
+    _offload: "ActivationOffload"
     _number: int
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return super().__call__(*args, **kwargs)
-        with self._offload.of(self, self._number):
+        with self._offload.offload_call(self, self._number):
             return super().__call__(*args, **kwargs)
 
 
@@ -60,114 +60,116 @@ def _offloaded(block: type[nn.Module]) -> type[nn.Module]:
     return type(f"Offloaded{block.__name__}", (OffloadedBlock, block), {})
 
 
-class Copies:
-    """Copies inside one memory, over as soon as they are asked for."""
+class SynchronousCopies:
+    """Synchronous copies within the host memory."""
 
     def to_host(self, source: Tensor) -> tuple[Tensor, Any]:
-        """Return the copy, and what `wait` must be told before the source's memory is given back."""
+        """Return the copy, and an event to `wait` for before the source's memory is freed."""
         return source.clone(), None
 
     def to_device(self, host: Tensor) -> tuple[Tensor, Any]:
-        """Return the copy, and what `wait` must be told before it is read."""
+        """Return the copy, and an event to `wait` for before it is read."""
         return host.clone(), None
 
-    def wait(self, copied: Any) -> None:
-        """Let nothing computed from now on overtake a copy."""
+    def wait(self, event: Any) -> None:
+        """Make the compute stream wait for a copy."""
 
 
-class StreamCopies(Copies):
-    """Copies between a GPU and pinned memory, on a stream for each direction.
+class StreamCopies(SynchronousCopies):
+    """Asynchronous copies between a GPU and pinned memory, with one stream per direction.
 
-    Device memory belongs to the stream that computes. It waits for each copy before the memory is given back or read,
-    so that memory is free at once for what is computed next, and never before the copy is over.
+    Device memory belongs to the compute stream, which waits for a copy before the memory is freed or read. So memory
+    can be reused by the next kernel, but never before the copy is done.
     """
 
     def __init__(self) -> None:
-        self.outward, self.homeward = torch.cuda.Stream(), torch.cuda.Stream()
+        self.to_host_stream, self.to_device_stream = torch.cuda.Stream(), torch.cuda.Stream()
 
     def to_host(self, source: Tensor) -> tuple[Tensor, Any]:
         host = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=True)
-        return host, _copy(host, source, self.outward)
+        return host, _copy(host, source, self.to_host_stream)
 
     def to_device(self, host: Tensor) -> tuple[Tensor, Any]:
         device = torch.empty(host.shape, dtype=host.dtype, device="cuda")
-        return device, _copy(device, host, self.homeward)
+        return device, _copy(device, host, self.to_device_stream)
 
-    def wait(self, copied: Any) -> None:
-        torch.cuda.current_stream().wait_event(copied)
+    def wait(self, event: Any) -> None:
+        torch.cuda.current_stream().wait_event(event)
 
 
 def _copy(target: Tensor, source: Tensor, stream: torch.cuda.Stream) -> Any:
-    # The source may still be in the making, and the target's memory in its last use.
+    # The source may still be computed, and the target's memory may still be read.
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         target.copy_(source, non_blocking=True)
     return stream.record_event()
 
 
-class Parcel:
-    """One storage, as bytes. It lives as long as something in the graph needs it."""
+class OffloadedStorage:
+    """One storage as bytes. It lives as long as the autograd graph refers to it."""
 
-    def __init__(self, storage: torch.UntypedStorage, copies: Copies) -> None:
+    def __init__(self, storage: torch.UntypedStorage, copies: SynchronousCopies) -> None:
         self.copies = copies
-        self.here: Tensor | None = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        self.host, self.copied = copies.to_host(self.here)
+        self.on_device: Tensor | None = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        self.host, self.copy_event = copies.to_host(self.on_device)
 
-    def leave(self) -> None:
-        """Give the device memory back."""
-        self.copies.wait(self.copied)
-        self.here = None
+    def release(self) -> None:
+        """Free the device memory."""
+        self.copies.wait(self.copy_event)
+        self.on_device = None
 
-    def fetch(self) -> None:
-        """Begin to bring it back, unless it is there."""
-        if self.here is None:
-            self.here, self.copied = self.copies.to_device(self.host)
+    def prefetch(self) -> None:
+        """Start the copy back to the device, unless it is there."""
+        if self.on_device is None:
+            self.on_device, self.copy_event = self.copies.to_device(self.host)
 
-    def open(self) -> torch.UntypedStorage:
-        """Return the storage, on the device and complete."""
-        self.fetch()
-        self.copies.wait(self.copied)
-        assert self.here is not None
-        return self.here.untyped_storage()
+    def fetch(self) -> torch.UntypedStorage:
+        """Return the storage on the device, ready to use."""
+        self.prefetch()
+        self.copies.wait(self.copy_event)
+        assert self.on_device is not None
+        return self.on_device.untyped_storage()
 
     def __del__(self) -> None:
-        self.copies.wait(self.copied)  # a graph may be thrown away while its parcels travel
+        self.copies.wait(self.copy_event)  # a graph may be dropped while a copy is in flight
 
 
 class OffloadedCall:
-    """One call of a block: the parcels it sent, and the call before it in the same forward.
+    """One call of a block: the storages it offloaded, and the previous call in the same forward.
 
-    Micro-batches overlap in a pipeline, so each forward has calls of its own and knows nothing of the others'.
+    In a pipeline micro-batches overlap, so each forward has its own chain of calls.
     """
 
     def __init__(self, block: nn.Module, number: int, previous: "OffloadedCall | None") -> None:
         self.block, self.number, self.previous = block, number, previous
-        self.parcels: list[ref[Parcel]] = []
-        # Masks and rotations are the same in every block: one parcel serves them all.
-        self.sent: dict[tuple[StorageWeakRef, int], ref[Parcel]] = {} if previous is None else previous.sent
+        self.storages: list[ref[OffloadedStorage]] = []
+        # Masks and rotary tables are shared by all blocks: they are offloaded once.
+        self.offloaded: dict[tuple[StorageWeakRef, int], ref[OffloadedStorage]] = (
+            {} if previous is None else previous.offloaded
+        )
 
     @cached_property
     def weights(self) -> set[StorageWeakRef]:
-        """The storages of the block's parameters. Asked for inside the call, when sharded ones are whole."""
+        """The storages of the block's parameters and buffers. Read during the call, while they are unsharded."""
         tensors = [*self.block.parameters(), *self.block.buffers()]
         return {StorageWeakRef(each.untyped_storage()) for tensor in tensors for each in _plain_parts(tensor)}
 
-    def leave(self) -> None:
-        for parcel in self._alive():
-            parcel.leave()
+    def release(self) -> None:
+        for storage in self._alive():
+            storage.release()
 
-    def fetch(self) -> None:
-        for parcel in reversed(self._alive()):  # backward needs the last first
-            parcel.fetch()
+    def prefetch(self) -> None:
+        for storage in reversed(self._alive()):  # backward needs the last one first
+            storage.prefetch()
 
-    def _alive(self) -> list[Parcel]:
-        return [parcel for each in self.parcels if (parcel := each()) is not None]
+    def _alive(self) -> list[OffloadedStorage]:
+        return [storage for each in self.storages if (storage := each()) is not None]
 
 
-class Packed(NamedTuple):
-    """A tensor in a parcel."""
+class PackedTensor(NamedTuple):
+    """A view of an offloaded storage."""
 
-    parcel: Parcel
+    storage: OffloadedStorage
     call: OffloadedCall
     dtype: torch.dtype
     size: Any
@@ -175,8 +177,8 @@ class Packed(NamedTuple):
     offset: Any
 
 
-class Wrapped(NamedTuple):
-    """A tensor that wraps others, such as a DTensor."""
+class PackedSubclass(NamedTuple):
+    """A tensor subclass that wraps others, such as a DTensor."""
 
     kind: Any
     parts: dict[str, Any]
@@ -185,71 +187,71 @@ class Wrapped(NamedTuple):
     stride: Any
 
 
-class Offload:
-    """The way to the host and back for the blocks of one network."""
+class ActivationOffload:
+    """Offloads the saved tensors of the blocks of one network."""
 
-    def __init__(self, copies: Copies, *, device: str, least_bytes: int) -> None:
-        self.copies, self.device, self.least_bytes = copies, device, least_bytes
+    def __init__(self, copies: SynchronousCopies, *, device: str, min_bytes: int) -> None:
+        self.copies, self.device, self.min_bytes = copies, device, min_bytes
         self.latest: OffloadedCall | None = None
 
     @contextmanager
-    def of(self, block: nn.Module, number: int) -> Iterator[None]:
-        """Send what is saved for backward inside. At most two calls' worth of it is on the device at a time."""
+    def offload_call(self, block: nn.Module, number: int) -> Iterator[None]:
+        """Offload tensors saved for backward inside. The saved tensors of at most two calls are on the device."""
         latest = self.latest
         call = OffloadedCall(block, number, latest if latest is not None and latest.number < number else None)
         with saved_tensors_hooks(partial(self._pack, call), self._unpack):
             yield
-        # What the last call of a forward sent stays, since backward begins with it.
+        # The last call of a forward keeps its tensors on the device, since backward starts with it.
         if latest is not None:
-            latest.leave()
+            latest.release()
         self.latest = call
 
-    def _pack(self, call: OffloadedCall, tensor: Tensor) -> Tensor | Packed | Wrapped:
+    def _pack(self, call: OffloadedCall, tensor: Tensor) -> Tensor | PackedTensor | PackedSubclass:
         if isinstance(tensor, AsyncCollectiveTensor):
             tensor = tensor.trigger_wait()
         if _is_cast_weight(tensor):
             return tensor.detach()
         if is_traceable_wrapper_subclass(tensor):
             names, context = tensor.__tensor_flatten__()
-            inner = {name: getattr(tensor, name) for name in names}  # a DTensor's mesh is among them
+            inner = {name: getattr(tensor, name) for name in names}  # includes a DTensor's mesh
             parts = {name: self._pack(call, each) if isinstance(each, Tensor) else each for name, each in inner.items()}
-            return Wrapped(type(tensor), parts, context, tensor.size(), tensor.stride())
-        # A kept output of its own node would keep the node alive, so what stays is detached.
+            return PackedSubclass(type(tensor), parts, context, tensor.size(), tensor.stride())
+        # Tensors that stay are detached: an output saved by its own node would keep the node alive.
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
             return tensor.detach()
-        if tensor.device.type != self.device or tensor.untyped_storage().nbytes() < self.least_bytes:
+        if tensor.device.type != self.device or tensor.untyped_storage().nbytes() < self.min_bytes:
             return tensor.detach()
         key = StorageWeakRef(tensor.untyped_storage())
         if key in call.weights:
             return tensor.detach()
-        parcel = self._parcel(call, tensor, key)
-        return Packed(parcel, call, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+        storage = self._offload(call, tensor, key)
+        return PackedTensor(storage, call, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
 
-    def _parcel(self, call: OffloadedCall, tensor: Tensor, key: StorageWeakRef) -> Parcel:
-        known = call.sent.get((key, tensor._version))
-        parcel = None if known is None else known()
-        if parcel is None:
-            parcel = Parcel(tensor.untyped_storage(), self.copies)
-            call.sent[key, tensor._version] = ref(parcel)
-            call.parcels.append(ref(parcel))
-        return parcel
+    def _offload(self, call: OffloadedCall, tensor: Tensor, key: StorageWeakRef) -> OffloadedStorage:
+        reference = call.offloaded.get((key, tensor._version))
+        storage = None if reference is None else reference()
+        if storage is None:
+            storage = OffloadedStorage(tensor.untyped_storage(), self.copies)
+            call.offloaded[key, tensor._version] = ref(storage)
+            call.storages.append(ref(storage))
+        return storage
 
     def _unpack(self, packed: Any) -> Any:
-        if isinstance(packed, Wrapped):
+        if isinstance(packed, PackedSubclass):
             parts = {name: self._unpack(part) for name, part in packed.parts.items()}
             return packed.kind.__tensor_unflatten__(parts, packed.context, packed.size, packed.stride)
-        if not isinstance(packed, Packed):
+        if not isinstance(packed, PackedTensor):
             return packed
-        packed.call.fetch()
-        storage = packed.parcel.open()
+        packed.call.prefetch()
+        storage = packed.storage.fetch()
         if packed.call.previous is not None:
-            packed.call.previous.fetch()  # on its way while this block computes
-        whole = torch.empty(0, dtype=packed.dtype, device=storage.device)
-        return whole.set_(storage, packed.offset, packed.size, packed.stride)
+            packed.call.previous.prefetch()  # overlaps with the backward of this block
+        tensor = torch.empty(0, dtype=packed.dtype, device=storage.device)
+        return tensor.set_(storage, packed.offset, packed.size, packed.stride)
 
 
 def _plain_parts(tensor: Any) -> list[Tensor]:
-    """Return the plain tensors that hold the memory of `tensor`."""
+    """Return the plain tensors inside `tensor`."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         return [part for name in names for part in _plain_parts(getattr(tensor, name))]
@@ -257,8 +259,8 @@ def _plain_parts(tensor: Any) -> list[Tensor]:
 
 
 def _is_cast_weight(tensor: Tensor) -> bool:
-    """Return whether autocast, or a block itself, made `tensor` of a parameter: it is needed whole in every forward."""
-    maker = (tensor if tensor._base is None else tensor._base).grad_fn
-    if maker is None or maker.name() != "ToCopyBackward0":
+    """Return whether `tensor` is a parameter cast by autocast or by a block. Such weights are not activations."""
+    node = (tensor if tensor._base is None else tensor._base).grad_fn
+    if node is None or node.name() != "ToCopyBackward0":
         return False
-    return isinstance(getattr(maker.next_functions[0][0], "variable", None), nn.Parameter)
+    return isinstance(getattr(node.next_functions[0][0], "variable", None), nn.Parameter)

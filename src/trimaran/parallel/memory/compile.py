@@ -1,4 +1,4 @@
-"""Compiled blocks."""
+"""torch.compile of each block."""
 
 from trimaran.core import Plan
 from trimaran.nets import Network
@@ -6,10 +6,10 @@ from trimaran.parallel.mesh import RankMesh
 
 
 def apply_compile(network: Network, plan: Plan, ranks: RankMesh) -> None:
-    """Compile each block by itself: alike blocks share one compilation, and parameter names do not change.
+    """Compile each block separately: equal blocks share one compilation. Parameter names do not change.
 
-    Comes after recompute, whose choice of what to keep is then part of the graph, and before FSDP, whose hooks stay out
-    of it. Offload of activations is around the compiled block, whichever of the two comes first.
+    Runs after recompute, whose policy becomes part of the graph, and before FSDP, whose hooks stay outside. Activation
+    offload wraps the compiled block, in either order.
     """
     if plan.compile:
         fringe = network.fringe if ranks.degrees.tp == 1 else ()

@@ -1,8 +1,8 @@
-"""A Plan in the words of the tools that people already use. Nothing is written to disk here."""
+"""Emitters: a plan as the configuration of other training tools. Nothing is written to disk here."""
 
 from collections.abc import Callable, Mapping
 
-from trimaran.core import Plan, UserError, nearest
+from trimaran.core import Plan, UserError, did_you_mean
 from trimaran.planner.emit.accelerate import emit_accelerate
 from trimaran.planner.emit.deepspeed import emit_deepspeed
 from trimaran.planner.emit.emission import Emission
@@ -23,11 +23,11 @@ EMITTERS: Mapping[str, Callable[[Plan, Question], Emission]] = {
 def emit(tool: str, plan: Plan, question: Question) -> Emission:
     """Return the tool's configuration and launch command for `plan`, a legal plan of the question.
 
-    Degrees, batch, sharding, precision, recompute, offload and schedule are what the plan says, or it is refused. What
-    only changes the speed, such as compiled blocks where the tool has none, is told in a note.
+    Degrees, batch, sharding, precision, recompute, offload and schedule are exactly the plan's, or the plan is refused.
+    What only changes the speed, such as compiled blocks in a tool without them, becomes a note.
     """
     if tool not in EMITTERS:
-        raise UserError("P060", f"there is no emitter for '{tool}'{nearest(tool, EMITTERS)}", where="--emit",
+        raise UserError("P060", f"there is no emitter for '{tool}'{did_you_mean(tool, EMITTERS)}", where="--emit",
                         fix=f"use {', '.join(EMITTERS)}")  # fmt: skip
     return EMITTERS[tool](plan, question)
 

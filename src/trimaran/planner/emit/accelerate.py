@@ -1,4 +1,4 @@
-"""Hugging Face accelerate's YAML: DDP, FSDP2, DeepSpeed. The names are those of accelerate 1.15."""
+"""Hugging Face accelerate's YAML: DDP, FSDP2, DeepSpeed. Field names are those of accelerate 1.15."""
 
 from typing import Any
 
@@ -25,10 +25,10 @@ FILE, DEEPSPEED_FILE = "accelerate.yaml", "ds_config.json"
 MIXED_PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8"}
 TAKES = {
     "mesh.pp": Takes((1,), "it has no pipeline for training"),
-    "mesh.ep": Takes((1,), "experts are spread by the model's own code"),
-    "recompute": Takes(("none", "full"), "it computes all blocks again, or none"),
-    "comm.reshard": Takes(("auto", "always", "never"), "FSDP2's reshard_after_forward is yes or no there"),
-    "sharding": Takes(("none", "gradients", "parameters"), "FSDP2 shards gradients whenever it shards"),
+    "mesh.ep": Takes((1,), "only the model's own code can spread experts"),
+    "recompute": Takes(("none", "full"), "it recomputes all blocks or none"),
+    "comm.reshard": Takes(("auto", "always", "never"), "its reshard_after_forward is a boolean"),
+    "sharding": Takes(("none", "gradients", "parameters"), "FSDP2 always shards gradients"),
 }
 
 
@@ -52,38 +52,38 @@ def emit_accelerate(plan: Plan, question: Question) -> Emission:
 
 
 def refuse_for_torch(tool: str, plan: Plan) -> None:
-    """Raise for what neither accelerate nor the Trainer, which stands on it, can do without DeepSpeed."""
+    """Raise for what accelerate and the Trainer, which builds on it, cannot do without DeepSpeed."""
     shards, mesh = plan.mesh.shards, plan.mesh
     refuse_unless(tool, plan, TAKES)
     if plan.sharding == "none" and mesh.cp > 1:
-        raise refusal(tool, "whole replicas of the parts of a sequence", "with cp it shards over them", fix="set "
+        raise refusal(tool, "full replicas with cp", "with cp it shards over those ranks", fix="set "
                       "plan.sharding to parameters", where="plan.sharding")  # fmt: skip
     if plan.sharding != "none" and shards == 1:
-        raise refusal(tool, "shards on a single rank", "FSDP2 wants ranks to shard over", where="plan.sharding",
+        raise refusal(tool, "shards on a single rank", "FSDP2 needs ranks to shard over", where="plan.sharding",
                       fix="set plan.mesh.dp_shard above 1, or plan.engine to deepspeed")  # fmt: skip
     if mesh.cp > 1 and plan.comm.context == "exchange":
         raise refusal(tool, "cp that exchanges heads", "torch's context parallelism gathers keys",
                       where="plan.comm.context", fix="set it to gather")  # fmt: skip
     if plan.offload == "optimizer" or (plan.offload == "activations" and tool != TOOL):
-        raise refusal(tool, f"offload {plan.offload}", "FSDP2 offloads parameters, with all that belongs to them",
+        raise refusal(tool, f"offload {plan.offload}", "FSDP2 only offloads parameters with their states",
                       where="plan.offload", fix="set it to parameters, or plan.engine to deepspeed")  # fmt: skip
     if plan.offload == "activations" and (plan.sharding == "none" or plan.recompute != "full"):
         raise refusal(tool, "offload activations here", "it offloads the inputs of blocks that FSDP2 shards and "
-                      "computes again", where="plan.offload", fix="set plan.recompute to full and plan.sharding to "
+                      "recomputes", where="plan.offload", fix="set plan.recompute to full and plan.sharding to "
                       "parameters")  # fmt: skip
 
 
 def _refuse_slices(plan: Plan) -> None:
     if plan.mesh.tp > 1 and plan.mesh.dp > 1 and plan.sharding == "none":
-        raise refusal(TOOL, "tp beside whole replicas", "its parallelism_config has no such pair",
+        raise refusal(TOOL, "tp with full replicas", "its parallelism_config does not allow that",
                       where="plan.sharding", fix="set it to parameters, or plan.mesh.tp to 1")  # fmt: skip
 
 
 def torch_settings(plan: Plan) -> dict[str, Any]:
-    """Return the part of the YAML that says how ranks work together, without DeepSpeed."""
+    """Return the YAML fields for parallelism without DeepSpeed."""
     kind = "FSDP" if plan.sharding != "none" else "MULTI_GPU" if plan.mesh.world_size > 1 else "NO"
     settings: dict[str, Any] = {"distributed_type": kind, "mixed_precision": MIXED_PRECISION[plan.precision]}
-    if plan.precision == "fp8":  # one scale for each tensor, found anew in every step: torchao's default
+    if plan.precision == "fp8":  # one scale per tensor, recomputed in every step: torchao's default
         settings["fp8_config"] = {"backend": "AO"}
     if kind == "FSDP":
         settings["fsdp_config"] = {
@@ -104,7 +104,7 @@ def torch_settings(plan: Plan) -> dict[str, Any]:
 
 
 def parallelism(plan: Plan) -> dict[str, Any]:
-    """Return the fields of accelerate's ParallelismConfig; nothing where all ranks do the same."""
+    """Return the fields of accelerate's ParallelismConfig; empty for plain data parallelism."""
     mesh = plan.mesh
     if mesh.tp == mesh.cp == 1 and (plan.sharding == "none" or mesh.dp_replicate == 1):
         return {}
@@ -123,7 +123,7 @@ def reshards(plan: Plan) -> bool:
 
 
 def deepspeed_section(plan: Plan) -> dict[str, Any]:
-    """Return what accelerate wants to know besides DeepSpeed's own file, which says the rest."""
+    """Return what accelerate needs besides DeepSpeed's own file."""
     return {
         "deepspeed_config_file": DEEPSPEED_FILE,
         "deepspeed_multinode_launcher": "standard",
@@ -143,47 +143,47 @@ def machines(cluster: Cluster) -> dict[str, Any]:
 
 
 def launch(plan: Plan, cluster: Cluster) -> str:
-    """Return the command. An Accelerator reads the accumulation from its environment; DeepSpeed's file has it."""
-    words = [f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS={plan.grad_accum}"] if plan.engine == "torch" else []
-    words += ["accelerate", "launch", "--config_file", FILE]
+    """Return the command. The environment sets an Accelerator's accumulation; DeepSpeed's file sets its own."""
+    command = [f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS={plan.grad_accum}"] if plan.engine == "torch" else []
+    command += ["accelerate", "launch", "--config_file", FILE]
     if cluster.num_nodes > 1:
-        words += ["--machine_rank", '"$NODE_RANK"', "--main_process_ip", '"$MASTER_ADDR"']
-        words += ["--main_process_port", str(PORT)]
-    words += ["train.py", "--per_device_train_batch_size", str(plan.micro_batch)]
+        command += ["--machine_rank", '"$NODE_RANK"', "--main_process_ip", '"$MASTER_ADDR"']
+        command += ["--main_process_port", str(PORT)]
+    command += ["train.py", "--per_device_train_batch_size", str(plan.micro_batch)]
     if checkpoints_itself(plan):
-        words.append("--gradient_checkpointing")
-    return " ".join(words)
+        command.append("--gradient_checkpointing")
+    return " ".join(command)
 
 
 def checkpoints_itself(plan: Plan) -> bool:
-    """Return whether blocks are computed again by the model: where FSDP2 does not wrap them."""
+    """Return whether the model itself recomputes its blocks: where FSDP2 does not wrap them."""
     return plan.recompute == "full" and (plan.sharding == "none" or plan.engine == "deepspeed")
 
 
 def notes(plan: Plan) -> list[str]:
-    """Return what the configuration leaves to the script, and where accelerate has profile of its own."""
-    said = ["train.py is your script; it gives --per_device_train_batch_size to its loader, and has the optimizer, "
-            "the learning rate, the clipping and the data"]  # fmt: skip
+    """Return what the configuration leaves to the script, and where accelerate behaves differently."""
+    notes = ["train.py is your script; it passes --per_device_train_batch_size to its loader, and defines the "
+             "optimizer, the learning rate, the clipping and the data"]  # fmt: skip
     if checkpoints_itself(plan):
-        said.append("--gradient_checkpointing asks your script for model.gradient_checkpointing_enable()")
+        notes.append("--gradient_checkpointing asks your script for model.gradient_checkpointing_enable()")
     if plan.engine == "deepspeed":
-        return said
+        return notes
     if plan.mesh.tp > 1:
-        said.append("your script loads the model with distributed_config=DistributedConfig("
-                    f"tp_size={plan.mesh.tp}): slices are made there")  # fmt: skip
+        notes.append("your script loads the model with distributed_config=DistributedConfig("
+                    f"tp_size={plan.mesh.tp}), which splits the weights")  # fmt: skip
     if plan.sharding != "none" and plan.grad_accum > 1:
-        said.append("gradients stay whole between micro-batches unless your script passes "
+        notes.append("gradients stay unsharded between micro-batches unless your script passes "
                     "GradientAccumulationPlugin(sync_each_batch=True)")  # fmt: skip
-    return said + fsdp_notes(plan)
+    return notes + fsdp_notes(plan)
 
 
 def fsdp_notes(plan: Plan) -> list[str]:
-    """Return the profile that accelerate has wherever it shards."""
+    """Return what accelerate does differently whenever it shards."""
     if plan.sharding == "none":
         return []
-    said = ["blocks are those that the model names in _no_split_modules"]
+    notes = ["blocks are those that the model lists in _no_split_modules"]
     if plan.precision in ("bf16", "fp16"):
-        said.append(f"gradients are summed over ranks in {plan.precision}, not in fp32")
+        notes.append(f"gradients are reduced in {plan.precision}, not in fp32")
     if plan.comm.prefetch > 1:
-        said.append("weights are gathered one block ahead")
-    return said
+        notes.append("weights are gathered one block ahead")
+    return notes

@@ -1,4 +1,4 @@
-"""What an emitter returns, how it refuses, and how processes are started."""
+"""The result of an emitter, its errors, and launch commands."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -12,15 +12,15 @@ from trimaran.hardware import Cluster
 from trimaran.planner.degrees import either
 from trimaran.planner.question import Question
 
-PORT = 29500  # torchrun's own default
+PORT = 29500  # torchrun's default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Emission:
-    """A tool's configuration for a plan: files by name, the command that starts it, and what is left to others.
+    """A tool's configuration for a plan: files by name, the launch command, and notes.
 
-    Where there are several nodes the command runs on each of them, with `NODE_RANK` and `MASTER_ADDR` set, unless a
-    note says otherwise. `notes` tell what the tool or the user's own script decides.
+    With several nodes the command runs on each of them, with `NODE_RANK` and `MASTER_ADDR` set, unless a note says
+    otherwise. `notes` say what the tool or the user's own script decides.
     """
 
     files: Mapping[str, str]
@@ -29,31 +29,31 @@ class Emission:
 
 
 class Takes(NamedTuple):
-    """The values of a plan's field that a tool can express, and why it has no others."""
+    """The values of a plan field that a tool supports, and why it has no others."""
 
     values: tuple[object, ...]
     why: str
 
 
-# No tool has these, in a configuration at least.
-NOBODY_TAKES: Mapping[str, Takes] = {
+# Fields that no tool has in its configuration.
+UNSUPPORTED_EVERYWHERE: Mapping[str, Takes] = {
     "towers": Takes(({},), "it treats all towers of a model alike"),
-    "comm.compression": Takes(("none",), "compressed gradients are a hook in one's own code"),
-    "comm.local_steps": Takes((1,), "replicas that train alone are a matter of one's own loop"),
+    "comm.compression": Takes(("none",), "compressed gradients need a hook in the user's code"),
+    "comm.local_steps": Takes((1,), "local steps need a training loop of the user's own"),
 }
 
 
 def refuse_unless(tool: str, plan: Plan, takes: Mapping[str, Takes]) -> None:
-    """Raise for the first field of `plan` that has a value which the tool does not take."""
-    for field, (values, why) in {**NOBODY_TAKES, **takes}.items():
+    """Raise for the first field of `plan` whose value the tool does not support."""
+    for field, (values, why) in {**UNSUPPORTED_EVERYWHERE, **takes}.items():
         if (value := attrgetter(field)(plan)) not in values:
-            words = either("{}" if each == {} else str(each).lower() for each in values)
+            values_text = either("{}" if each == {} else str(each).lower() for each in values)
             shown = f"its {field}" if isinstance(value, dict) else f"{field} {str(value).lower()}"
-            raise refusal(tool, shown, why, where=f"plan.{field}", fix=f"set plan.{field} to {words}")
+            raise refusal(tool, shown, why, where=f"plan.{field}", fix=f"set plan.{field} to {values_text}")
 
 
 def refuse_settings(tool: str, train: TrainSection, *, states: Iterable[str] = ("fp32",)) -> None:
-    """Raise when the recipe wants its moments or single modules in a precision that the tool cannot give them."""
+    """Raise when the tool does not support the precision of the moments, or precisions of single modules."""
     if train.optimizer.states not in (takes := tuple(states)):
         raise UserError("P063", f"{tool} cannot express moments in {train.optimizer.states} for this plan",
                         where="train.optimizer.states", fix=f"set it to {either(takes)}")  # fmt: skip
@@ -65,24 +65,24 @@ def refuse_settings(tool: str, train: TrainSection, *, states: Iterable[str] = (
 def refuse_cpu(tool: str, cluster: Cluster) -> None:
     """Raise when there are no GPUs."""
     if cluster.device.kind == "cpu":
-        raise refusal(tool, f"a run on {cluster}", "what is written here starts it on GPUs", where="cluster",
+        raise refusal(tool, f"a run on {cluster}", "the emitted command starts it on GPUs", where="cluster",
                       fix="name a cluster of GPUs, such as 8xH100")  # fmt: skip
 
 
 def refusal(tool: str, what: str, why: str, *, where: str, fix: str) -> UserError:
-    """Return the error that says why the plan has no form in this tool."""
+    """Return the error for a plan that the tool cannot express."""
     return UserError("P061", f"{tool} cannot express {what}: {why}", where=where,
                      fix=f"{fix}, or emit for another tool")  # fmt: skip
 
 
 def unknown_model(tool: str, what: str, why: str, *, where: str = "model") -> UserError:
-    """Return the error that says why the tool has no such network."""
-    return UserError("P062", f"{tool} has no network for {what}: {why}", where=where,
+    """Return the error for a model that the tool does not have."""
+    return UserError("P062", f"{tool} has no model for {what}: {why}", where=where,
                      fix="emit for accelerate, deepspeed or hf-trainer, which take any model")  # fmt: skip
 
 
 def torchrun(cluster: Cluster, *program: str) -> str:
-    """Return the command that starts `program` on every device; with several nodes it runs on each of them."""
+    """Return the command that starts `program` on every device; with several nodes, for each of them."""
     start = ["torchrun", "--nproc-per-node", str(cluster.devices_per_node)]
     if cluster.num_nodes == 1:
         start.append("--standalone")
@@ -92,8 +92,8 @@ def torchrun(cluster: Cluster, *program: str) -> str:
     return " ".join([*start, *program])
 
 
-def whole_path(model: str) -> Path:
-    """Return the model's folder as a path that means the same in the folder of the files."""
+def absolute_path(model: str) -> Path:
+    """Return the model's folder as an absolute path."""
     path = Path(model).expanduser().absolute()
     return path.parent if path.name == "config.json" else path
 
@@ -103,5 +103,5 @@ def as_json(tree: Mapping[str, Any]) -> str:
 
 
 def headline(tool: str, plan: Plan, question: Question) -> str:
-    """Return the comment that a written file begins with."""
+    """Return the first comment of an emitted file."""
     return f"# {question.recipe.name} on {question.cluster}, for {tool}: {plan}\n"

@@ -1,32 +1,32 @@
-"""The arguments of the Hugging Face Trainer, and a short script that trains with them. Written for transformers 5."""
+"""The arguments of the Hugging Face Trainer, and a short script that trains with them. For transformers 5."""
 
 import shlex
 from typing import Any
 
 from trimaran.core import Plan, Recipe, TrainSection
 from trimaran.planner.emit.accelerate import fsdp_notes, parallelism, refuse_for_torch, reshards
-from trimaran.planner.emit.deepspeed import refuse_for_deepspeed, whole_config
+from trimaran.planner.emit.deepspeed import full_config, refuse_for_deepspeed
 from trimaran.planner.emit.emission import (
     Emission,
     Takes,
+    absolute_path,
     as_json,
     refuse_settings,
     refuse_unless,
     torchrun,
-    whole_path,
 )
 from trimaran.planner.question import Question
 
 TOOL = "hf-trainer"
 FILE, SCRIPT, DEEPSPEED_FILE = "training_args.json", "train.py", "ds_config.json"
 TAKES = {
-    "mesh.tp": Takes((1,), "slices are made when the model is loaded, and not by its arguments"),
+    "mesh.tp": Takes((1,), "tp is set when the model is loaded, not by its arguments"),
     "precision": Takes(("fp32", "bf16", "fp16"), "its arguments have no fp8"),
 }
-ON_CPU = {  # asked for these, accelerate would do without, in silence
-    "sharding": Takes(("none",), "on a CPU it has replicas alone"),
+ON_CPU = {  # accelerate would silently ignore these
+    "sharding": Takes(("none",), "on a CPU it only has replicas"),
     "precision": Takes(("fp32", "bf16"), "on a CPU it has no other"),
-    "engine": Takes(("torch",), "DeepSpeed is started on GPUs here"),
+    "engine": Takes(("torch",), "DeepSpeed needs GPUs here"),
 }
 TEXT = '''"""Trains `MODEL` on the text in `DATA` with the arguments in {file}."""
 
@@ -57,13 +57,13 @@ def arguments(path: str) -> TrainingArguments:
 
 
 def chunks(tokenizer):
-    def cut(rows):
+    def split(rows):
         tokens = list(chain.from_iterable(tokenizer(rows["text"])["input_ids"]))
         starts = range(0, len(tokens) - SEQ_LEN + 1, SEQ_LEN)
         return {{"input_ids": [tokens[start : start + SEQ_LEN] for start in starts]}}
 
     text = load_dataset("text", data_files=os.environ["DATA"], split="train")
-    return text.map(cut, batched=True, remove_columns=text.column_names)
+    return text.map(split, batched=True, remove_columns=text.column_names)
 
 
 def main() -> None:
@@ -82,7 +82,7 @@ if __name__ == "__main__":
 
 
 def emit_hf_trainer(plan: Plan, question: Question) -> Emission:
-    """Return the Trainer's arguments as JSON, a script that reads them, and the command for torchrun."""
+    """Return the Trainer's arguments as JSON, a script that reads them, and the torchrun command."""
     recipe, cluster = question.recipe, question.cluster
     files = {FILE: "", SCRIPT: TEXT.format(file=FILE, seq_len=recipe.data.seq_len)}
     fields = common(plan, recipe)
@@ -91,7 +91,7 @@ def emit_hf_trainer(plan: Plan, question: Question) -> Emission:
     if plan.engine == "deepspeed":
         refuse_settings(TOOL, recipe.train)
         refuse_for_deepspeed(TOOL, plan, recipe.train)
-        files[DEEPSPEED_FILE] = as_json(whole_config(plan, question))
+        files[DEEPSPEED_FILE] = as_json(full_config(plan, question))
         fields |= {"deepspeed": DEEPSPEED_FILE, "optim": "adamw_torch_fused"}
     else:
         refuse_settings(TOOL, recipe.train, states=("fp32", "8bit"))
@@ -102,24 +102,26 @@ def emit_hf_trainer(plan: Plan, question: Question) -> Emission:
     if plan.recompute == "full" and "fsdp" not in fields:
         fields |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
     files[FILE] = as_json(fields)
-    model = shlex.quote(str(whole_path(recipe.model.path))) if recipe.model.path else "..."
+    model = shlex.quote(str(absolute_path(recipe.model.path))) if recipe.model.path else "..."
     command = f"MODEL={model} DATA=... {torchrun(cluster, SCRIPT, FILE)}"
     return Emission(files=files, command=command, notes=tuple(notes(plan)))
 
 
 def notes(plan: Plan) -> list[str]:
-    """Return what is left to the user, and where the Trainer has profile of its own."""
-    said = ["MODEL is a local folder or a name on the Hub, DATA a text file"]
+    """Return what is left to the user, and where the Trainer behaves differently."""
+    notes = ["MODEL is a local folder or a name on the Hub, DATA a text file"]
     if plan.engine == "torch":
-        said += fsdp_notes(plan)
+        notes += fsdp_notes(plan)
     if plan.compile:
-        how = "as a whole, not block by block" if plan.engine == "torch" else "by nobody: DeepSpeed runs it as it is"
-        said.append(f"the model is compiled {how}")
-    return said
+        text = (
+            "is compiled as a whole, not block by block" if plan.engine == "torch" else "is not compiled by DeepSpeed"
+        )
+        notes.append(f"the model {text}")
+    return notes
 
 
 def common(plan: Plan, recipe: Recipe) -> dict[str, Any]:
-    """Return the arguments that every plan has. The loss is divided by the tokens of the whole batch."""
+    """Return the arguments of every plan. The loss is divided by the tokens of the global batch."""
     train, constants = recipe.train, recipe.train.optimizer
     return {
         "output_dir": recipe.name,
@@ -140,27 +142,27 @@ def common(plan: Plan, recipe: Recipe) -> dict[str, Any]:
         "fp16": plan.precision == "fp16",
         "torch_compile": plan.compile and plan.engine == "torch",
         "dataloader_drop_last": True,
-        # Auto begins with none, and the Trainer does not add any on the way.
+        # `auto` starts with none, and the Trainer does not add workers later.
         "dataloader_num_workers": 0 if recipe.data.workers == "auto" else recipe.data.workers,
     }
 
 
 def schedule(train: TrainSection) -> dict[str, Any]:
-    """Return the learning rate's way down in the Trainer's names."""
-    wish, kind, extra = train.schedule, "constant_with_warmup", {}
-    if wish.kind == "cosine":
-        kind, extra = "cosine_with_min_lr", {"min_lr_rate": wish.floor}
-    elif wish.kind == "linear":
-        kind, extra = "polynomial", {"lr_end": train.lr * wish.floor, "power": 1.0}
-    elif wish.kind == "wsd":
-        slope = wish.decay_steps or max(1, train.steps // 5)
-        kind, extra = "warmup_stable_decay", {"num_decay_steps": slope, "decay_type": "linear",
-                                              "min_lr_ratio": wish.floor}  # fmt: skip
-    return {"lr_scheduler_type": kind, "lr_scheduler_kwargs": extra, "warmup_steps": wish.warmup_steps}
+    """Return the learning-rate schedule in the Trainer's names."""
+    wanted, kind, extra = train.schedule, "constant_with_warmup", {}
+    if wanted.kind == "cosine":
+        kind, extra = "cosine_with_min_lr", {"min_lr_rate": wanted.floor}
+    elif wanted.kind == "linear":
+        kind, extra = "polynomial", {"lr_end": train.lr * wanted.floor, "power": 1.0}
+    elif wanted.kind == "wsd":
+        decay_steps = wanted.decay_steps or max(1, train.steps // 5)
+        kind, extra = "warmup_stable_decay", {"num_decay_steps": decay_steps, "decay_type": "linear",
+                                              "min_lr_ratio": wanted.floor}  # fmt: skip
+    return {"lr_scheduler_type": kind, "lr_scheduler_kwargs": extra, "warmup_steps": wanted.warmup_steps}
 
 
 def optimizer(train: TrainSection) -> str:
-    """Return the Trainer's name for AdamW with these moments; the one of 8 bits is torchao's."""
+    """Return the Trainer's name of AdamW with these moments. The 8-bit one is torchao's."""
     return {"fp32": "adamw_torch_fused", "8bit": "adamw_torch_8bit"}[train.optimizer.states]
 
 
@@ -178,7 +180,7 @@ def sharded(plan: Plan) -> dict[str, Any]:
             "activation_checkpointing": plan.recompute == "full",
             "state_dict_type": "SHARDED_STATE_DICT",
         },
-        # Otherwise gradients would stay whole until the last micro-batch.
+        # Otherwise gradients would stay unsharded until the last micro-batch.
         "accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}},
     }
     if sizes := parallelism(plan):

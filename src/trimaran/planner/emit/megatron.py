@@ -1,6 +1,6 @@
 """A shell script for Megatron-LM's `pretrain_gpt.py`.
 
-The names are those of `megatron/training/arguments.py` at commit 000c4ac24f61159c138b0975def722c65245983c.
+Argument names are those of `megatron/training/arguments.py` at commit 000c4ac24f61159c138b0975def722c65245983c.
 """
 
 from collections.abc import Iterator
@@ -25,8 +25,8 @@ TOOL = "megatron"
 FILE = "pretrain.sh"
 TAKES = {
     "engine": Takes(("torch",), "it has no DeepSpeed"),
-    "sharding": Takes(("none", "optimizer"), "its distributed optimizer shards the states alone"),
-    "offload": Takes(("none", "optimizer"), "it offloads the optimizer alone"),
+    "sharding": Takes(("none", "optimizer"), "its distributed optimizer shards only optimizer states"),
+    "offload": Takes(("none", "optimizer"), "it offloads only the optimizer"),
 }
 SCHEDULES = ("1f1b", "interleaved")
 DECAYS = {"cosine": "cosine", "linear": "linear", "wsd": "WSD", "constant": "constant"}
@@ -40,40 +40,41 @@ def emit_megatron(plan: Plan, question: Question) -> Emission:
     refuse_settings(TOOL, train, states=("fp32", "bf16") if sharded else ("fp32",))
     if not isinstance(spec, ModelSpec):
         raise unknown_model(TOOL, question.outline.name if question.outline else "this model",
-                            "pretrain_gpt.py is written here for decoders like Llama and Qwen")  # fmt: skip
+                            "only decoders like Llama and Qwen are emitted for pretrain_gpt.py")  # fmt: skip
     refuse_network(TOOL, spec)
     refuse_plan(plan, question)
     seq_len = question.recipe.data.seq_len
     lines = [*network(spec, plan, seq_len), *ranks(plan), *stages(plan, spec, seq_len), *batch(plan, train)]
-    lines += [*arithmetic(plan), *again(plan, spec, seq_len), *optimizer(plan, train), *rate(train)]
+    lines += [*precision(plan), *recompute(plan, spec, seq_len), *optimizer(plan, train), *learning_rate(train)]
     lines += ['--tokenizer-type HuggingFaceTokenizer --tokenizer-model "$TOKENIZER"', '--data-path "$DATA"',
               '--save "$CHECKPOINTS" --load "$CHECKPOINTS" --save-interval 500']  # fmt: skip
     start = torchrun(cluster, '"$MEGATRON/pretrain_gpt.py"')
     text = f"#!/bin/bash\n{headline(TOOL, plan, question)}set -eu\n"
     if plan.mesh.tp * plan.mesh.cp > 1:
-        text += "export CUDA_DEVICE_MAX_CONNECTIONS=1\n"  # Megatron insists, before Blackwell
+        text += "export CUDA_DEVICE_MAX_CONNECTIONS=1\n"  # Megatron requires it before Blackwell
     text += " \\\n  ".join([start, *lines]) + "\n"
-    said = tuple(notes(plan))
     return Emission(
-        files={FILE: text}, command=f"MEGATRON=... TOKENIZER=... DATA=... CHECKPOINTS=... bash {FILE}", notes=said
+        files={FILE: text},
+        command=f"MEGATRON=... TOKENIZER=... DATA=... CHECKPOINTS=... bash {FILE}",
+        notes=tuple(notes(plan)),
     )
 
 
 def refuse_plan(plan: Plan, question: Question) -> None:
-    """Raise for what Megatron cannot do, whatever the network."""
+    """Raise for plans that Megatron cannot run, whatever the model."""
     refuse_unless(TOOL, plan, TAKES)
     mesh, seq_len = plan.mesh, question.recipe.data.seq_len
     if mesh.pp > 1 and plan.pipeline.schedule not in SCHEDULES:
         raise refusal(TOOL, f"schedule {plan.pipeline.schedule}", "it has 1F1B, plain and interleaved",
                       where="plan.pipeline.schedule", fix="set it to 1f1b or interleaved")  # fmt: skip
     if seq_len % (2 * mesh.cp if mesh.cp > 1 else 1):
-        raise refusal(TOOL, f"cp {mesh.cp} of {seq_len} positions", "each part has a piece from either end",
+        raise refusal(TOOL, f"cp {mesh.cp} of {seq_len} positions", "each rank has a chunk from either end",
                       where="data.seq_len", fix=f"set it to a multiple of {2 * mesh.cp}")  # fmt: skip
     if plan.offload == "optimizer" and plan.sharding != "optimizer":
-        raise refusal(TOOL, "offload optimizer without shards", "its distributed optimizer is what goes to the host",
+        raise refusal(TOOL, "offload optimizer without shards", "only its distributed optimizer can be offloaded",
                       where="plan.sharding", fix="set it to optimizer")  # fmt: skip
     if mesh.ep > 1 and plan.precision == "fp16":
-        raise refusal(TOOL, "ep in fp16", "its experts are spread in bf16 or fp32", where="plan.precision",
+        raise refusal(TOOL, "ep in fp16", "its expert parallelism needs bf16 or fp32", where="plan.precision",
                       fix="set it to bf16")  # fmt: skip
     if plan.sharding == "optimizer" and mesh.shards % mesh.ep:
         raise refusal(TOOL, f"ep {mesh.ep} over replicas of shards", "each replica holds all experts",
@@ -81,7 +82,7 @@ def refuse_plan(plan: Plan, question: Question) -> None:
 
 
 def ranks(plan: Plan) -> Iterator[str]:
-    """Yield the degrees, and how gradients travel: while backward goes on."""
+    """Yield the degrees, and the overlap of communication with backward."""
     mesh = plan.mesh
     yield f"--tensor-model-parallel-size {mesh.tp}" + (" --sequence-parallel" if mesh.tp > 1 else "")
     yield f"--pipeline-model-parallel-size {mesh.pp}"
@@ -99,7 +100,7 @@ def ranks(plan: Plan) -> Iterator[str]:
 
 
 def stages(plan: Plan, spec: ModelSpec, seq_len: int) -> Iterator[str]:
-    """Yield how layers become stages: E is the embedding, t a layer, L the loss."""
+    """Yield how layers are split into stages: E is the embedding, t a layer, L the loss."""
     if plan.mesh.pp == 1:
         return
     counts = [len(each) for each in stage_ranges(spec, plan, seq_len=seq_len)]
@@ -115,13 +116,13 @@ def stages(plan: Plan, spec: ModelSpec, seq_len: int) -> Iterator[str]:
 
 
 def batch(plan: Plan, train: TrainSection) -> Iterator[str]:
-    """Yield the batch. The loss is divided by the tokens of the whole of it."""
+    """Yield the batch. The loss is divided by the tokens of the global batch."""
     yield f"--micro-batch-size {plan.micro_batch} --global-batch-size {plan.global_batch} --calculate-per-token-loss"
     yield f"--train-iters {train.steps} --seed {train.seed % 2**31}"
 
 
-def arithmetic(plan: Plan) -> Iterator[str]:
-    """Yield the precision. The loss scale begins and moves as ours does; in fp8 each tensor has one scale."""
+def precision(plan: Plan) -> Iterator[str]:
+    """Yield the precision. The loss scale starts and changes as ours; fp8 has one scale per tensor."""
     match plan.precision:
         case "bf16":
             yield "--bf16"
@@ -132,8 +133,8 @@ def arithmetic(plan: Plan) -> Iterator[str]:
             yield "--bf16 --fp8-format hybrid --fp8-recipe tensorwise"
 
 
-def again(plan: Plan, spec: ModelSpec, seq_len: int) -> Iterator[str]:
-    """Yield what is computed again. Every k-th layer becomes as many at the start of each stage."""
+def recompute(plan: Plan, spec: ModelSpec, seq_len: int) -> Iterator[str]:
+    """Yield what is recomputed. Every k-th layer becomes as many layers at the start of each stage."""
     match plan.recompute:
         case "full":
             yield "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -142,13 +143,13 @@ def again(plan: Plan, spec: ModelSpec, seq_len: int) -> Iterator[str]:
         case int() as stride:
             counts = {-(-len(each) // stride) for each in stage_ranges(spec, plan, seq_len=seq_len)}
             if len(counts) > 1:
-                raise refusal(TOOL, f"recompute {stride} with these stages", "it computes equally many layers of each "
-                              "again", where="plan.recompute", fix="set it to full or none")  # fmt: skip
+                raise refusal(TOOL, f"recompute {stride} with these stages", "it recomputes equally many layers "
+                              "of each", where="plan.recompute", fix="set it to full or none")  # fmt: skip
             yield f"--recompute-granularity full --recompute-method block --recompute-num-layers {counts.pop()}"
 
 
 def optimizer(plan: Plan, train: TrainSection) -> Iterator[str]:
-    """Yield AdamW's constants and where its states are."""
+    """Yield AdamW's constants and the location of its states."""
     constants = train.optimizer
     yield f"--optimizer adam --adam-beta1 {constants.beta1} --adam-beta2 {constants.beta2} --adam-eps {constants.eps}"
     yield f"--weight-decay {constants.weight_decay} --clip-grad {train.clip_norm}"
@@ -160,24 +161,24 @@ def optimizer(plan: Plan, train: TrainSection) -> Iterator[str]:
         yield "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
 
 
-def rate(train: TrainSection) -> Iterator[str]:
-    """Yield the learning rate's way up and down."""
-    wish = train.schedule
-    yield f"--lr {train.lr} --min-lr {train.lr * wish.floor} --lr-warmup-iters {wish.warmup_steps}"
-    yield f"--lr-decay-style {DECAYS[wish.kind]} --lr-decay-iters {train.steps}"
-    if wish.kind == "wsd":
-        slope = wish.decay_steps or max(1, train.steps // 5)
-        yield f"--lr-wsd-decay-style linear --lr-wsd-decay-iters {slope}"
+def learning_rate(train: TrainSection) -> Iterator[str]:
+    """Yield the learning-rate schedule."""
+    wanted = train.schedule
+    yield f"--lr {train.lr} --min-lr {train.lr * wanted.floor} --lr-warmup-iters {wanted.warmup_steps}"
+    yield f"--lr-decay-style {DECAYS[wanted.kind]} --lr-decay-iters {train.steps}"
+    if wanted.kind == "wsd":
+        decay_steps = wanted.decay_steps or max(1, train.steps // 5)
+        yield f"--lr-wsd-decay-style linear --lr-wsd-decay-iters {decay_steps}"
 
 
 def notes(plan: Plan) -> Iterator[str]:
     """Yield what Megatron decides itself."""
-    yield "MEGATRON is a clone of Megatron-LM, DATA the prefix of what its tools/preprocess_data.py made"
+    yield "MEGATRON is a clone of Megatron-LM, DATA the prefix of the output of its tools/preprocess_data.py"
     if plan.recompute == "selective":
-        yield "selective means that attention's core is computed again, and no other operator"
+        yield "selective recomputes only core attention"
     if isinstance(plan.recompute, int):
-        yield f"of each stage the first layers are computed again, as many as every {plan.recompute}-th"
+        yield f"the first layers of each stage are recomputed, as many as every {plan.recompute}-th layer would be"
     if plan.compile:
-        yield "blocks are not compiled: Megatron has fused kernels of its own"
+        yield "blocks are not compiled: Megatron has its own fused kernels"
     if plan.mesh.data > 1:
-        yield "the size of gradient buckets follows from the number of data ranks"
+        yield "gradient bucket size depends on the number of data ranks"

@@ -1,4 +1,4 @@
-"""The shape of a decoder in Megatron-LM's arguments."""
+"""A decoder's shape as Megatron-LM arguments."""
 
 from collections.abc import Iterator
 
@@ -6,26 +6,26 @@ from trimaran.core import Plan
 from trimaran.models import ModelSpec, Rope
 from trimaran.planner.emit.emission import unknown_model
 
-STRETCHED = Rope()  # the constants of Llama 3.1's stretching that Megatron has built in
+BUILT_IN_ROPE = Rope()  # Megatron's built-in constants of Llama 3.1's RoPE scaling
 
 
 def refuse_network(tool: str, spec: ModelSpec) -> None:
-    """Raise for what a decoder of ours may have and Megatron's cannot."""
+    """Raise for features of our decoder that Megatron's does not have."""
     rope, experts = spec.block.rope, spec.block.experts
     constants = (rope.low_freq_factor, rope.high_freq_factor, rope.original_max_seq_len)
-    built_in = (STRETCHED.low_freq_factor, STRETCHED.high_freq_factor, STRETCHED.original_max_seq_len)
+    built_in = (BUILT_IN_ROPE.low_freq_factor, BUILT_IN_ROPE.high_freq_factor, BUILT_IN_ROPE.original_max_seq_len)
     if rope.factor != 1 and constants != built_in:
-        raise unknown_model(tool, spec.name, "it stretches positions with Llama 3.1's constants alone")
+        raise unknown_model(tool, spec.name, "its RoPE scaling only has Llama 3.1's constants")
     if rope.theta != int(rope.theta):
-        raise unknown_model(tool, spec.name, "its rotary base is a whole number")
+        raise unknown_model(tool, spec.name, "its rotary base is an integer")
     if experts and experts.shared_gate:
         raise unknown_model(tool, spec.name, "its shared expert has no gate")
     if experts and experts.capacity:
-        raise unknown_model(tool, spec.name, "its experts have their limit by micro-batch, not by sequence")
+        raise unknown_model(tool, spec.name, "its expert capacity is per micro-batch, not per sequence")
 
 
 def network(spec: ModelSpec, plan: Plan, seq_len: int) -> Iterator[str]:
-    """Yield the arguments of the shape. The vocabulary is not padded: tp divides it already."""
+    """Yield the arguments of the shape. The vocabulary is not padded, because tp divides it."""
     block = spec.block
     yield f"--num-layers {spec.layers} --hidden-size {spec.hidden} --ffn-hidden-size {spec.ffn}"
     yield f"--num-attention-heads {spec.heads} --kv-channels {spec.head_dim}"
@@ -52,7 +52,7 @@ def positions(rope: Rope) -> Iterator[str]:
 
 
 def mixture(spec: ModelSpec, plan: Plan) -> Iterator[str]:
-    """Yield the experts. Without renormalised weights the softmax comes before the choice."""
+    """Yield the experts. Without normalised weights the softmax comes before the top-k."""
     if (experts := spec.block.experts) is None:
         return
     yield f"--num-experts {experts.num_experts} --moe-router-topk {experts.top_k} --moe-ffn-hidden-size {experts.ffn}"
@@ -63,5 +63,5 @@ def mixture(spec: ModelSpec, plan: Plan) -> Iterator[str]:
     yield f"--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff {experts.balance}"
     if experts.z_loss:
         yield f"--moe-z-loss-coeff {experts.z_loss}"
-    grouped = plan.precision in ("bf16", "fp8")  # the only ones that its grouped products have
+    grouped = plan.precision in ("bf16", "fp8")  # its grouped GEMM supports no others
     yield "--moe-token-dispatcher-type alltoall" + (" --moe-grouped-gemm" if grouped else "")

@@ -1,4 +1,4 @@
-"""torchtitan's TOML. The names are those of its release 0.2.2, `torchtitan/config/job_config.py`."""
+"""torchtitan's TOML. Field names are those of release 0.2.2, `torchtitan/config/job_config.py`."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -9,6 +9,7 @@ from trimaran.models import ModelSpec, stage_ranges
 from trimaran.planner.emit.emission import (
     Emission,
     Takes,
+    absolute_path,
     headline,
     refusal,
     refuse_cpu,
@@ -16,9 +17,8 @@ from trimaran.planner.emit.emission import (
     refuse_unless,
     torchrun,
     unknown_model,
-    whole_path,
 )
-from trimaran.planner.emit.torchtitan_model import FLAVORS, flavor_of, own_flavor, pipelines, refuse_network
+from trimaran.planner.emit.torchtitan_model import FLAVORS, flavor_of, is_llama, own_flavor, refuse_network
 from trimaran.planner.question import Question
 
 TOOL = "torchtitan"
@@ -26,15 +26,17 @@ FILE, MODULE = "torchtitan.toml", "trimaran_model"
 SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zero-bubble": "ZBVZeroBubble"}
 TAKES = {
     "engine": Takes(("torch",), "it has no DeepSpeed"),
-    "sharding": Takes(("none", "gradients", "parameters"), "FSDP2 shards gradients whenever it shards"),
-    "precision": Takes(("fp32", "bf16", "fp8"), "it scales no loss"),
-    "offload": Takes(("none", "parameters"), "it offloads parameters with all that belongs to them"),
-    "comm.reshard": Takes(("auto", "always", "never"), "its fsdp_reshard_after_forward has no number of ranks"),
+    "sharding": Takes(("none", "gradients", "parameters"), "FSDP2 always shards gradients"),
+    "precision": Takes(("fp32", "bf16", "fp8"), "it has no loss scaling"),
+    "offload": Takes(("none", "parameters"), "it only offloads parameters with their states"),
+    "comm.reshard": Takes(
+        ("auto", "always", "never"), "its fsdp_reshard_after_forward does not take a number of ranks"
+    ),
 }
 
 
 def emit_torchtitan(plan: Plan, question: Question) -> Emission:
-    """Return torchtitan's job as TOML, with a module for a network that it has no flavor of."""
+    """Return torchtitan's job as TOML, with a module for a model that it has no flavor of."""
     spec, cluster, recipe = question.spec, question.cluster, question.recipe
     refuse_cpu(TOOL, cluster)
     refuse_settings(TOOL, recipe.train)
@@ -43,12 +45,12 @@ def emit_torchtitan(plan: Plan, question: Question) -> Emission:
                             "it is not a decoder like Llama or Qwen 3")  # fmt: skip
     refuse_network(TOOL, spec)
     refuse_plan(plan)
-    if plan.mesh.pp > 1 and not pipelines(spec):
-        raise refusal(TOOL, f"pp {plan.mesh.pp} for {spec.name}", "its Qwen 3 is not cut into stages",
+    if plan.mesh.pp > 1 and not is_llama(spec):
+        raise refusal(TOOL, f"pp {plan.mesh.pp} for {spec.name}", "its Qwen 3 has no pipeline parallelism",
                       where="plan.mesh.pp", fix="set it to 1")  # fmt: skip
     known = flavor_of(spec)
     name, flavor = FLAVORS[known] if known else (MODULE, spec.name)
-    assets = str(whole_path(recipe.model.path)) if recipe.model.path else f"./assets/hf/{spec.name}"
+    assets = str(absolute_path(recipe.model.path)) if recipe.model.path else f"./assets/hf/{spec.name}"
     tree = {
         "model": model(plan, name, flavor, assets),
         **job(plan, question, spec),
@@ -62,32 +64,32 @@ def emit_torchtitan(plan: Plan, question: Question) -> Emission:
 
 
 def refuse_plan(plan: Plan) -> None:
-    """Raise for what torchtitan cannot do, whatever the network."""
+    """Raise for plans that torchtitan cannot run, whatever the model."""
     refuse_unless(TOOL, plan, TAKES)
-    mesh, whole = plan.mesh, plan.sharding == "none"
+    mesh, is_unsharded = plan.mesh, plan.sharding == "none"
     fix = "set it to parameters"
-    if whole and mesh.cp > 1:
-        raise refusal(TOOL, "whole replicas of the parts of a sequence", "with cp it shards over them",
+    if is_unsharded and mesh.cp > 1:
+        raise refusal(TOOL, "full replicas with cp", "with cp it shards over those ranks",
                       where="plan.sharding", fix=fix)  # fmt: skip
-    if whole and mesh.dp > 1 and mesh.tp * mesh.pp * mesh.ep > 1:
-        raise refusal(TOOL, "whole replicas beside another axis", "its DDP goes with no other", where="plan.sharding",
+    if is_unsharded and mesh.dp > 1 and mesh.tp * mesh.pp * mesh.ep > 1:
+        raise refusal(TOOL, "full replicas with another axis", "its DDP supports no other axis", where="plan.sharding",
                       fix=fix)  # fmt: skip
-    if whole and plan.precision != "fp32" and mesh.tp * mesh.pp > 1:
-        raise refusal(TOOL, f"{plan.precision} with tp or pp and without shards", "FSDP2 is what casts there",
+    if is_unsharded and plan.precision != "fp32" and mesh.tp * mesh.pp > 1:
+        raise refusal(TOOL, f"{plan.precision} with tp or pp and without shards", "only FSDP2 casts there",
                       where="plan.precision", fix="set it to fp32, or shard parameters")  # fmt: skip
-    if not whole and mesh.shards == 1:
-        raise refusal(TOOL, "shards on a single rank", "FSDP2 is switched on by ranks to shard over",
+    if not is_unsharded and mesh.shards == 1:
+        raise refusal(TOOL, "shards on a single rank", "FSDP2 needs ranks to shard over",
                       where="plan.sharding", fix="set plan.mesh.dp_shard above 1")  # fmt: skip
     if mesh.cp > 1 and plan.comm.context == "exchange":
-        raise refusal(TOOL, "cp that exchanges heads", "its context parallelism passes keys on",
+        raise refusal(TOOL, "cp that exchanges heads", "its context parallelism gathers keys",
                       where="plan.comm.context", fix="set it to gather")  # fmt: skip
     if mesh.shards % mesh.ep:
-        raise refusal(TOOL, f"ep {mesh.ep} over replicas", "its experts lie on the ranks that shard",
+        raise refusal(TOOL, f"ep {mesh.ep} over replicas", "its experts are spread over the sharded ranks",
                       where="plan.mesh.ep", fix="use dp_shard in place of dp_replicate")  # fmt: skip
 
 
 def job(plan: Plan, question: Question, spec: ModelSpec) -> dict[str, dict[str, Any]]:
-    """Return the sections of the job but the model's. Head and router multiply in bf16 where the rest does in fp8."""
+    """Return the sections of the job except the model's. Head and router stay in bf16 under fp8."""
     recipe, constants = question.recipe, question.recipe.train.optimizer
     fp8 = {"quantize.linear.float8": {"filter_fqns": ["output", "router.gate"]}} if plan.precision == "fp8" else {}
     return {
@@ -111,20 +113,20 @@ def job(plan: Plan, question: Question, spec: ModelSpec) -> dict[str, dict[str, 
 
 
 def model(plan: Plan, name: str, flavor: str, assets: str) -> dict[str, Any]:
-    """Return the section of the network. In fp8 each tensor has one scale, found anew in every step."""
+    """Return the model's section. In fp8 each tensor has one scale, recomputed in every step."""
     fp8 = {"converters": ["quantize.linear.float8"]} if plan.precision == "fp8" else {}
     return {"name": name, "flavor": flavor, "hf_assets_path": assets, **fp8}
 
 
 def training(plan: Plan, question: Question) -> dict[str, Any]:
-    """Return the batch. A pipeline cuts a rank's batch into micro-batches; without one they are accumulated."""
+    """Return the batch. A pipeline splits a rank's batch into micro-batches; otherwise they are accumulated."""
     train, rounds = question.recipe.train, plan.grad_accum if plan.mesh.pp > 1 else 1
     return {
         "local_batch_size": plan.micro_batch * rounds,
         "global_batch_size": plan.global_batch,
         "seq_len": question.recipe.data.seq_len,
         "steps": train.steps,
-        "max_norm": train.clip_norm or 1e30,  # 0 would make every gradient 0
+        "max_norm": train.clip_norm or 1e30,  # 0 would zero every gradient
         "enable_cpu_offload": plan.offload == "parameters",
         "mixed_precision_param": "float32" if plan.precision == "fp32" else "bfloat16",
         "mixed_precision_reduce": "float32",
@@ -132,7 +134,7 @@ def training(plan: Plan, question: Question) -> dict[str, Any]:
 
 
 def degrees(plan: Plan) -> dict[str, Any]:
-    """Return the degrees of all axes. The features of experts are sliced as those of everything else."""
+    """Return the degrees of all axes. Experts are split by tp like everything else."""
     mesh, reshard = plan.mesh, str(plan.comm.reshard)
     auto = "never" if plan.sharding == "gradients" else "default"
     fields: dict[str, Any] = {
@@ -149,7 +151,7 @@ def degrees(plan: Plan) -> dict[str, Any]:
 
 
 def stages(plan: Plan, spec: ModelSpec, seq_len: int) -> dict[str, Any]:
-    """Return the schedule, and the modules of each stage by name."""
+    """Return the schedule, and the module names of each stage."""
     parts = [[f"layers.{layer}" for layer in each] for each in stage_ranges(spec, plan, seq_len=seq_len)]
     parts[0].insert(0, "tok_embeddings")
     parts[-1] += ["norm", "output"]
@@ -161,7 +163,7 @@ def stages(plan: Plan, spec: ModelSpec, seq_len: int) -> dict[str, Any]:
 
 
 def recompute(plan: Plan) -> dict[str, Any]:
-    """Return what is computed again. Theirs and ours keep every second product when it is selective."""
+    """Return what is recomputed. Selective recompute saves every second matmul, as ours does."""
     match plan.recompute:
         case int() as stride:
             return {"mode": "selective", "selective_ac_option": str(stride)}
@@ -172,15 +174,15 @@ def recompute(plan: Plan) -> dict[str, Any]:
 
 
 def schedule(train: TrainSection) -> dict[str, Any]:
-    """Return the learning rate's way down."""
-    wish = train.schedule
-    fields: dict[str, Any] = {"warmup_steps": wish.warmup_steps, "min_lr_factor": wish.floor}
-    match wish.kind:
+    """Return the learning-rate schedule."""
+    wanted = train.schedule
+    fields: dict[str, Any] = {"warmup_steps": wanted.warmup_steps, "min_lr_factor": wanted.floor}
+    match wanted.kind:
         case "cosine" | "linear":
-            return fields | {"decay_type": wish.kind}
+            return fields | {"decay_type": wanted.kind}
         case "wsd":
-            slope = wish.decay_steps or max(1, train.steps // 5)
-            return fields | {"decay_type": "linear", "decay_ratio": min(1.0, slope / train.steps)}
+            decay_steps = wanted.decay_steps or max(1, train.steps // 5)
+            return fields | {"decay_type": "linear", "decay_ratio": min(1.0, decay_steps / train.steps)}
         case _:
             return fields | {"decay_ratio": 0.0}
 
@@ -189,17 +191,17 @@ def notes(plan: Plan, spec: ModelSpec) -> Iterator[str]:
     """Yield what torchtitan decides itself."""
     yield "set training.dataset, and model.hf_assets_path to a folder with the tokenizer"
     if plan.sharding == "none" and plan.mesh.dp > 1:
-        yield "DDP's buckets are of 100 MB"
+        yield "DDP's buckets have 100 MB"
     if isinstance(plan.recompute, int):
-        yield f"of every {plan.recompute} blocks it computes the last again, not the first"
+        yield f"of every {plan.recompute} blocks it recomputes the last, not the first"
     if spec.block.experts:
-        yield "experts are balanced by a bias of the router, not by a loss"
+        yield "experts are balanced by a router bias, not by a loss"
     if plan.comm.prefetch > 1:
         yield "weights are gathered one block ahead"
 
 
 def toml(tree: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the sections as TOML. Strings, numbers, booleans and lists read the same in JSON."""
+    """Return the sections as TOML. Strings, numbers, booleans and lists have the same syntax in JSON."""
     parts = [f"[{name}]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in section.items())
              for name, section in tree.items()]  # fmt: skip
     return "\n".join(parts)

@@ -1,11 +1,11 @@
-"""Which of torchtitan's networks a decoder is: a flavor of its own, or its Llama 3 or Qwen 3 in another shape."""
+"""A decoder as a torchtitan model: one of its flavors, or its Llama 3 or Qwen 3 in another shape."""
 
 from dataclasses import replace
 
 from trimaran.models import PRESETS, ModelSpec, Rope
 from trimaran.planner.emit.emission import unknown_model
 
-# Its flavors that are one of our presets to the last field (torchtitan 0.2.2, models/{llama3,qwen3}/__init__.py).
+# Its flavors that equal one of our presets in every field (torchtitan 0.2.2, models/{llama3,qwen3}/__init__.py).
 FLAVORS = {
     "llama-3.1-8b": ("llama3", "8B"),
     "llama-3.1-70b": ("llama3", "70B"),
@@ -78,15 +78,15 @@ EXPERTS = """
 
 
 def flavor_of(spec: ModelSpec) -> str | None:
-    """Return the preset that `spec` is but for its name and longest sequence, if torchtitan has it as a flavor."""
+    """Return the preset that equals `spec` in all but name and longest sequence, if torchtitan has it; else None."""
     for preset in FLAVORS:
         if replace(spec, name=preset, max_seq_len=PRESETS[preset].max_seq_len) == PRESETS[preset]:
             return preset
     return None
 
 
-def pipelines(spec: ModelSpec) -> bool:
-    """Return whether this is a Llama: of the two only it is cut into stages."""
+def is_llama(spec: ModelSpec) -> bool:
+    """Return whether this is a Llama, the only one of the two with pipeline parallelism."""
     plain = not (spec.tied or spec.block.qk_norm or spec.block.experts)
     return plain and spec.heads * spec.head_dim == spec.hidden
 
@@ -96,20 +96,20 @@ def refuse_network(tool: str, spec: ModelSpec) -> None:
     block, experts = spec.block, spec.block.experts
     if block.qkv_bias:
         raise unknown_model(tool, spec.name, "its attention has no biases")
-    if not pipelines(spec) and block.rope.factor != 1:
-        raise unknown_model(tool, spec.name, "only its Llama 3 stretches positions, and that ties no embedding")
+    if not is_llama(spec) and block.rope.factor != 1:
+        raise unknown_model(tool, spec.name, "only its Llama 3 scales RoPE, and that one has no tied embedding")
     if experts and (experts.shared_gate or experts.shared_ffn % experts.ffn or experts.capacity):
-        raise unknown_model(tool, spec.name, "its experts have no gate for the shared one, no limit, and one width")
+        raise unknown_model(tool, spec.name, "its experts have no shared gate, no capacity, and one width")
 
 
 def own_flavor(module: str, spec: ModelSpec) -> str:
-    """Return the Python module that registers the network under the module's own name."""
+    """Return the Python module that registers the model under the module's name."""
     block, rope = spec.block, spec.block.rope
     common = {"module": module, "name": spec.name, "dim": spec.hidden, "layers": spec.layers, "heads": spec.heads,
               "kv_heads": spec.kv_heads, "vocab": spec.vocab, "ffn": spec.ffn, "eps": block.norm_eps,
               "theta": rope.theta}  # fmt: skip
-    if pipelines(spec):
-        half = spec.ffn / 2 / int(8 * spec.hidden / 3)  # of the width that Llama takes by default
+    if is_llama(spec):
+        half = spec.ffn / 2 / int(8 * spec.hidden / 3)  # of Llama's default width
         return LLAMA.format(**common, half=half, **_positions(rope))
     return QWEN.format(**common, head_dim=spec.head_dim, qk_norm=block.qk_norm, tied=spec.tied, experts=_experts(spec))
 

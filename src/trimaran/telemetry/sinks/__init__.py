@@ -1,4 +1,4 @@
-"""Who else is told what happens in a run: each reads the lines that the run writes anyway.
+"""Sinks export a run's metrics, events, incidents and samples, from the lines the run writes to its directory.
 
-Sinks live in a process beside the ranks (`telemetry/sidecar.py`), so nothing that happens to one reaches training.
+They run in a sidecar process beside the ranks (`telemetry/sidecar.py`), so that a failing sink never affects training.
 """

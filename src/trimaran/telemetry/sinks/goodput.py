@@ -1,42 +1,43 @@
-"""Where the time of a run went, for sinks: the same books as every view reads, kept open as long as the sink is."""
+"""The goodput ledger for sinks: polled now and then, with the same reader that every view uses."""
 
 import time
 
 from trimaran.run.run_directory import RunDirectory
-from trimaran.telemetry.ledger import Books, Ledger
+from trimaran.telemetry.ledger import Ledger, LedgerReader
 
-MIN_SECONDS, SHARE = 10.0, 0.01  # between two looks, which take at most this share of one core
+MIN_POLL_SECONDS = 10.0
+MAX_CPU_FRACTION = 0.01  # of one core that polling may use
 
 
-class GoodputAccount:
-    """Makes the books up now and then; a look reads only what the run has written since the one before."""
+class LedgerPoller:
+    """Polls the ledger now and then. Each poll reads only new lines."""
 
     def __init__(self, run: RunDirectory) -> None:
-        self._run, self._books = run, Books(run)
+        self._run, self._reader = run, LedgerReader(run)
         self._next = 0.0
 
-    def look(self) -> Ledger | None:
-        """Return where the time went up to now, if it was not asked for a while; else None."""
+    def poll(self) -> Ledger | None:
+        """Return the ledger up to now; None if the last poll was too recent."""
         began = time.monotonic()
         if began < self._next:
             return None
-        found = self.make_up()
-        self._next = began + max(MIN_SECONDS, (time.monotonic() - began) / SHARE)
-        return found
+        ledger = self.read()
+        self._next = began + max(MIN_POLL_SECONDS, (time.monotonic() - began) / MAX_CPU_FRACTION)
+        return ledger
 
-    def make_up(self) -> Ledger | None:
-        """Return where the time went up to now, or to the end of a run that is over; None while there is no word."""
+    def read(self) -> Ledger | None:
+        """Return the ledger up to now, or to the end of a finished run; None if there is nothing yet."""
         try:
-            # Who feeds a sink lives as long as the run's supervisor: the run is at work, or its files say otherwise.
-            ledger = self._books.ledger(now=time.time())
-        except (OSError, LookupError, ValueError):  # files of a run that only begins, or is torn
-            self._books = Books(self._run)  # what it was about to enter is nowhere
+            # The sidecar lives as long as the supervisor, so the run is live unless its files say otherwise.
+            ledger = self._reader.read(now=time.time())
+        except (OSError, LookupError, ValueError):  # the run is just starting, or a file is damaged
+            self._reader = LedgerReader(self._run)  # lines may have been half counted
             return None
         return ledger if ledger.total > 0 else None
 
 
 def time_scalars(ledger: Ledger | None) -> dict[str, float]:
-    """Return the numbers of `ledger`, each under a name as charts have them; nothing where there is none."""
+    """Return the ledger as named scalars for charts; empty for None."""
     if ledger is None:
         return {}
     return {"goodput": ledger.goodput} | {f"time_seconds/{name}": each for name, each in ledger.seconds.items()}

@@ -1,4 +1,4 @@
-"""OpenTelemetry: a span for each start of the ranks, with what happened in it as events. Never a span for a step."""
+"""OpenTelemetry: one span per attempt, with its events and incidents as span events. There are no spans for steps."""
 
 import json
 import platform
@@ -17,16 +17,16 @@ from trimaran.run.run_directory import RunDirectory
 from trimaran.telemetry.sinks.reported_incidents import ReportedIncidents
 from trimaran.telemetry.sinks.sink import Line
 
-SAID = {"resume", "ready", "started", "skip", "differ", "rewind", "saved", "stop", "error", "done"}
-ENDS = {"done": StatusCode.OK, "stop": StatusCode.OK, "error": StatusCode.ERROR}
-MOST_EVENTS = 1000
-LATE_SECONDS = 30.0  # after the next start, nothing more is heard of an attempt
-SEND_SECONDS = 2.0  # a collector that does not answer is waited for this long
+EVENT_KINDS = {"resume", "ready", "started", "skip", "differ", "rewind", "saved", "stop", "error", "done"}
+STATUS_BY_EVENT = {"done": StatusCode.OK, "stop": StatusCode.OK, "error": StatusCode.ERROR}
+MAX_EVENTS_PER_SPAN = 1000
+LATE_LINE_SECONDS = 30.0  # after the next attempt began, no more lines of an attempt are expected
+EXPORT_TIMEOUT_SECONDS = 2.0
 
 
 @dataclass(slots=True)
 class AttemptSpan:
-    """A start of the ranks whose span is not sent yet; `last` is the newest time that is known of it."""
+    """The open span of an attempt; `last` is the newest time of its lines."""
 
     span: Span
     last: float
@@ -34,25 +34,28 @@ class AttemptSpan:
 
 
 class OtelSink:
-    """Holds the span of the attempt under way; it is sent a while after the next has started, or at the end.
+    """Holds the span of the current attempt, and exports it some time after the next attempt started, or at the end.
 
-    `k8s.*` and other facts of the place come from OTEL_RESOURCE_ATTRIBUTES, which the library reads itself.
+    `k8s.*` and other resource attributes come from OTEL_RESOURCE_ATTRIBUTES, which the library reads itself.
     """
 
     name = "otel"
 
     def __init__(self, run: RunDirectory, exporter: SpanExporter) -> None:
-        place = {"service.name": "trimaran", "service.instance.id": run.path.name, "host.name": platform.node()}
+        attributes = {"service.name": "trimaran", "service.instance.id": run.path.name, "host.name": platform.node()}
         self._provider = TracerProvider(
-            resource=Resource.create(place), span_limits=SpanLimits(max_events=MOST_EVENTS), shutdown_on_exit=False
+            resource=Resource.create(attributes),
+            span_limits=SpanLimits(max_events=MAX_EVENTS_PER_SPAN),
+            shutdown_on_exit=False,
         )
-        self._provider.add_span_processor(BatchSpanProcessor(exporter, export_timeout_millis=SEND_SECONDS * 1000))
+        timeout = EXPORT_TIMEOUT_SECONDS * 1000
+        self._provider.add_span_processor(BatchSpanProcessor(exporter, export_timeout_millis=timeout))
         self._tracer = self._provider.get_tracer("trimaran")
-        self._told, self._run = ReportedIncidents(run, self.name), run.path.name
+        self._reported, self._run = ReportedIncidents(run, self.name), run.path.name
         self._attempts: dict[int, AttemptSpan] = {}
-        self._early: dict[int, list[Line]] = {}  # incidents of attempts whose start is not told yet
+        self._early: dict[int, list[Line]] = {}  # incidents whose attempt's start event has not arrived
         for each in read_attempts(run).attempts[-1:]:
-            if each.ended is None:  # it began before this sink did
+            if each.ended is None:  # it began before this sink was opened
                 self._begin(each.number, each.time, {"world_size": each.world_size})
 
     def step(self, line: Line) -> None:
@@ -60,7 +63,7 @@ class OtelSink:
         if self._attempts:
             attempt = self._attempts[max(self._attempts)]
             attempt.step, attempt.last = line["step"], max(attempt.last, when)
-        self._send_old(when)
+        self._export_ended(when)
 
     def event(self, line: Line) -> None:
         number, kind, rank = line.get("attempt", 0), line["kind"], line.get("rank", 0)
@@ -70,47 +73,47 @@ class OtelSink:
         if attempt is None or (rank != 0 and kind != "error"):
             return
         attempt.last = max(attempt.last, line["time"])
-        if kind in SAID:
+        if kind in EVENT_KINDS:
             attempt.span.add_event(kind, _attributes(line), timestamp=_nanoseconds(line["time"]))
-        if kind in ENDS:
-            attempt.span.set_status(Status(ENDS[kind], line.get("data", {}).get("message")))
+        if kind in STATUS_BY_EVENT:
+            attempt.span.set_status(Status(STATUS_BY_EVENT[kind], line.get("data", {}).get("message")))
 
     def incident(self, line: Line) -> None:
-        """Take what went wrong, and once more what was done about it."""
+        """Add the incident to its attempt's span, once when it happens and once more with the action taken."""
         attempt = self._attempts.get(line.get("attempt", 0))
         if attempt is None:
             self._early.setdefault(line.get("attempt", 0), []).append(line)
-        elif not self._told.knows(line):
+        elif not self._reported.contains(line):
             names = ("id", "cause", "what", "action", "step", "suspects", "victims")
-            known = {f"trimaran.incident.{name}": _plain(line[name]) for name in names if line.get(name) is not None}
-            attempt.span.add_event("incident", known, timestamp=_nanoseconds(line["time"]))
+            fields = {f"trimaran.incident.{name}": _plain(line[name]) for name in names if line.get(name) is not None}
+            attempt.span.add_event("incident", fields, timestamp=_nanoseconds(line["time"]))
             attempt.last = max(attempt.last, line["time"])
-            self._told.add(line)
+            self._reported.add(line)
 
     def sample(self, line: Line) -> None:
-        """Machines have no place in a span; their clock says how late it is."""
-        self._send_old(line.get("time", 0.0))
+        """Export ended attempts; samples themselves are not in spans."""
+        self._export_ended(line.get("time", 0.0))
 
     def close(self) -> None:
         for number in sorted(self._attempts):
-            self._send(number)
+            self._export(number)
         self._provider.shutdown()
 
     def _begin(self, number: int, when: float, data: dict[str, Any]) -> None:
-        about = {"trimaran.run": self._run, "trimaran.attempt": number}
-        known = {f"trimaran.{name}": data[name] for name in ("world_size", "version", "device") if name in data}
-        span = self._tracer.start_span(f"attempt {number}", attributes=about | known, start_time=_nanoseconds(when))
+        attributes = {"trimaran.run": self._run, "trimaran.attempt": number}
+        attributes |= {f"trimaran.{name}": data[name] for name in ("world_size", "version", "device") if name in data}
+        span = self._tracer.start_span(f"attempt {number}", attributes=attributes, start_time=_nanoseconds(when))
         self._attempts[number] = AttemptSpan(span, when)
         for line in self._early.pop(number, ()):
             self.incident(line)
 
-    def _send_old(self, now: float) -> None:
-        """Send what is over: two starts are under way, and the later one began a while ago."""
-        if len(self._attempts) > 1 and now > self._attempts[max(self._attempts)].last + LATE_SECONDS:
+    def _export_ended(self, now: float) -> None:
+        """Export all attempts but the latest, once no more of their lines are expected."""
+        if len(self._attempts) > 1 and now > self._attempts[max(self._attempts)].last + LATE_LINE_SECONDS:
             for number in sorted(self._attempts)[:-1]:
-                self._send(number)
+                self._export(number)
 
-    def _send(self, number: int) -> None:
+    def _export(self, number: int) -> None:
         attempt = self._attempts.pop(number)
         attempt.span.set_attribute("trimaran.step", attempt.step)
         attempt.span.end(end_time=_nanoseconds(attempt.last))
@@ -130,4 +133,6 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def open_sink(telemetry: TelemetrySection, run: RunDirectory) -> OtelSink:
-    return OtelSink(run, OTLPSpanExporter(endpoint=f"{telemetry.otel.rstrip('/')}/v1/traces", timeout=SEND_SECONDS))
+    return OtelSink(
+        run, OTLPSpanExporter(endpoint=f"{telemetry.otel.rstrip('/')}/v1/traces", timeout=EXPORT_TIMEOUT_SECONDS)
+    )

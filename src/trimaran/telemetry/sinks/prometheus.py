@@ -1,4 +1,4 @@
-"""A page that a Prometheus server reads: the numbers of one run, by the names of `catalogue.py`."""
+"""Serves the metrics of one run to Prometheus, with the names of `metric_catalogue.py`."""
 
 import logging
 import threading
@@ -12,22 +12,22 @@ from trimaran.core.recipe import PrometheusSection
 from trimaran.run.attempts import read_attempts
 from trimaran.run.run_directory import RunDirectory
 from trimaran.telemetry.ledger import Ledger
-from trimaran.telemetry.sinks.goodput import GoodputAccount
+from trimaran.telemetry.sinks.goodput import LedgerPoller
+from trimaran.telemetry.sinks.incident_series import IncidentSeries
 from trimaran.telemetry.sinks.machine_series import MachineSeries
 from trimaran.telemetry.sinks.run_series import RunSeries
 from trimaran.telemetry.sinks.series import Series
 from trimaran.telemetry.sinks.sink import Line
-from trimaran.telemetry.sinks.trouble_series import TroubleSeries
 
 log = logging.getLogger(__name__)
 
-RETRY_SECONDS = 30.0  # between tries to get the port
+RETRY_SECONDS = 30.0  # between attempts to open the port
 
 
 class PrometheusSink:
-    """Shows a run on a port of this machine; without one, only in a file at the end.
+    """Serves a run's metrics on a port; without a port, they are only written to a file at the end.
 
-    While somebody else has the port, nothing is lost: it is tried again.
+    If the port is taken, it is tried again, and no data is lost meanwhile.
     """
 
     name = "prometheus"
@@ -36,53 +36,53 @@ class PrometheusSink:
         self.series = Series(run.path.name)
         self._run, self._section = run, section
         self._training = RunSeries(self.series, steps=steps)
-        self._trouble = TroubleSeries(self.series)
+        self._incidents = IncidentSeries(self.series)
         self._machines = MachineSeries(self.series)
-        self._account = GoodputAccount(run)
+        self._ledger = LedgerPoller(run)
         for each in read_attempts(run).attempts[-1:]:
-            if each.ended is None:  # it began before this sink did
+            if each.ended is None:  # it began before this sink was opened
                 self._training.start(each.number, {"world_size": each.world_size})
         self.series.before_scrape = self._refresh
         self._server: tuple[WSGIServer, threading.Thread] | None = None
-        self._tried, self._told = -RETRY_SECONDS, False
+        self._tried, self._warned = -RETRY_SECONDS, False
         self._serve()
 
     def step(self, line: Line) -> None:
         with self.series.lock:
             self._training.step(line)
-        self._show_time(self._account.look())
+        self._show_time(self._ledger.poll())
         self._serve()
 
     def event(self, line: Line) -> None:
         with self.series.lock:
             self._training.event(line)
-            self._trouble.event(line)
+            self._incidents.event(line)
 
     def incident(self, line: Line) -> None:
         with self.series.lock:
-            self._trouble.incident(line)
+            self._incidents.incident(line)
 
     def sample(self, line: Line) -> None:
         with self.series.lock:
             self._machines.take(line)
-        self._show_time(self._account.look())
+        self._show_time(self._ledger.poll())
         self._serve()
 
     def close(self) -> None:
-        """Stop answering. The last state stays in a file, for what comes too late to be scraped."""
+        """Stop serving, and write the final values to a file, because they may never be scraped."""
         if self._server is not None:
             server, thread = self._server
             server.shutdown()
             server.server_close()
             thread.join(timeout=5.0)
             self._server = None
-        self._show_time(self._account.make_up())
+        self._show_time(self._ledger.read())
         file = self._run.path / "telemetry" / "metrics.prom"
         file.parent.mkdir(parents=True, exist_ok=True)
         write_to_textfile(str(file), self.series.registry)
 
     def _show_time(self, ledger: Ledger | None) -> None:
-        """Show where the time went. Not while somebody waits for the page: the files are read for it."""
+        """Set the ledger's series. Not done during a scrape, because reading the ledger takes time."""
         if ledger is None:
             return
         with self.series.lock:
@@ -92,7 +92,7 @@ class PrometheusSink:
 
     def _refresh(self) -> None:
         self._machines.show()
-        self._trouble.settle(time.time())
+        self._incidents.settle(time.time())
 
     def _serve(self) -> None:
         host, port = self._section.host, self._section.port
@@ -102,9 +102,9 @@ class PrometheusSink:
         try:
             self._server = start_http_server(port, addr=host, registry=self.series.registry)
         except OSError as error:
-            if not self._told:
-                log.warning("Prometheus has no page at %s:%d yet: %s", host, port, error.strerror or error)
-            self._told = True
+            if not self._warned:
+                log.warning("cannot serve metrics at %s:%d yet: %s", host, port, error.strerror or error)
+            self._warned = True
 
 
 def open_sink(telemetry: TelemetrySection, run: RunDirectory) -> PrometheusSink:

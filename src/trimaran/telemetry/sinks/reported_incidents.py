@@ -1,6 +1,6 @@
-"""Which incidents a sink has told, so that one that is opened again does not tell them twice.
+"""Remembers which incidents a sink has reported, so that a reopened sink does not report them twice.
 
-Other lines come to a sink once. An incident is a line again and again, as more becomes known, under its first time.
+Other lines reach a sink once. An incident is written again with its first time whenever more is known about it.
 """
 
 import json
@@ -12,17 +12,17 @@ from trimaran.telemetry.sinks.sink import Line
 
 
 class ReportedIncidents:
-    """Knows what was said of incidents: that they happened, and what was done about them."""
+    """The incidents that a sink has reported, with the action they had then."""
 
     def __init__(self, run: RunDirectory, sink: str) -> None:
         self._path = run.path / "telemetry" / f"told-{sink}.json"
         self._keys = _read(self._path)
 
-    def knows(self, incident: Line) -> bool:
+    def contains(self, incident: Line) -> bool:
         return _key(incident) in self._keys
 
     def add(self, incident: Line) -> None:
-        """Take it as told, from now on and for who opens the sink again."""
+        """Mark the incident as reported, also for later sinks of this name."""
         self._keys.add(_key(incident))
         self._path.parent.mkdir(parents=True, exist_ok=True)
         draft = self._path.with_suffix(".part")
@@ -35,7 +35,7 @@ def _key(incident: Line) -> str:
 
 
 def _read(path: Path) -> set[str]:
-    """Return what was told so far; nothing where the file is missing or is not one of ours."""
+    """Return the reported incidents; empty if the file is missing or damaged."""
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

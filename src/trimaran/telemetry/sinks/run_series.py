@@ -1,4 +1,4 @@
-"""How training goes, as series: the lines of `metrics.jsonl` and the events of the ranks."""
+"""Prometheus series of training: the lines of `metrics.jsonl` and the events of the ranks."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from trimaran.core import PHASES
 from trimaran.telemetry.sinks.series import Series
 from trimaran.telemetry.sinks.sink import Line
 
-# Each is (metric, key of a line).
+# (metric, key of a line)
 GAUGES = (
     ("step", "step"),
     ("last_step_timestamp_seconds", "time"),
@@ -18,27 +18,27 @@ GAUGES = (
     ("learning_rate", "lr"),
     ("loss_scale", "loss_scale"),
 )
-OF_RANKS = ("busy_seconds", "data_seconds", "wait_seconds", "peak_bytes")
+RANK_STATS = ("busy_seconds", "data_seconds", "wait_seconds", "peak_bytes")
 STATS = ("min", "median", "max")
 WAITS = (("data", "data_wait_seconds"), ("straggler", "straggler_wait_seconds"))
-MEMORY = ("allocated", "reserved", "total")
-SKIPS = ("not_finite", "spike")
-MOST_OUTLIERS = 8
+MEMORY_KINDS = ("allocated", "reserved", "total")
+SKIP_REASONS = ("not_finite", "spike")
+MAX_OUTLIERS = 8
 
 
 class RunSeries:
-    """Adds up the steps of a run, over all its attempts."""
+    """Counts the steps of a run over all its attempts."""
 
     def __init__(self, series: Series, *, steps: int) -> None:
         self._series = series
         self._highest = 0
-        self._sums: dict[str, float] = {}  # what lines count since the start of their attempt
+        self._counts: dict[str, float] = {}  # values that lines count since the start of their attempt
         self._attempt = -1
         series.set("steps_planned", steps or None)
         series.set("finished", 0)
         for name in ("attempts", "steps", "replayed_steps", "tokens", "samples", "bad_samples", "recompiles"):
             series.add(name, 0)
-        for reason in SKIPS:
+        for reason in SKIP_REASONS:
             series.add("skipped_steps", 0, reason=reason)
 
     def step(self, line: Line) -> None:
@@ -77,7 +77,7 @@ class RunSeries:
                 series.set("finished", 1)
 
     def start(self, attempt: int, data: dict[str, Any]) -> None:
-        """Take it that ranks were started; `data` as of the event."""
+        """Set the series of a new attempt; `data` is that of the start event."""
         series = self._series
         series.clear("build_info", "attempt_info")
         series.set("build_info", 1, version=str(data.get("version", __version__)))
@@ -89,7 +89,7 @@ class RunSeries:
 
     def _memory(self, line: Line) -> None:
         memory = line.get("memory", {})
-        for kind in MEMORY:
+        for kind in MEMORY_KINDS:
             self._series.set("memory_bytes", memory.get(kind), kind=kind)
         self._series.set("memory_bytes", line.get("peak_bytes"), kind="peak")
         self._series.set("memory_fragmentation_ratio", memory.get("fragmentation"))
@@ -97,12 +97,12 @@ class RunSeries:
         self._count("ooms", memory.get("ooms"))
 
     def _count(self, name: str, now: float | None) -> None:
-        """Add what `now` is more than at the last look; less means that a new process counts from 0."""
+        """Add the increase since the last line; a decrease means that a new process counts from 0."""
         if now is None:
             return
-        before = self._sums.get(name, 0.0)
+        before = self._counts.get(name, 0.0)
         self._series.add(name, now - before if now >= before else now)
-        self._sums[name] = now
+        self._counts[name] = now
 
     def _waits(self, line: Line) -> None:
         series, waits = self._series, line.get("waits", {})
@@ -112,25 +112,25 @@ class RunSeries:
         ranks = line.get("ranks")
         if not ranks:
             return
-        for name in OF_RANKS:
+        for name in RANK_STATS:
             for stat in STATS:
                 series.set(f"rank_{name}", ranks.get(name, {}).get(stat), stat=stat)
         busy = ranks.get("busy_seconds", {})
         if busy.get("max") and busy.get("median") is not None:
             series.set("straggler_score_ratio", busy["median"] / busy["max"])
         series.clear("rank_outlier_ratio")
-        for each in ranks.get("outliers", ())[:MOST_OUTLIERS]:
-            if each.get("median") and each.get("what") in OF_RANKS:
+        for each in ranks.get("outliers", ())[:MAX_OUTLIERS]:
+            if each.get("median") and each.get("what") in RANK_STATS:
                 ratio = each["value"] / each["median"]
                 series.set("rank_outlier_ratio", ratio, rank=str(each["rank"]), what=each["what"])
 
     def _parts(self, line: Line) -> None:
-        """Show what is told by group, where a line tells it: most do not, and the last that did stays."""
+        """Set the series by group. Most lines have no group metrics; the last values stay then."""
         series = self._series
         for part, loss in line.get("losses", {}).items():
             series.set("part_loss", loss, part=part)
         for group, lr in line.get("lrs", {}).items():
             series.set("group_learning_rate", lr, group=group)
-        for group, told in {**line.get("towers", {}), **line.get("groups", {})}.items():
-            series.set("group_gradient_norm", told.get("grad_norm"), group=group)
-            series.set("group_update_ratio", told.get("update_ratio"), group=group)
+        for group, metrics in {**line.get("towers", {}), **line.get("groups", {})}.items():
+            series.set("group_gradient_norm", metrics.get("grad_norm"), group=group)
+            series.set("group_update_ratio", metrics.get("update_ratio"), group=group)

@@ -1,4 +1,4 @@
-"""The numbers of a line, each under a name: for charts that know nothing of Trimaran."""
+"""Flattens a line into named scalars for chart libraries."""
 
 import math
 from collections.abc import Iterator
@@ -6,18 +6,18 @@ from typing import Any
 
 from trimaran.telemetry.sinks.sink import Line
 
-NOT_DRAWN = {"step", "time", "node", "host"}
-MOST_SCALARS = 512  # of one line; a chart each
+EXCLUDED_KEYS = {"step", "time", "node", "host"}
+MAX_SCALARS_PER_LINE = 512  # each becomes a chart
 
 
 def scalars(line: Line) -> dict[str, float]:
-    """Return the finite numbers of `line`; what lies deeper is named by its path, such as `memory/allocated`.
+    """Return the finite numbers of `line`; nested ones are named by their path, such as `memory/allocated`.
 
-    Things in a list are named by their `index` where they have one, such as `gpus/0/power`; other lists are left out.
+    List items with an `index` are named by it, such as `gpus/0/power`; other lists are left out.
     """
     found: dict[str, float] = {}
-    for name, value in _walk({key: value for key, value in line.items() if key not in NOT_DRAWN}, ""):
-        if len(found) == MOST_SCALARS:
+    for name, value in _walk({key: value for key, value in line.items() if key not in EXCLUDED_KEYS}, ""):
+        if len(found) == MAX_SCALARS_PER_LINE:
             break
         found[name] = value
     return found

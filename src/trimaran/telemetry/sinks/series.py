@@ -1,4 +1,4 @@
-"""The time series of one run, held in a registry of their own."""
+"""The Prometheus time series of one run, in their own registry."""
 
 import threading
 from collections.abc import Callable, Iterable
@@ -8,10 +8,10 @@ import prometheus_client
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric as Family
 
-from trimaran.telemetry.sinks.metric_catalogue import CATALOGUE, MOST_SERIES, STEP_BUCKETS, Metric
+from trimaran.telemetry.sinks.metric_catalogue import CATALOGUE, MAX_SERIES_PER_METRIC, STEP_BUCKETS, Metric
 
 PREFIX = "trimaran_"
-_MAKERS: dict[str, Any] = {
+_METRIC_CLASSES: dict[str, Any] = {
     "gauge": prometheus_client.Gauge,
     "counter": prometheus_client.Counter,
     "summary": prometheus_client.Summary,
@@ -20,9 +20,9 @@ _MAKERS: dict[str, Any] = {
 
 
 class Series:
-    """All metrics of the catalogue for one run. A scrape, on a thread of its own, never sees half a line.
+    """All metrics of the catalogue for one run. Scrapes run in another thread; the lock keeps lines atomic.
 
-    A metric without a value so far has no series. `before_scrape` is called with the lock held.
+    A metric without a value has no series. `before_scrape` is called with the lock held.
     """
 
     def __init__(self, run: str) -> None:
@@ -30,11 +30,11 @@ class Series:
         self.before_scrape: Callable[[], None] = lambda: None
         self.registry = _Registry(self)
         prometheus_client.disable_created_metrics()
-        self._made = {name: self._make(name, metric) for name, metric in CATALOGUE.items()}
-        self._known: dict[str, set[tuple[str, ...]]] = {name: set() for name in CATALOGUE}
+        self._metrics = {name: self._make(name, metric) for name, metric in CATALOGUE.items()}
+        self._label_values: dict[str, set[tuple[str, ...]]] = {name: set() for name in CATALOGUE}
 
     def set(self, name: str, value: float | None, **labels: str) -> None:
-        """Show `value`; None, which is how lines write what is not finite, shows nothing new."""
+        """Set the series to `value`. None, which lines have for NaN and Inf, changes nothing."""
         if value is not None and (child := self._child(name, labels)):
             child.set(value)
 
@@ -47,28 +47,28 @@ class Series:
             child.observe(value)
 
     def clear(self, *names: str) -> None:
-        """Forget the series of these metrics: who is not set again is not shown any more."""
+        """Remove all series of these metrics."""
         for name in names:
-            self._made[name].clear()
-            self._known[name].clear()
+            self._metrics[name].clear()
+            self._label_values[name].clear()
 
     def _child(self, name: str, labels: dict[str, str]) -> Any:
-        """Return the series, or None when the metric has as many as it may."""
-        wanted = CATALOGUE[name].labels
-        values = tuple(labels.get(each, "") for each in wanted)
-        assert labels.keys() <= set(wanted), f"{name} has no label {sorted(labels.keys() - set(wanted))}"
-        known = self._known[name]
+        """Return the series with these labels, or None if the metric already has too many."""
+        names = CATALOGUE[name].labels
+        values = tuple(labels.get(each, "") for each in names)
+        assert labels.keys() <= set(names), f"{name} has no label {sorted(labels.keys() - set(names))}"
+        known = self._label_values[name]
         if values not in known:
-            if len(known) >= MOST_SERIES:
+            if len(known) >= MAX_SERIES_PER_METRIC:
                 self.add("dropped_series")
                 return None
             known.add(values)
-        return self._made[name].labels(self.run, *values)
+        return self._metrics[name].labels(self.run, *values)
 
     def _make(self, name: str, metric: Metric) -> Any:
         more = {"buckets": STEP_BUCKETS} if metric.kind == "histogram" else {}
         labels = ("run", *metric.labels)
-        return _MAKERS[metric.kind](PREFIX + name, metric.meaning, labels, registry=self.registry, **more)
+        return _METRIC_CLASSES[metric.kind](PREFIX + name, metric.meaning, labels, registry=self.registry, **more)
 
 
 class _Registry(CollectorRegistry):

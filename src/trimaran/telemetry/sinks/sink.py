@@ -1,4 +1,4 @@
-"""What a sink is."""
+"""The interface of a sink."""
 
 from typing import Any, Protocol
 
@@ -6,21 +6,21 @@ Line = dict[str, Any]
 
 
 class Sink(Protocol):
-    """Takes the lines of one run as they are written. Any of these may raise: the others go on, and it is told once."""
+    """Receives the lines of one run. A method may raise: the error is logged once, and other sinks are not affected."""
 
     name: str
 
     def step(self, line: Line) -> None:
-        """Take a line of `metrics.jsonl`."""
+        """Receive a line of `metrics.jsonl`."""
 
     def event(self, line: Line) -> None:
-        """Take a line of `events/rank-N.jsonl`, of any rank."""
+        """Receive a line of `events/rank-N.jsonl`, of any rank."""
 
     def incident(self, line: Line) -> None:
-        """Take a line of `incidents.jsonl`."""
+        """Receive a line of `incidents.jsonl`."""
 
     def sample(self, line: Line) -> None:
-        """Take a line of `telemetry/node-N.jsonl`."""
+        """Receive a line of `telemetry/node-N.jsonl`."""
 
     def close(self) -> None:
-        """The run has ended, or another attempt will open a new sink."""
+        """Release resources: the run has ended, or a new sidecar will open a new sink."""

@@ -1,4 +1,4 @@
-"""A folder that TensorBoard reads: `tensorboard/` in the run directory."""
+"""Writes TensorBoard event files to `tensorboard/` in the run directory."""
 
 import json
 import time
@@ -9,68 +9,69 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from trimaran.core import TelemetrySection
 from trimaran.run.run_directory import RunDirectory
-from trimaran.telemetry.sinks.goodput import GoodputAccount, time_scalars
+from trimaran.telemetry.sinks.goodput import LedgerPoller, time_scalars
 from trimaran.telemetry.sinks.rate_limit import RateLimit
 from trimaran.telemetry.sinks.reported_incidents import ReportedIncidents
 from trimaran.telemetry.sinks.scalars import scalars
 from trimaran.telemetry.sinks.sink import Line
 
-# Made when the library is loaded, so that a reader of its files finds none of them.
+# Generated when the library is imported, so type checkers do not see their members.
 _events: Any = event_pb2
 _summaries: Any = summary_pb2
 _tensors: Any = tensor_pb2
 
 FLUSH_SECONDS = 10.0
-SAID = {"start", "resume", "rewind", "skip", "differ", "error", "stop", "done"}  # events that explain a curve
+EVENT_KINDS = {"start", "resume", "rewind", "skip", "differ", "error", "stop", "done"}  # that explain a curve
 
 
 class TensorBoardSink:
-    """Writes a chart for each number. Steps that are done again take the place of those from before."""
+    """Writes a chart for each scalar. Replayed steps replace the earlier ones."""
 
     name = "tensorboard"
 
     def __init__(self, run: RunDirectory) -> None:
         self._writer = EventFileWriter(str(run.path / "tensorboard"), flush_secs=FLUSH_SECONDS)
-        self._told = ReportedIncidents(run, self.name)
-        self._pace, self._account = RateLimit(), GoodputAccount(run)
+        self._reported = ReportedIncidents(run, self.name)
+        self._rate_limit, self._ledger = RateLimit(), LedgerPoller(run)
         self._step: int | None = None
         self._flushed = time.monotonic()
 
     def step(self, line: Line) -> None:
         step, when = line["step"], line.get("time", time.time())
         if self._step is None or step <= self._step:
-            # What TensorBoard read before, of this step and after it, was of an attempt that is over.
+            # Makes TensorBoard drop this step and later ones, which an earlier attempt wrote.
             self._writer.add_event(
                 _events.Event(
                     wall_time=when, step=step, session_log=_events.SessionLog(status=_events.SessionLog.START)
                 )
             )
         self._step = step
-        if self._pace.passes(line):
-            self._write(scalars(line) | time_scalars(self._account.look()), step, when)
+        if self._rate_limit.passes(line):
+            self._write(scalars(line) | time_scalars(self._ledger.poll()), step, when)
 
     def event(self, line: Line) -> None:
         kind, rank = line["kind"], line.get("rank", 0)
-        if kind in SAID:
+        if kind in EVENT_KINDS:
             what = json.dumps(line.get("data", {}), ensure_ascii=False)
-            self._tell("events", f"rank {rank}: {kind} {what}", line)
+            self._write_text("events", f"rank {rank}: {kind} {what}", line)
 
     def incident(self, line: Line) -> None:
-        if line.get("action") and not self._told.knows(line):
-            self._tell("incidents", f"{line['id']} ({line.get('cause')}): {line.get('what')}; {line['action']}", line)
-            self._told.add(line)
+        if line.get("action") and not self._reported.contains(line):
+            text = f"{line['id']} ({line.get('cause')}): {line.get('what')}; {line['action']}"
+            self._write_text("incidents", text, line)
+            self._reported.add(line)
 
     def sample(self, line: Line) -> None:
         node = line.get("node", 0)
         named = {f"node-{node}/{name}": value for name, value in scalars(line).items()}
-        named |= time_scalars(self._account.look())
+        named |= time_scalars(self._ledger.poll())
         self._write(named, self._step or 0, line.get("time", time.time()))
 
     def close(self) -> None:
-        if last := self._pace.held:
+        if last := self._rate_limit.held:
             self._write(scalars(last), last["step"], last.get("time", time.time()))
-        if told := time_scalars(self._account.make_up()):
-            self._write(told, self._step or 0, time.time())
+        if times := time_scalars(self._ledger.read()):
+            self._write(times, self._step or 0, time.time())
         self._writer.close()
 
     def _write(self, values: dict[str, float], step: int, when: float) -> None:
@@ -82,7 +83,7 @@ class TensorBoardSink:
             self._flushed = time.monotonic()
             self._writer.flush()
 
-    def _tell(self, tag: str, text: str, line: Line) -> None:
+    def _write_text(self, tag: str, text: str, line: Line) -> None:
         metadata = _summaries.SummaryMetadata(plugin_data=_summaries.SummaryMetadata.PluginData(plugin_name="text"))
         tensor = _tensors.TensorProto(dtype="DT_STRING", string_val=[text.encode()])
         value = _summaries.Summary.Value(tag=tag, metadata=metadata, tensor=tensor)

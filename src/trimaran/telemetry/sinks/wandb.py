@@ -1,4 +1,4 @@
-"""Weights & Biases: the numbers of a run in a project there, or in `wandb/` of the run directory to be sent later."""
+"""Logs a run to Weights & Biases, online or to `wandb/` in the run directory for a later upload."""
 
 import hashlib
 import json
@@ -9,7 +9,7 @@ import wandb
 from trimaran.core import TelemetrySection
 from trimaran.core.recipe import WandbSection
 from trimaran.run.run_directory import MARKER, RunDirectory
-from trimaran.telemetry.sinks.goodput import GoodputAccount, time_scalars
+from trimaran.telemetry.sinks.goodput import LedgerPoller, time_scalars
 from trimaran.telemetry.sinks.rate_limit import RateLimit
 from trimaran.telemetry.sinks.reported_incidents import ReportedIncidents
 from trimaran.telemetry.sinks.scalars import scalars
@@ -31,55 +31,55 @@ SETTINGS = wandb.Settings(
 
 
 class WandbSink:
-    """Tells each line as one row, with `step` as the axis of every chart.
+    """Logs each line as one row, with `step` as the x axis of every chart.
 
-    A run that goes on tells the same run there. Neither code nor what is printed is sent, and wandb's own look at the
-    machine is off: the samples are ours.
+    A resumed run continues the same W&B run. Code, console output and wandb's own machine statistics are off; samples
+    are logged instead.
     """
 
     name = "wandb"
 
     def __init__(self, run: RunDirectory, section: WandbSection) -> None:
         self._directory, self._section = run, section
-        self._told = ReportedIncidents(run, self.name)
-        self._pace, self._account = RateLimit(), GoodputAccount(run)
+        self._reported = ReportedIncidents(run, self.name)
+        self._rate_limit, self._ledger = RateLimit(), LedgerPoller(run)
         self._step = 0
         self._opened: wandb.Run | None = None
 
     def step(self, line: Line) -> None:
         self._step = line["step"]
-        if self._pace.passes(line):
-            self._log(scalars(line) | time_scalars(self._account.look()))
+        if self._rate_limit.passes(line):
+            self._log(scalars(line) | time_scalars(self._ledger.poll()))
 
     def event(self, line: Line) -> None:
         if line["kind"] == "evaluation":
             self._log({f"evaluation/{name}": value for name, value in scalars(line.get("data", {})).items()})
 
     def incident(self, line: Line) -> None:
-        """Take an incident: a summary of the last one, and a message to whoever follows the run there."""
-        if not line.get("action") or self._told.knows(line):
+        """Put the incident into the run's summary, and send an alert for serious causes."""
+        if not line.get("action") or self._reported.contains(line):
             return
         what = f"{line.get('cause')}: {line.get('what')}; {line['action']}"
         run = self._opened_run()
         run.summary["last_incident"] = what
         if line.get("cause") in ALERT_CAUSES:
             run.alert(title=f"{line['id']} of {self._directory.path.name}", text=what)
-        self._told.add(line)
+        self._reported.add(line)
 
     def sample(self, line: Line) -> None:
         node = line.get("node", 0)
         named = {f"node-{node}/{name}": value for name, value in scalars(line).items()}
-        self._log(named | time_scalars(self._account.look()))
+        self._log(named | time_scalars(self._ledger.poll()))
 
     def close(self) -> None:
-        if last := self._pace.held:
+        if last := self._rate_limit.held:
             self._log(scalars(last))
         if self._opened is not None:
-            self._log(time_scalars(self._account.make_up()))
+            self._log(time_scalars(self._ledger.read()))
             self._opened.finish()
 
     def _opened_run(self) -> wandb.Run:
-        """Return the run over there. It is begun with the first line: a network that does not answer takes a while."""
+        """Return the W&B run, which is opened with the first line, because an unreachable network takes a while."""
         if self._opened is None:
             section, run = self._section, self._directory
             self._opened = wandb.init(
@@ -102,16 +102,16 @@ class WandbSink:
 
 
 def run_id(run: RunDirectory) -> str:
-    """Return the same name for the same run, whenever it goes on, and another for every other run."""
+    """Return a unique ID of the run, which stays the same when it is resumed."""
     try:
-        born = (run.path / MARKER).read_bytes()
+        identity = (run.path / MARKER).read_bytes()
     except OSError:
-        born = str(run.path).encode()
-    return f"{run.path.name[:40]}-{hashlib.sha256(born).hexdigest()[:8]}"
+        identity = str(run.path).encode()
+    return f"{run.path.name[:40]}-{hashlib.sha256(identity).hexdigest()[:8]}"
 
 
 def config(run: RunDirectory) -> dict[str, Any]:
-    """Return what the run was asked to do and how it does it; nothing of the machine or its environment."""
+    """Return the recipe and the plan; nothing about the machine or its environment."""
     plan = json.loads(run.plan.read_text(encoding="utf-8"))
     return {"recipe": run.read_recipe().model_dump(mode="json"), "plan": plan.get("plan", {})}
 

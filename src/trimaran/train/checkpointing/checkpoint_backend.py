@@ -1,4 +1,4 @@
-"""What a checkpointer holds on to: slots in memory, what copies to them, and what writes them to disk."""
+"""The parts of a checkpointer: slots in memory, the copier that fills them, and the saver that writes them to disk."""
 
 import logging
 import secrets
@@ -15,112 +15,127 @@ import torch.distributed as dist
 from trimaran.checkpoint.copier import Copier, DeviceCopier
 from trimaran.checkpoint.durable import DurableDisk
 from trimaran.checkpoint.manifest import Manifest
-from trimaran.checkpoint.memory_budget import divide
+from trimaran.checkpoint.memory_budget import choose_budget
 from trimaran.checkpoint.memory_copies import RankMemory
-from trimaran.checkpoint.ownership import own
+from trimaran.checkpoint.ownership import assign_rows
 from trimaran.checkpoint.peer_copies import PeerCopies
-from trimaran.checkpoint.rank_layout import RankLayout, can_pair, gather_numbers, told_by_first
-from trimaran.checkpoint.rank_share import lay_out
-from trimaran.checkpoint.saver import Order, Saver, StorePost
+from trimaran.checkpoint.rank_layout import RankLayout, can_pair
+from trimaran.checkpoint.rank_share import build_share
+from trimaran.checkpoint.saver import Saver, SaveRequest, TorchStore
 from trimaran.checkpoint.slot_pool import SlotPool
-from trimaran.checkpoint.step_dirs import newest, sweep_drafts
+from trimaran.checkpoint.step_dirs import newest_step, remove_drafts
 from trimaran.checkpoint.tensor_shards import TensorShard
 from trimaran.core import Seconds, UserError, show_bytes
+from trimaran.parallel.comm.json_exchange import all_gather_int64, broadcast_json
 from trimaran.run import RunDirectory
 from trimaran.run.lease import newest_term
-from trimaran.train.checkpointing.save_interval import SaveCost, SavePace
+from trimaran.train.checkpointing.save_interval import SaveCost, SaveSchedule
 from trimaran.train.process.rank_info import RankInfo
 from trimaran.train.process.supervisor_link import SupervisorLink
-from trimaran.train.process.token_store import address_store
+from trimaran.train.process.token_store import supervisor_store
 
 log = logging.getLogger(__name__)
 
-COPY_BANDWIDTH = 4e9  # bytes a second, guessed until a checkpoint has been measured
-DISK_BANDWIDTH = 2e8
+COPY_BYTES_PER_SECOND = 4e9  # guesses, until a checkpoint has been measured
+DISK_BYTES_PER_SECOND = 2e8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointBackend:
-    """The parts, wired for one share."""
+    """The parts, connected for one rank's share."""
 
-    hold: SlotPool
+    slot_pool: SlotPool
     copier: Copier
-    partner: PeerCopies | None
+    peer_copies: PeerCopies | None
     saver: Saver
-    pace: SavePace
+    save_schedule: SaveSchedule
 
 
 def build_backend(
     run: RunDirectory,
-    place: RankInfo,
+    rank_info: RankInfo,
     link: SupervisorLink,
     rank_layout: RankLayout,
-    pieces: Sequence[TensorShard],
+    shards: Sequence[TensorShard],
     rank_memory: RankMemory,
 ) -> CheckpointBackend:
-    """Return the parts for what this rank holds. Every rank calls it, when all have loaded what they resume from."""
+    """Return the parts for this rank's shards. Every rank must call it, after all have restored their state."""
     recipe = run.read_recipe()
-    rules, stride = recipe.checkpoint, run.read_plan().comm.local_steps
-    rectangles = own(pieces, rank=rank_layout.rank, world_size=rank_layout.world_size, gather=gather_numbers)
-    share = lay_out(pieces, rectangles)
+    section, stride = recipe.checkpoint, run.read_plan().comm.local_steps
+    rows = assign_rows(shards, rank=rank_layout.rank, world_size=rank_layout.world_size, gather=all_gather_int64)
+    share = build_share(shards, rows)
     copier = Copier(share)
-    sizes = gather_numbers(np.array([share.num_bytes, len(copier.items)], dtype=np.int64))
+    sizes = all_gather_int64(np.array([share.num_bytes, len(copier.items)], dtype=np.int64))
     _refuse_small_disk(run, rank_layout, int(sizes[:, 0].sum()))
-    # A slot must also hold what a rank on the node before this one sends.
-    before = rank_layout.rank - rank_layout.local_size if can_pair(rank_layout) else rank_layout.rank
-    num_bytes, items_bytes = (int(max(each[rank_layout.rank], each[before])) for each in sizes.T)
-    # Without a supervisor copies do not outlive their rank, but one can go back to them.
-    is_wanted = bool(link.rank_memories) or recipe.faults.not_finite == "rewind"
-    room = divide(
-        rules, rank_layout, slot_bytes=num_bytes, rank_memory_bytes=rank_memory.taken_bytes, has_rank_memory=is_wanted
+    # A slot must also hold the share that the partner on the previous node sends.
+    sender = rank_layout.rank - rank_layout.local_size if can_pair(rank_layout) else rank_layout.rank
+    num_bytes, items_bytes = (int(max(each[rank_layout.rank], each[sender])) for each in sizes.T)
+    # Without a supervisor copies do not outlive their rank, but a rewind can use them.
+    wants_copies = bool(link.rank_memories) or recipe.faults.not_finite == "rewind"
+    budget = choose_budget(
+        section,
+        rank_layout,
+        slot_bytes=num_bytes,
+        rank_memory_bytes=rank_memory.allocated_bytes,
+        has_rank_memory=wants_copies,
     )
-    # A partner writes into its slots whenever it likes; else there is time to take the memory until the first copy.
-    on_gpu = place.device.type == "cuda"
-    hold = SlotPool(
-        rank_memory, room, num_bytes=num_bytes, items_bytes=items_bytes, take=not on_gpu or room.foreign > 0
+    # A partner may write to the peer slots at any time. Else the memory can be allocated until the first copy.
+    on_gpu = rank_info.device.type == "cuda"
+    slot_pool = SlotPool(
+        rank_memory,
+        budget,
+        num_bytes=num_bytes,
+        items_bytes=items_bytes,
+        allocate=not on_gpu or budget.peer_slots > 0,
     )
-    log.info("checkpoints: %s in each of %d slots of memory", show_bytes(num_bytes), hold.room.num_slots)
-    if on_gpu and hold.room.num_slots:
-        copier = DeviceCopier(share, rank_memory, place.device)
-    guess = SaveCost(stall=Seconds(num_bytes / COPY_BANDWIDTH), write=Seconds(num_bytes / DISK_BANDWIDTH))
-    pace = SavePace(rules, world_size=rank_layout.world_size, guess=guess, stride=stride)
-    partner = PeerCopies(rank_layout, hold.foreign, copier.settle) if hold.foreign else None
-    return CheckpointBackend(hold=hold, copier=copier, partner=partner, saver=_saver(run, link, rank_layout), pace=pace)
+    log.info("checkpoints: %s in each of %d slots of memory", show_bytes(num_bytes), slot_pool.budget.num_slots)
+    if on_gpu and slot_pool.budget.num_slots:
+        copier = DeviceCopier(share, rank_memory, rank_info.device)
+    guess = SaveCost(stall=Seconds(num_bytes / COPY_BYTES_PER_SECOND), write=Seconds(num_bytes / DISK_BYTES_PER_SECOND))
+    save_schedule = SaveSchedule(section, world_size=rank_layout.world_size, guess=guess, stride=stride)
+    peer_copies = PeerCopies(rank_layout, slot_pool.peer_slots, copier.wait) if slot_pool.peer_slots else None
+    return CheckpointBackend(
+        slot_pool=slot_pool,
+        copier=copier,
+        peer_copies=peer_copies,
+        saver=_build_saver(run, link, rank_layout),
+        save_schedule=save_schedule,
+    )
 
 
-def _saver(run: RunDirectory, link: SupervisorLink, rank_layout: RankLayout) -> Saver:
+def _build_saver(run: RunDirectory, link: SupervisorLink, rank_layout: RankLayout) -> Saver:
     folder, disk = run.checkpoints, DurableDisk()
     recipe, plan = run.read_recipe(), run.read_plan().model_dump(mode="json", exclude={"prediction"})
     text = run.recipe.read_text(encoding="utf-8")
-    term = link.term or newest_term(run)  # under somebody else's launcher there is no lease
+    term = link.term or newest_term(run)  # under an outside launcher there is no lease
 
-    def about(order: Order) -> Manifest:
+    def make_manifest(request: SaveRequest) -> Manifest:
         if newest_term(run) > term:
-            raise UserError("K045", "another supervisor has taken this run over", where=str(run.lease),
-                            fix="look at what it does: trimaran watch RUN")  # fmt: skip
-        facts = {"step": order.step, "progress": order.progress, "recipe": text, "plan": plan}
-        return Manifest(**facts, time=time.time(), term=term, world_size=rank_layout.world_size)
+            raise UserError("K045", "another supervisor has taken over this run", where=str(run.lease),
+                            fix="see what it does: trimaran watch RUN")  # fmt: skip
+        fields = {"step": request.step, "progress": request.progress, "recipe": text, "plan": plan}
+        return Manifest(**fields, time=time.time(), term=term, world_size=rank_layout.world_size)
 
     shared: Any = dist.distributed_c10d._get_default_store()
-    store = address_store(link) if link.store else shared.clone()
-    saver = Saver(folder, rank_layout, StorePost(store), recipe.checkpoint, about, disk)
+    store = supervisor_store(link) if link.store else shared.clone()
+    saver = Saver(folder, rank_layout, TorchStore(store), recipe.checkpoint, make_manifest, disk)
     if rank_layout.rank == 0:
-        with suppress(OSError):  # a disk that nothing can be removed from says so when something is written to it
-            sweep_drafts(folder, disk)
-    saver.nonce, last = told_by_first([secrets.token_hex(4), newest(folder)])
+        with suppress(OSError):  # a read-only disk is reported when the first checkpoint is written
+            remove_drafts(folder, disk)
+    saver.nonce, last = broadcast_json([secrets.token_hex(4), newest_step(folder)])
     saver.begin(last)
     return saver
 
 
 def _refuse_small_disk(run: RunDirectory, rank_layout: RankLayout, num_bytes: int) -> None:
-    """Raise when not even the next checkpoint fits on the disk: better now than in an hour. Rank 0 looks for all.
+    """Raise UserError if the next checkpoint does not fit on the disk. Rank 0 checks for all ranks.
 
-    Whether all that are to be kept fit is asked before the run, see `app/session/session.py`.
+    Whether all checkpoints that the recipe keeps fit is checked before the run, see `app/session/session.py`.
     """
-    free = told_by_first(shutil.disk_usage(run.path).free if rank_layout.rank == 0 else 0)
+    free = broadcast_json(shutil.disk_usage(run.path).free if rank_layout.rank == 0 else 0)
     if free < num_bytes:
-        fix = "make room, or choose another disk: --run-dir DIR"
-        if newest(run.checkpoints) is not None:
-            fix = "make room: `trimaran checkpoints prune RUN --keep 1`"
+        fix = "free disk space, or choose another disk: --run-dir DIR"
+        if newest_step(run.checkpoints) is not None:
+            fix = "free disk space: `trimaran checkpoints prune RUN --keep 1`"
         raise UserError("K046", f"a checkpoint takes {show_bytes(num_bytes)}, the disk has {show_bytes(free)} free",
                         where=str(run.checkpoints), fix=fix)  # fmt: skip

@@ -1,4 +1,4 @@
-"""How often the state is kept: so often that a failure costs little, so seldom that keeping it costs less."""
+"""When to save and copy the state: often enough that a failure costs little, rarely enough that saving costs less."""
 
 import math
 import statistics
@@ -12,84 +12,84 @@ import numpy as np
 from trimaran.core import CheckpointSection, Seconds
 from trimaran.cost.goodput import Faults, best_interval
 
-SHARE = 0.01
-"""The most of the time of training that may be spent on writing its state to disk."""
-COPY_SHARE = 0.005
-"""The most that may be spent on copies in memory: with all else that a run does beside training it stays below 1 %."""
-LONGEST = Seconds(1800.0)
-LOOKS = (3, 8, 32, 128)
-"""After so many copies in memory their pace is looked at, and then each time there are as many again."""
+MAX_STALL_FRACTION = 0.01
+"""The largest fraction of training time that may be spent on writing the state to disk."""
+MAX_COPY_FRACTION = 0.005
+"""The largest fraction that copies in memory may take. With all other overhead of a run this stays below 1 %."""
+MAX_INTERVAL = Seconds(1800.0)
+REVIEW_AFTER_COPIES = (3, 8, 32, 128)
+"""After this many copies the interval between them is adjusted, then after each further multiple of the last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveCost:
-    """What a checkpoint takes: how long training stands still, and how long until it is on disk."""
+    """The cost of a checkpoint: how long it stalls training, and how long until it is on disk."""
 
     stall: Seconds
     write: Seconds
 
 
 def save_interval(cost: SaveCost, *, between: Seconds) -> Seconds:
-    """Return the time between the starts of two checkpoints, where `between` is the mean time between failures.
+    """Return the time between the starts of two checkpoints; `between` is the mean time between failures.
 
-    It is Daly's optimum, but never so short that training stands still for more than a hundredth of the time, or that
-    the disk is busy for more than half of it; and never longer than half an hour unless one of these wants it.
+    It is Daly's optimum, within limits: training is stalled at most 1 % of the time, and the disk is busy at most half
+    of it. It is at most half an hour, unless one of these limits needs more.
     """
     best = best_interval(cost.stall, between, restart=Seconds(0.0))
-    return Seconds(max(cost.stall / SHARE, 2 * cost.write, min(best, LONGEST)))
+    return Seconds(max(cost.stall / MAX_STALL_FRACTION, 2 * cost.write, min(best, MAX_INTERVAL)))
 
 
 def copy_every(stall: Seconds, step: Seconds) -> int:
-    """Return after how many steps to copy, so that the copies take at most a two-hundredth of the time."""
-    return max(1, math.ceil(stall / (COPY_SHARE * step))) if step else 1
+    """Return the number of steps between two copies such that they take at most `MAX_COPY_FRACTION` of the time."""
+    return max(1, math.ceil(stall / (MAX_COPY_FRACTION * step))) if step else 1
 
 
-def is_look(num_copies: int) -> bool:
-    """Return whether to look again at how often is copied."""
-    return num_copies in LOOKS or (num_copies > 0 and num_copies % LOOKS[-1] == 0)
+def is_review(num_copies: int) -> bool:
+    """Return whether to adjust the interval after this many copies."""
+    return num_copies in REVIEW_AFTER_COPIES or (num_copies > 0 and num_copies % REVIEW_AFTER_COPIES[-1] == 0)
 
 
-class CopyPace:
-    """Says when to copy the state to memory, alike on all ranks: now and then they compare what copies cost them.
+class CopySchedule:
+    """Decides when to copy the state to memory, equally on all ranks: now and then they exchange what copies cost.
 
-    `gather` is as in `checkpoint.ownership`. `wanted` 0 is never.
+    `gather` is as in `checkpoint.ownership`. `every` 0 means never.
     """
 
-    def __init__(self, wanted: Literal["auto"] | int, gather: Callable[[np.ndarray], np.ndarray]) -> None:
-        self.every = 1 if wanted == "auto" else wanted
-        self._is_free, self._gather = wanted == "auto", gather
-        self._last, self._num_copies = 0, 0
-        self._steps: list[float] = []
-        self._stalls: list[float] = []
+    def __init__(self, every: Literal["auto"] | int, gather: Callable[[np.ndarray], np.ndarray]) -> None:
+        self.every = 1 if every == "auto" else every
+        self._is_auto, self._gather = every == "auto", gather
+        self._last_step, self._num_copies = 0, 0
+        self._step_seconds: list[float] = []
+        self._stall_seconds: list[float] = []
 
     def begin(self, step: int) -> None:
-        """Count from `step` on."""
-        self._last = step
+        """Start counting at `step`."""
+        self._last_step = step
 
     def is_due(self, step: int) -> bool:
-        return self.every > 0 and step - self._last >= self.every
+        return self.every > 0 and step - self._last_step >= self.every
 
-    def stepped(self, seconds: float) -> None:
-        """Take note of how long a step took, without what this room took of it."""
-        self._steps.append(seconds)
+    def record_step(self, seconds: float) -> None:
+        """Record the duration of a step, without the time spent on checkpoints."""
+        self._step_seconds.append(seconds)
 
-    def copied(self, step: int, stall_seconds: float) -> None:
-        """Take note of a copy. Every rank calls it at the same step, since the ranks may compare notes in it."""
-        self._last = step
+    def record_copy(self, step: int, stall_seconds: float) -> None:
+        """Record a copy. Every rank must call it at the same step, since the ranks may exchange their costs in it."""
+        self._last_step = step
         self._num_copies += 1
-        self._stalls.append(stall_seconds)
-        if self._is_free and is_look(self._num_copies) and self._steps:
-            seen = [statistics.median(each) for each in (self._stalls, self._steps)]
-            slowest = self._gather(np.array([1e9 * each for each in seen], dtype=np.int64)).max(axis=0) / 1e9
+        self._stall_seconds.append(stall_seconds)
+        if self._is_auto and is_review(self._num_copies) and self._step_seconds:
+            medians = [statistics.median(each) for each in (self._stall_seconds, self._step_seconds)]
+            slowest = self._gather(np.array([1e9 * each for each in medians], dtype=np.int64)).max(axis=0) / 1e9
             self.every = copy_every(Seconds(float(slowest[0])), Seconds(float(slowest[1])))
-            self._steps.clear()
-            self._stalls.clear()
+            self._step_seconds.clear()
+            self._stall_seconds.clear()
 
 
-class SavePace:
-    """Says on rank 0 when a checkpoint is wanted. What it says is acted upon `lead` steps later, by all ranks.
+class SaveSchedule:
+    """Decides on rank 0 when to save a checkpoint. All ranks act on the decision `lead` steps later.
 
-    `stride` is how many steps there are between two at which the state may be kept.
+    `stride` is the number of steps between two at which the state may be saved.
     """
 
     def __init__(
@@ -108,32 +108,32 @@ class SavePace:
         self.begin()
 
     def begin(self) -> None:
-        """Count from now on; what was wished for before is forgotten."""
-        self._started, self._wished = self._now(), -self.lead
+        """Start counting now; a pending decision is dropped."""
+        self._started, self._decided_step = self._now(), -self.lead
 
     @property
     def interval(self) -> Seconds:
         return save_interval(self.cost, between=self._between)
 
     def wants(self, step: int, *, busy: bool) -> bool:
-        """Return whether to keep the state `lead` steps after `step`. `busy`: the last checkpoint is not yet done."""
+        """Return whether to save the state `lead` steps after `step`. `busy`: the last checkpoint is still written."""
         due = self._is_time(step) if self._every == "auto" else self._is_turn(step, self._every)
         if due and busy:
             self.num_skipped += 1
-            if self._every == "auto":  # the disk is slower than it was: ask again later
+            if self._every == "auto":  # the disk has become slower: decide again later
                 waited = Seconds(self._now() - self._started)
                 self.cost = SaveCost(stall=self.cost.stall, write=waited)
             return False
         if due:
-            self._wished = step
+            self._decided_step = step
         return due
 
-    def started(self) -> None:
-        """Take note that a checkpoint begins."""
+    def record_start(self) -> None:
+        """Record that a checkpoint starts."""
         self._started = self._now()
 
-    def ended(self, cost: SaveCost) -> None:
-        """Take note of what a checkpoint took."""
+    def record_cost(self, cost: SaveCost) -> None:
+        """Record the cost of a checkpoint."""
         self.cost = cost
 
     def _is_turn(self, step: int, every: int) -> bool:
@@ -141,5 +141,5 @@ class SavePace:
         return every != 0 and end // every > (end - self._stride) // every
 
     def _is_time(self, step: int) -> bool:
-        on_its_way = step < self._wished + self.lead
-        return not on_its_way and self._now() - self._started >= self.interval
+        is_pending = step < self._decided_step + self.lead
+        return not is_pending and self._now() - self._started >= self.interval

@@ -1,5 +1,8 @@
-"""Bad steps: a loss or a gradient that is no number, a loss that jumped, or a batch that is not the same on the ranks
-that share it. None of them moves the weights."""
+"""Refuses bad steps, so that they do not change the weights.
+
+A step is bad when its loss or gradient norm is NaN or Inf, when its loss jumps, or when ranks that share a batch did
+not load the same one.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -17,21 +20,21 @@ from trimaran.optim.loss_scale import LossScale
 from trimaran.train.health.bad_sample_limit import BadSampleCount
 from trimaran.train.health.replica_check import ReplicaDifference
 
-LARGEST = torch.finfo(torch.float32).max
-HISTORY = 20  # good steps before a jump is called one: the first losses move fast
-WINDOW = 100  # steps that the recent mean remembers
-LEAST_JUMP = 1.0  # a loss near zero may become many times as large and still mean nothing
+MAX_FLOAT32 = torch.finfo(torch.float32).max
+MIN_GOOD_STEPS = 20  # before a loss can count as a jump: the first losses change fast
+MEAN_LOSS_STEPS = 100  # window of the running mean
+MIN_LOSS_JUMP = 1.0  # a loss near zero may grow many times over without meaning anything
 
 Samples = Callable[[int, Sequence[int]], tuple[int, ...]]
-"""Return the samples that the given data ranks worked on at a step, which counts from 0."""
+"""Returns the ids of the samples that the given data-parallel ranks trained on at a step, counted from 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Numbers:
-    """What all ranks know of one step, alike, once it has reached the host.
+class StepNumbers:
+    """The numbers of one step once they are on the host, the same on every rank.
 
-    `refused`: its update was not applied. `suspects` are the ranks whose own share of the loss was bad. `apart`: ranks
-    that share a batch did not have the same one.
+    `refused`: the update was not applied. `suspects`: the ranks whose own part of the loss was bad. `batches_differ`:
+    ranks that share a batch did not load the same one.
     """
 
     step: int
@@ -39,15 +42,16 @@ class Numbers:
     grad_norm: float
     refused: bool
     suspects: tuple[int, ...]
-    apart: bool = False
+    batches_differ: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refusal:
-    """A step that was refused: why, whose samples they were (nobody named: anyone's), and what follows from it.
+class RefusedStep:
+    """A step that was refused: the reason, the ranks and samples at fault, and what the run does about it.
 
-    `good_step` is the last step whose state is beyond doubt. With `spoilt` the weights themselves are wrong now: a step
-    that was refused has not moved them, but replicas may have drifted apart.
+    Without `ranks`, any rank's samples may be at fault. `good_step` is the last step whose state is known to be good.
+    `weights_differ`: the weights themselves are wrong, because replicas differ. A refused update alone does not change
+    them.
     """
 
     step: int
@@ -58,25 +62,24 @@ class Refusal:
     ranks: tuple[int, ...]
     sample_ids: tuple[int, ...]
     action: Literal["skip", "rewind", "stop"]
-    spoilt: bool = False
+    weights_differ: bool = False
 
     @property
     def not_finite(self) -> bool:
-        """Whether the numbers of the step itself were none. Those of replicas that differ are not looked at."""
-        return not self.spoilt and not (math.isfinite(self.loss) and math.isfinite(self.grad_norm))
+        """Whether the step's own loss or gradient norm is NaN or Inf. False when replicas differ."""
+        return not self.weights_differ and not (math.isfinite(self.loss) and math.isfinite(self.grad_norm))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as plain data, for an event."""
+        """Return the data of a `skip` event."""
         names = ("step", "reason", "loss", "grad_norm", "ranks", "sample_ids", "action")
         return {name: getattr(self, name) for name in names}
 
 
 class Guard:
-    """Decides which updates are applied, and what becomes of the run when some are not.
+    """Decides which updates are applied, and whether the run skips, rewinds or stops after a refused one.
 
-    The decision is made on the device, with a limit that the host has worked out from the steps that it has seen: so
-    neither waits for the other, unless there is a loss scale. Loss and norm are sums over all ranks, so every rank
-    decides alike.
+    The update is refused on the device, against a limit that the host computed from earlier steps. Neither waits for
+    the other, except with a loss scale. Loss and norm are reduced over all ranks, so every rank decides the same.
     """
 
     def __init__(
@@ -85,48 +88,49 @@ class Guard:
         *,
         loss_scale: LossScale | None = None,
         quarantine: Quarantine | None = None,
-        tally: BadSampleCount | None = None,
+        bad_samples: BadSampleCount | None = None,
     ) -> None:
         self._faults = faults or FaultsSection()
-        self.loss_scale, self.quarantine, self.tally = loss_scale, quarantine or Quarantine(), tally or BadSampleCount()
+        self.loss_scale, self.quarantine = loss_scale, quarantine or Quarantine()
+        self.bad_samples = bad_samples or BadSampleCount()
         self._mean, self._good_steps, self._in_a_row = 0.0, 0, 0
-        self._rewound: set[int] = set()  # not part of the state: a rewind must not forget that it has happened
+        self._rewound: set[int] = set()  # not in the checkpoint state: a rewind must not undo it
 
     @property
     def limit(self) -> float:
         """The largest mean loss that the next step may have."""
-        if not self._faults.spike or self._good_steps < HISTORY:
-            return LARGEST
-        return max(self._faults.spike * self._mean, self._mean + LEAST_JUMP)
+        if not self._faults.spike or self._good_steps < MIN_GOOD_STEPS:
+            return MAX_FLOAT32
+        return max(self._faults.spike * self._mean, self._mean + MIN_LOSS_JUMP)
 
     def refuses(self, loss: Tensor, norm: Tensor) -> Tensor:
-        """Return 1.0 on the device when a step with this loss and gradient norm must not move the weights, else 0.0."""
-        good_loss = loss.abs() <= self.limit  # nothing is true of NaN
-        # The scale has no part in a bad loss, which was there before it was multiplied, and does not learn from it.
+        """Return 1.0 on the device when a step with this loss and gradient norm must not be applied, else 0.0."""
+        good_loss = loss.abs() <= self.limit  # False for NaN
+        # A bad loss was bad before it was scaled: it says nothing about the scale, which must not change.
         if self.loss_scale is not None and bool(good_loss):
             self.loss_scale.accepts(norm)
-        return (good_loss & (norm <= LARGEST)).logical_not().float()
+        return (good_loss & (norm <= MAX_FLOAT32)).logical_not().float()
 
     def suspects(self, loss: Tensor, num_valid: int) -> Tensor:
-        """Return whether this rank's own share, the summed `loss` of `num_valid` tokens, is bad by itself."""
-        return (loss.abs() <= min(LARGEST, self.limit * max(1, num_valid))).logical_not()
+        """Return whether this rank's own part of the loss is bad: `loss`, summed over its `num_valid` tokens."""
+        return (loss.abs() <= min(MAX_FLOAT32, self.limit * max(1, num_valid))).logical_not()
 
-    def read(self, numbers: Numbers, mesh: Mesh, samples: Samples, *, scaled: bool) -> Refusal | None:
-        """Return what there is to say of a step, and remember it. Every rank calls it, for every step.
+    def read(self, numbers: StepNumbers, mesh: Mesh, samples: Samples, *, scaled: bool) -> RefusedStep | None:
+        """Record a step; return what was wrong with it, or None. Every rank calls it for every step.
 
-        With a loss scale (`scaled`), gradients that are not finite are how it finds its size, and no trouble.
+        With a loss scale (`scaled`), a NaN or Inf gradient norm only makes the scale smaller, and is not reported.
         """
         if not numbers.refused:
             self._good_steps += 1
-            self._mean += (numbers.loss - self._mean) / min(self._good_steps, WINDOW)
+            self._mean += (numbers.loss - self._mean) / min(self._good_steps, MEAN_LOSS_STEPS)
             self._in_a_row = 0
             return None
         if scaled and not math.isfinite(numbers.grad_norm) and math.isfinite(numbers.loss):
             return None
         self._in_a_row += 1
-        places = sorted({rank // (mesh.cp * mesh.tp) % mesh.dp for rank in numbers.suspects}) or range(mesh.dp)
-        sample_ids = () if numbers.apart else samples(numbers.step - 1, places)
-        return Refusal(
+        data_ranks = sorted({rank // (mesh.cp * mesh.tp) % mesh.dp for rank in numbers.suspects}) or range(mesh.dp)
+        sample_ids = () if numbers.batches_differ else samples(numbers.step - 1, data_ranks)
+        return RefusedStep(
             step=numbers.step,
             good_step=numbers.step - 1,
             reason=self._reason(numbers),
@@ -137,13 +141,13 @@ class Guard:
             action=self._action(numbers, sample_ids),
         )
 
-    def part(self, difference: ReplicaDifference) -> Refusal:
-        """Return what follows from replicas that are not equal any more: the run goes back, unless it did so in vain.
+    def on_replica_difference(self, difference: ReplicaDifference) -> RefusedStep:
+        """Return what to do when replicas differ: rewind, or stop if a rewind from this step did not help.
 
-        There is nothing to skip: no next step would be the one of a sound run.
+        Skipping does not help: the weights are wrong already.
         """
-        in_vain = difference.step in self._rewound
-        return Refusal(
+        rewound_before = difference.step in self._rewound
+        return RefusedStep(
             step=difference.step,
             good_step=difference.since,
             reason=difference.as_dict()["message"],
@@ -151,46 +155,48 @@ class Guard:
             grad_norm=math.nan,
             ranks=difference.ranks,
             sample_ids=(),
-            action="stop" if in_vain or self._faults.not_finite == "stop" else "rewind",
-            spoilt=True,
+            action="stop" if rewound_before or self._faults.not_finite == "stop" else "rewind",
+            weights_differ=True,
         )
 
-    def rewind(self, refusal: Refusal, *, write: bool) -> None:
-        """Leave the samples of a refused step out from now on. `write`: on disk too, which one rank does."""
+    def rewind(self, refusal: RefusedStep, *, write: bool) -> None:
+        """Quarantine the samples of a refused step. `write`: also on disk, which one rank does."""
         self._rewound.add(refusal.step)
         self.quarantine.add(refusal.sample_ids, refusal.reason, refusal.step, write=write)
 
     def state(self) -> dict[str, Any]:
-        """Return what the next decision depends on, as plain data."""
+        """Return what the next decision depends on, for the checkpoint."""
         counts = {"mean": self._mean, "good_steps": self._good_steps, "in_a_row": self._in_a_row}
-        return {**counts, "samples": self.tally.state()}
+        return {**counts, "samples": self.bad_samples.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._mean, self._good_steps = float(state["mean"]), int(state["good_steps"])
         self._in_a_row = int(state["in_a_row"])
-        self.tally.restore(state.get("samples", BadSampleCount().state()))  # older checkpoints have counted none
+        self.bad_samples.restore(state.get("samples", BadSampleCount().state()))  # older checkpoints have no counts
 
-    def _reason(self, numbers: Numbers) -> str:
-        if numbers.apart:
-            return "a sample could be used by one rank and not by another that works on the same batch"
+    def _reason(self, numbers: StepNumbers) -> str:
+        if numbers.batches_differ:
+            return "ranks that share a batch disagree on which samples are usable"
         if not math.isfinite(numbers.loss):
             return f"the loss is {numbers.loss}"
         if not math.isfinite(numbers.grad_norm):
             return f"the gradient norm is {numbers.grad_norm}"
         return f"the loss jumped from {self._mean:.4g} to {numbers.loss:.4g}"
 
-    def _action(self, numbers: Numbers, sample_ids: Sequence[int]) -> Literal["skip", "rewind", "stop"]:
-        wanted = "skip" if numbers.apart else self._faults.not_finite  # it may have been a disk that is well again
+    def _action(self, numbers: StepNumbers, sample_ids: Sequence[int]) -> Literal["skip", "rewind", "stop"]:
+        # Batches differ after a read error on one rank, which may be gone at the next step.
+        wanted = "skip" if numbers.batches_differ else self._faults.not_finite
         if self._in_a_row > self._faults.max_skips:
             return "stop"
         if wanted == "rewind":
-            room = self._faults.max_quarantined - len(self.quarantine.ids | set(sample_ids))
-            return "stop" if numbers.step in self._rewound or room < 0 else "rewind"
+            num_quarantined = len(self.quarantine.ids | set(sample_ids))
+            too_many = num_quarantined > self._faults.max_quarantined
+            return "stop" if numbers.step in self._rewound or too_many else "rewind"
         return wanted
 
 
-def agreed_quarantine(path: Path) -> Quarantine:
-    """Return the samples that are left out according to the file at `path`. Rank 0 reads it and tells the others."""
+def broadcast_quarantine(path: Path) -> Quarantine:
+    """Return the quarantine in the file at `path`. Rank 0 reads it and broadcasts it."""
     ids = torch.tensor(read_quarantine(path) if dist.get_rank() == 0 else (), dtype=torch.int64)
     size = torch.tensor([len(ids)])
     dist.broadcast(size, src=0)

@@ -1,8 +1,8 @@
-"""Looks now and then whether replicas are still the same, bit for bit: memory, devices and links can lie silently.
+"""Checks at intervals that replicated weights are equal bit by bit, to find silent data corruption.
 
-What several ranks hold must be equal, since all of them add the same gradients to the same weights. A sum over the bits
-finds any single flip, though not two values that changed places. With three replicas or more the odd one is to blame;
-of two, one is wrong and nobody knows which.
+Replicas must be equal, since every rank applies the same gradients to the same weights. Memory, devices and links can
+corrupt them without an error. A checksum finds any single bit flip, but not two swapped values. With three replicas or
+more the one that differs is at fault; with two, both are suspect.
 """
 
 import hashlib
@@ -17,17 +17,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trimaran.checkpoint.tensor_shards import TensorShard
+from trimaran.parallel.comm.json_exchange import broadcast_json
 
 gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the new name of torch 2.13
-EVERY = 100
-NUM_KEYS = 8
-WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # by bytes
+CHECK_EVERY_STEPS = 100
+MAX_REPORTED_KEYS = 8
+INTEGER_BY_SIZE = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # size in bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaDifference:
-    """Replicas that are no longer equal. `ranks` hold what most do not, or all the ranks in question when half against
-    half stand (`known` is False then). `since` is the last step at which all were equal."""
+    """Replicas that are no longer equal.
+
+    `ranks` differ from the majority. Without a majority they are all ranks that hold the tensor, and `known` is False.
+    `since` is the last step at which all replicas were equal.
+    """
 
     step: int
     ranks: tuple[int, ...]
@@ -37,10 +41,10 @@ class ReplicaDifference:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the data of an `error` event."""
-        many = (
+        who = (
             "more than one rank holds" if not self.known else "one rank holds" if len(self.ranks) == 1 else "ranks hold"
         )
-        message = f"replicas differ: {many} other bits of {', '.join(self.keys[:2])} than the rest"
+        message = f"replicas differ: {who} other bits of {', '.join(self.keys[:2])} than the rest"
         return {
             "type": "ReplicasDiffer",
             "message": message,
@@ -52,110 +56,106 @@ class ReplicaDifference:
 
 
 class ReplicaCheck:
-    """Compares the weights of all ranks every `every` steps. All ranks call `check` with the same steps."""
+    """Compares the weights of all ranks every `every` steps. Every rank must call `check` with the same steps."""
 
     def __init__(
-        self, pieces: Callable[[], Sequence[TensorShard]], *, device: torch.device, every: int = EVERY
+        self, shards: Callable[[], Sequence[TensorShard]], *, device: torch.device, every: int = CHECK_EVERY_STEPS
     ) -> None:
-        self._pieces, self._device, self._every = pieces, device, every
-        self._replicated: bool | None = None  # known after the first look
+        self._shards, self._device, self._every = shards, device, every
+        self._replicated: bool | None = None  # known after the first check
         self._since, self._last = 0, -1
 
     def check(self, step: int) -> ReplicaDifference | None:
-        """Return what differs after `step`, alike on all ranks, or None. Costs nothing where nobody holds replicas."""
+        """Return what differs after `step`, the same on all ranks, or None. Costs nothing without replicas."""
         if self._last == -1 or step <= self._last:
-            self._since = step - 1  # the run begins here or went back, with a state that all read alike
+            self._since = step - 1  # a start or a rewind: all ranks restored the same state
         self._last = step
         if step % self._every or self._replicated is False or dist.get_world_size() == 1:
             return None
-        held = [each for each in self._pieces() if _is_weight(each)]
-        table = _gather(held, self._device)
-        self._replicated = bool((_holders(table[..., 0]) > 1).any())
-        odd, known, ids = find_odd(table)
-        if not odd:
+        weights = [each for each in self._shards() if _is_weight(each)]
+        table = _gather(weights, self._device)
+        self._replicated = bool((_num_holders(table[..., 0]) > 1).any())
+        differing, known, ids = find_differing_ranks(table)
+        if not differing:
             self._since = step
             return None
-        keys = tuple(each.key for each in held if _name(each) in ids)[:NUM_KEYS]
-        return ReplicaDifference(step=step, ranks=odd, known=known, keys=_of_rank(odd[0], keys), since=self._since)
+        keys = tuple(each.key for each in weights if _shard_id(each) in ids)[:MAX_REPORTED_KEYS]
+        # Pipeline stages hold different keys, so those of one differing rank go to all.
+        keys = tuple(broadcast_json(keys, src=differing[0]))
+        return ReplicaDifference(step=step, ranks=differing, known=known, keys=keys, since=self._since)
 
 
-def find_odd(table: np.ndarray) -> tuple[tuple[int, ...], bool, frozenset[int]]:
-    """Return the ranks that differ, whether a majority stands against them, and the names of what differs.
+def find_differing_ranks(table: np.ndarray) -> tuple[tuple[int, ...], bool, frozenset[int]]:
+    """Return the ranks that differ, whether a majority differs from them, and the ids of the shards that differ.
 
-    `table` is int64 [ranks, pieces, 2]: name and sum of the bits of each piece; the name 0 is padding.
+    `table` is int64 [ranks, shards, 2]: id and checksum of each shard. The id 0 is padding.
     """
-    names, sums = table[..., 0], table[..., 1]
-    odd: set[int] = set()
-    known, ids = True, set()
-    for name in _unequal(names, sums):
-        ranks, places = np.nonzero(names == name)
-        votes = Counter(sums[ranks, places].tolist())
-        (most, count), *others = votes.most_common()
+    ids, checksums = table[..., 0], table[..., 1]
+    differing: set[int] = set()
+    known, differing_ids = True, set()
+    for shard_id in _unequal(ids, checksums):
+        ranks, columns = np.nonzero(ids == shard_id)
+        votes = Counter(checksums[ranks, columns].tolist())
+        (majority, count), *others = votes.most_common()
         tie = bool(others) and others[0][1] == count
         known &= not tie
-        odd |= {int(rank) for rank, value in zip(ranks, sums[ranks, places], strict=True) if tie or value != most}
-        ids.add(int(name))
-    return tuple(sorted(odd)), known, frozenset(ids)
+        by_rank = zip(ranks, checksums[ranks, columns], strict=True)
+        differing |= {int(rank) for rank, value in by_rank if tie or value != majority}
+        differing_ids.add(int(shard_id))
+    return tuple(sorted(differing)), known, frozenset(differing_ids)
 
 
-def _unequal(names: np.ndarray, sums: np.ndarray) -> list[int]:
-    """Return the names under which not all sums are equal."""
-    order = np.argsort(names, axis=None, kind="stable")
-    flat_names, flat_sums = names.reshape(-1)[order], sums.reshape(-1)[order]
-    starts = np.flatnonzero(np.r_[True, flat_names[1:] != flat_names[:-1]])
-    low, high = np.minimum.reduceat(flat_sums, starts), np.maximum.reduceat(flat_sums, starts)
-    return [int(name) for name in flat_names[starts[low != high]] if name != 0]
+def _unequal(ids: np.ndarray, checksums: np.ndarray) -> list[int]:
+    """Return the ids whose checksums are not all equal."""
+    order = np.argsort(ids, axis=None, kind="stable")
+    flat_ids, flat_checksums = ids.reshape(-1)[order], checksums.reshape(-1)[order]
+    starts = np.flatnonzero(np.r_[True, flat_ids[1:] != flat_ids[:-1]])
+    low, high = np.minimum.reduceat(flat_checksums, starts), np.maximum.reduceat(flat_checksums, starts)
+    return [int(shard_id) for shard_id in flat_ids[starts[low != high]] if shard_id != 0]
 
 
-def _holders(names: np.ndarray) -> np.ndarray:
-    """Return how many ranks hold each named piece."""
-    kept = names[names != 0]
-    return np.unique(kept, return_counts=True)[1] if kept.size else np.zeros(1, dtype=np.int64)
+def _num_holders(ids: np.ndarray) -> np.ndarray:
+    """Return how many ranks hold each shard."""
+    without_padding = ids[ids != 0]
+    if not without_padding.size:
+        return np.zeros(1, dtype=np.int64)
+    return np.unique(without_padding, return_counts=True)[1]
 
 
-def _gather(held: Sequence[TensorShard], device: torch.device) -> np.ndarray:
-    """Return name and sum of all pieces of all ranks: [ranks, pieces, 2], padded with zeros."""
-    length = torch.tensor(len(held), device=device)
+def _gather(shards: Sequence[TensorShard], device: torch.device) -> np.ndarray:
+    """Return id and checksum of all shards of all ranks: [ranks, shards, 2], padded with zeros."""
+    length = torch.tensor(len(shards), device=device)
     dist.all_reduce(length, op=dist.ReduceOp.MAX)
     mine = torch.zeros(int(length), 2, dtype=torch.int64, device=device)
-    if held:
-        mine[: len(held), 0] = torch.tensor([_name(each) for each in held], device=device)
-        mine[: len(held), 1] = torch.stack([bit_sum(each).to(device) for each in _tensors(held)])
+    if shards:
+        mine[: len(shards), 0] = torch.tensor([_shard_id(each) for each in shards], device=device)
+        mine[: len(shards), 1] = torch.stack([bit_checksum(each).to(device) for each in _tensors(shards)])
     gathered = torch.empty(dist.get_world_size() * mine.shape[0], 2, dtype=torch.int64, device=device)
     gather_single(gathered, mine)
     return gathered.reshape(-1, *mine.shape).cpu().numpy()
 
 
-def _tensors(held: Sequence[TensorShard]) -> list[Tensor]:
-    tensors = [each.tensor for each in held if isinstance(each.tensor, Tensor)]
-    assert len(tensors) == len(held), "what a rank holds in another form it holds alone: nobody has a replica"
+def _tensors(shards: Sequence[TensorShard]) -> list[Tensor]:
+    tensors = [each.tensor for each in shards if isinstance(each.tensor, Tensor)]
+    assert len(tensors) == len(shards), "weights that are split into two halves are never replicated"
     return tensors
 
 
-def bit_sum(tensor: Tensor) -> Tensor:
-    """Return the sum of the tensor's bits, read as whole numbers: a scalar on its device."""
+def bit_checksum(tensor: Tensor) -> Tensor:
+    """Return the sum of the tensor's bits, read as integers: a scalar on the tensor's device."""
     flat = tensor.detach().contiguous().reshape(-1)
-    size = next(size for size in WORDS if flat.nbytes % size == 0)  # the largest that fits, as they are the fastest
+    size = next(size for size in INTEGER_BY_SIZE if flat.nbytes % size == 0)  # the largest that fits is the fastest
     if flat.storage_offset() * flat.element_size() % size:
-        flat = flat.clone()  # words must be the same on all ranks, wherever the tensor lies
-    return flat.view(torch.uint8).view(WORDS[size]).sum(dtype=torch.int64)
+        flat = flat.clone()  # all ranks must sum the same integers, wherever the tensor starts in its storage
+    return flat.view(torch.uint8).view(INTEGER_BY_SIZE[size]).sum(dtype=torch.int64)
 
 
-def _is_weight(piece: TensorShard) -> bool:
-    """What forwards change is each rank's own. What is frozen is looked at too: memory lies there as well."""
-    return piece.key.startswith("model/") and not piece.fluid and piece.tensor.numel() > 0
+def _is_weight(shard: TensorShard) -> bool:
+    """Return whether a shard is compared. Buffers that forward changes may differ; frozen weights must not."""
+    return shard.key.startswith("model/") and not shard.changed_by_forward and shard.tensor.numel() > 0
 
 
-def _name(piece: TensorShard) -> int:
-    """Return a number for the rectangle, the same on all ranks that hold it, and never 0."""
-    text = f"{piece.key} {piece.start} {tuple(piece.tensor.shape)}"
+def _shard_id(shard: TensorShard) -> int:
+    """Return a number for the shard, the same on all ranks that hold it, and never 0."""
+    text = f"{shard.key} {shard.start} {tuple(shard.tensor.shape)}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), signed=True) or 1
-
-
-def _of_rank(rank: int, keys: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the keys as `rank` knows them, on all ranks: pipeline stages hold different ones."""
-    letter = torch.zeros(4096, dtype=torch.uint8)
-    text = "\n".join(keys).encode()[:4096]
-    letter[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else letter[:0]
-    dist.broadcast(letter, src=rank)
-    return tuple(letter.numpy().tobytes().rstrip(b"\0").decode(errors="replace").split("\n"))

@@ -1,4 +1,4 @@
-"""Parameters that are trained and that the loss does not depend on."""
+"""Finds trained parameters that the loss does not depend on."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,23 +8,23 @@ from torch.optim import Optimizer
 from trimaran.nets import Network
 from trimaran.parallel.gradient_norm import gradient_of
 
-MOST_NAMED = 64
+MAX_REPORTED_NAMES = 64
 
 
-def watch_unused(optimizer: Optimizer, networks: Sequence[Network]) -> Callable[[], dict[str, Any]]:
-    """Return a reader of the parameters here that have no gradient when the optimizer first moves the weights.
+def watch_unused_parameters(optimizer: Optimizer, networks: Sequence[Network]) -> Callable[[], dict[str, Any]]:
+    """Return a function that reports this rank's parameters without a gradient at the optimizer's first step.
 
-    It gives them once, under `unused`, and nothing before and afterwards. A gradient of zeros is one: experts that no
-    token came to have it.
+    It returns them once, under `unused`, and an empty dict before and afterwards. A gradient of zeros counts as one:
+    experts that received no token have it.
     """
     names: list[str] = []
 
-    def look(*_: object) -> None:
+    def find_unused(*_: object) -> None:
         handle.remove()
         held = {each for group in optimizer.param_groups for each in group["params"]}
-        found = ((name, each) for network in networks for name, each in network.module.named_parameters())
-        names.extend(name for name, each in found if each in held and gradient_of(each) is None)
-        del names[MOST_NAMED:]
+        named = ((name, each) for network in networks for name, each in network.module.named_parameters())
+        names.extend(name for name, each in named if each in held and gradient_of(each) is None)
+        del names[MAX_REPORTED_NAMES:]
 
-    handle = optimizer.register_step_pre_hook(look)
+    handle = optimizer.register_step_pre_hook(find_unused)
     return lambda: {"unused": [names.pop(0) for _ in range(len(names))]} if names else {}

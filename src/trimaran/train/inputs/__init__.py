@@ -1,1 +1,1 @@
-"""The data of a run, as the worker loads it."""
+"""The training data of a run, and cached vision features."""

@@ -1,4 +1,4 @@
-"""What a run is trained on: its data, and what is made of it."""
+"""Loads the training data of a run, with its objective."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -7,19 +7,19 @@ from pathlib import Path
 
 from trimaran.core import ImageRules, Recipe, RowCost
 from trimaran.data import TokenShards, prepare
-from trimaran.data.data_kind import Kind, kind_of
-from trimaran.data.feature_cache import refuse_trained
+from trimaran.data.data_kind import DataKind, data_kind_of
+from trimaran.data.feature_cache import refuse_trained_tower
 from trimaran.data.feed import BatchFeed, DataShare
-from trimaran.data.image_arrays import Features
-from trimaran.data.quarantine import Screen
-from trimaran.data.sample_feed import SampleTerms, sample_feeds
+from trimaran.data.image_arrays import FeatureSource
+from trimaran.data.quarantine import SampleReader
+from trimaran.data.sample_feed import SampleFeedOptions, sample_feeds
 from trimaran.data.samples.prepare_samples import prepare_samples
 from trimaran.data.samples.sample_index import SampleIndex
 from trimaran.data.scene_feed import scene_feeds, scenes_digest
 from trimaran.data.sequences import Sequences, split
 from trimaran.data.token_feed import TokenFeed
 from trimaran.data.tokenizer import Tokenizer
-from trimaran.models import outline_if_told
+from trimaran.models import outline_if_known
 from trimaran.models.perception_spec import PerceptionSpec
 from trimaran.models.recipe_images import recipe_image_rules
 from trimaran.models.row_cost import row_cost
@@ -27,14 +27,14 @@ from trimaran.nets import Network
 from trimaran.train.loss.objective import LanguageObjective, Objective
 from trimaran.train.loss.perception_objective import PerceptionObjective
 
-Remember = Callable[[SampleIndex, ImageRules, Path], Features]
+CacheFeatures = Callable[[SampleIndex, ImageRules, Path], FeatureSource]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingData:
-    """The data of a run. `training` is asked again once samples have been put in quarantine.
+    """The data of a run. `training` returns the feed without the given quarantined samples.
 
-    `digest` tells this data from any other. There may be neither a tokenizer nor samples that are held out.
+    `digest` identifies the data. `holdout` is None without held-out samples, `tokenizer` without text.
     """
 
     training: Callable[[frozenset[int]], BatchFeed]
@@ -45,27 +45,27 @@ class TrainingData:
 
 
 def load_training_data(
-    recipe: Recipe, network: Network, share: DataShare, *, cache: Path, remember: Remember | None = None
+    recipe: Recipe, network: Network, share: DataShare, *, cache: Path, cache_features: CacheFeatures | None = None
 ) -> TrainingData:
-    """Return the recipe's data, prepared if it is not yet, for a network that knows its tokens.
+    """Return the recipe's data, prepared first if necessary. Raise if the network's vocabulary is too small for it.
 
-    `remember` keeps what a frozen tower makes of the images, for a recipe that asks for it.
+    `cache_features` returns cached features of a frozen tower, for a recipe with `data.samples.cache_features`.
     """
     if not recipe.data.samples.cache_features:
-        return LOADS[kind_of(recipe)](recipe, network, share, cache)
-    refuse_trained(recipe)
-    return _samples(recipe, network, share, cache, remember)
+        return LOADERS_BY_KIND[data_kind_of(recipe)](recipe, network, share, cache)
+    refuse_trained_tower(recipe)
+    return _load_samples(recipe, network, share, cache, cache_features)
 
 
-def _text(recipe: Recipe, network: Network, share: DataShare, cache: Path) -> TrainingData:
+def _load_text(recipe: Recipe, network: Network, share: DataShare, cache: Path) -> TrainingData:
     shards = TokenShards.open(prepare(recipe.data, cache=cache))
-    shards.refuse_unknown(network.vocabulary)
+    shards.check_vocabulary(network.vocabulary)
     training, holdout = split(shards, recipe.data)
 
     def feed(sequences: Sequences, quarantined: frozenset[int]) -> BatchFeed:
-        screen = Screen(vocabulary=network.vocabulary, quarantined=quarantined)
+        reader = SampleReader(vocabulary=network.vocabulary, quarantined=quarantined)
         epochs = recipe.data.epochs if sequences is training else 0
-        return TokenFeed(sequences, seed=recipe.train.seed, share=share, screen=screen, epochs=epochs)
+        return TokenFeed(sequences, seed=recipe.train.seed, share=share, reader=reader, epochs=epochs)
 
     return TrainingData(
         training=lambda quarantined: feed(training, quarantined),
@@ -76,25 +76,25 @@ def _text(recipe: Recipe, network: Network, share: DataShare, cache: Path) -> Tr
     )
 
 
-def _samples(
-    recipe: Recipe, network: Network, share: DataShare, cache: Path, remember: Remember | None = None
+def _load_samples(
+    recipe: Recipe, network: Network, share: DataShare, cache: Path, cache_features: CacheFeatures | None = None
 ) -> TrainingData:
     rules = recipe_image_rules(recipe)
     index = SampleIndex.open(prepare_samples(recipe.data, rules=rules, cache=cache))
-    index.refuse_unknown(network.vocabulary)
-    outline = outline_if_told(recipe.model, recipe.data)
-    terms = SampleTerms(
+    index.check_vocabulary(network.vocabulary)
+    outline = outline_if_known(recipe.model, recipe.data)
+    options = SampleFeedOptions(
         rules=rules,
         cost=row_cost(outline) if outline else RowCost(),
         seed=recipe.train.seed,
         vocabulary=network.vocabulary,
     )
-    if remember is not None and rules is not None:
-        free = replace(terms.cost, patch=0.0, patch_pair=0.0)  # the tower does not run
-        terms = replace(terms, features=remember(index, rules, cache), cost=free)
+    if cache_features is not None and rules is not None:
+        free = replace(options.cost, patch=0.0, patch_pair=0.0)  # the tower does not run in training
+        options = replace(options, features=cache_features(index, rules, cache), cost=free)
 
     def feeds(quarantined: frozenset[int]) -> tuple[BatchFeed, BatchFeed | None]:
-        return sample_feeds(recipe.data, index, terms, share=share, quarantined=quarantined)
+        return sample_feeds(recipe.data, index, options, share=share, quarantined=quarantined)
 
     return TrainingData(
         training=lambda quarantined: feeds(quarantined)[0],
@@ -105,7 +105,7 @@ def _samples(
     )
 
 
-def _scenes(recipe: Recipe, network: Network, share: DataShare, cache: Path) -> TrainingData:
+def _load_scenes(recipe: Recipe, network: Network, share: DataShare, cache: Path) -> TrainingData:
     assert isinstance(network.spec, PerceptionSpec), "nothing else is trained on scenes"
     rules = network.spec.scenes()
     feeds = partial(scene_feeds, recipe.data, rules, seed=recipe.train.seed, share=share)
@@ -118,8 +118,8 @@ def _scenes(recipe: Recipe, network: Network, share: DataShare, cache: Path) -> 
     )
 
 
-LOADS: dict[Kind, Callable[[Recipe, Network, DataShare, Path], TrainingData]] = {
-    "text": _text,
-    "samples": _samples,
-    "scenes": _scenes,
+LOADERS_BY_KIND: dict[DataKind, Callable[[Recipe, Network, DataShare, Path], TrainingData]] = {
+    "text": _load_text,
+    "samples": _load_samples,
+    "scenes": _load_scenes,
 }

@@ -1,4 +1,4 @@
-"""Fills the cache of what a frozen vision tower makes of the images, before training."""
+"""Computes the features of a frozen vision tower for all images before training, and caches them on disk."""
 
 import hashlib
 import logging
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trimaran.core import ImageRules, Plan, Recipe, UserError
 from trimaran.core.units import show_bytes
-from trimaran.data.feature_cache import BF16, FeatureStore, put_file, refuse_trained
+from trimaran.data.feature_cache import BF16, FeatureCache, refuse_trained_tower, write_atomically
 from trimaran.data.samples.sample_index import SampleIndex
 from trimaran.data.vision.image_grid import grids_of, measure_images
 from trimaran.data.vision.patches import fill_patches
@@ -27,25 +27,25 @@ from trimaran.nets.patch_layout import empty_group
 from trimaran.nets.vlm_model import Vlm
 from trimaran.parallel import override_precision
 from trimaran.parallel.precision import autocast
-from trimaran.train.agreement import Poll
+from trimaran.train.agreement import FlagAllReduce
 from trimaran.train.process.rank_info import RankInfo
 
 log = logging.getLogger(__name__)
 
-MAX_PATCHES = 1 << 14  # that go through the tower at a time
-DECODERS = 4  # threads; decoding lets others run
+MAX_PATCHES = 1 << 14  # per forward of the tower
+DECODER_THREADS = 4  # decoding an image releases the GIL
 KEY_CHARACTERS = 32
-TOLD = 10  # times or so that the log says how far it is
-KEPT = {torch.float32: np.dtype(np.float32), torch.bfloat16: BF16, torch.float16: np.dtype(np.float16)}
+NUM_PROGRESS_LINES = 10  # in the log, approximately
+STORED_DTYPES = {torch.float32: np.dtype(np.float32), torch.bfloat16: BF16, torch.float16: np.dtype(np.float16)}
 
 
 @dataclass
-class Encoder:
-    """The recipe's vision tower, whole and frozen, on one rank: it fits, and so no rank has to wait for another."""
+class VisionEncoder:
+    """The recipe's vision tower, frozen and unsharded on every rank, so that no rank waits for another."""
 
     recipe: Recipe
     plan: Plan
-    place: RankInfo
+    rank_info: RankInfo
     rules: ImageRules
 
     @cached_property
@@ -54,9 +54,9 @@ class Encoder:
         assert isinstance(spec, VlmSpec), "nothing else has images"
         with torch.device("meta"):
             network = network_of(spec, range(spec.vision.layers))
-        # As the run computes: the same modules in the same arithmetic, and the weights that every plan starts from.
-        override_precision(network, self.recipe.train.precision, self.place.device)
-        network.module.to_empty(device=self.place.device)
+        # The same modules, precision and initial weights as in training.
+        override_precision(network, self.recipe.train.precision, self.rank_info.device)
+        network.module.to_empty(device=self.rank_info.device)
         path = self.recipe.model.path
         if path and weight_files(model_folder(path)):
             network.load(model_folder(path))
@@ -68,105 +68,106 @@ class Encoder:
 
     @torch.no_grad()
     def encode(self, patches: Tensor, grids: Tensor) -> Tensor:
-        """Return what the projector takes in for these images, [tokens, width], on the host, as the tower left it."""
+        """Return the input of the projector for these images, [tokens, width], on the CPU, in the tower's dtype."""
         module = self.network.module
         assert isinstance(module, Vlm)
-        with autocast(self.plan, self.place.device):
-            return module.encode(patches.to(self.place.device), grids.to(self.place.device)).cpu()
+        with autocast(self.plan, self.rank_info.device):
+            return module.encode(patches.to(self.rank_info.device), grids.to(self.rank_info.device)).cpu()
 
     def probe(self) -> Tensor:
-        """Return the features of one black group: as wide as all, and of the same dtype."""
+        """Return the features of one empty group of patches. They have the width and dtype of all features."""
         module = self.network.module
         assert isinstance(module, Vlm)
-        return self.encode(*empty_group(module.spec.vision, self.rules.merge, self.place.device))
+        return self.encode(*empty_group(module.spec.vision, self.rules.merge, self.rank_info.device))
 
     def digest(self) -> str:
-        """Return what tells the weights of this tower from all others."""
-        found = hashlib.sha256()
+        """Return a hash of the weights of this tower."""
+        digest = hashlib.sha256()
         for name, parameter in sorted(self.network.module.named_parameters()):
-            found.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-            found.update(parameter.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
-        return found.hexdigest()
+            digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+            digest.update(parameter.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
+        return digest.hexdigest()
 
 
-def keep_features(  # noqa: PLR0913 - a run, and its images
+def build_feature_cache(  # noqa: PLR0913 - a run, and its images
     recipe: Recipe,
     plan: Plan,
-    place: RankInfo,
+    rank_info: RankInfo,
     index: SampleIndex,
     rules: ImageRules,
     cache: Path,
     *,
-    beat: Callable[[], None] = lambda: None,
-) -> FeatureStore:
-    """Return the features of all images of the index, computed where they are not known yet.
+    report_progress: Callable[[], None] = lambda: None,
+) -> FeatureCache:
+    """Return the features of all images of the index. Those that are not cached yet are computed.
 
-    Every rank calls it. The ranks share the work, part by part; where they do not share a disk, those of each machine
-    do what the others have put on theirs. `beat` is called now and then, to show that this may take long and goes on.
+    Every rank calls it. All ranks share the work, part by part. If machines do not share a disk, the ranks of each
+    machine then compute the parts that other machines have stored on theirs. `report_progress` is called for each part.
     """
-    refuse_trained(recipe)
-    encoder = Encoder(recipe, plan, place, rules)
-    store = _store(encoder, index, cache)
-    for turn, turns in ((place.rank, place.world_size), (place.local_rank, place.local_world_size)):
-        todo = store.missing()
-        _refuse_full(store, todo, cache)
-        mine, rounds, told = todo[turn::turns], 0, max(1, len(todo) // (turns * TOLD))
-        # In step, so that nobody is waited for longer than a part takes.
-        while Poll(bool(mine)).wait():
-            beat()
+    refuse_trained_tower(recipe)
+    encoder = VisionEncoder(recipe, plan, rank_info, rules)
+    features = _open_cache(encoder, index, cache)
+    for rank, size in ((rank_info.rank, rank_info.world_size), (rank_info.local_rank, rank_info.local_world_size)):
+        missing = features.missing()
+        _check_disk_space(features, missing, cache)
+        mine, rounds, log_every = missing[rank::size], 0, max(1, len(missing) // (size * NUM_PROGRESS_LINES))
+        # The ranks go part by part together, so that no rank waits for longer than a part takes.
+        while FlagAllReduce(bool(mine)).wait():
+            report_progress()
             if mine:
                 part = mine.pop(0)
-                store.write(part, *_part(encoder, index, store.images(part)))
+                features.write(part, *_encode_part(encoder, index, features.images(part)))
             rounds += 1
-            if todo and place.rank == 0 and rounds % told == 0:
-                log.info("the vision tower has seen %.0f%% of the images", min(100, 100 * rounds * turns / len(todo)))
-    assert not store.missing(), "every part was somebody's"
-    return store
+            if missing and rank_info.rank == 0 and rounds % log_every == 0:
+                percent = min(100, 100 * rounds * size / len(missing))
+                log.info("the vision tower has encoded %.0f%% of the images", percent)
+    assert not features.missing(), "every part is assigned to a rank"
+    return features
 
 
-def _store(encoder: Encoder, index: SampleIndex, cache: Path) -> FeatureStore:
-    """Return where the features are or will be. Rank 0 finds out and tells: it is the same weights everywhere."""
+def _open_cache(encoder: VisionEncoder, index: SampleIndex, cache: Path) -> FeatureCache:
+    """Return the cache for these features. Rank 0 computes its key and dtype and broadcasts them."""
     spec = spec_of(encoder.recipe.model)
     assert isinstance(spec, VlmSpec)
-    words = bytearray(KEY_CHARACTERS + 1)
+    message = bytearray(KEY_CHARACTERS + 1)
     if dist.get_rank() == 0:
         arithmetic = [encoder.plan.precision, sorted(encoder.recipe.train.precision.items())]
         facts = [encoder.digest(), index.digest, asdict(encoder.rules), arithmetic]
-        words[:-1] = hashlib.sha256(repr(facts).encode()).hexdigest()[:KEY_CHARACTERS].encode()
-        words[-1] = [*KEPT].index(_dtype(encoder, cache / "features" / words[:-1].decode()))
-    dist.broadcast(torch.frombuffer(words, dtype=torch.uint8), src=0)
-    dtype, tokens = [*KEPT.values()][words[-1]], measure_images(index.image_sizes, encoder.rules).tokens
-    return FeatureStore(cache / "features" / words[:-1].decode(), tokens, width=spec.feature_width, dtype=dtype)
+        message[:-1] = hashlib.sha256(repr(facts).encode()).hexdigest()[:KEY_CHARACTERS].encode()
+        message[-1] = [*STORED_DTYPES].index(_feature_dtype(encoder, cache / "features" / message[:-1].decode()))
+    dist.broadcast(torch.frombuffer(message, dtype=torch.uint8), src=0)
+    dtype, tokens = [*STORED_DTYPES.values()][message[-1]], measure_images(index.image_sizes, encoder.rules).tokens
+    return FeatureCache(cache / "features" / message[:-1].decode(), tokens, width=spec.feature_width, dtype=dtype)
 
 
-def _dtype(encoder: Encoder, folder: Path) -> torch.dtype:
-    """Return in which numbers the tower speaks, as it was noted or else as it is found now."""
-    names = {str(dtype): dtype for dtype in KEPT}
+def _feature_dtype(encoder: VisionEncoder, folder: Path) -> torch.dtype:
+    """Return the dtype of the features: the one that the cache recorded, or else that of a probe."""
+    names = {str(dtype): dtype for dtype in STORED_DTYPES}
     note = folder / "dtype"
     if not note.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        put_file(note, str(encoder.probe().dtype).encode())
+        write_atomically(note, str(encoder.probe().dtype).encode())
     return names[note.read_text(encoding="utf-8")]
 
 
-def _part(encoder: Encoder, index: SampleIndex, images: range) -> tuple[np.ndarray, dict[int, str]]:
-    """Return the features of a part's images, and why some have none."""
+def _encode_part(encoder: VisionEncoder, index: SampleIndex, images: range) -> tuple[np.ndarray, dict[int, str]]:
+    """Return the features of the images of a part, and the error of each image that could not be decoded."""
     bad: dict[int, str] = {}
-    found = []
-    with ThreadPoolExecutor(DECODERS) as pool:
-        for numbers in _handfuls(images, index, encoder.rules):
-            looked = list(pool.map(lambda number: _patches(number, index, encoder.rules), numbers))
-            for number, (_, _, why) in zip(numbers, looked, strict=True):
+    encoded = []
+    with ThreadPoolExecutor(DECODER_THREADS) as pool:
+        for numbers in _batches(images, index, encoder.rules):
+            decoded = list(pool.map(lambda number: _load_patches(number, index, encoder.rules), numbers))
+            for number, (_, _, why) in zip(numbers, decoded, strict=True):
                 bad |= {number: why} if why else {}
-            patches = torch.from_numpy(np.concatenate([each for each, _, _ in looked]))
-            grids = torch.from_numpy(np.concatenate([each for _, each, _ in looked]))
-            found.append(encoder.encode(patches, grids))
-    features = torch.cat(found)
+            patches = torch.from_numpy(np.concatenate([each for each, _, _ in decoded]))
+            grids = torch.from_numpy(np.concatenate([each for _, each, _ in decoded]))
+            encoded.append(encoder.encode(patches, grids))
+    features = torch.cat(encoded)
     return (features.view(torch.uint16) if features.dtype == torch.bfloat16 else features).numpy(), bad
 
 
-def _patches(number: int, index: SampleIndex, rules: ImageRules) -> tuple[np.ndarray, np.ndarray, str]:
-    """Return an image's patches, its grids, and why it cannot be seen, if so."""
+def _load_patches(number: int, index: SampleIndex, rules: ImageRules) -> tuple[np.ndarray, np.ndarray, str]:
+    """Return the patches of an image, its grids, and the error if it could not be decoded."""
     width, height = index.image_sizes[number].tolist()
     grids = grids_of((width, height), rules)
     patches = np.zeros((int(grids.prod(1).sum()), 3 * rules.patch**2), dtype=np.uint8)
@@ -177,26 +178,26 @@ def _patches(number: int, index: SampleIndex, rules: ImageRules) -> tuple[np.nda
     return patches, grids, ""
 
 
-def _handfuls(numbers: Sequence[int], index: SampleIndex, rules: ImageRules) -> Iterator[list[int]]:
-    """Yield the images, as many at a time as go through the tower together."""
+def _batches(numbers: Sequence[int], index: SampleIndex, rules: ImageRules) -> Iterator[list[int]]:
+    """Yield batches of images, each for one forward of the tower."""
     sizes = measure_images(index.image_sizes[numbers[0] : numbers[-1] + 1], rules).patches
-    handful: list[int] = []
+    batch: list[int] = []
     total = 0
     for number, patches in zip(numbers, sizes.tolist(), strict=True):
-        if handful and total + patches > MAX_PATCHES:
-            yield handful
-            handful, total = [], 0
-        handful.append(number)
+        if batch and total + patches > MAX_PATCHES:
+            yield batch
+            batch, total = [], 0
+        batch.append(number)
         total += patches
-    yield handful
+    yield batch
 
 
-def _refuse_full(store: FeatureStore, todo: Sequence[int], cache: Path) -> None:
-    need = sum(map(store.num_bytes, todo))
+def _check_disk_space(features: FeatureCache, missing: Sequence[int], cache: Path) -> None:
+    need = sum(map(features.num_bytes, missing))
     cache.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(cache).free
-    # All ranks must agree, or those with room would wait for those without.
-    if Poll(need > free).wait():
+    # All ranks must raise together; otherwise those with enough space would wait for the others.
+    if FlagAllReduce(need > free).wait():
         raise UserError("T063", f"the features of all images need {show_bytes(need)}, and the cache folder has "
                         f"{show_bytes(free)} left", where="data.samples.cache_features",
                         fix="set it to false, make data.samples.max_pixels smaller, or use a larger disk: "

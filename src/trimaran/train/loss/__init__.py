@@ -1,1 +1,1 @@
-"""Objectives and losses, summed over tokens."""
+"""Training objectives and their losses. Losses are sums over tokens; the stepper divides once."""

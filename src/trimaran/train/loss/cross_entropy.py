@@ -1,12 +1,12 @@
-"""The loss, summed; it is divided once, by the valid tokens of the global batch."""
+"""Cross-entropy, summed over tokens. The stepper divides it once, by the valid tokens of the global batch."""
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from trimaran.parallel import vocabulary_loss
-from trimaran.parallel.vocab_parallel_loss import vocabulary_losses
+from trimaran.parallel import vocab_parallel_cross_entropy
+from trimaran.parallel.vocab_parallel_loss import vocab_parallel_token_losses
 
 IGNORED = -100
 
@@ -14,43 +14,42 @@ IGNORED = -100
 def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the cross-entropy summed over the labels that are not `IGNORED`, in fp32."""
     if isinstance(logits, DTensor):
-        return vocabulary_loss(logits, labels, ignored=IGNORED)
+        return vocab_parallel_cross_entropy(logits, labels, ignored=IGNORED)
     return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the cross-entropy of each label, in fp32, in one row; 0 where it is `IGNORED`."""
+    """Return the cross-entropy of each label, flat, in fp32; 0 where the label is `IGNORED`."""
     if isinstance(logits, DTensor):
-        return vocabulary_losses(logits, labels, ignored=IGNORED)
+        return vocab_parallel_token_losses(logits, labels, ignored=IGNORED)
     return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED, reduction="none")
 
 
-def row_losses(logits: Tensor, labels: Tensor, *, lift: float | None) -> Tensor:
-    """Return the cross-entropy of each row of `logits` [N, V], in fp32 at least; 0 where the label is `IGNORED`.
+def row_losses(logits: Tensor, labels: Tensor, *, grad_scale: float | None) -> Tensor:
+    """Return the cross-entropy of each row of `logits` [N, V], in fp32 or wider; 0 where the label is `IGNORED`.
 
-    The logits are then gone: their gradient times `lift` stands in their place. Without a `lift` there is none, and
-    they stay.
+    The logits are overwritten with their gradient times `grad_scale`. With `grad_scale` None they are not changed.
     """
     if logits.is_cuda:
-        from trimaran.train.loss.kernels import cross_entropy  # noqa: PLC0415  Triton is there where CUDA is
+        from trimaran.train.loss.kernels import cross_entropy  # noqa: PLC0415  only CUDA builds have Triton
 
-        return cross_entropy.row_losses(logits, labels, ignored=IGNORED, lift=lift)
+        return cross_entropy.row_losses(logits, labels, ignored=IGNORED, grad_scale=grad_scale)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     valid = labels != IGNORED
     tokens = torch.where(valid, labels, 0).unsqueeze(1)
-    whole = wide.logsumexp(1, keepdim=True)
-    losses = torch.where(valid, (whole - wide.gather(1, tokens)).squeeze(1), 0.0)
-    if lift is not None:
-        slopes = torch.sub(wide, whole, out=wide).exp_()
-        slopes.scatter_add_(1, tokens, slopes.new_full((1, 1), -1.0).expand_as(tokens)).mul_(lift)
-        logits.copy_(slopes.masked_fill_(~valid.unsqueeze(1), 0.0))
+    log_sum = wide.logsumexp(1, keepdim=True)
+    losses = torch.where(valid, (log_sum - wide.gather(1, tokens)).squeeze(1), 0.0)
+    if grad_scale is not None:
+        gradient = torch.sub(wide, log_sum, out=wide).exp_()
+        gradient.scatter_add_(1, tokens, gradient.new_full((1, 1), -1.0).expand_as(tokens)).mul_(grad_scale)
+        logits.copy_(gradient.masked_fill_(~valid.unsqueeze(1), 0.0))
     return losses
 
 
-def scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `tensor` times `factor`, which has one element, in `dtype`; where that is the tensor's own, in place."""
+def scale_to_dtype(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `tensor` times the one-element tensor `factor`, in `dtype`; in place if the tensor already has it."""
     if tensor.is_cuda:
         from trimaran.train.loss.kernels import scale  # noqa: PLC0415
 
-        return scale.scaled(tensor, factor, dtype)
+        return scale.scale_to_dtype(tensor, factor, dtype)
     return tensor.mul_(factor) if tensor.dtype == dtype else (tensor * factor).to(dtype)

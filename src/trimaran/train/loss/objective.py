@@ -1,4 +1,4 @@
-"""What is trained for: from what a network returns to a summed loss, its parts, and how often it was right."""
+"""Training objectives: from the output of a network to a summed loss, its parts, and accuracy scores."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ from trimaran.train.loss.cross_entropy import IGNORED, summed_loss, token_losses
 
 @dataclass(frozen=True, slots=True)
 class LossSums:
-    """The loss of one micro-batch, summed over this rank's targets and divided by nothing.
+    """The loss of one micro-batch, summed over this rank's targets, not divided.
 
-    `parts` [number of parts, 2] has for each of the objective's parts its summed loss and its count; None without any.
+    `parts` [number of parts, 2] holds the summed loss and the count of each part; None if the objective has no parts.
     """
 
     total: Tensor
@@ -25,53 +25,56 @@ class LossSums:
 
 
 class Objective(Protocol):
-    """One kind of training. `parts` name what the loss is told apart by in the metrics, `scores` what is counted."""
+    """A training objective. The metrics show the loss by `part_names`; evaluation counts `score_names`."""
 
     @property
-    def parts(self) -> tuple[str, ...]: ...
+    def part_names(self) -> tuple[str, ...]: ...
 
     @property
-    def scores(self) -> tuple[str, ...]: ...
+    def score_names(self) -> tuple[str, ...]: ...
 
     def losses(self, network: Network, output: Tensor, inputs: Inputs) -> LossSums:
-        """Return the losses of what the network made of one micro-batch."""
+        """Return the losses of the network's output for one micro-batch."""
         ...
 
     def score(self, network: Network, output: Tensor, inputs: Inputs) -> Tensor:
-        """Return [number of scores, 2]: how much was right, of how much. The shares of all data ranks add up."""
+        """Return [number of scores, 2]: the correct count and the total count, to be summed over all data ranks."""
         ...
 
 
 class LanguageObjective:
-    """The next token. With several sources, each has a part of the loss. Where there are answers, they are `scored`.
+    """Next-token prediction. With several sources, each is a part of the loss. With `scored`, answers are scored.
 
-    An answer is the targets of one document of a row. It is right when the likeliest token is right at each of them:
-    then, and only then, greedy decoding would have written it.
+    An answer is the targets of one document of a row. It is correct if the most likely token is correct at every
+    target, which is exactly when greedy decoding would generate it.
     """
 
     def __init__(self, sources: tuple[str, ...] = (), *, scored: bool = False) -> None:
-        self.parts = sources if len(sources) > 1 else ()
-        self.scores = ("tokens", "answers") if scored else ()
+        self.part_names = sources if len(sources) > 1 else ()
+        self.score_names = ("tokens", "answers") if scored else ()
 
     def losses(self, network: Network, output: Tensor, inputs: Inputs) -> LossSums:
         labels = network.context.mine(inputs["labels"])
-        if not self.parts or "sources" not in inputs:
+        if not self.part_names or "sources" not in inputs:
             return LossSums(summed_loss(output, labels))
-        each = token_losses(output, labels)
-        return self.told_apart(network, each.sum(), each.detach(), inputs)
+        losses = token_losses(output, labels)
+        return self.split_by_source(network, losses.sum(), losses.detach(), inputs)
 
-    def told_apart(self, network: Network, total: Tensor, each: Tensor, inputs: Inputs) -> LossSums:
-        """Return the losses of one micro-batch whose summed loss and whose loss of `each` position are known."""
-        if not self.parts or "sources" not in inputs:
+    def split_by_source(self, network: Network, total: Tensor, losses: Tensor, inputs: Inputs) -> LossSums:
+        """Return the summed loss `total` of one micro-batch with the parts of its sources.
+
+        `losses` holds the loss of each position.
+        """
+        if not self.part_names or "sources" not in inputs:
             return LossSums(total)
         labels, sources = (network.context.mine(inputs[name]).flatten() for name in ("labels", "sources"))
-        found = torch.stack([each, (labels != IGNORED).float()], dim=1)
-        return LossSums(total, found.new_zeros(len(self.parts), 2).index_add_(0, sources.long(), found))
+        sums = torch.stack([losses, (labels != IGNORED).float()], dim=1)
+        return LossSums(total, sums.new_zeros(len(self.part_names), 2).index_add_(0, sources.long(), sums))
 
     def score(self, network: Network, output: Tensor, inputs: Inputs) -> Tensor:
-        if not self.scores:
+        if not self.score_names:
             return torch.zeros(0, 2, dtype=torch.float64, device=output.device)
-        best = likeliest(network, output)
+        best = predicted_tokens(network, output)
         labels = inputs["labels"]
         valid = labels != IGNORED
         wrong = valid & (best != labels)
@@ -82,19 +85,19 @@ class LanguageObjective:
         groups = (documents + size * torch.arange(len(labels), device=labels.device)[:, None]).flatten().long()
         counts = valid.new_zeros(2, size * len(labels), dtype=torch.float64)
         counts.index_add_(1, groups, torch.stack([valid.flatten(), wrong.flatten()]).double())
-        targets, mistakes = counts
-        answered = targets > 0
-        right = answered & (mistakes == 0)
-        rows = [[valid.sum() - wrong.sum(), valid.sum()], [right.sum(), answered.sum()]]
+        num_targets, num_wrong = counts
+        is_answer = num_targets > 0
+        correct = is_answer & (num_wrong == 0)
+        rows = [[valid.sum() - wrong.sum(), valid.sum()], [correct.sum(), is_answer.sum()]]
         return torch.stack([torch.stack(row) for row in rows]).double()
 
 
-def likeliest(network: Network, logits: Tensor) -> Tensor:
-    """Return the likeliest token at each position, [B, T], though positions and vocabulary may be split."""
+def predicted_tokens(network: Network, logits: Tensor) -> Tensor:
+    """Return the most likely token at each position, [B, T]. Positions and vocabulary may be sharded."""
     logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
     return network.context.whole(logits.argmax(-1))
 
 
-def parts_of(sums: Tensor, names: tuple[str, ...]) -> Mapping[str, float]:
-    """Return the mean of each part that came up, of sums [number of parts, 2] over all ranks."""
+def mean_losses(sums: Tensor, names: tuple[str, ...]) -> Mapping[str, float]:
+    """Return the mean loss of each part with a count above 0; `sums` [number of parts, 2] are over all ranks."""
     return {name: total / count for name, (total, count) in zip(names, sums.tolist(), strict=True) if count}

@@ -1,4 +1,4 @@
-"""Boxes and ground: the losses of a perception model, and how much of a scene it got right."""
+"""The losses and scores of a perception model: object boxes and ground segmentation."""
 
 import math
 from typing import NamedTuple
@@ -13,135 +13,138 @@ from trimaran.models.perception_spec import BOX_OUTPUTS, PerceptionSpec
 from trimaran.nets import Network
 from trimaran.train.loss.objective import LossSums
 
-BELL_CELLS = 0.7  # how far around an object's cell heat is only half wrong
+HEAT_SIGMA_CELLS = 0.7  # of the Gaussian target around the cell of an object
 BOX_WEIGHT, HEAT_WEIGHT = 1.0, 1.0
-ROUND_OFF = 0.1  # below this a wrong number of a box loses less than in proportion
-FOUND_METRES = 1.0  # from the centre of an object: then it is found
-CONFIDENT = 0.3
+BOX_LOSS_SMOOTHING = 0.1  # errors below this are penalised quadratically
+MAX_MATCH_METRES = 1.0  # between a predicted centre and that of the object
+MIN_PEAK_PROBABILITY = 0.3
 
 
-class Answers(NamedTuple):
-    """What a network says of each cell: heat [B, classes, X, Y], numbers [B, 8, X, Y], ground [B, grounds, X, Y]."""
+class PerceptionOutput(NamedTuple):
+    """The output for each cell: heat [B, classes, X, Y], box values [B, 8, X, Y], ground [B, grounds, X, Y]."""
 
     heat: Tensor
-    numbers: Tensor
+    box_values: Tensor
     ground: Tensor
 
 
 class PerceptionObjective:
-    """The loss of a scene is what it lost of heat and boxes for each of its objects, and of ground for each cell.
+    """The loss of a scene: the mean heat and box loss over its objects, plus the mean ground loss over its cells.
 
-    Scenes are added up, so that every valid one counts alike, whatever rows share a batch (law 1).
+    The losses of scenes are summed, so that each valid scene has the same weight, whatever batch it is in (principle 1,
+    docs/principles.md).
     """
 
-    parts = ("heat", "box", "segmentation")
-    scores = ("recall", "precision", "cells", "road_iou")
+    part_names = ("heat", "box", "segmentation")
+    score_names = ("recall", "precision", "cells", "road_iou")
 
     def __init__(self, spec: PerceptionSpec) -> None:
         self._rules, self._num_heats = spec.scenes(), spec.num_heats
 
     def losses(self, network: Network, output: Tensor, inputs: Inputs) -> LossSums:
-        answers, valid = self._answers(output), inputs["valid"].float()
+        cells, valid = self._split_output(output), inputs["valid"].float()
         boxes, rows = inputs["boxes"], inputs["box_rows"].long()
         ones = torch.ones(len(boxes), device=boxes.device)
         objects = valid.new_zeros(len(valid)).index_add(0, rows, ones).clamp(min=1)
-        heat = self._heat_loss(answers.heat, boxes, rows) / objects
-        box = torch.zeros_like(heat).index_add(0, rows, self._box_losses(answers.numbers, boxes, rows)) / objects
-        ground = F.cross_entropy(answers.ground, inputs["segmentation"], reduction="none").mean(dim=(1, 2))
-        found = torch.stack([HEAT_WEIGHT * heat, BOX_WEIGHT * box, ground]) * valid
-        sums = found.sum(dim=1)
+        heat = self._heat_loss(cells.heat, boxes, rows) / objects
+        box = torch.zeros_like(heat).index_add(0, rows, self._box_losses(cells.box_values, boxes, rows)) / objects
+        ground = F.cross_entropy(cells.ground, inputs["segmentation"], reduction="none").mean(dim=(1, 2))
+        losses = torch.stack([HEAT_WEIGHT * heat, BOX_WEIGHT * box, ground]) * valid
+        sums = losses.sum(dim=1)
         count = valid.sum()
         return LossSums(sums.sum(), torch.stack([sums.detach(), count.expand(len(sums))], dim=1))
 
     @torch.no_grad()
     def score(self, network: Network, output: Tensor, inputs: Inputs) -> Tensor:
-        """Return [hits, of how many] of each score. An object is found by a peak near its centre, of its class."""
-        answers, valid, truth = self._answers(output), inputs["valid"], inputs["segmentation"]
-        guess = answers.ground.argmax(dim=1)
+        """Return [correct, total] of each score. A peak finds an object if it is near its centre and of its class."""
+        predicted, valid, truth = self._split_output(output), inputs["valid"], inputs["segmentation"]
+        ground = predicted.ground.argmax(dim=1)
         cells = valid[:, None, None].expand_as(truth)
         road = GROUND.index("road")
-        both = ((guess == road) & (truth == road) & cells).sum()
-        either = (((guess == road) | (truth == road)) & cells).sum()
-        hits, num_found, num_there = self._matched(answers, inputs)
+        both = ((ground == road) & (truth == road) & cells).sum()
+        either = (((ground == road) | (truth == road)) & cells).sum()
+        num_matches, num_peaks, num_objects = self._match_objects(predicted, inputs)
         rows = [
-            [hits, num_there],
-            [hits, num_found],
-            [((guess == truth) & cells).sum(), cells.sum()],
+            [num_matches, num_objects],
+            [num_matches, num_peaks],
+            [((ground == truth) & cells).sum(), cells.sum()],
             [both, either],
         ]
         return torch.stack([torch.stack(row) for row in rows]).double()
 
-    def _answers(self, output: Tensor) -> Answers:
+    def _split_output(self, output: Tensor) -> PerceptionOutput:
         heats = self._num_heats
         sizes = [heats, BOX_OUTPUTS, output.shape[1] - heats - BOX_OUTPUTS]
-        return Answers(*output.float().split(sizes, dim=1))
+        return PerceptionOutput(*output.float().split(sizes, dim=1))
 
     def _heat_loss(self, heat: Tensor, boxes: Tensor, rows: Tensor) -> Tensor:
-        """Return the loss of each scene's heat, which should be 1 in the cell of an object and fall off around it.
+        """Return the heat loss of each scene: CenterNet's focal loss.
 
-        The focal loss of CenterNet: what is nearly right counts for little, near an object even what is wrong does.
+        The target is 1 in the cell of an object and falls off around it.
         """
-        wanted = self._wanted_heat(heat, boxes, rows)
-        sure, unsure = F.logsigmoid(heat), F.logsigmoid(-heat)
-        chance = heat.sigmoid()
-        right = wanted == 1
-        lost = torch.where(right, -sure * (1 - chance) ** 2, -unsure * chance**2 * (1 - wanted) ** 4)
-        return lost.sum(dim=(1, 2, 3))
+        target = self._heat_target(heat, boxes, rows)
+        log_positive, log_negative = F.logsigmoid(heat), F.logsigmoid(-heat)
+        probability = heat.sigmoid()
+        is_centre = target == 1
+        loss = torch.where(
+            is_centre, -log_positive * (1 - probability) ** 2, -log_negative * probability**2 * (1 - target) ** 4
+        )
+        return loss.sum(dim=(1, 2, 3))
 
-    def _wanted_heat(self, heat: Tensor, boxes: Tensor, rows: Tensor) -> Tensor:
+    def _heat_target(self, heat: Tensor, boxes: Tensor, rows: Tensor) -> Tensor:
         size = self._rules.cells
-        places = _cells_of(boxes, self._rules).float()
-        numbers = torch.arange(size, device=heat.device)
-        squares = ((numbers[None, None] - places[:, :, None]) ** 2).unbind(1)
-        bells = (-(squares[0][:, :, None] + squares[1][:, None, :]) / (2 * BELL_CELLS**2)).exp().flatten(1)
-        owners = rows * self._num_heats + boxes[:, -1].long()
-        wanted = heat.new_zeros(len(heat) * self._num_heats, size * size)
-        wanted = wanted.scatter_reduce(0, owners[:, None].expand_as(bells), bells, "amax")
-        return wanted.view_as(heat)
+        centres = _cells_of(boxes, self._rules).float()
+        indices = torch.arange(size, device=heat.device)
+        squares = ((indices[None, None] - centres[:, :, None]) ** 2).unbind(1)
+        gaussians = (-(squares[0][:, :, None] + squares[1][:, None, :]) / (2 * HEAT_SIGMA_CELLS**2)).exp().flatten(1)
+        channels = rows * self._num_heats + boxes[:, -1].long()
+        target = heat.new_zeros(len(heat) * self._num_heats, size * size)
+        target = target.scatter_reduce(0, channels[:, None].expand_as(gaussians), gaussians, "amax")
+        return target.view_as(heat)
 
-    def _box_losses(self, numbers: Tensor, boxes: Tensor, rows: Tensor) -> Tensor:
-        """Return how far off the numbers of each box are, in the cell of its centre.
+    def _box_losses(self, box_values: Tensor, boxes: Tensor, rows: Tensor) -> Tensor:
+        """Return the error of each box's values, in the cell of its centre: a pseudo-Huber loss.
 
-        Rounded off at the bottom. The slopes of a plain distance are 1 and -1, which cancel out but for rounding, and
-        an optimizer that norms its steps would make whole steps of that, in another direction under every plan.
+        The gradients of a plain L1 loss are 1 and -1. They cancel except for rounding, and an optimizer that normalises
+        its updates would amplify that rounding differently under every plan.
         """
         x, y = _cells_of(boxes, self._rules).unbind(1)
-        off = numbers[rows, :, x, y] - box_numbers(boxes, self._rules)
-        return ((off**2 + ROUND_OFF**2).sqrt() - ROUND_OFF).sum(dim=1)
+        error = box_values[rows, :, x, y] - box_targets(boxes, self._rules)
+        return ((error**2 + BOX_LOSS_SMOOTHING**2).sqrt() - BOX_LOSS_SMOOTHING).sum(dim=1)
 
-    def _matched(self, answers: Answers, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-        """Return how many objects were found, how many peaks there are, and how many objects.
+    def _match_objects(self, predicted: PerceptionOutput, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the number of matched objects, of peaks, and of objects.
 
-        A peak and an object belong together when each is the other's nearest in its scene.
+        A peak matches an object if each is the other's nearest in its scene.
         """
-        chance = answers.heat.sigmoid() * inputs["valid"][:, None, None, None]
-        best, kinds = chance.max(dim=1)
-        peaks = (best == F.max_pool2d(best[:, None], 3, 1, 1)[:, 0]) & (best > CONFIDENT)
+        probability = predicted.heat.sigmoid() * inputs["valid"][:, None, None, None]
+        best, classes = probability.max(dim=1)
+        peaks = (best == F.max_pool2d(best[:, None], 3, 1, 1)[:, 0]) & (best > MIN_PEAK_PROBABILITY)
         row, x, y = peaks.nonzero(as_tuple=True)
-        inside = answers.numbers[row, :2, x, y]
-        centres = (torch.stack([x, y], dim=1) + inside) * self._rules.cell - self._rules.reach
+        offsets = predicted.box_values[row, :2, x, y]
+        centres = (torch.stack([x, y], dim=1) + offsets) * self._rules.cell - self._rules.reach
         boxes, box_rows = inputs["boxes"], inputs["box_rows"].long()
         if not len(row) or not len(boxes):
-            nothing = torch.zeros((), dtype=torch.int64, device=best.device)
-            return nothing, nothing + len(row), nothing + len(boxes)
-        away = torch.cdist(centres, boxes[:, :2])
-        away = away.masked_fill(row[:, None] != box_rows[None], math.inf)
-        nearest = away.argmin(dim=1)
-        mutual = away.argmin(dim=0)[nearest] == torch.arange(len(row), device=best.device)
-        close = away.gather(1, nearest[:, None])[:, 0] <= FOUND_METRES
-        same = kinds[row, x, y] == boxes[nearest, -1].long()
-        return (mutual & close & same).sum(), peaks.sum(), peaks.new_zeros(()).long() + len(boxes)
+            zero = torch.zeros((), dtype=torch.int64, device=best.device)
+            return zero, zero + len(row), zero + len(boxes)
+        distances = torch.cdist(centres, boxes[:, :2])
+        distances = distances.masked_fill(row[:, None] != box_rows[None], math.inf)
+        nearest = distances.argmin(dim=1)
+        mutual = distances.argmin(dim=0)[nearest] == torch.arange(len(row), device=best.device)
+        close = distances.gather(1, nearest[:, None])[:, 0] <= MAX_MATCH_METRES
+        same_class = classes[row, x, y] == boxes[nearest, -1].long()
+        return (mutual & close & same_class).sum(), peaks.sum(), peaks.new_zeros(()).long() + len(boxes)
 
 
-def box_numbers(boxes: Tensor, rules: SceneRules) -> Tensor:
-    """Return what is to be told of each of `boxes` [K, 8].
+def box_targets(boxes: Tensor, rules: SceneRules) -> Tensor:
+    """Return the regression targets [K, 8] of `boxes` [K, 8].
 
-    Where in its cell the centre lies, its height, the logarithms of its sizes, and sine and cosine of twice the yaw: a
-    box looks the same from both ends.
+    They are the offset of the centre in its cell, the height, the logarithms of the sizes, and the sine and cosine of
+    twice the yaw, because a box is the same when it is turned by 180 degrees.
     """
-    inside = (boxes[:, :2] + rules.reach) / rules.cell - _cells_of(boxes, rules)
-    turned = 2 * boxes[:, 6:7]
-    return torch.cat([inside, boxes[:, 2:3], boxes[:, 3:6].log(), turned.sin(), turned.cos()], dim=1)
+    offset = (boxes[:, :2] + rules.reach) / rules.cell - _cells_of(boxes, rules)
+    double_yaw = 2 * boxes[:, 6:7]
+    return torch.cat([offset, boxes[:, 2:3], boxes[:, 3:6].log(), double_yaw.sin(), double_yaw.cos()], dim=1)
 
 
 def _cells_of(boxes: Tensor, rules: SceneRules) -> Tensor:

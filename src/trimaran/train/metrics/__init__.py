@@ -1,1 +1,1 @@
-"""What a rank measures of its steps."""
+"""Measurements of each step on a rank: time, memory, norms, router statistics, traces."""

@@ -1,4 +1,4 @@
-"""Where a rank's memory is: a JSON file on demand, and one when memory runs out."""
+"""Memory snapshots of a rank: a JSON file of what holds its memory, on request and on an out-of-memory error."""
 
 import contextlib
 import gc
@@ -20,97 +20,98 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from trimaran.run import RunDirectory
+from trimaran.run.out_of_memory import says_out_of_memory
 from trimaran.run.profile_request import snapshot_file
-from trimaran.telemetry.memory_holders import Owner, by_kind, by_module, read_snapshot
+from trimaran.telemetry.memory_holders import MemoryOwner, by_kind, by_module, read_snapshot
 
 log = logging.getLogger(__name__)
 
-ENTRIES = 200_000  # of the allocator's history, about 200 bytes each
+MAX_HISTORY_ENTRIES = 200_000  # in the allocator's history, about 200 bytes each
 
 
-class Photographer:
-    """Tells what holds memory on this rank. `history`: the allocator remembers who asked for what, all the time."""
+class MemorySnapshotter:
+    """Reports what holds memory on this rank. `history`: the CUDA allocator always records its allocations."""
 
     def __init__(self, modules: Sequence[nn.Module], device: torch.device, *, history: bool = False) -> None:
         self.device, self._modules, self._history = device, tuple(modules), history
-        self._film: Film | None = None
+        self._tracker: StepMemoryTracker | None = None
         if history and device.type == "cuda":
-            _remember(True)
+            _record_allocation_history(True)
 
     def begin(self) -> None:
-        """Look on from now, for what lives only within a step: gradients, activations, and on CUDA everything."""
+        """Track memory that lives only within a step: gradients, activations and, on CUDA, all allocations."""
         if self.device.type == "cuda" and not self._history:
-            _remember(True)
-        self._film = Film(self._modules)
+            _record_allocation_history(True)
+        self._tracker = StepMemoryTracker(self._modules)
 
     def end(self, path: Path, *, step: int) -> None:
-        """Write down what was seen since `begin`."""
-        film, self._film = self._film, None
-        assert film is not None
-        film.close()
+        """Write a snapshot with what was tracked since `begin`."""
+        tracker, self._tracker = self._tracker, None
+        assert tracker is not None
+        tracker.close()
         try:
-            self.write(path, step=step, within=film)
+            self.write(path, step=step, within=tracker)
         finally:
             if self.device.type == "cuda" and not self._history:
-                _remember(False)
+                _record_allocation_history(False)
 
-    def write(self, path: Path, *, step: int, within: "Film | None" = None, **why: Any) -> None:
-        """Write who holds this rank's memory now."""
-        tree = self.look(within) | {"step": step, "time": time.time(), "host": platform.node(), "pid": os.getpid()}
+    def write(self, path: Path, *, step: int, within: "StepMemoryTracker | None" = None, **why: Any) -> None:
+        """Write a snapshot of what holds this rank's memory now."""
+        tree = self.describe(within) | {"step": step, "time": time.time(), "host": platform.node(), "pid": os.getpid()}
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(f".{path.name}")
-        draft.write_text(json.dumps(tree | why, indent=1), encoding="utf-8")
-        draft.replace(path)
+        temporary = path.with_name(f".{path.name}")
+        temporary.write_text(json.dumps(tree | why, indent=1), encoding="utf-8")
+        temporary.replace(path)
 
-    def look(self, within: "Film | None" = None) -> dict[str, Any]:
-        """Return who holds this rank's memory: now, and `within` a step that a film was made of."""
-        owners = [*{each.address: each for each in owned(self._modules, self.device)}.values()]
-        found: dict[str, Any] = {"device": str(self.device), "history": self._history or within is not None}
+    def describe(self, within: "StepMemoryTracker | None" = None) -> dict[str, Any]:
+        """Return what holds this rank's memory: now and, with a tracker, `within` the tracked step."""
+        owners = [*{each.address: each for each in find_owners(self._modules, self.device)}.values()]
+        tree: dict[str, Any] = {"device": str(self.device), "history": self._history or within is not None}
         if self.device.type == "cuda":
             index = torch.cuda.current_device() if self.device.index is None else self.device.index
-            found |= {"total": torch.cuda.get_device_properties(index).total_memory}
-            found |= read_snapshot(torch.cuda.memory._snapshot(index), owners, device=index)
+            tree |= {"total": torch.cuda.get_device_properties(index).total_memory}
+            tree |= read_snapshot(torch.cuda.memory._snapshot(index), owners, device=index)
         else:
             resident = psutil.Process().memory_info().rss
             known = sum(each.num_bytes for each in owners)
-            found |= {"total": psutil.virtual_memory().total, "allocated": resident, "unknown": resident - known,
-                      "holders": by_module(owners), "lines": [], "timeline": [], "peak": None}  # fmt: skip
-        found["kinds"] = by_kind(owners)
+            tree |= {"total": psutil.virtual_memory().total, "allocated": resident, "unknown": resident - known,
+                     "holders": by_module(owners), "lines": [], "timeline": [], "peak": None}  # fmt: skip
+        tree["kinds"] = by_kind(owners)
         if within is not None:
-            found["within"] = {"kinds": by_kind(within.owners), "holders": by_module(within.owners)}
-        return found
+            tree["within"] = {"kinds": by_kind(within.owners), "holders": by_module(within.owners)}
+        return tree
 
 
-class Film:
-    """What lives within a step only, as far as it can be seen: gradients before an update, and what modules hand on.
+class StepMemoryTracker:
+    """Tracks memory that lives only within a step: gradients before an update, and the outputs of modules.
 
-    Of activations that is what is still held when the forward pass ends: outputs of modules that backward needs. What
-    an operation inside of a module keeps is not seen, nor is anything inside of a compiled one.
+    Activations are the outputs that are still held when the forward ends, because backward needs them. Tensors that
+    operations save inside a module are not tracked, nor is anything inside a compiled module.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._names = {parameter: name for each in modules for name, parameter in each.named_parameters()}
-        self._outputs: dict[int, tuple[StorageWeakRef, Owner]] = {}
-        self._activations: list[Owner] = []
-        self._gradients: list[Owner] = []
-        self._removers: list[Callable[[], None]] = [register_optimizer_step_pre_hook(self._before_update).remove]
+        self._outputs: dict[int, tuple[StorageWeakRef, MemoryOwner]] = {}
+        self._activations: list[MemoryOwner] = []
+        self._gradients: list[MemoryOwner] = []
+        self._hook_removers: list[Callable[[], None]] = [register_optimizer_step_pre_hook(self._before_update).remove]
         for root in modules:
-            for name, module in visible(root):
-                self._removers.append(module.register_forward_hook(self._hook_of(name)).remove)
+            for name, module in uncompiled_modules(root):
+                self._hook_removers.append(module.register_forward_hook(self._output_hook(name)).remove)
             if not _is_compiled(root):
-                self._removers.append(root.register_forward_hook(self._after_forward).remove)
+                self._hook_removers.append(root.register_forward_hook(self._after_forward).remove)
 
     @property
-    def owners(self) -> list[Owner]:
+    def owners(self) -> list[MemoryOwner]:
         return [*self._gradients, *self._activations]
 
     def close(self) -> None:
-        for remove in self._removers:
+        for remove in self._hook_removers:
             remove()
         self._outputs.clear()
 
-    def _hook_of(self, name: str) -> Callable[..., None]:
-        group = group_of(f"{name}.output")
+    def _output_hook(self, name: str) -> Callable[..., None]:
+        group = module_group(f"{name}.output")
 
         def note(module: nn.Module, inputs: Any, output: Any) -> None:
             for each in output if isinstance(output, tuple | list) else (output,):
@@ -128,18 +129,18 @@ class Film:
             self._activations = held
 
     def _before_update(self, optimizer: Optimizer, *_: Any) -> None:
-        found = [
+        gradients = [
             owner
             for parameter, name in self._names.items()
             if parameter.grad is not None
-            for owner in _owner(parameter.grad, "gradients", group_of(name))
+            for owner in _owner(parameter.grad, "gradients", module_group(name))
         ]
-        if sum(each.num_bytes for each in found) >= sum(each.num_bytes for each in self._gradients):
-            self._gradients = found
+        if sum(each.num_bytes for each in gradients) >= sum(each.num_bytes for each in self._gradients):
+            self._gradients = gradients
 
 
-def visible(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules under `root` that can be looked at without compiling anything anew."""
+def uncompiled_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules under `root` that are outside compiled ones: a hook on them does not cause a recompilation."""
     hidden: list[str] = []
     for name, module in root.named_modules():
         if "" in hidden or any(name.startswith(f"{each}.") for each in hidden):
@@ -154,27 +155,27 @@ def _is_compiled(module: nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
-def owned(modules: Sequence[nn.Module], device: torch.device) -> Iterator[Owner]:
-    """Yield what is known to hold memory of `device` now: parameters, buffers, gradients and the optimizers' states."""
+def find_owners(modules: Sequence[nn.Module], device: torch.device) -> Iterator[MemoryOwner]:
+    """Yield the known owners of memory on `device`: parameters, buffers, gradients and optimizer states."""
     names: dict[Tensor, str] = {}
     for module in modules:
         for name, parameter in module.named_parameters():
             names[parameter] = name
-            yield from _on(device, parameter, "parameters", group_of(name))
+            yield from _owner_on_device(device, parameter, "parameters", module_group(name))
             if parameter.grad is not None:
-                yield from _on(device, parameter.grad, "gradients", group_of(name))
+                yield from _owner_on_device(device, parameter.grad, "gradients", module_group(name))
         for name, buffer in module.named_buffers():
-            yield from _on(device, buffer, "buffers", group_of(name))
+            yield from _owner_on_device(device, buffer, "buffers", module_group(name))
     for optimizer in (each for each in gc.get_objects() if issubclass(type(each), Optimizer)):
         for parameter, state in optimizer.state.items():
             name = names.get(parameter, "")
             for value in state.values() if isinstance(state, dict) else ():
                 if isinstance(value, Tensor):
-                    yield from _on(device, value, "states", group_of(name))
+                    yield from _owner_on_device(device, value, "states", module_group(name))
 
 
-def group_of(name: str) -> str:
-    """Return the part of a network that a parameter belongs to: its layer, or the module that has it."""
+def module_group(name: str) -> str:
+    """Return the module to report a parameter under: its layer, or else the module that holds it."""
     parts = name.split(".")
     for index, part in enumerate(parts):
         if part.isdigit():
@@ -183,50 +184,53 @@ def group_of(name: str) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, of a device or of the host."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+    """Return whether memory ran out, on the device or on the host."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or says_out_of_memory(str(error))
 
 
-def photograph_oom(photographer: Photographer, run: RunDirectory, *, rank: int, step: Callable[[], int]) -> None:
-    """Have a snapshot written whenever the device's memory runs out, while everything is still in its place.
+def snapshot_on_oom(snapshotter: MemorySnapshotter, run: RunDirectory, *, rank: int, step: Callable[[], int]) -> None:
+    """Write a snapshot on every CUDA out-of-memory error, before anything is freed.
 
-    Nothing that goes wrong with it is allowed to hide that memory ran out.
+    An error in the snapshot itself is suppressed, so that it does not hide the out-of-memory error.
     """
-    if photographer.device.type != "cuda":
+    if snapshotter.device.type != "cuda":
         return
 
     def observe(device: int, wanted: int, total: int, free: int) -> None:
         with contextlib.suppress(Exception):
             path = snapshot_file(run, step=step(), rank=rank)
-            photographer.write(path, step=step(), oom={"wanted": wanted, "total": total, "free": free})
+            snapshotter.write(path, step=step(), oom={"wanted": wanted, "total": total, "free": free})
 
     core: Any = torch._C
     core._cuda_attach_out_of_memory_observer(observe)
 
 
-def _remember(on: bool) -> None:
-    """Have the allocator remember from now on who asks for what, or no more."""
+def _record_allocation_history(on: bool) -> None:
+    """Switch the allocator's history on or off."""
     record: Any = torch.cuda.memory._record_memory_history
-    record(enabled="all" if on else None, context="all", stacks="python", max_entries=ENTRIES)
+    record(enabled="all" if on else None, context="all", stacks="python", max_entries=MAX_HISTORY_ENTRIES)
 
 
-def _on(device: torch.device, tensor: Tensor, kind: str, module: str) -> Iterator[Owner]:
+def _owner_on_device(device: torch.device, tensor: Tensor, kind: str, module: str) -> Iterator[MemoryOwner]:
     return (each for each in _owner(tensor, kind, module) if _local(tensor).device.type == device.type)
 
 
-def _owner(tensor: Tensor, kind: str, module: str, *, whole: bool = False) -> Iterator[Owner]:
-    """Yield the owner of a tensor's memory; nothing where there is none, such as between two gathers.
+def _owner(tensor: Tensor, kind: str, module: str, *, whole: bool = False) -> Iterator[MemoryOwner]:
+    """Yield the owner of a tensor's memory; nothing if the tensor has none, as a freed FSDP parameter.
 
-    Several gradients may lie in one storage. Whoever keeps an output keeps all of it: `whole`.
+    With `whole`, the owner holds the complete storage, as for a saved output. Otherwise only the tensor's own bytes,
+    because several gradients may share a storage.
     """
     local = _local(tensor)
     storage = local.untyped_storage()
     try:
         address, size = (storage if whole else local).data_ptr(), storage.nbytes()
-    except RuntimeError:  # a tensor without memory of its own
+    except RuntimeError:  # a tensor without storage
         return
     if address and size:
-        yield Owner(address=address, num_bytes=size if whole else min(size, local.nbytes), kind=kind, module=module)
+        yield MemoryOwner(
+            address=address, num_bytes=size if whole else min(size, local.nbytes), kind=kind, module=module
+        )
 
 
 def _local(tensor: Tensor) -> Tensor:

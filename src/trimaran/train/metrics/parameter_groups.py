@@ -1,89 +1,86 @@
-"""Which parameters are measured together: those of a layer, of an embedding, of a norm, of the head."""
+"""Groups the parameters whose norms are measured together: by layer, embedding, norm and head."""
 
-import json
 from collections.abc import Iterable, Sequence
 
-import torch
-import torch.distributed as dist
 from torch import nn
 
 from trimaran.core import Plan
 from trimaran.nets import Network
 from trimaran.parallel import RankMesh
-from trimaran.parallel.axes.pp import StageMap, Trained, map_stages
+from trimaran.parallel.axes.pp import StageMap, TrainedParameters, map_stages
+from trimaran.parallel.comm.json_exchange import all_gather_json
 from trimaran.train.metrics.group_norms import GroupMeter
 
-MOST = 64  # groups in a line of the metrics
-REST = "other"
+MAX_GROUPS = 64  # in a metrics line
+OTHER_GROUP = "other"
 
 
 def build_group_meter(
-    networks: Sequence[Network], plan: Plan, ranks: RankMesh, trained: Trained, *, every: int
+    networks: Sequence[Network], plan: Plan, ranks: RankMesh, trained: TrainedParameters, *, every: int
 ) -> GroupMeter | None:
-    """Return what measures the groups of the network at every `every`-th update; None, where nothing is to be measured.
-
-    Every rank must call.
-    """
+    """Return a meter that measures every `every`-th update; None if `every` is 0. Every rank must call it."""
     if not every:
         return None
     groups = group_parameters(networks, map_stages(plan, ranks), trained)
     return GroupMeter(groups, every=every, pp=plan.mesh.pp, device=ranks.device)
 
 
-def group_parameters(networks: Sequence[Network], stages: StageMap, trained: Trained) -> dict[str, list[nn.Parameter]]:
-    """Return what is trained here by group. All ranks name the same groups, and may hold nothing of some.
+def group_parameters(
+    networks: Sequence[Network], stages: StageMap, trained: TrainedParameters
+) -> dict[str, list[nn.Parameter]]:
+    """Return this rank's trained parameters by group. All ranks have the same groups, some of them perhaps empty.
 
-    Every rank of the pipeline must call.
+    Every rank of the pipeline must call it.
     """
     counted = {id(each) for each in trained.parameters}
     named = [
-        (number, place_of(name), each)
+        (number, module_of(name), each)
         for number, network in zip(stages.here, networks, strict=True)
         for name, each in network.module.named_parameters()
         if id(each) in counted
     ]
-    everywhere = _of_all_stages([(number, place) for number, place, _ in named], stages)
-    group_of = joined([place for _, place in sorted(everywhere, key=lambda each: each[0])])
+    everywhere = _gather_from_stages([(number, module) for number, module, _ in named], stages)
+    group_of = merge_layers([module for _, module in sorted(everywhere, key=lambda each: each[0])])
     groups: dict[str, list[nn.Parameter]] = {group: [] for group in group_of.values()}
-    for _, place, each in named:
-        groups[group_of[place]].append(each)
+    for _, module, each in named:
+        groups[group_of[module]].append(each)
     return groups
 
 
-def place_of(name: str) -> str:
-    """Return the module that a parameter belongs to: its layer, the first that has a number, or else its own."""
+def module_of(name: str) -> str:
+    """Return the module of a parameter: the first one with a number (its layer), or else the one that holds it."""
     path = name.split(".")[:-1]
     numbered = next((depth for depth, part in enumerate(path) if part.isdigit()), len(path))
     return ".".join(path[: numbered + 1]) or name
 
 
-def joined(places: Iterable[str], most: int = MOST) -> dict[str, str]:
-    """Return the group of each place, in order. Where there are too many, neighbouring layers share one."""
-    found = list(dict.fromkeys(places))
-    runs: dict[str, list[int]] = {}
-    for place in found:
-        stem, _, number = place.rpartition(".")
+def merge_layers(modules: Iterable[str], max_groups: int = MAX_GROUPS) -> dict[str, str]:
+    """Return the group of each module, in order. If there are too many groups, neighbouring layers share one."""
+    unique = list(dict.fromkeys(modules))
+    layers: dict[str, list[int]] = {}
+    for module in unique:
+        stem, _, number = module.rpartition(".")
         if number.isdigit():
-            runs.setdefault(stem, []).append(int(number))
-    longest = max(map(len, runs.values()), default=1)
+            layers.setdefault(stem, []).append(int(number))
+    longest = max(map(len, layers.values()), default=1)
     for size in range(1, longest + 1):
-        groups = _joined_layers(found, runs, size)
-        if len(set(groups.values())) <= most:
+        groups = _merge_neighbours(unique, layers, size)
+        if len(set(groups.values())) <= max_groups:
             return groups
-    tops = list(dict.fromkeys(place.split(".")[0] for place in found))
-    kept = set(tops if len(tops) <= most else tops[: most - 1])
-    return {place: top if (top := place.split(".")[0]) in kept else REST for place in found}
+    roots = list(dict.fromkeys(module.split(".")[0] for module in unique))
+    shown = set(roots if len(roots) <= max_groups else roots[: max_groups - 1])
+    return {module: root if (root := module.split(".")[0]) in shown else OTHER_GROUP for module in unique}
 
 
-def _joined_layers(places: Sequence[str], runs: dict[str, list[int]], size: int) -> dict[str, str]:
-    """Return the group of each place, `size` neighbours of a run of layers in one."""
-    groups = {place: place for place in places}
-    for stem, numbers in runs.items():
+def _merge_neighbours(modules: Sequence[str], layers: dict[str, list[int]], size: int) -> dict[str, str]:
+    """Return the group of each module, with `size` consecutive layers in one group."""
+    groups = {module: module for module in modules}
+    for stem, numbers in layers.items():
         for start in range(0, len(numbers), size):
-            together = numbers[start : start + size]
-            first, last = together[0], together[-1]
-            name = str(first) if len(together) == 1 else f"{first}-{last}"
-            groups |= {_dotted(stem, each): _dotted(stem, name) for each in together}
+            merged = numbers[start : start + size]
+            first, last = merged[0], merged[-1]
+            name = str(first) if len(merged) == 1 else f"{first}-{last}"
+            groups |= {_dotted(stem, each): _dotted(stem, name) for each in merged}
     return groups
 
 
@@ -91,16 +88,9 @@ def _dotted(stem: str, name: object) -> str:
     return f"{stem}.{name}" if stem else str(name)
 
 
-def _of_all_stages(mine: Sequence[tuple[int, str]], stages: StageMap) -> list[tuple[int, str]]:
-    """Return what all ranks of the pipeline say. It travels as JSON: torch's object collectives would pickle it."""
+def _gather_from_stages(mine: Sequence[tuple[int, str]], stages: StageMap) -> list[tuple[int, str]]:
+    """Return the pairs of all ranks of the pipeline, in rank order."""
     mine = list(dict.fromkeys(mine))
-    num_ranks = stages.group.size()
-    if num_ranks == 1:
+    if stages.group.size() == 1:
         return mine
-    text = json.dumps(mine).encode()
-    size = torch.tensor(len(text))
-    dist.all_reduce(size, op=dist.ReduceOp.MAX, group=stages.group)
-    letter = torch.frombuffer(bytearray(text.ljust(int(size))), dtype=torch.uint8)
-    coordinator = [torch.empty_like(letter) for _ in range(num_ranks)]
-    dist.all_gather(coordinator, letter, group=stages.group)
-    return [(number, place) for each in coordinator for number, place in json.loads(each.numpy().tobytes())]
+    return [(number, module) for pairs in all_gather_json(mine, stages.group) for number, module in pairs]

@@ -1,7 +1,7 @@
-"""Traces of steps and images of memory, for whoever asks. While nobody does, a look at one file name a step.
+"""Records traces and memory snapshots of steps, on request. Without a request it costs one `exists` per step.
 
-Who asks is the recipe (`telemetry.profile`) or a file in the run directory (`trimaran profile RUN`). Rank 0 looks for
-the file; the wish travels with the step's counts like all others, so that every rank begins with the same step.
+A request comes from the recipe (`telemetry.profile`) or from a file in the run directory (`trimaran profile RUN`). Rank
+0 checks for the file. The request is all-reduced with the counts of a step, so that all ranks start at the same step.
 """
 
 import json
@@ -31,8 +31,8 @@ from trimaran.run.profile_request import (
     trace_file,
     withdraw_request,
 )
-from trimaran.train.metrics.memory_snapshot import Photographer, is_out_of_memory, photograph_oom
-from trimaran.train.metrics.step_clock import GAP, Clock
+from trimaran.train.metrics.memory_snapshot import MemorySnapshotter, is_out_of_memory, snapshot_on_oom
+from trimaran.train.metrics.step_clock import BETWEEN_SPANS, StepClock
 from trimaran.train.process.supervisor_link import NO_SUPERVISOR, SupervisorLink
 
 log = logging.getLogger(__name__)
@@ -40,79 +40,79 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class Recording:
-    """What is being recorded: from step `first` to step `last`. `trace` is None where memory is, or nothing here."""
+    """A recording of the steps `first` to `last`: a `trace`, or memory (`snapshotter`), or nothing on this rank."""
 
     request: ProfileRequest
     first: int
     last: int
     trace: profile | None = None
-    photographer: Photographer | None = None
+    snapshotter: MemorySnapshotter | None = None
 
 
 class Profiler:
-    """One rank's recordings, one at a time. Every rank calls `turn` between the same two steps."""
+    """Makes one recording at a time on this rank. Every rank calls `between_steps` between the same two steps."""
 
     def __init__(
         self,
         run: RunDirectory,
         telemetry: TelemetrySection,
         journal: Journal,
-        clock: Clock,
-        photographer: Photographer,
+        clock: StepClock,
+        snapshotter: MemorySnapshotter,
         link: SupervisorLink = NO_SUPERVISOR,
     ) -> None:
-        self._run, self._journal, self._clock, self._photographer, self._link = run, journal, clock, photographer, link
-        self._named = recipe_request(telemetry.profile, telemetry.profile_ranks)
+        self._run, self._journal, self._clock, self._snapshotter, self._link = run, journal, clock, snapshotter, link
+        self._recipe_request = recipe_request(telemetry.profile, telemetry.profile_ranks)
         self._file = os.fspath(request_file(run))
-        self._served = ""
+        self._served_id = ""
         self._recording: Recording | None = None
-        self._spans: list[tuple[int, str, int, int]] = []  # step, phase, from, until: nanoseconds since the epoch
+        self._spans: list[tuple[int, str, int, int]] = []  # step, phase, start, end (nanoseconds since the epoch)
         self._step = self._since = 0
         self._writers: list[threading.Thread] = []
 
     @property
     def step(self) -> int:
-        """The step at hand."""
+        """The current step."""
         return self._step
 
     @property
-    def is_asked(self) -> bool:
-        """Whether somebody asks; only rank 0 looks."""
+    def is_requested(self) -> bool:
+        """Whether the request file exists. Only rank 0 checks."""
         return self._journal.rank == 0 and self._recording is None and os.path.exists(self._file)
 
-    def turn(self, done: int, *, asked: bool = False) -> None:
-        """End and begin what ends and begins between step `done` and the next; `asked` if all ranks agreed on it.
+    def between_steps(self, done: int, *, requested: bool = False) -> None:
+        """End and start recordings between step `done` and the next. `requested`: the ranks agreed to start one.
 
-        The time that it takes belongs to no step.
+        The time that this takes is not counted as part of a step.
         """
         self._step = done + 1
         recording = self._recording
-        if recording is None and not asked and self._named is None:
+        if recording is None and not requested and self._recipe_request is None:
             return
         is_over = recording is not None and done >= recording.last
         if is_over:
             self._end(done)
-        # A wish that arrives as a recording ends is the one that began it, on its way twice.
-        is_new = asked and not is_over
-        if self._recording is None and (request := self._due(done, asked=is_new)) is not None:
+        # A request that arrives as a recording ends is the one that started it: rank 0 sent it for two steps.
+        is_new = requested and not is_over
+        if self._recording is None and (request := self._next_request(done, requested=is_new)) is not None:
             self._begin(request, done)
         elif not is_over:
             return
         self._clock.restart()
 
     @contextmanager
-    def watch(self, start: int) -> Iterator[None]:
-        """Begin what begins with the first step after `start`; at the end, wait until all is written.
+    def active(self, start: int) -> Iterator[None]:
+        """Record requests in this context, from the first step after `start` on; at its end, wait for all writes.
 
-        When memory runs out, who holds it is written down. What was being recorded when something failed is lost.
+        On an out-of-memory error, write a memory snapshot. On any error, the current recording is lost.
         """
-        self.turn(start)
+        self.between_steps(start)
         try:
             yield
         except Exception as error:
-            self._clock.watcher = None
+            self._clock.on_lap = None
             if is_out_of_memory(error):
-                self._photograph(error)
+                self._write_oom_snapshot(error)
             raise
         if self._recording is not None:
             self._end(self._step - 1)
@@ -120,72 +120,72 @@ class Profiler:
             each.join()
         self._writers.clear()
 
-    def _photograph(self, error: Exception) -> None:
-        """Leave an image of the memory that ran out; of a GPU's there is one already, see `photograph_oom`."""
+    def _write_oom_snapshot(self, error: Exception) -> None:
+        """Write a memory snapshot and its event. On a GPU the snapshot exists already, see `snapshot_on_oom`."""
         path = snapshot_file(self._run, step=self._step, rank=self._journal.rank)
         try:
             if not path.exists():
-                self._photographer.write(path, step=self._step, oom={"message": str(error)[:500]})
+                self._snapshotter.write(path, step=self._step, oom={"message": str(error)[:500]})
             where = str(path.relative_to(self._run.path))
             self._journal.event("profile", step=self._step, what="memory", path=where, request="oom")
-        except Exception as trouble:
-            log.warning("what holds the memory could not be written: %s", trouble)
+        except Exception as write_error:
+            log.warning("the memory snapshot could not be written: %s", write_error)
 
-    def _due(self, done: int, *, asked: bool) -> ProfileRequest | None:
-        """Return what begins with the next step."""
-        named = self._named
-        if named is not None and named.first <= done + 1:
-            self._named = None
-            if left := max(0, named.first + named.steps - (done + 1)):
-                return ProfileRequest(first=done + 1, steps=left, ranks=named.ranks, id=named.id)
-        request = read_request(self._run) if asked else None
-        if request is None or request.id == self._served:
-            if asked and request is None and self._journal.rank == 0:
-                self._forget_nonsense()
+    def _next_request(self, done: int, *, requested: bool) -> ProfileRequest | None:
+        """Return the request of the recording that starts with the next step; None without one."""
+        planned = self._recipe_request
+        if planned is not None and planned.first <= done + 1:
+            self._recipe_request = None
+            if left := max(0, planned.first + planned.steps - (done + 1)):
+                return ProfileRequest(first=done + 1, steps=left, ranks=planned.ranks, id=planned.id)
+        request = read_request(self._run) if requested else None
+        if request is None or request.id == self._served_id:
+            if requested and request is None and self._journal.rank == 0:
+                self._remove_unreadable_request()
             return None
-        self._served = request.id
+        self._served_id = request.id
         return request
 
     def _begin(self, request: ProfileRequest, done: int) -> None:
         recording = Recording(request=request, first=done + 1, last=done + request.steps)
         self._recording = recording
-        self._link.enter("evaluation", done)  # a section that may take long: a profiler starts, or writes, for seconds
+        self._link.report_section("evaluation", done)  # a section with a long timeout: profilers take seconds
         if not request.is_for(self._journal.rank):
             return
         try:
             if request.memory:
-                self._photographer.begin()
-                recording.photographer = self._photographer
+                self._snapshotter.begin()
+                recording.snapshotter = self._snapshotter
             else:
-                recording.trace = _start_trace(self._photographer.device)
+                recording.trace = _start_trace(self._snapshotter.device)
                 self._spans, self._since = [], time.time_ns()
-                self._clock.watcher = self._note
-        except Exception as error:  # whatever a profiler cannot do is no reason to stop training
-            self._complain(error)
+                self._clock.on_lap = self._on_lap
+        except Exception as error:  # a failed profile must not stop training
+            self._write_failure_event(error)
 
-    def _note(self, phase: str, *, gaps: bool = False) -> None:
-        """Take down that a lap has ended now; with `gaps` those before it were of the same phase."""
+    def _on_lap(self, phase: str, *, gaps: bool = False) -> None:
+        """Record that a lap or span has ended now. With `gaps`, the time between earlier spans has the same phase."""
         now = time.time_ns()
         if gaps:
-            self._spans = [(step, phase if seen == GAP else seen, a, b) for step, seen, a, b in self._spans]
+            self._spans = [(step, phase if seen == BETWEEN_SPANS else seen, a, b) for step, seen, a, b in self._spans]
         self._spans.append((self._step, phase, self._since, now))
         self._since = now
 
     def _end(self, done: int) -> None:
         recording, self._recording = self._recording, None
         assert recording is not None
-        self._link.enter("evaluation", done)
-        self._clock.watcher = None
+        self._link.report_section("evaluation", done)
+        self._clock.on_lap = None
         try:
             if recording.trace is not None:
                 self._end_trace(recording, recording.trace, done)
-            elif recording.photographer is not None:
+            elif recording.snapshotter is not None:
                 path = snapshot_file(self._run, step=recording.first, rank=self._journal.rank)
-                self._photographer.end(path, step=done)
-                self._tell(recording, path, done)
+                self._snapshotter.end(path, step=done)
+                self._write_event(recording, path, done)
         except Exception as error:
-            self._complain(error)
-        if self._journal.rank == 0:  # all ranks have read it: they did before this recording's first step
+            self._write_failure_event(error)
+        if self._journal.rank == 0:  # all ranks have read the request, before the first step of this recording
             withdraw_request(self._run, recording.request.id)
 
     def _end_trace(self, recording: Recording, trace: profile, done: int) -> None:
@@ -194,7 +194,7 @@ class Profiler:
             "rank": rank,
             "world_size": torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
             "host": platform.node(),
-            "device": str(self._photographer.device),
+            "device": str(self._snapshotter.device),
             "steps": [recording.first, done],
             "phases": self._spans,
         }
@@ -206,49 +206,49 @@ class Profiler:
         self._writers.append(writer)
 
     def _write(self, recording: Recording, trace: profile, path: Path, done: int) -> None:
-        """Write the trace while training goes on: packing it may take seconds."""
-        draft = path.with_name(f".{path.name}")  # the ending stays: torch packs by it
+        """Write the trace in a thread while training continues: compressing it may take seconds."""
+        temporary = path.with_name(f".{path.name}")  # torch compresses if the name ends in .gz
         try:
             path.parent.mkdir(exist_ok=True)
-            trace.export_chrome_trace(str(draft))
-            draft.replace(path)
-            self._tell(recording, path, done)
+            trace.export_chrome_trace(str(temporary))
+            temporary.replace(path)
+            self._write_event(recording, path, done)
         except Exception as error:
-            self._complain(error)
+            self._write_failure_event(error)
             with suppress(OSError):
-                draft.unlink(missing_ok=True)  # half a trace would keep a full disk full
+                temporary.unlink(missing_ok=True)  # free the space if the disk is full
 
-    def _tell(self, recording: Recording, path: Path, done: int) -> None:
+    def _write_event(self, recording: Recording, path: Path, done: int) -> None:
         what = "memory" if recording.request.memory else "trace"
         where = str(path.relative_to(self._run.path))
         facts = {"what": what, "path": where, "first": recording.first, "last": done, "request": recording.request.id}
         self._journal.event("profile", step=done, **facts)
 
-    def _complain(self, error: Exception) -> None:
-        log.warning("the profile could not be made: %s", error)
-        self._journal.event("profile", step=self._step, what="failed", message=str(error), request=self._served)
+    def _write_failure_event(self, error: Exception) -> None:
+        log.warning("the profile could not be recorded: %s", error)
+        self._journal.event("profile", step=self._step, what="failed", message=str(error), request=self._served_id)
 
-    def _forget_nonsense(self) -> None:
-        """Remove a request that nobody can read, which would be asked about for ever."""
+    def _remove_unreadable_request(self) -> None:
+        """Remove a request that cannot be read. Otherwise rank 0 would request it at every step."""
         try:
             Path(self._file).unlink(missing_ok=True)
         except OSError as error:
-            self._complain(error)
+            self._write_failure_event(error)
 
 
 def build_profiler(
     run: RunDirectory,
     journal: Journal,
-    clock: Clock,
+    clock: StepClock,
     networks: Sequence[Network],
     device: torch.device,
     link: SupervisorLink,
 ) -> Profiler:
-    """Return the profiler of a rank that trains `networks`."""
+    """Return the profiler of this rank."""
     telemetry = run.read_recipe().telemetry
-    photographer = Photographer([each.module for each in networks], device, history=telemetry.memory_snapshots)
-    profiler = Profiler(run, telemetry, journal, clock, photographer, link)
-    photograph_oom(photographer, run, rank=journal.rank, step=lambda: profiler.step)
+    snapshotter = MemorySnapshotter([each.module for each in networks], device, history=telemetry.memory_snapshots)
+    profiler = Profiler(run, telemetry, journal, clock, snapshotter, link)
+    snapshot_on_oom(snapshotter, run, rank=journal.rank, step=lambda: profiler.step)
     return profiler
 
 

@@ -1,4 +1,4 @@
-"""How evenly the routers spread their tokens: numbers for the metrics of a step."""
+"""Router statistics of mixture-of-experts layers, for the metrics of a step."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -16,22 +16,22 @@ from trimaran.parallel import RankMesh
 
 
 def router_statistics(networks: Sequence[Network], ranks: RankMesh) -> Callable[[], dict[str, Any]]:
-    """Return a reader of what the routers did since the last call, to be used a step later. Every rank must call.
+    """Return a function that returns the statistics since the last call. Call it one step later.
 
-    One small collective for all layers together, and nothing waits for the device; without a mixture of ours, none.
-    Only training counts. What is counted on several ranks (tp) or more than once (recompute) is so for the whole layer,
-    and the numbers are means over layers of ratios: they stay the same.
+    Every rank must call this: it is one small all-reduce for all layers, or none without our own MoE layers. It does
+    not synchronise with the device. Only training is counted. Counts that tp or recompute repeat are repeated for the
+    complete layer, and the statistics are means over layers of ratios, so they do not change.
     """
     module = networks[0].module
     if not isinstance(module, Decoder) or (experts := module.spec.block.experts) is None:
         return dict
-    tallies = {layer: mixture.take_tally() for layer, mixture in _mixtures(networks)}
-    device = next(iter(tallies.values())).device  # where it was counted; the weights may be elsewhere
+    tallies = {layer: moe_layer.take_tally() for layer, moe_layer in _moe_layers(networks)}
+    device = next(iter(tallies.values())).device  # the device of the counts; weights may be offloaded
     table = torch.zeros(module.spec.layers, experts.num_experts + CENSUS, dtype=torch.float64, device=device)
     for layer, tally in tallies.items():
         table[layer] = tally
     if ranks.degrees.world_size > 1:
-        dist.all_reduce(table)  # the layers of other stages are rows of zeros here
+        dist.all_reduce(table)  # layers of other stages are zero rows on this rank
     copy = table.to("cpu", non_blocking=True)
     copied = torch.cuda.Event() if device.type == "cuda" else None
     if copied is not None:
@@ -40,35 +40,36 @@ def router_statistics(networks: Sequence[Network], ranks: RankMesh) -> Callable[
     def read() -> dict[str, Any]:
         if copied is not None:
             copied.synchronize()
-        return {"router": _ratios(copy, experts)}
+        return {"router": _router_metrics(copy, experts)}
 
     return read
 
 
-def _mixtures(networks: Sequence[Network]) -> Iterator[tuple[int, MoeLayer]]:
-    """Yield the mixtures that are here, each with the number of its layer."""
+def _moe_layers(networks: Sequence[Network]) -> Iterator[tuple[int, MoeLayer]]:
+    """Yield this rank's MoE layers, each with its layer number."""
     for network in networks:
         for number, layer in network.module.get_submodule("layers").named_children():
-            for mixture in layer.children():
-                if isinstance(mixture, MoeLayer):
-                    yield int(number), mixture
+            for moe_layer in layer.children():
+                if isinstance(moe_layer, MoeLayer):
+                    yield int(number), moe_layer
 
 
-def _ratios(table: Tensor, experts: ExpertSpec) -> dict[str, float]:
-    """Return the numbers of a `table` that has a census in each row, one for each layer.
+def _router_metrics(table: Tensor, experts: ExpertSpec) -> dict[str, float]:
+    """Return the router metrics of a `table` of counts, one row per layer.
 
-    Loads are what the router chose, before the capacity drops any of it.
+    Loads count the router's choices, before the capacity drops any of them.
     """
     loads = table[:, :-CENSUS]
     choices = loads.sum(1).clamp(min=1)
     dropped, squares = table[:, -CENSUS:].unbind(1)
-    shares = loads / choices[:, None]
-    evenest = math.log(experts.num_experts)
-    numbers = {
-        "imbalance": shares.amax(1) * experts.num_experts,
+    fractions = loads / choices[:, None]
+    max_entropy = math.log(experts.num_experts)
+    entropy = -torch.special.xlogy(fractions, fractions).sum(1)
+    metrics = {
+        "imbalance": fractions.amax(1) * experts.num_experts,
         "idle": (loads == 0).double().mean(1),
         "dropped": dropped / choices,
         "z": squares * experts.top_k / choices,
-        "entropy": -torch.special.xlogy(shares, shares).sum(1) / evenest if evenest else torch.ones_like(choices),
+        "entropy": entropy / max_entropy if max_entropy else torch.ones_like(choices),
     }
-    return {name: of_layers.mean().item() for name, of_layers in numbers.items()}
+    return {name: layers.mean().item() for name, layers in metrics.items()}

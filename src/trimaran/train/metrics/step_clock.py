@@ -1,4 +1,4 @@
-"""Where the time of a step goes, without stopping the device to look."""
+"""Measures the seconds of a step by phase, without synchronising with the device."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -7,65 +7,69 @@ from itertools import pairwise
 
 import torch
 
-Reading = Callable[[], dict[str, float]]
-ASIDE = "aside"  # a lap that no step takes
-GAP = "?"  # what lies between the phases that a stopwatch sees; the end of the lap says what that was
+ReadSeconds = Callable[[], dict[str, float]]
+DISCARDED = "aside"  # the phase of laps that belong to no step
+BETWEEN_SPANS = "?"  # the phase of time between the spans of a lap, until the end of the lap names it
 
-Watcher = Callable[..., None]  # is told by the host when a lap, or a part of one, ends: its phase, and `gaps`
+LapCallback = Callable[..., None]  # called on the host at the end of a lap or span, with its phase and `gaps`
 
 
-class Stopwatch:
-    """Time inside a lap, by phase, where the phases take turns too often to be laps. Read it as late as the clock."""
+class SpanTimer:
+    """Measures spans inside a lap, by phase, for phases that alternate too often to be laps.
+
+    Read it as late as the clock: on a GPU, one step later.
+    """
 
     def __init__(
-        self, mark: Callable[[], object], between: Callable[..., float], watcher: Watcher | None = None
+        self, mark: Callable[[], object], between: Callable[..., float], on_lap: LapCallback | None = None
     ) -> None:
-        self._mark, self._between, self._watcher = mark, between, watcher
+        self._mark, self._between, self._on_lap = mark, between, on_lap
         self._spans: list[tuple[str, object, object]] = []
 
     @contextmanager
-    def run(self, phase: str) -> Iterator[None]:
+    def span(self, phase: str) -> Iterator[None]:
         start = self._mark()
-        if self._watcher is not None:
-            self._watcher(GAP)
+        if self._on_lap is not None:
+            self._on_lap(BETWEEN_SPANS)
         yield
         self._spans.append((phase, start, self._mark()))
-        if self._watcher is not None:
-            self._watcher(phase)
+        if self._on_lap is not None:
+            self._on_lap(phase)
 
-    def phases(self) -> dict[str, float]:
-        phases: dict[str, float] = {}
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of all spans, by phase."""
+        seconds: dict[str, float] = {}
         for phase, start, end in self._spans:
-            phases[phase] = phases.get(phase, 0.0) + self._between(start, end)
-        return phases
+            seconds[phase] = seconds.get(phase, 0.0) + self._between(start, end)
+        return seconds
 
 
-class Laps:
-    """Seconds by the host's clock of what happens once, phase after phase."""
+class StartupTimer:
+    """Measures the phases of a worker's start, which run once, one after another, in wall-clock seconds."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._last = time.monotonic()
 
     def lap(self, phase: str) -> None:
-        """End the running lap, which `phase` gets."""
+        """End the running lap and add its time to `phase`."""
         now = time.monotonic()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
         self._last = now
 
 
-Mark = tuple[str, object, Stopwatch | None]  # the end of a lap: its phase, when, and what was seen inside of it
+LapEnd = tuple[str, object, SpanTimer | None]  # the phase of a lap, the mark at its end, and the spans inside it
 
 
-class Clock:
-    """Splits time into laps, each named for a phase; the laps of a step add up to the step.
+class StepClock:
+    """Splits the time of a step into laps, each with a phase. The laps of a step add up to the step.
 
-    `lap(phase)` ends the running lap. `read()` closes the step and returns a function that gives its seconds by phase;
-    on a GPU call that function a step later, when the device has passed the marks anyway.
+    `lap(phase)` ends the running lap. `end_step()` ends the step and returns a function that returns its seconds by
+    phase. On a GPU, call that function one step later: by then the device has passed the marks, and nothing waits.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.watcher: Watcher | None = None  # only while a profile is made
+        self.on_lap: LapCallback | None = None  # set only while a trace is recorded
         self._mark: Callable[[], object] = time.perf_counter
         self._between: Callable[..., float] = lambda start, end: end - start
         if device.type == "cuda":
@@ -73,48 +77,53 @@ class Clock:
         self.restart()
 
     def restart(self) -> None:
-        """Forget the time since the last lap: it belongs to no step."""
-        self._marks: list[Mark] = [("", self._mark(), None)]
-        if self.watcher is not None:
-            self.watcher("")
+        """Discard the laps of the running step, and start a new one now."""
+        self._laps: list[LapEnd] = [("", self._mark(), None)]
+        if self.on_lap is not None:
+            self.on_lap("")
 
     def lap(self, phase: str) -> None:
-        self._marks.append((phase, self._mark(), None))
-        if self.watcher is not None:
-            self.watcher(phase)
+        """End the running lap and add its time to `phase`."""
+        self._laps.append((phase, self._mark(), None))
+        if self.on_lap is not None:
+            self.on_lap(phase)
 
-    def aside(self) -> None:
-        """End the running lap, which belongs to no step."""
-        self.lap(ASIDE)
+    def discard_lap(self) -> None:
+        """End the running lap without adding its time to the step."""
+        self.lap(DISCARDED)
 
-    def stopwatch(self) -> Stopwatch:
-        """Return a watch for the lap that runs now; end the lap with `split`."""
-        return Stopwatch(self._mark, self._between, self.watcher)
+    def span_timer(self) -> SpanTimer:
+        """Return a timer for spans of the running lap; end the lap with `split_lap`."""
+        return SpanTimer(self._mark, self._between, self.on_lap)
 
-    def split(self, watch: Stopwatch, *, rest: str) -> Callable[[], float]:
-        """End the running lap: each phase gets what the watch saw of it, and `rest` the rest, whose seconds return."""
-        start, end = self._marks[-1][1], self._mark()
-        self._marks.append((rest, end, watch))
-        if self.watcher is not None:
-            self.watcher(rest, gaps=True)
-        return lambda: self._between(start, end) - sum(watch.phases().values())
+    def split_lap(self, spans: SpanTimer, *, rest: str) -> Callable[[], float]:
+        """End the running lap: each phase gets its spans, and `rest` gets the remaining time.
 
-    def read(self) -> Reading:
-        marks = self._marks
-        self._marks = [("", marks[-1][1], None)]
+        Returns a function that returns the remaining seconds.
+        """
+        start, end = self._laps[-1][1], self._mark()
+        self._laps.append((rest, end, spans))
+        if self.on_lap is not None:
+            self.on_lap(rest, gaps=True)
+        return lambda: self._between(start, end) - sum(spans.seconds().values())
 
-        def seconds() -> dict[str, float]:
-            phases: dict[str, float] = {}
-            for (_, start, _), (phase, end, watch) in pairwise(marks):
-                left = self._between(start, end)
-                for seen, part in (watch.phases() if watch else {}).items():
-                    phases[seen] = phases.get(seen, 0.0) + part
-                    left -= part
-                phases[phase] = phases.get(phase, 0.0) + left
-            phases.pop(ASIDE, None)
-            return phases
+    def end_step(self) -> ReadSeconds:
+        """End the step; return a function that returns its seconds by phase."""
+        laps = self._laps
+        self._laps = [("", laps[-1][1], None)]
 
-        return seconds
+        def read() -> dict[str, float]:
+            seconds: dict[str, float] = {}
+            for (_, start, _), (phase, end, spans) in pairwise(laps):
+                remaining = self._between(start, end)
+                for span_phase, span_seconds in (spans.seconds() if spans else {}).items():
+                    seconds[span_phase] = seconds.get(span_phase, 0.0) + span_seconds
+                    remaining -= span_seconds
+                seconds[phase] = seconds.get(phase, 0.0) + remaining
+            seconds.pop(DISCARDED, None)
+            return seconds
+
+        return read
 
 
 def _cuda_mark() -> torch.cuda.Event:

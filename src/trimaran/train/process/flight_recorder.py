@@ -1,7 +1,7 @@
-"""What a rank's communication waits for: torch's flight recorder, and a count of messages, which it leaves out.
+"""Reports which communication a rank has started: collectives from torch's flight recorder, and point-to-point counts.
 
-The recorder runs when TORCH_FR_BUFFER_SIZE was in the environment before torch was imported. On gloo it knows the
-collectives and, of each, only whether it is over; it knows no messages between two ranks and no members of groups.
+The recorder runs when TORCH_FR_BUFFER_SIZE was set before torch was imported. With gloo it records collectives, and of
+each only whether it has ended. It records neither point-to-point messages nor the members of groups.
 """
 
 import json
@@ -16,23 +16,23 @@ from torch.distributed.distributed_c10d import _world
 
 _recorder: Any = torch._C._distributed_c10d  # its stubs leave the recorder out
 
-NUM_OPERATIONS = 600  # of the recorder's entries, how many go into a rank report
-NUM_MESSAGES = 400
+MAX_OPERATIONS = 600  # recorder entries in a rank report
+MAX_MESSAGES = 400
 
 
-class Messages:
-    """Counts the messages that this rank has begun to send and to receive, by peer. One for each process."""
+class MessageCounts:
+    """Counts the sends and receives that this rank has started, by peer. One per process."""
 
     def __init__(self) -> None:
         self.sent: dict[int, int] = {}
         self.received: dict[int, int] = {}
-        self.recent: deque[dict[str, Any]] = deque(maxlen=NUM_MESSAGES)
+        self.recent: deque[dict[str, Any]] = deque(maxlen=MAX_MESSAGES)
 
-    def listen(self) -> Callable[[], None]:
-        """Count from now on; the answer ends it.
+    def start(self) -> Callable[[], None]:
+        """Start to count; return a function that stops it.
 
-        Every message of Python code, batched or not, passes these two methods, and no C++ code sends any. A hook for
-        them exists in no backend, so the methods are wrapped: about a microsecond each.
+        Every message that Python code sends, batched or not, passes through `ProcessGroup.send` and `recv`, and C++
+        code sends none. No backend has a hook for them, so both methods are wrapped: about a microsecond per call.
         """
         kind: Any = dist.ProcessGroup
         send, receive = kind.send, kind.recv
@@ -58,16 +58,16 @@ class Messages:
 
 
 def group_members() -> dict[str, list[int]]:
-    """Return the ranks of each group that this rank belongs to."""
-    # new_group leaves a number in the place of a group that this rank is not in.
+    """Return the ranks of each process group that this rank belongs to, by group name."""
+    # For a group without this rank, new_group leaves a number instead of a group.
     groups = [(_world.pg_names.get(group), ranks) for group, ranks in list(_world.pg_group_ranks.items())]
     return {name: sorted(ranks) for name, ranks in groups if name is not None}
 
 
 def operations() -> list[dict[str, Any]]:
-    """Return the last collectives that this rank has begun, oldest first; `number` counts those of one group.
+    """Return the last collectives that this rank has started, oldest first. `number` counts those of one group.
 
-    `state` is `scheduled` on gloo for ever; on NCCL it becomes `started` and `completed`.
+    `state` stays `scheduled` with gloo; with NCCL it becomes `started` and `completed`.
     """
     entries = json.loads(_recorder._dump_fr_trace_json()).get("entries", [])
     return [
@@ -81,6 +81,6 @@ def operations() -> list[dict[str, Any]]:
             "done": bool(entry["retired"]),
             "time": entry["time_created_ns"] / 1e9,
         }
-        for entry in entries[-NUM_OPERATIONS:]
-        if not entry["is_p2p"]  # NCCL records messages too; they are counted above
+        for entry in entries[-MAX_OPERATIONS:]
+        if not entry["is_p2p"]  # NCCL records messages too, but `MessageCounts` has them
     ]

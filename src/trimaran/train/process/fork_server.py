@@ -1,117 +1,111 @@
-"""`python -m trimaran.train.process.fork_server RUN FD PARENT`: imports torch once and forks the ranks of a run out of itself.
+"""`python -m trimaran.train.process.fork_server RUN FD PARENT`: imports torch once and forks the ranks of a run.
 
-It obeys lines of JSON on the socket FD, and answers with some: `{"start": [{"rank": 0, "environment": {...}}, ...]}`
-is answered by `{"told": "started", "rank": 0, "pid": 4711}` and, whenever that is, by `{"told": "ended", "rank": 0,
-"pid": 4711, "code": -9, "time": ...}` (monotonic clock). A rank's environment comes on top of the fork server's own.
+It reads JSON lines from the socket FD and writes JSON lines back. `{"start": [{"rank": 0, "environment": {...}}, ...]}`
+is answered by `{"event": "started", "rank": 0, "pid": 4711}` and, when the rank ends, by `{"event": "ended", "rank": 0,
+"pid": 4711, "code": -9, "time": ...}` (monotonic clock). A rank's environment is added to the fork server's own.
 
-The fork server has one thread and never touches CUDA: neither would survive a fork. Ranks that it has not forked yet are
-what others keep as warm spares. They die with it, and it dies with PARENT, the supervisor.
+The fork server has one thread and never initialises CUDA: neither survives a fork. It replaces warm spare ranks, as a
+new rank does not have to import torch. Ranks end with the fork server, and it ends with PARENT, the supervisor.
 """
 
-import ctypes
 import os
 import signal
 import sys
 
-PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36  # of Linux's prctl.h
+if __name__ == "__main__":
+    # A request to the supervisor to show its ranks; some schedulers send it to every process of a job.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
-
-def die_with(parent: int) -> None:
-    """Have the kernel end this process when `parent`, or rather the thread of it that started us, does."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)  # it was gone before we could ask
-
+from trimaran.run.process_control import adopt_orphans, die_with_parent, set_process_name
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a question to the supervisor, which some send to all of a job
-    die_with(int(sys.argv[3]))  # before torch is imported, which takes seconds
+    die_with_parent(signal.SIGKILL, parent=int(sys.argv[3]))  # before torch is imported, which takes seconds
 
-import faulthandler  # noqa: E402
-import gc  # noqa: E402
-import json  # noqa: E402
-import logging  # noqa: E402
-import select  # noqa: E402
-import socket  # noqa: E402
-import time  # noqa: E402
-import traceback  # noqa: E402
-from collections.abc import Iterator, Mapping  # noqa: E402
-from importlib import import_module  # noqa: E402
-from pathlib import Path  # noqa: E402
-from types import FrameType  # noqa: E402
-from typing import Any, NoReturn  # noqa: E402
+import faulthandler
+import gc
+import json
+import logging
+import select
+import socket
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
 
-import torch  # noqa: E402
+import torch
 
-from trimaran.data import cache_folder  # noqa: E402
-from trimaran.run import open_run  # noqa: E402
-from trimaran.train.process.rank_info import read_rank_info  # noqa: E402
-from trimaran.train.process.supervisor_link import supervisor_link_of  # noqa: E402
-from trimaran.train.worker import run_worker  # noqa: E402
+from trimaran.data import cache_folder
+from trimaran.run import open_run
+from trimaran.train.process.rank_info import read_rank_info
+from trimaran.train.process.supervisor_link import read_supervisor_link
+from trimaran.train.worker import run_worker
 
-PLUGIN = "TRIMARAN_TEST_PLUGIN"  # for tests: a module that a rank imports before it works, to break things on purpose
-# What ranks import when they come to it, and each of them for itself if it was not done here.
-LATER = ("torch._dynamo", "encodings.idna", "numpy.ma")
+PLUGIN = "TRIMARAN_TEST_PLUGIN"  # for tests: a module that a rank imports first, to inject faults
+# Modules that ranks import only when they need them. Imported here, so that not every rank has to.
+LAZY_MODULES = ("torch._dynamo", "encodings.idna", "numpy.ma")
 
 
 def main() -> None:
     run, control = Path(sys.argv[1]), socket.socket(fileno=int(sys.argv[2]))
-    for name in LATER:
+    for name in LAZY_MODULES:
         import_module(name)
-    assert not torch.cuda.is_initialized(), "a fork cannot use the CUDA of its parent"
+    assert not torch.cuda.is_initialized(), "a forked process cannot use CUDA that its parent initialised"
     ForkServer(run, control).serve()
 
 
 class ForkServer:
-    """Forks ranks when told to, and tells how they ended."""
+    """Forks ranks on request, and reports how they ended."""
 
     def __init__(self, run: Path, control: socket.socket) -> None:
         self._run, self._control = run, control
-        self._ranks: dict[int, int] = {}
-        self._heard = b""
+        self._ranks: dict[int, int] = {}  # by process id
+        self._unparsed = b""
 
     def serve(self) -> None:
-        """Obey until the supervisor hangs up."""
+        """Serve requests until the supervisor closes the socket."""
         woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        signal.signal(signal.SIGCHLD, _note)  # a handler there must be, for the wakeup to be written
+        signal.signal(signal.SIGCHLD, _ignore)  # without a handler nothing is written to the wakeup descriptor
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)  # stopping is the supervisor's to decide
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # whom a dead rank leaves behind is ours to bury
+            signal.signal(number, signal.SIG_IGN)  # the supervisor decides when to stop
+        adopt_orphans()  # so that processes which a dead rank leaves behind are reaped here
         gc.collect()
-        gc.freeze()  # a collection in a rank would write to pages that all of them share
-        self._tell(told="warm")
+        gc.freeze()  # a garbage collection in a rank would write to the shared pages, and so copy them
+        self._send(event="warm")
         while True:
             readable, _, _ = select.select([self._control, woken], [], [])
             if woken in readable:
                 os.read(woken, 4096)
-            self._bury()
+            self._reap()
             if self._control in readable:
-                for order in self._orders():
-                    for each in order["start"]:
+                for request in self._requests():
+                    for each in request["start"]:
                         self._fork(each["rank"], each["environment"])
 
-    def _orders(self) -> Iterator[dict[str, Any]]:
+    def _requests(self) -> Iterator[dict[str, Any]]:
         data = self._control.recv(1 << 20)
         if not data:
-            os._exit(0)  # and the ranks with us
-        *lines, self._heard = (self._heard + data).split(b"\n")
+            os._exit(0)  # the ranks end with this process
+        *lines, self._unparsed = (self._unparsed + data).split(b"\n")
         return (json.loads(line) for line in lines)
 
-    def _tell(self, **told: Any) -> None:
-        self._control.sendall(json.dumps(told).encode() + b"\n")
+    def _send(self, **fields: Any) -> None:
+        self._control.sendall(json.dumps(fields).encode() + b"\n")
 
     def _fork(self, rank: int, environment: Mapping[str, str]) -> None:
         parent = os.getpid()
         if (pid := os.fork()) == 0:
             self._control.close()
-            _live(self._run, parent, environment)
-        os.setpgid(pid, pid)  # here and in the rank: whoever comes first
+            _run_rank_and_exit(self._run, parent, environment)
+        os.setpgid(pid, pid)  # the rank does it too, as either process may run first
         self._ranks[pid] = rank
-        self._tell(told="started", rank=rank, pid=pid)
+        self._send(event="started", rank=rank, pid=pid)
 
-    def _bury(self) -> None:
-        """Tell of every rank that has ended since the last look."""
+    def _reap(self) -> None:
+        """Report every rank that has ended since the last call."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -121,13 +115,13 @@ class ForkServer:
                 return
             if (rank := self._ranks.pop(pid, None)) is not None:
                 code = os.waitstatus_to_exitcode(status)
-                self._tell(told="ended", rank=rank, pid=pid, code=code, time=time.monotonic())
+                self._send(event="ended", rank=rank, pid=pid, code=code, time=time.monotonic())
 
 
-def _live(run: Path, parent: int, environment: Mapping[str, str]) -> NoReturn:
-    """Be a rank, from the fork to the exit. It never returns to the fork server's code."""
+def _run_rank_and_exit(run: Path, parent: int, environment: Mapping[str, str]) -> NoReturn:
+    """Run a rank in the forked process, and exit: it must never return to the fork server's code."""
     try:
-        code = _rank(run, parent, environment)
+        code = _run_rank(run, parent, environment)
     except BaseException:
         traceback.print_exc()
         code = 1
@@ -136,16 +130,14 @@ def _live(run: Path, parent: int, environment: Mapping[str, str]) -> NoReturn:
     os._exit(code)
 
 
-def _rank(run: Path, parent: int, environment: Mapping[str, str]) -> int:
-    die_with(parent)
-    os.setpgid(0, 0)  # so that a kill reaches this rank's loader processes, too
+def _run_rank(run: Path, parent: int, environment: Mapping[str, str]) -> int:
+    die_with_parent(signal.SIGKILL, parent=parent)
+    os.setpgid(0, 0)  # so that a kill of the group also reaches this rank's loader processes
     os.environ.update(environment)
     signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # SIGTERM stays unheard until the worker listens to it
-    signal.signal(
-        signal.SIGUSR2, signal.SIG_IGN
-    )  # and so does the supervisor's question, until there is a heartbeat thread
-    ctypes.CDLL(None).prctl(PR_SET_NAME, f"trimaran-{environment['RANK']}".encode())
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # SIGTERM stays ignored until the worker handles it
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # until the heartbeat thread handles it
+    set_process_name(f"trimaran-{environment['RANK']}")
     log = os.open(run / "logs" / f"rank-{environment['RANK']}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -159,12 +151,12 @@ def _rank(run: Path, parent: int, environment: Mapping[str, str]) -> int:
         torch.set_num_threads(int(threads))
     if plugin := os.environ.get(PLUGIN):
         import_module(plugin)
-    place, link = read_rank_info(os.environ), supervisor_link_of(os.environ)
-    return run_worker(open_run(run), place, cache=cache_folder(os.environ), link=link)
+    rank_info, link = read_rank_info(os.environ), read_supervisor_link(os.environ)
+    return run_worker(open_run(run), rank_info, cache=cache_folder(os.environ), link=link)
 
 
-def _note(number: int, frame: FrameType | None) -> None:
-    """The wakeup pipe has it already."""
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """Do nothing: the signal was written to the wakeup descriptor."""
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""A thread beside the training loop that shows that the rank lives, and tells what it waits for when it is asked.
+"""A thread beside the training loop: it writes the rank's heartbeat, and a rank report when the supervisor asks.
 
-The supervisor asks through the heartbeat board; `incidents/question-N.json` says in which folder the answer goes. When the
-heartbeat thread cannot run, since other code holds the interpreter, SIGUSR2 still has the main thread's stack
-written to `logs/rank-N.stacks`.
+The supervisor asks through the heartbeat board; `incidents/question-N.json` names the folder of the report. If the
+thread cannot run because other code holds the GIL, SIGUSR2 still writes the main thread's stack to
+`logs/rank-N.stacks`.
 """
 
 import contextlib
@@ -24,31 +24,31 @@ import psutil
 import torch
 
 from trimaran.run import RunDirectory
-from trimaran.train.process.flight_recorder import Messages, group_members, operations
+from trimaran.train.process.flight_recorder import MessageCounts, group_members, operations
 from trimaran.train.process.supervisor_link import SupervisorLink
 
 log = logging.getLogger(__name__)
 
 BEAT_SECONDS = 0.25
-NUM_FRAMES = 8
+MAX_FRAMES = 8
 
 
 class HeartbeatThread:
-    """A rank's heartbeat thread, from `with` to its end. A rank without a supervisor has one that does nothing."""
+    """Runs a rank's heartbeat thread inside a `with` block. Does nothing for a rank without a supervisor."""
 
     def __init__(self, run: RunDirectory, rank: int, link: SupervisorLink) -> None:
         self._run, self._rank, self._link = run, rank, link
-        self._main, self._over = threading.main_thread().ident, threading.Event()
-        self._messages = Messages()
-        self._thread = threading.Thread(target=self._watch, name="trimaran-witness", daemon=True)
+        self._main, self._stopped = threading.main_thread().ident, threading.Event()
+        self._messages = MessageCounts()
+        self._thread = threading.Thread(target=self._beat, name="trimaran-heartbeat", daemon=True)
 
     def __enter__(self) -> Self:
         if self._link.board is not None:
-            # Kept open for as long as the process lives: the handler writes to the descriptor, whatever happens.
+            # Stays open while the handler is registered: the handler writes to its descriptor.
             self._stacks = self._run.stacks(self._rank).open("w", encoding="utf-8")
-            # The main thread's own stack only: reading those of threads that run crashed 1 rank in some hundred tries.
+            # Only the main thread's stack: reading the stacks of running threads crashed about 1 rank in 100.
             faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=False)
-            self._unwrap = self._messages.listen()
+            self._stop_counting = self._messages.start()
             self._thread.start()
         return self
 
@@ -56,45 +56,43 @@ class HeartbeatThread:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._link.board is not None:
-            self._over.set()
+            self._stopped.set()
             self._thread.join()
-            self._unwrap()
+            self._stop_counting()
             faulthandler.unregister(signal.SIGUSR2)
             self._stacks.close()
 
-    def _watch(self) -> None:
-        board, place = self._link.board, self._link.place
+    def _beat(self) -> None:
+        board, local_rank = self._link.board, self._link.local_rank
         assert board is not None
-        answered = board.read(place).answered
-        while not self._over.wait(BEAT_SECONDS):
-            question = board.question
+        answered = board.read(local_rank).answered
+        while not self._stopped.wait(BEAT_SECONDS):
+            question = board.request
             if question != answered:
                 try:
-                    self._testify()
-                except (
-                    Exception
-                ):  # a heartbeat thread that cannot write must not take the rank with it, and has still answered
-                    log.exception("the rank report could not be filed")
+                    self._write_report()
+                except Exception:  # must not end the rank; the question counts as answered
+                    log.exception("the rank report could not be written")
                 answered = question
-            board.live(place, answered=answered)
+            board.beat(local_rank, answered=answered)
 
-    def _testify(self) -> None:
-        question = json.loads(self._run.question(self._rank).read_text(encoding="utf-8"))
+    def _write_report(self) -> None:
+        question = json.loads(self._run.report_request(self._rank).read_text(encoding="utf-8"))
         folder = self._run.path / question["folder"]
         frames = sys._current_frames()
-        write_whole(folder / f"rank-{self._rank}.stacks.txt", show_stacks(frames))
-        write_whole(folder / f"rank-{self._rank}.json", json.dumps(self._account(frames), separators=(",", ":")))
+        write_atomically(folder / f"rank-{self._rank}.stacks.txt", format_stacks(frames))
+        write_atomically(folder / f"rank-{self._rank}.json", json.dumps(self._report(frames), separators=(",", ":")))
 
-    def _account(self, frames: dict[int, FrameType]) -> dict[str, Any]:
+    def _report(self, frames: dict[int, FrameType]) -> dict[str, Any]:
         assert self._link.board is not None
-        heartbeat = self._link.board.read(self._link.place)
+        heartbeat = self._link.board.read(self._link.local_rank)
         return {
             "rank": self._rank,
             "pid": os.getpid(),
             "host": platform.node(),
             "time": time.time(),
-            "starved": starved_seconds(),
-            "memory": memory_now(),
+            "starved": cpu_starved_seconds(),
+            "memory": memory_in_use(),
             "section": heartbeat.section,
             "step": heartbeat.step,
             "entered_seconds_ago": time.monotonic() - heartbeat.entered,
@@ -107,18 +105,18 @@ class HeartbeatThread:
         }
 
 
-def memory_now() -> dict[str, int]:
-    """Return the bytes that this process holds: resident, and of GPUs what its allocator has given out and reserved."""
-    found = {"resident": psutil.Process().memory_info().rss}
-    if torch.cuda.is_initialized():  # any thread may ask: nothing waits for the device
-        every = [torch.cuda.memory_stats(index) for index in range(torch.cuda.device_count())]
+def memory_in_use() -> dict[str, int]:
+    """Return this process's bytes: resident on the host, and allocated and reserved by its CUDA allocator."""
+    num_bytes = {"resident": psutil.Process().memory_info().rss}
+    if torch.cuda.is_initialized():  # safe from any thread: it does not wait for the device
+        stats = [torch.cuda.memory_stats(index) for index in range(torch.cuda.device_count())]
         for name in ("allocated", "reserved"):
-            found[name] = sum(each.get(f"{name}_bytes.all.current", 0) for each in every)
-    return found
+            num_bytes[name] = sum(each.get(f"{name}_bytes.all.current", 0) for each in stats)
+    return num_bytes
 
 
-def starved_seconds() -> float:
-    """Return for how long threads of this process were ready to run and others had the cores; 0 where unknown."""
+def cpu_starved_seconds() -> float:
+    """Return how long this process's threads were runnable without getting a core; 0 where the kernel does not say."""
     total = 0
     for path in Path("/proc/self/task").glob("*/schedstat"):
         with contextlib.suppress(OSError, IndexError, ValueError):
@@ -128,13 +126,13 @@ def starved_seconds() -> float:
 
 def frames_of(frame: FrameType | None) -> list[dict[str, Any]]:
     """Return the innermost calls of a thread, innermost first: file, line, function, and the line's text."""
-    calls = traceback.extract_stack(frame)[::-1][:NUM_FRAMES] if frame is not None else []
+    calls = traceback.extract_stack(frame)[::-1][:MAX_FRAMES] if frame is not None else []
     return [
         {"file": each.filename, "line": each.lineno, "function": each.name, "text": each.line or ""} for each in calls
     ]
 
 
-def show_stacks(frames: dict[int, FrameType]) -> str:
+def format_stacks(frames: dict[int, FrameType]) -> str:
     """Return the stacks of all threads of this process, the main one first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
@@ -143,8 +141,8 @@ def show_stacks(frames: dict[int, FrameType]) -> str:
     return "\n".join(parts)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file that others see whole or not at all."""
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file that readers see complete or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.draft")
     draft.write_text(text, encoding="utf-8")

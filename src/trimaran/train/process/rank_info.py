@@ -1,4 +1,4 @@
-"""Where this worker stands."""
+"""Reads a worker's rank and device from the environment, and joins the process group."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,14 +8,14 @@ import torch
 import torch.distributed as dist
 
 from trimaran.train.process.supervisor_link import NO_SUPERVISOR, SupervisorLink
-from trimaran.train.process.token_store import address_store
+from trimaran.train.process.token_store import supervisor_store
 
 TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankInfo:
-    """This process among the ranks, and the device it computes on."""
+    """This process's ranks and world sizes, and its device."""
 
     rank: int
     world_size: int
@@ -25,9 +25,9 @@ class RankInfo:
 
 
 def read_rank_info(environment: Mapping[str, str], *, on_cpu: bool = False) -> RankInfo:
-    """Return the place that a launcher wrote into `environment`; without one, the only rank there is.
+    """Return the rank that a launcher wrote into `environment`; without a launcher, rank 0 of 1.
 
-    The device is this rank's GPU where there are any, unless the run asked for the CPU.
+    The device is this rank's GPU if the machine has any, unless `on_cpu`.
     """
     local_rank = int(environment.get("LOCAL_RANK", 0))
     use_gpu = torch.cuda.is_available() and not on_cpu
@@ -41,17 +41,21 @@ def read_rank_info(environment: Mapping[str, str], *, on_cpu: bool = False) -> R
     )
 
 
-def join(place: RankInfo, link: SupervisorLink = NO_SUPERVISOR) -> None:
-    """Join the other ranks: in the supervisor's store or, without one, where the launcher's MASTER_ADDR and MASTER_PORT
-    say. One rank meets nobody."""
+def join_process_group(rank_info: RankInfo, link: SupervisorLink = NO_SUPERVISOR) -> None:
+    """Initialise torch's default process group.
+
+    Ranks meet in the supervisor's store or, without a supervisor, at MASTER_ADDR and MASTER_PORT. A single rank uses a
+    store of its own.
+    """
     backend = "gloo"
-    if place.device.type == "cuda":
-        torch.cuda.set_device(place.device)
+    if rank_info.device.type == "cuda":
+        torch.cuda.set_device(rank_info.device)
         backend = "cpu:gloo,cuda:nccl"
-    if place.world_size == 1:
+    rank, world_size = rank_info.rank, rank_info.world_size
+    if world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
     elif link.store:
-        store = address_store(link)
-        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=TIMEOUT)
+        store = supervisor_store(link)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
     else:
-        dist.init_process_group(backend, rank=place.rank, world_size=place.world_size, timeout=TIMEOUT)
+        dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=TIMEOUT)

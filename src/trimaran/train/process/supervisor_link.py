@@ -1,4 +1,4 @@
-"""What ties a rank to the supervisor that started it; a rank under somebody else's launcher has none of it."""
+"""What a rank gets from the supervisor that started it. A rank under another launcher has none of it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,11 +8,12 @@ from trimaran.run import Heartbeat, HeartbeatBoard, Section
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisorLink:
-    """Where to meet the other ranks, where to show that this one lives, and the memory that outlives it.
+    """The supervisor's store, the heartbeat board, and the memory that outlives this process.
 
-    `store` is `host:port` of the supervisor's store and `token` opens it; empty: torch's own, at MASTER_ADDR.
-    `term` is of the supervisor's lease: whoever has a lower one than the newest must not write checkpoints.
-    `rank memories` are the file descriptors of the node's memory, one for each of its ranks, see `checkpoint/memory_copies.py`.
+    `store` is `host:port` of the supervisor's store and `token` its secret; when empty, ranks use torch's own store at
+    MASTER_ADDR. `term` is the term of the supervisor's lease: a rank with a lower term than the newest must not write
+    checkpoints. `local_rank` is this rank's row of the board. `rank_memories` are the file descriptors of the node's
+    rank memories, one per local rank, see `checkpoint/memory_copies.py`.
     """
 
     attempt: int = 0
@@ -20,25 +21,25 @@ class SupervisorLink:
     store: str = ""
     token: str = ""
     board: HeartbeatBoard | None = None
-    place: int = 0
+    local_rank: int = 0
     rank_memories: tuple[int, ...] = ()
 
-    def enter(self, section: Section, step: int = 0) -> None:
-        """Show the supervisor how far the loop has come."""
+    def report_section(self, section: Section, step: int = 0) -> None:
+        """Report to the supervisor which section of which step the training loop is in."""
         if self.board is not None:
-            self.board.enter(self.place, section, step)
+            self.board.enter(self.local_rank, section, step)
 
     @property
     def heartbeat(self) -> Heartbeat | None:
-        """What the supervisor sees of this rank now; None where there is none."""
-        return None if self.board is None else self.board.read(self.place)
+        """What the supervisor sees of this rank now; None without a supervisor."""
+        return None if self.board is None else self.board.read(self.local_rank)
 
 
 NO_SUPERVISOR = SupervisorLink()
 
 
-def supervisor_link_of(environment: Mapping[str, str]) -> SupervisorLink:
-    """Return the ties that a supervisor wrote into `environment`, see `launch/node.py`."""
+def read_supervisor_link(environment: Mapping[str, str]) -> SupervisorLink:
+    """Return the link that the supervisor wrote into `environment`, see `launch/local_node.py`."""
     heartbeat, rank_memories = environment.get("TRIMARAN_PULSE"), environment.get("TRIMARAN_BERTHS", "")
     return SupervisorLink(
         attempt=int(environment.get("TRIMARAN_ATTEMPT", 0)),
@@ -46,6 +47,6 @@ def supervisor_link_of(environment: Mapping[str, str]) -> SupervisorLink:
         store=environment.get("TRIMARAN_STORE", ""),
         token=environment.get("TRIMARAN_TOKEN", ""),
         board=HeartbeatBoard(int(heartbeat)) if heartbeat else None,
-        place=int(environment.get("LOCAL_RANK", 0)),
+        local_rank=int(environment.get("LOCAL_RANK", 0)),
         rank_memories=tuple(int(fd) for fd in rank_memories.split(",") if fd),
     )

@@ -1,4 +1,4 @@
-"""A look at every machine of the ranks that an outside torchrun started, before they join."""
+"""Checks every machine of a torchrun job before its ranks join the process group."""
 
 import json
 import time
@@ -10,53 +10,52 @@ import torch.distributed as dist
 from trimaran.core import UserError
 from trimaran.train.process.rank_info import TIMEOUT, RankInfo
 
-HEAR_SECONDS = 10.0  # that rank 0, which perhaps holds the store, waits until all have heard of a refusal
+READ_SECONDS = 10.0  # rank 0 waits this long for all ranks to read an error, since it may host the store
 
 
-def look_together(place: RankInfo, look: Callable[[], None]) -> dist.Store | None:
-    """Take `look` on the first rank of each machine, and raise on every rank what it raised on one of them.
+def check_machines(rank_info: RankInfo, check: Callable[[], None]) -> dist.Store | None:
+    """Run `check` on the first rank of each machine; if it raises on one machine, raise its error on every rank.
 
-    The ranks tell each other through torchrun's store: what ails a machine may be the very thing that keeps them from
-    joining. Returns that store, to be held until they have joined, because others may still be reading from rank 0's.
+    The ranks exchange errors through torchrun's store, since what is wrong with a machine may prevent it from joining
+    the process group. Returns that store. Keep it until the ranks have joined: others may still read from rank 0's.
     """
-    found: dict[str, Any] = {}
-    if place.local_rank == 0:
+    error: dict[str, Any] = {}
+    if rank_info.local_rank == 0:
         try:
-            look()
-        except UserError as error:
-            found = error.as_dict()
-    if place.world_size == 1:
-        _raise(found)
+            check()
+        except UserError as raised:
+            error = raised.as_dict()
+    if rank_info.world_size == 1:
+        _raise(error)
         return None
-    store, _, _ = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=TIMEOUT))
-    found = _hear_all(dist.PrefixStore("trimaran-look", store), place, found)
-    _raise(found)
+    store, _, _ = next(dist.rendezvous("env://", rank_info.rank, rank_info.world_size, timeout=TIMEOUT))
+    _raise(_exchange(dist.PrefixStore("trimaran-preflight", store), rank_info, error))
     return store
 
 
-def _hear_all(store: dist.Store, place: RankInfo, found: dict[str, Any]) -> dict[str, Any]:
-    """Return on every rank what rank 0 makes of what all have found."""
-    store.set(str(place.rank), json.dumps(found))
-    if place.rank == 0:
-        told = [json.loads(each) for each in store.multi_get([str(rank) for rank in range(place.world_size)])]
-        store.set("all", json.dumps(_together([each for each in told if each])))
-    answer = json.loads(store.get("all"))
-    heard = store.add("heard", 1)
-    until = time.monotonic() + HEAR_SECONDS
-    while answer and place.rank == 0 and heard < place.world_size and time.monotonic() < until:
+def _exchange(store: dist.Store, rank_info: RankInfo, error: dict[str, Any]) -> dict[str, Any]:
+    """Return, on every rank, the error that rank 0 merged from those of all ranks."""
+    store.set(str(rank_info.rank), json.dumps(error))
+    if rank_info.rank == 0:
+        errors = [json.loads(each) for each in store.multi_get([str(rank) for rank in range(rank_info.world_size)])]
+        store.set("all", json.dumps(_merge([each for each in errors if each])))
+    merged = json.loads(store.get("all"))
+    num_read = store.add("heard", 1)
+    until = time.monotonic() + READ_SECONDS
+    while merged and rank_info.rank == 0 and num_read < rank_info.world_size and time.monotonic() < until:
         time.sleep(0.02)
-        heard = store.add("heard", 0)
-    return answer
+        num_read = store.add("heard", 0)
+    return merged
 
 
-def _together(told: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the first refusal, with the names of all machines that say the same; nothing where there is none."""
-    if not told:
+def _merge(errors: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the first error, with the names of all machines that have the same one; empty without errors."""
+    if not errors:
         return {}
-    alike = [each["where"] for each in told if each["what"] == told[0]["what"]]
-    return told[0] | {"where": ", ".join(dict.fromkeys(alike))}
+    machines = [each["where"] for each in errors if each["what"] == errors[0]["what"]]
+    return errors[0] | {"where": ", ".join(dict.fromkeys(machines))}
 
 
-def _raise(found: dict[str, Any]) -> None:
-    if found:
-        raise UserError(**found)
+def _raise(error: dict[str, Any]) -> None:
+    if error:
+        raise UserError(**error)

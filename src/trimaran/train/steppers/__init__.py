@@ -1,1 +1,1 @@
-"""How the micro-batches of a step become gradients and an update."""
+"""Steppers: forward, backward and update of one step, for a plain model, a pipeline, and DeepSpeed."""

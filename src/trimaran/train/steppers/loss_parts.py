@@ -1,4 +1,4 @@
-"""The parts of a step's loss, and what the loader had to say of its rows: sums over all ranks for the metrics."""
+"""Sums over all ranks, for the metrics: the parts of a step's loss, and the loader's counts."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,14 +8,14 @@ import torch.distributed as dist
 
 from trimaran.data.step_batch import StepBatch
 from trimaran.parallel import RankMesh
-from trimaran.train.loss.objective import LossSums, Objective, parts_of
+from trimaran.train.loss.objective import LossSums, Objective, mean_losses
 
 
-class PartSums:
-    """Adds up the parts of one step's micro-batches. Every rank has one, and all `read` together."""
+class LossPartSums:
+    """Adds up the loss parts of one step's micro-batches. Every rank must call `read`, which is a collective."""
 
     def __init__(self, objective: Objective, ranks: RankMesh) -> None:
-        self._names, self._ranks = objective.parts, ranks
+        self._names, self._ranks = objective.part_names, ranks
         self._sums = torch.zeros(len(self._names), 2, dtype=torch.float64, device=ranks.device)
 
     def add(self, losses: LossSums) -> None:
@@ -23,15 +23,15 @@ class PartSums:
             self._sums += losses.parts
 
     def read(self, batch: StepBatch) -> Callable[[], dict[str, Any]]:
-        """Return a reader for a step later. One small collective, and none where there is nothing to tell.
+        """Return a function that returns the sums as metrics. Call it one step later.
 
-        Which facts there are must not depend on the rank.
+        This is one small all-reduce, or none if there is nothing to sum. All ranks must have the same `batch.facts`.
         """
-        if not self._names and not batch.facts:
+        if not self._names and not batch.metrics:
             return dict
         counted = float(self._ranks.counts_samples)
-        facts = [torch.full((), value * counted, device=self._ranks.device) for value in batch.facts.values()]
-        # The ranks of a tp group have the same loss; of a pipeline only the last stage has any.
+        facts = [torch.full((), value * counted, device=self._ranks.device) for value in batch.metrics.values()]
+        # The ranks of a tp group have the same loss. In a pipeline only the last stage has one.
         ours = self._sums * float(self._ranks.rank("tp") == 0)
         sums = torch.cat([ours.flatten(), *(each.double().reshape(1) for each in facts)])
         dist.all_reduce(sums)
@@ -39,12 +39,12 @@ class PartSums:
         copied = torch.cuda.Event() if sums.is_cuda else None
         if copied is not None:
             copied.record()
-        names, keys, size = self._names, tuple(batch.facts), ours.numel()
+        names, keys, size = self._names, tuple(batch.metrics), ours.numel()
 
         def read() -> dict[str, Any]:
             if copied is not None:
                 copied.synchronize()
-            losses = {"losses": parts_of(copy[:size].view(-1, 2), names)} if names else {}
+            losses = {"losses": mean_losses(copy[:size].view(-1, 2), names)} if names else {}
             return losses | ({"rows": dict(zip(keys, copy[size:].tolist(), strict=True))} if keys else {})
 
         return read

@@ -1,4 +1,4 @@
-"""The stepper of a pipeline: a schedule of torch's decides which micro-batch passes which stage when."""
+"""The stepper of pipeline parallelism. A torch pipeline schedule runs the micro-batches through the stages."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trimaran.checkpoint.tensor_shards import State
+from trimaran.checkpoint.tensor_shards import CheckpointState
 from trimaran.core import Plan, TrainSection
 from trimaran.data.step_batch import Inputs, StepBatch
 from trimaran.nets import Network
@@ -17,24 +17,32 @@ from trimaran.parallel import RankMesh, autocast
 from trimaran.parallel.axes.pp import (
     Compute,
     Schedule,
-    Stage,
+    TimedStage,
     build_schedule,
     empty_streams,
+    forward_through_stages,
+    gather_stage_facts,
     map_stages,
-    relay,
     sum_tied_gradients,
-    survey_stages,
 )
-from trimaran.train.loss.objective import LanguageObjective, Objective, likeliest
+from trimaran.train.loss.objective import LanguageObjective, Objective, predicted_tokens
 from trimaran.train.metrics.router_stats import router_statistics
-from trimaran.train.metrics.step_clock import Clock
-from trimaran.train.steppers.loss_parts import PartSums
-from trimaran.train.steppers.stepper import NO_WISHES, Details, StepCount, padded, row_of, share_of, verdict
+from trimaran.train.metrics.step_clock import StepClock
+from trimaran.train.steppers.loss_parts import LossPartSums
+from trimaran.train.steppers.stepper import (
+    NO_REQUESTS,
+    DetailsReader,
+    StepCounts,
+    gather_logits_row,
+    loss_and_scores,
+    mask_duplicates,
+    pad_to_even_shards,
+)
 from trimaran.train.steppers.update import Updater
 
 
 class PipelineStepper:
-    """Micro-batches pass from stage to stage. `networks` are the stages here; all ranks of a pipeline load the same."""
+    """Runs micro-batches through a pipeline. `networks` are this rank's stages. All its ranks load the same batch."""
 
     def __init__(
         self,
@@ -42,113 +50,113 @@ class PipelineStepper:
         plan: Plan,
         ranks: RankMesh,
         updater: Updater,
-        clock: Clock,
+        clock: StepClock,
         objective: Objective | None = None,
     ) -> None:
         self._objective = objective or LanguageObjective()
         self._networks, self._plan, self._ranks, self._updater, self._clock = networks, plan, ranks, updater, clock
         self._stages = map_stages(plan, ranks)
-        self._facts = survey_stages(networks, self._stages, ranks.device)
+        self._facts = gather_stage_facts(networks, self._stages, ranks.device)
         self._device, kind = ranks.device, ranks.device.type
-        with autocast(plan, self._device):  # the stream travels in the dtype of the plan's products
+        with autocast(plan, self._device):  # activations are sent in the dtype of the plan's matmuls
             self._dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
-        self._schedules: dict[tuple[tuple[int, ...], ...], Schedule] = {}  # by the shapes of what passes
-        # Of the step that runs or ran last: its batch, where its time went, what its loss is multiplied by, its summed
-        # loss here, and its mean loss over all ranks.
+        self._schedules: dict[tuple[tuple[int, ...], ...], Schedule] = {}  # by the shapes of the sent activations
+        # State of the current or last step: its batch, its time by phase, the factor of its loss, its summed loss on
+        # this rank, and its mean loss over all ranks.
         self._batch = StepBatch(0, {}, 0)
-        self._watch, self._waited = clock.stopwatch(), lambda: 0.0
-        self._scale = self._total = self._mean = torch.zeros((), device=self._device)
-        self._parts = PartSums(self._objective, ranks)
-        self._of_routers: Details = dict
-        self._of_parts: Details = dict
+        self._span_timer, self._wait_seconds = clock.span_timer(), lambda: 0.0
+        self._scale = self._loss_sum = self._mean_loss = torch.zeros((), device=self._device)
+        self._parts = LossPartSums(self._objective, ranks)
+        self._router_details: DetailsReader = dict
+        self._part_details: DetailsReader = dict
 
-    def step(self, batch: StepBatch, *, wishes: Sequence[bool] = NO_WISHES) -> Tensor:
-        """See `Stepper.step`. Time between the computations of a schedule is time spent waiting for other stages."""
-        count = StepCount(batch, self._ranks, self._updater.guard, wishes=wishes)
-        self._scale = self._updater.scale * self._plan.mesh.data / count.num_valid()
-        self._total = torch.zeros((), device=self._device)
-        self._batch, self._parts = batch, PartSums(self._objective, self._ranks)
-        numbers_of = torch.arange(self._plan.grad_accum)  # what the schedule cuts up: micro-batches may be ragged
+    def step(self, batch: StepBatch, *, requests: Sequence[bool] = NO_REQUESTS) -> Tensor:
+        """See `Stepper.step`. Time between the computations of a schedule counts as waiting for other stages."""
+        counts = StepCounts(batch, self._ranks, self._updater.guard, requests=requests)
+        self._scale = self._updater.scale * self._plan.mesh.data / counts.num_valid()
+        self._loss_sum = torch.zeros((), device=self._device)
+        self._batch, self._parts = batch, LossPartSums(self._objective, self._ranks)
+        indices = torch.arange(self._plan.grad_accum)  # split by the schedule; micro-batches may differ in size
         schedule = self._schedule(batch.micro(0))
         self._clock.lap("comm")
-        self._watch = self._clock.stopwatch()
-        schedule.step(number=numbers_of, target=numbers_of, return_outputs=False)
-        self._waited = self._clock.split(self._watch, rest="comm")
+        self._span_timer = self._clock.span_timer()
+        schedule.step(number=indices, target=indices, return_outputs=False)
+        self._wait_seconds = self._clock.split_lap(self._span_timer, rest="comm")
         sum_tied_gradients(self._networks, self._stages, self._facts)
-        numbers = count.numbers(self._total)
-        self._mean = numbers[0]
-        self._of_routers = router_statistics(self._networks, self._ranks)
-        self._of_parts = self._parts.read(batch)
+        numbers = counts.numbers(self._loss_sum)
+        self._mean_loss = numbers[0]
+        self._router_details = router_statistics(self._networks, self._ranks)
+        self._part_details = self._parts.read(batch)
         self._clock.lap("comm")
         return numbers
 
     def update(self, lr: float) -> tuple[Tensor, Tensor]:
-        return self._updater.update(lr, self._mean)
+        return self._updater.update(lr, self._mean_loss)
 
-    def details(self) -> Details:
-        """See `Stepper.details`. The measured bubble is the mean over the ranks of a pipeline."""
-        watch, waited = self._watch, self._waited
-        of_update, of_routers, of_parts = self._updater.details(), self._of_routers, self._of_parts
+    def details(self) -> DetailsReader:
+        """See `Stepper.details`. The measured bubble is the mean over the ranks of the pipeline."""
+        span_timer, wait_seconds = self._span_timer, self._wait_seconds
+        update_details, router_details, part_details = self._updater.details(), self._router_details, self._part_details
 
         def read() -> dict[str, Any]:
-            busy = sum(watch.phases()[phase] for phase in ("forward", "backward"))
-            # On the CPU, where nobody waits for what the device is doing by now.
-            share = torch.tensor(waited() / (busy + waited()), dtype=torch.float64)
-            dist.all_reduce(share, group=self._stages.group)
-            measured = share.item() / self._plan.mesh.pp
+            busy = sum(span_timer.seconds()[phase] for phase in ("forward", "backward"))
+            # A CPU tensor, so that the all-reduce does not wait for the device, which runs the next step by now.
+            fraction = torch.tensor(wait_seconds() / (busy + wait_seconds()), dtype=torch.float64)
+            dist.all_reduce(fraction, group=self._stages.group)
+            measured = fraction.item() / self._plan.mesh.pp
             bubble = {"measured": measured, "theoretical": self._plan.bubble}
-            return {"bubble": bubble} | of_update() | of_routers() | of_parts()
+            return {"bubble": bubble} | update_details() | router_details() | part_details()
 
         return read
 
     @torch.no_grad()
     def evaluate(self, batch: StepBatch) -> Tensor:
-        total = torch.zeros(1 + 2 * len(self._objective.scores), dtype=torch.float64, device=self._device)
+        total = torch.zeros(1 + 2 * len(self._objective.score_names), dtype=torch.float64, device=self._device)
         for index in range(self._plan.grad_accum):
             inputs = batch.micro(index)
-            output = self._answer(inputs)
+            output = self._forward_only(inputs)
             if output is not None:
-                total += verdict(self._objective, self._networks[-1], output, inputs)
-        return share_of(total, self._ranks)
+                total += loss_and_scores(self._objective, self._networks[-1], output, inputs)
+        return mask_duplicates(total, self._ranks)
 
     @torch.no_grad()
-    def scores(self, ids: Tensor) -> Tensor:
-        logits = self._answer({"tokens": padded(ids, self._ranks)})
+    def next_token_logits(self, ids: Tensor) -> Tensor:
+        logits = self._forward_only({"tokens": pad_to_even_shards(ids, self._ranks)})
         row = torch.empty(self._networks[0].vocabulary, device=self._device)
         if logits is not None:
-            row = row_of(logits, len(ids) - 1, self._networks[-1], self._ranks).contiguous()
+            row = gather_logits_row(logits, len(ids) - 1, self._networks[-1], self._ranks).contiguous()
         dist.broadcast(row, group=self._stages.group, group_src=self._stages.owners[-1])
         return row.cpu()
 
     @torch.no_grad()
-    def guesses(self, inputs: Inputs) -> Tensor:
-        logits = self._answer(inputs)
-        found = torch.empty_like(inputs["tokens"])
+    def predict_tokens(self, inputs: Inputs) -> Tensor:
+        logits = self._forward_only(inputs)
+        tokens = torch.empty_like(inputs["tokens"])
         if logits is not None:
-            found = likeliest(self._networks[-1], logits).contiguous()
-        dist.broadcast(found, group=self._stages.group, group_src=self._stages.owners[-1])
-        return found.cpu()
+            tokens = predicted_tokens(self._networks[-1], logits).contiguous()
+        dist.broadcast(tokens, group=self._stages.group, group_src=self._stages.owners[-1])
+        return tokens.cpu()
 
     def set_training(self, training: bool) -> None:
         for network in self._networks:
             network.module.train(training)
 
-    def state(self, train: TrainSection) -> State:
+    def state(self, train: TrainSection) -> CheckpointState:
         return self._updater.state([network.module for network in self._networks], train, self._plan)
 
     def _schedule(self, inputs: Inputs) -> Schedule:
-        """Return the schedule for micro-batches like `inputs`."""
+        """Return the schedule for micro-batches with the shapes of `inputs`."""
         streams = [empty_streams(network, self._ranks, inputs, self._dtype) for network in self._networks]
         shapes = tuple(tuple(each.shape) for pair in streams for each in pair)
         if shapes not in self._schedules:
             stages = [
-                Stage(
+                TimedStage(
                     network.module,
                     number,
                     self._stages,
                     streams=pair,
                     compute=self._compute(number, network),
-                    watch=self._timed,
+                    timer=self._span,
                 )
                 for number, network, pair in zip(self._stages.here, self._networks, streams, strict=True)
             ]
@@ -156,56 +164,56 @@ class PipelineStepper:
         return self._schedules[shapes]
 
     def _compute(self, number: int, network: Network) -> Compute:
-        """Return what a stage does to a micro-batch. Where everything before it is frozen, no gradient goes there."""
-        compute = partial(self._loss if number == self._stages.last else self._stream, network)
+        """Return the forward of a stage. If all stages before it are frozen, it sends no gradient to them."""
+        compute = partial(self._forward_last_stage if number == self._stages.last else self._forward_stage, network)
         if self._facts.needs_gradient(number):
             return compute
 
-        def alone(*stream: Tensor, number: Tensor) -> Tensor:
+        def compute_detached(*stream: Tensor, number: Tensor) -> Tensor:
             out = compute(*(each.detach() for each in stream), number=number)
             if stream:
-                return _OfNoUse.apply(out, *stream)
+                return _ZeroInputGrad.apply(out, *stream)
             return out if out.requires_grad else out.detach().requires_grad_()
 
-        return alone
+        return compute_detached
 
-    def _timed(self, phase: str) -> AbstractContextManager[None]:
-        return self._watch.run(phase)
+    def _span(self, phase: str) -> AbstractContextManager[None]:
+        return self._span_timer.span(phase)
 
     def _forward(self, network: Network, *stream: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
         with autocast(self._plan, self._device):
             return network.forward(inputs, *stream)
 
-    def _stream(self, network: Network, *stream: Tensor, number: Tensor) -> Tensor:
-        """Return what a stage but the last passes on of a micro-batch."""
+    def _forward_stage(self, network: Network, *stream: Tensor, number: Tensor) -> Tensor:
+        """Return the activations that a stage other than the last sends to the next one."""
         out, balance = self._forward(network, *stream, inputs=self._batch.micro(int(number)))
         out = out.to(self._dtype).contiguous()
-        return _WithLoss.apply(out, balance, self._scale) if balance.requires_grad else out
+        return _AttachBalanceLoss.apply(out, balance, self._scale) if balance.requires_grad else out
 
-    def _loss(self, network: Network, *stream: Tensor, number: Tensor) -> Tensor:
-        """Return what the last stage starts backward from. Logits are not kept for it, only what their loss needs."""
+    def _forward_last_stage(self, network: Network, *stream: Tensor, number: Tensor) -> Tensor:
+        """Return the scaled loss of a micro-batch, from which the last stage starts backward."""
         inputs = self._batch.micro(int(number))
         output, balance = self._forward(network, *stream, inputs=inputs)
         losses = self._objective.losses(network, output, inputs)
-        self._total += losses.total.detach()
+        self._loss_sum += losses.total.detach()
         self._parts.add(losses)
         return (losses.total + balance) * self._scale
 
-    def _answer(self, inputs: Inputs) -> Tensor | None:
-        """Return the output for one micro-batch, forward only; None on ranks that do not hold the last stage."""
+    def _forward_only(self, inputs: Inputs) -> Tensor | None:
+        """Return the output for one micro-batch, without backward; None on ranks that do not hold the last stage."""
 
         def compute(network: Network, *stream: Tensor) -> Tensor:
             out, _ = self._forward(network, *stream, inputs=inputs)
             return out if network is self._networks[-1] and self._stages.has_last else out.to(self._dtype).contiguous()
 
         entering = [empty_streams(network, self._ranks, inputs, self._dtype)[0] for network in self._networks]
-        return relay(self._stages, [partial(compute, network) for network in self._networks], entering)
+        return forward_through_stages(self._stages, [partial(compute, network) for network in self._networks], entering)
 
 
-class _OfNoUse(torch.autograd.Function):
-    """Returns what a stage has made. In backward, what had come into it gets a gradient of zeros.
+class _ZeroInputGrad(torch.autograd.Function):
+    """Returns the output of a stage; its backward gives the stage's input a gradient of zeros.
 
-    A schedule sends a gradient for everything that it has passed on, and asks of everything whether it leads there.
+    A schedule sends a gradient for every activation that it sent, so the input must be in the graph of the output.
     """
 
     @staticmethod
@@ -219,16 +227,16 @@ class _OfNoUse(torch.autograd.Function):
         return gradients[0], torch.zeros_like(stream)
 
 
-class _WithLoss(torch.autograd.Function):
-    """Returns the stream as it is. In backward a loss that was made on the way gets its gradient too.
+class _AttachBalanceLoss(torch.autograd.Function):
+    """Returns the activations unchanged; its backward also starts the backward of a stage's balance loss.
 
-    So the balance loss of a stage's experts stays where it is, and one tensor passes between stages.
+    So the balance loss of a stage's experts need not be sent, and only one tensor passes between stages.
     """
 
     @staticmethod
     def forward(ctx: Any, stream: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
         ctx.save_for_backward(scale)
-        return stream.detach()  # a view could not be let go of after a backward in two parts
+        return stream.detach()  # not a view: a schedule that splits backward in two could not free a view
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor, None]:

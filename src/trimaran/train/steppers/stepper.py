@@ -1,4 +1,4 @@
-"""How one step's micro-batches become gradients. The mode is chosen once; the trainer only calls `step`."""
+"""The stepper protocol, and the stepper without a pipeline: forward and backward over the micro-batches of a step."""
 
 import math
 import zlib
@@ -12,73 +12,73 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from trimaran.checkpoint.tensor_shards import State
+from trimaran.checkpoint.tensor_shards import CheckpointState
 from trimaran.core import Plan, TrainSection
 from trimaran.data.step_batch import Inputs, StepBatch
 from trimaran.nets import Network
 from trimaran.parallel import RankMesh, autocast, gradient_sync
-from trimaran.train.agreement import WISHES
+from trimaran.train.agreement import RANK_REQUESTS
 from trimaran.train.health.guard import Guard
-from trimaran.train.loss.head_loss import LossHead, loss_head
-from trimaran.train.loss.objective import LanguageObjective, LossSums, Objective, likeliest
-from trimaran.train.metrics.gather_waits import GatherWaits, watch_gathers
+from trimaran.train.loss.head_loss import LossHead, build_loss_head
+from trimaran.train.loss.objective import LanguageObjective, LossSums, Objective, predicted_tokens
+from trimaran.train.metrics.gather_waits import GatherWaits, time_gathers
 from trimaran.train.metrics.router_stats import router_statistics
-from trimaran.train.metrics.step_clock import Clock
-from trimaran.train.steppers.loss_parts import PartSums
+from trimaran.train.metrics.step_clock import StepClock
+from trimaran.train.steppers.loss_parts import LossPartSums
 from trimaran.train.steppers.update import Updater
 
-Details = Callable[[], dict[str, Any]]
-Judge = Callable[[Inputs], tuple[LossSums, Tensor]]  # a micro-batch in; this rank's losses and the balance loss out
-NO_WISHES = (False,) * len(WISHES)
+DetailsReader = Callable[[], dict[str, Any]]
+LossFunction = Callable[[Inputs], tuple[LossSums, Tensor]]  # from a micro-batch to this rank's losses and balance loss
+NO_REQUESTS = (False,) * len(RANK_REQUESTS)
 
 
 class Stepper(Protocol):
-    """One mode of training: plain, pipeline, DeepSpeed. Every rank calls every method, in the same order."""
+    """Runs the steps of one mode of training. Every rank calls every method, in the same order."""
 
-    def step(self, batch: StepBatch, *, wishes: Sequence[bool] = NO_WISHES) -> Tensor:
-        """Leave the gradient of the global batch's mean loss on the parameters.
+    def step(self, batch: StepBatch, *, requests: Sequence[bool] = NO_REQUESTS) -> Tensor:
+        """Compute the gradient of the mean loss of the global batch and leave it in `parameter.grad`.
 
-        Returns (mean loss, valid tokens, for each of WISHES the ranks that have it, 0 unless ranks that share a batch
-        had different ones, for each rank 1 if its share of the loss is bad), on the device. The loss of different
-        batches is no number, so that it moves nothing.
+        Returns one tensor on the device: the mean loss, the number of valid tokens, the number of ranks that make each
+        of RANK_REQUESTS, 0 if the ranks that share a batch loaded the same one, and for each rank 1 if its own loss is
+        bad. If ranks loaded different batches, the loss is NaN, so that the guard refuses the update.
         """
         ...
 
     def update(self, lr: float) -> tuple[Tensor, Tensor]:
-        """Clip by the global norm, move the weights unless the guard refuses that, clear the gradients.
+        """Clip by the global norm, update the weights unless the guard refuses the step, and clear the gradients.
 
-        Returns the norm before clipping, and 1.0 where the step was refused, else 0.0.
+        Returns the norm before clipping, and 1.0 if the step was refused, else 0.0.
         """
         ...
 
-    def details(self) -> Details:
-        """Return what is worth knowing of this step beyond the metrics, to be read a step later."""
+    def details(self) -> DetailsReader:
+        """Return a function that returns the optional metrics of this step. Call it one step later."""
         ...
 
     def evaluate(self, batch: StepBatch) -> Tensor:
-        """Return this rank's share of the batch's summed loss, and behind it of the objective's scores, flat.
+        """Return the summed loss of the batch, followed by the objective's scores, flat, in fp64, on the device.
 
-        The shares of all ranks add up to the whole. fp64, on the device.
+        The sum over all ranks counts each token and each sequence once.
         """
         ...
 
-    def scores(self, ids: Tensor) -> Tensor:
-        """Return the score of every token that may follow `ids` [length], on the CPU, alike on every rank."""
+    def next_token_logits(self, ids: Tensor) -> Tensor:
+        """Return the logits of the token that follows `ids` [length], on the CPU, the same on every rank."""
         ...
 
-    def guesses(self, inputs: Inputs) -> Tensor:
-        """Return the likeliest token after each of one micro-batch, [B, T] on the CPU, for sequences of this rank."""
+    def predict_tokens(self, inputs: Inputs) -> Tensor:
+        """Return the most likely next token at each position of this rank's micro-batch, [B, T], on the CPU."""
         ...
 
     def set_training(self, training: bool) -> None: ...
 
-    def state(self, train: TrainSection) -> State:
-        """Return what must be kept to go on exactly. Asked once, before the first step."""
+    def state(self, train: TrainSection) -> CheckpointState:
+        """Return the state that a checkpoint must hold for an exact resume. Called once, before the first step."""
         ...
 
 
 class PlainStepper:
-    """Forward and backward of each micro-batch in turn."""
+    """Runs forward and backward of one micro-batch after another."""
 
     def __init__(
         self,
@@ -86,209 +86,210 @@ class PlainStepper:
         plan: Plan,
         ranks: RankMesh,
         updater: Updater,
-        clock: Clock,
+        clock: StepClock,
         objective: Objective | None = None,
     ) -> None:
         self._network, self._plan, self._ranks, self._updater, self._clock = network, plan, ranks, updater, clock
         self._objective = objective or LanguageObjective()
         self._device = ranks.device
-        self._judge = judge_of(self._objective, network, plan)
+        self._loss_function = build_loss_function(self._objective, network, plan)
         self._set_sync = gradient_sync(network.module, plan)
         self._waits = GatherWaits()
-        watch_gathers(network.module, self._waits)
-        self._of_routers: Details = dict
-        self._of_parts: Details = dict
-        self._loss = torch.zeros((), device=self._device)
+        time_gathers(network.module, self._waits)
+        self._router_details: DetailsReader = dict
+        self._part_details: DetailsReader = dict
+        self._mean_loss = torch.zeros((), device=self._device)
 
-    def step(self, batch: StepBatch, *, wishes: Sequence[bool] = NO_WISHES) -> Tensor:
+    def step(self, batch: StepBatch, *, requests: Sequence[bool] = NO_REQUESTS) -> Tensor:
         """See `Stepper.step`.
 
-        The reduction averages over the ranks that see different tokens, so each rank's share is scaled up by their
-        number: what remains is one division by the valid tokens of all ranks (law 1).
+        The gradient reduction averages over the data ranks, so each rank's loss is multiplied by their number. What
+        remains is one division by the valid tokens of all ranks (principle 1, docs/principles.md).
         """
-        count = StepCount(batch, self._ranks, self._updater.guard, wishes=wishes)  # hidden behind the first forward
-        total, parts = torch.zeros((), device=self._device), PartSums(self._objective, self._ranks)
+        counts = StepCounts(batch, self._ranks, self._updater.guard, requests=requests)  # overlaps the first forward
+        total, parts = torch.zeros((), device=self._device), LossPartSums(self._objective, self._ranks)
         for index in range(self._plan.grad_accum):
             self._set_sync(index == self._plan.grad_accum - 1)
             self._waits.begin(self._clock)
-            losses, balance = self._losses(batch.micro(index))
-            loss = losses.total
+            losses, balance = self._forward(batch.micro(index))
             self._waits.end(self._clock, "forward")
-            num_valid = count.num_valid()
+            num_valid = counts.num_valid()
             self._clock.lap("comm")
-            backward(
-                (loss + balance) * (self._updater.scale * self._plan.mesh.data / num_valid), self._clock, self._waits
-            )
-            total += loss.detach()
+            loss = (losses.total + balance) * (self._updater.scale * self._plan.mesh.data / num_valid)
+            end_lap_after_backward(loss, self._clock, self._waits)
+            loss.backward()
+            self._clock.lap("comm")
+            total += losses.total.detach()
             parts.add(losses)
-        numbers = count.numbers(total)
-        self._loss = numbers[0]
-        self._of_routers = router_statistics([self._network], self._ranks)
-        self._of_parts = parts.read(batch)
+        numbers = counts.numbers(total)
+        self._mean_loss = numbers[0]
+        self._router_details = router_statistics([self._network], self._ranks)
+        self._part_details = parts.read(batch)
         self._clock.lap("comm")
         return numbers
 
     def update(self, lr: float) -> tuple[Tensor, Tensor]:
-        return self._updater.update(lr, self._loss)
+        return self._updater.update(lr, self._mean_loss)
 
-    def gradients_again(self, batch: StepBatch) -> Iterator[None]:
-        """Compute the gradients of a batch anew, stop after each micro-batch for who wants to see them, forget them.
+    def recompute_gradients(self, batch: StepBatch) -> Iterator[None]:
+        """Compute the gradients of a batch again, yield after each micro-batch, and clear the gradients at the end.
 
-        Replicas keep theirs to themselves: so it shows whose they are. Sharded gradients have to travel.
+        Replicated gradients are not reduced, so that the caller sees which rank's are bad. Sharded ones must be.
         """
-        alone = self._plan.sharding == "none" and not isinstance(self._network.module, FSDPModule)
+        is_replicated = self._plan.sharding == "none" and not isinstance(self._network.module, FSDPModule)
         for index in range(self._plan.grad_accum):
-            self._set_sync(not alone)
-            losses, balance = self._losses(batch.micro(index))
+            self._set_sync(not is_replicated)
+            losses, balance = self._forward(batch.micro(index))
             ((losses.total + balance) * (self._plan.mesh.data / max(1, batch.num_valid))).backward()
             yield
-        self._updater.forget()
+        self._updater.clear_gradients()
 
-    def details(self) -> Details:
-        of_update, of_routers, of_parts = self._updater.details(), self._of_routers, self._of_parts
-        return lambda: of_update() | of_routers() | of_parts()
+    def details(self) -> DetailsReader:
+        update_details, router_details, part_details = self._updater.details(), self._router_details, self._part_details
+        return lambda: update_details() | router_details() | part_details()
 
     def evaluate(self, batch: StepBatch) -> Tensor:
         with autocast(self._plan, self._device):
-            rows = [self._verdict(batch.micro(each)) for each in range(self._plan.grad_accum)]
-        return share_of(torch.stack(rows).sum(0), self._ranks)
+            rows = [self._evaluate_micro_batch(batch.micro(each)) for each in range(self._plan.grad_accum)]
+        return mask_duplicates(torch.stack(rows).sum(0), self._ranks)
 
-    def scores(self, ids: Tensor) -> Tensor:
+    def next_token_logits(self, ids: Tensor) -> Tensor:
         with autocast(self._plan, self._device):
-            return next_scores(self._network, self._ranks, ids)
+            return compute_next_token_logits(self._network, self._ranks, ids)
 
     @torch.no_grad()
-    def guesses(self, inputs: Inputs) -> Tensor:
+    def predict_tokens(self, inputs: Inputs) -> Tensor:
         with autocast(self._plan, self._device):
-            return likeliest(self._network, self._network.forward(inputs)[0]).cpu()
+            return predicted_tokens(self._network, self._network.forward(inputs)[0]).cpu()
 
     def set_training(self, training: bool) -> None:
         self._network.module.train(training)
 
-    def state(self, train: TrainSection) -> State:
+    def state(self, train: TrainSection) -> CheckpointState:
         return self._updater.state([self._network.module], train, self._plan)
 
-    def _losses(self, inputs: Inputs) -> tuple[LossSums, Tensor]:
+    def _forward(self, inputs: Inputs) -> tuple[LossSums, Tensor]:
         with autocast(self._plan, self._device):
-            return self._judge(inputs)
+            return self._loss_function(inputs)
 
-    def _verdict(self, inputs: Inputs) -> Tensor:
-        if self._objective.scores:  # only logits tell what would have been said
-            return judged(self._objective, self._network, inputs)
-        return self._judge(inputs)[0].total.double().reshape(1)
+    def _evaluate_micro_batch(self, inputs: Inputs) -> Tensor:
+        if self._objective.score_names:  # scores need the logits, which a fused head does not return
+            return evaluate_micro_batch(self._objective, self._network, inputs)
+        return self._loss_function(inputs)[0].total.double().reshape(1)
 
 
-def backward(loss: Tensor, clock: Clock, waits: GatherWaits) -> None:
-    """Leave gradients on the parameters. What is waited for once they are computed here, their reduction, is `comm`.
+def end_lap_after_backward(loss: Tensor, clock: StepClock, waits: GatherWaits) -> None:
+    """End the lap `backward` when the backward of `loss` has computed its gradients; their reduction comes after it.
 
-    What torch is to call at the end of a backward it calls in the order in which it was asked to. The first thing that
-    a backward does is to ask for our mark; DDP and FSDP ask for their waits on the way.
+    Autograd runs the callbacks queued for the end of a backward in the order in which they were queued. The hook of the
+    loss runs first, so its callback runs before those of DDP and FSDP, which wait for the reduction.
     """
-    ask = torch.autograd.Variable._execution_engine.queue_callback
-    loss.register_hook(lambda _: ask(partial(waits.end, clock, "backward")))
+    queue_callback = torch.autograd.Variable._execution_engine.queue_callback
+    loss.register_hook(lambda _: queue_callback(partial(waits.end, clock, "backward")))
     waits.begin(clock)
-    loss.backward()
-    clock.lap("comm")
 
 
-class StepCount:
-    """What all ranks count for one step. The sums are on their way while something else is computed."""
+class StepCounts:
+    """Counts of one step, summed over all ranks by an all-reduce that overlaps the first forward."""
 
-    def __init__(self, batch: StepBatch, ranks: RankMesh, guard: Guard, *, wishes: Sequence[bool]) -> None:
+    def __init__(self, batch: StepBatch, ranks: RankMesh, guard: Guard, *, requests: Sequence[bool]) -> None:
         self._ranks, self._guard, self._num_valid = ranks, guard, batch.num_valid
-        here = (batch.num_valid if ranks.counts_samples else 0, *map(int, wishes), weighed(batch, ranks))
-        # One by one, since a list would make the host wait for the device.
+        here = (batch.num_valid if ranks.counts_samples else 0, *map(int, requests), batch_checksum_term(batch, ranks))
+        # Filled one by one: a tensor built from a list would make the host wait for the device.
         self._counts = torch.stack([torch.full((), num, device=ranks.device) for num in here])
-        self._counting: dist.Work | None = dist.all_reduce(self._counts, async_op=True)
+        self._work: dist.Work | None = dist.all_reduce(self._counts, async_op=True)
 
     def num_valid(self) -> Tensor:
-        """Return the valid tokens of the global batch, at least 1: the loss is divided by them."""
-        if self._counting is not None:
-            self._counting.wait()
-            self._counting = None
+        """Return the number of valid tokens of the global batch, at least 1. The loss is divided by it."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
         return self._counts[0].clamp(min=1)
 
     def numbers(self, loss: Tensor) -> Tensor:
-        """Return what `Stepper.step` does, of the summed `loss` of this rank's positions."""
+        """Return the result of `Stepper.step`, given the summed `loss` of this rank's positions."""
         sums = torch.zeros(1 + dist.get_world_size(), device=loss.device)
-        if self._ranks.rank("tp") == 0:  # the others have computed the same
+        if self._ranks.rank("tp") == 0:  # the other tp ranks have the same loss
             sums[0] = loss
             sums[1 + dist.get_rank()] = self._guard.suspects(loss, self._num_valid)
         dist.all_reduce(sums)
-        counts = self._counts.double()  # fp32 holds counts up to 16 million only
+        counts = self._counts.double()  # fp32 is exact only up to 16 million
         mean = torch.where(self._counts[-1] == 0, sums[:1] / self.num_valid(), math.nan)
         return torch.cat([mean, counts, sums[1:]])
 
 
-def weighed(batch: StepBatch, ranks: RankMesh) -> int:
-    """Return a number that adds up to 0 over the ranks that share a batch, if they could use the same samples of it.
+def batch_checksum_term(batch: StepBatch, ranks: RankMesh) -> int:
+    """Return a number whose sum over the ranks that share a batch is 0 if all of them loaded the same samples.
 
-    A disk may fail one of them only. What it then puts in the place of the sample has the same shape, so nobody would
-    notice, and weights that are everybody's would part.
+    A disk may fail on one rank only. That rank replaces the sample by one of the same shape, so nothing else would
+    fail, and replicated weights would diverge.
     """
-    twins = ranks.degrees.world_size // ranks.degrees.dp
-    told = zlib.crc32(repr((batch.num_valid, [each.sample for each in batch.bad])).encode())
-    return told * (twins - 1) if ranks.counts_samples else -told
+    num_sharing = ranks.degrees.world_size // ranks.degrees.dp
+    checksum = zlib.crc32(repr((batch.num_valid, [each.sample for each in batch.bad])).encode())
+    return checksum * (num_sharing - 1) if ranks.counts_samples else -checksum
 
 
-def judge_of(objective: Objective, network: Network, plan: Plan) -> Judge:
-    """Return what makes the losses of a micro-batch: from logits, or, where the plan says so, at the head already."""
-    if isinstance(objective, LanguageObjective) and (head := loss_head(network, plan)) is not None:
-        return partial(losses_at_head, head, objective, network)
-    return partial(losses_of, objective, network)
+def build_loss_function(objective: Objective, network: Network, plan: Plan) -> LossFunction:
+    """Return the function that computes the losses of a micro-batch: from logits, or in the head if the plan says."""
+    if isinstance(objective, LanguageObjective) and (head := build_loss_head(network, plan)) is not None:
+        return partial(compute_losses_in_head, head, objective, network)
+    return partial(compute_losses, objective, network)
 
 
-def losses_at_head(
+def compute_losses_in_head(
     head: LossHead, objective: LanguageObjective, network: Network, inputs: Inputs
 ) -> tuple[LossSums, Tensor]:
-    """Return what `losses_of` does; no logits come out of the network."""
-    with head.judging(network.context.mine(inputs["labels"])):
+    """Return the same as `compute_losses`, without full logits: the head computes the losses."""
+    with head.computing_losses(network.context.mine(inputs["labels"])):
         losses, balance = network.forward(inputs)
-    return objective.told_apart(network, losses[0], losses[1:].detach(), inputs), balance
+    return objective.split_by_source(network, losses[0], losses[1:].detach(), inputs), balance
 
 
-def losses_of(objective: Objective, network: Network, inputs: Inputs) -> tuple[LossSums, Tensor]:
-    """Return the losses of this rank's positions of one micro-batch, and the balance loss."""
+def compute_losses(objective: Objective, network: Network, inputs: Inputs) -> tuple[LossSums, Tensor]:
+    """Return the losses of this rank's positions of one micro-batch, and the balance loss of its routers."""
     output, balance = network.forward(inputs)
     return objective.losses(network, output, inputs), balance
 
 
-def judged(objective: Objective, network: Network, inputs: Inputs) -> Tensor:
-    """Return the summed loss of this rank's positions of one micro-batch, and its scores, in a row."""
+def evaluate_micro_batch(objective: Objective, network: Network, inputs: Inputs) -> Tensor:
+    """Return the summed loss of this rank's positions of one micro-batch, followed by its scores, flat."""
     output, _ = network.forward(inputs)
-    return verdict(objective, network, output, inputs)
+    return loss_and_scores(objective, network, output, inputs)
 
 
-def verdict(objective: Objective, network: Network, output: Tensor, inputs: Inputs) -> Tensor:
-    """Return the summed loss of `output`, and its scores, in a row."""
+def loss_and_scores(objective: Objective, network: Network, output: Tensor, inputs: Inputs) -> Tensor:
+    """Return the summed loss of `output`, followed by its scores, flat."""
     loss = objective.losses(network, output, inputs).total.double()
     return torch.cat([loss.reshape(1), objective.score(network, output, inputs).flatten()])
 
 
-def share_of(row: Tensor, ranks: RankMesh) -> Tensor:
-    """Return this rank's share of a `verdict`: the loss is of its positions, the scores are of whole sequences."""
-    first = torch.ones_like(row)
-    first[1:] = ranks.rank("cp") == 0
-    return row * first * (ranks.rank("tp") == 0)
+def mask_duplicates(row: Tensor, ranks: RankMesh) -> Tensor:
+    """Return `loss_and_scores` with zeros for what another rank counts.
 
-
-def next_scores(network: Network, ranks: RankMesh, ids: Tensor) -> Tensor:
-    """Return the logits after the last of `ids`, whole and on the CPU, though positions and vocabulary may be split."""
-    logits, _ = network.forward({"tokens": padded(ids, ranks)})
-    return row_of(logits, len(ids) - 1, network, ranks).cpu()
-
-
-def padded(ids: Tensor, ranks: RankMesh) -> Tensor:
-    """Return `ids` [length] as one sequence [1, T] that splits into even parts.
-
-    What is padded on at the end changes nothing: attention is causal.
+    tp ranks have the same loss and scores; cp ranks have the same scores, but the losses of different positions.
     """
-    parts = 2 * ranks.degrees.cp * ranks.degrees.tp
-    return torch.nn.functional.pad(ids, (0, -len(ids) % parts if parts > 2 else 0))[None]
+    mask = torch.ones_like(row)
+    mask[1:] = ranks.rank("cp") == 0
+    return row * mask * (ranks.rank("tp") == 0)
 
 
-def row_of(logits: Tensor, position: int, network: Network, ranks: RankMesh) -> Tensor:
-    """Return the logits at `position` of one sequence, whole, in fp32, alike on all ranks that share the sequence."""
+def compute_next_token_logits(network: Network, ranks: RankMesh, ids: Tensor) -> Tensor:
+    """Return the unsharded logits after the last of `ids`, on the CPU. Positions and vocabulary may be sharded."""
+    logits, _ = network.forward({"tokens": pad_to_even_shards(ids, ranks)})
+    return gather_logits_row(logits, len(ids) - 1, network, ranks).cpu()
+
+
+def pad_to_even_shards(ids: Tensor, ranks: RankMesh) -> Tensor:
+    """Return `ids` [length] as one sequence [1, T] that cp and tp split evenly.
+
+    Padding at the end does not change the result, because attention is causal.
+    """
+    multiple = 2 * ranks.degrees.cp * ranks.degrees.tp
+    return torch.nn.functional.pad(ids, (0, -len(ids) % multiple if multiple > 2 else 0))[None]
+
+
+def gather_logits_row(logits: Tensor, position: int, network: Network, ranks: RankMesh) -> Tensor:
+    """Return the unsharded logits at `position` of one sequence, in fp32, on all ranks that share the sequence."""
     logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
     length = logits.shape[1] * ranks.degrees.cp
     here = network.context.mine(torch.arange(length, device=logits.device)[None])[0] == position

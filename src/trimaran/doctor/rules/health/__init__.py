@@ -1,4 +1,4 @@
-"""Rules about what goes wrong in numbers, memory and processes."""
+"""Rules about faults in numerics, memory, processes and hardware."""
 
 from trimaran.doctor.evidence import Rule
 from trimaran.doctor.rules.health.bad_samples import bad_samples

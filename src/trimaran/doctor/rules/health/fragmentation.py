@@ -1,4 +1,4 @@
-"""F060: the allocator's memory is in pieces, or it has to beg for more."""
+"""F060: GPU memory is fragmented, or allocation retries slow the run down."""
 
 from collections.abc import Iterator
 from statistics import median
@@ -6,36 +6,40 @@ from statistics import median
 from trimaran.core import Finding, show_bytes
 from trimaran.doctor.evidence import Evidence
 from trimaran.doctor.memory_fix import cheapest_memory_fix
-from trimaran.doctor.step_breakdown import number
+from trimaran.doctor.step_breakdown import get_number
 
-FEWEST = 10
-SPLIT = 0.25  # of what is reserved, free and in pieces that are too small
-FULL = 0.8  # of the device that is reserved: below that nobody misses the pieces
-PER_STEP = 0.02  # retries: each stops the device and frees everything that is cached
+MIN_STEPS = 10
+MIN_FRAGMENTED_FRACTION = 0.25  # of reserved memory that is free but split
+MIN_RESERVED_FRACTION = 0.8  # of the device: below that fragmentation does no harm
+MAX_RETRIES_PER_STEP = 0.02  # each retry synchronises the device and frees all cached blocks
 
 
 def fragmentation(evidence: Evidence) -> Iterator[Finding]:
-    """Yield a finding when much of the reserved memory is free but split, or allocations have to be tried again."""
+    """Yield a finding if much of the reserved memory is free but split, or allocations are retried often."""
     steps = [each for each in evidence.steps if isinstance(each.get("memory"), dict)]
-    if len(steps) < FEWEST:
+    if len(steps) < MIN_STEPS:
         return
-    retries = (number(steps[-1], "memory", "retries") or 0.0) - (number(steps[0], "memory", "retries") or 0.0)
-    split = median(number(each, "memory", "fragmentation") or 0.0 for each in steps)
-    reserved, total = number(steps[-1], "memory", "reserved") or 0.0, number(steps[-1], "memory", "total") or 0.0
-    thrashes = retries > PER_STEP * len(steps)
-    if not total or not (thrashes or (split > SPLIT and reserved > FULL * total)):
+    retries = (get_number(steps[-1], "memory", "retries") or 0.0) - (get_number(steps[0], "memory", "retries") or 0.0)
+    fragmented = median(get_number(each, "memory", "fragmentation") or 0.0 for each in steps)
+    reserved, total = (
+        get_number(steps[-1], "memory", "reserved") or 0.0,
+        get_number(steps[-1], "memory", "total") or 0.0,
+    )
+    thrashes = retries > MAX_RETRIES_PER_STEP * len(steps)
+    is_split = fragmented > MIN_FRAGMENTED_FRACTION and reserved > MIN_RESERVED_FRACTION * total
+    if not total or not (thrashes or is_split):
         return
-    way = cheapest_memory_fix(evidence, ran_out=thrashes)
+    memory_fix = cheapest_memory_fix(evidence, ran_out=thrashes)
     yield Finding(
         code="F060",
         severity="warning",
-        verdict=f"{split:.0%} of the {show_bytes(reserved)} that the allocator holds is free but in pieces, and it had "
-        f"to give everything back and try again {retries:.0f} times in {len(steps)} steps",
+        verdict=f"{fragmented:.0%} of the {show_bytes(reserved)} that the allocator reserves is free but fragmented, "
+        f"with {retries:.0f} allocation retries in {len(steps)} steps",
         culprit="allocator of rank 0",
-        evidence={"fragmentation": split, "retries": retries, "reserved": reserved, "total": total},
-        patch=way.patch if way else {},
-        fix="start it with PYTORCH_ALLOC_CONF=expandable_segments:True: segments grow in place, and leave no pieces",
-        expected_effect=way.effect if way else "pieces join up again",
-        gain=way.gain if way else None,
+        evidence={"fragmentation": fragmented, "retries": retries, "reserved": reserved, "total": total},
+        patch=memory_fix.patch if memory_fix else {},
+        fix="start it with PYTORCH_ALLOC_CONF=expandable_segments:True: segments grow in place and do not fragment",
+        expected_effect=memory_fix.effect if memory_fix else "no fragmentation",
+        gain=memory_fix.gain if memory_fix else None,
         confidence=0.8,
     )

@@ -1,4 +1,4 @@
-"""F069: a GPU is hot, slowed down, or held at a low clock."""
+"""F069: a GPU is throttled, or runs at a low clock."""
 
 from collections.abc import Iterator, Sequence
 from statistics import median
@@ -6,39 +6,40 @@ from typing import Any
 
 from trimaran.core import Finding
 from trimaran.doctor.evidence import Evidence, Line
-from trimaran.doctor.evidence_queries import gpus_of, smi_name
-from trimaran.doctor.step_breakdown import number
-from trimaran.telemetry.nvml import FAULTS
+from trimaran.doctor.evidence_queries import nvidia_smi_id, samples_by_gpu
+from trimaran.doctor.step_breakdown import get_number
+from trimaran.telemetry.nvml import HARDWARE_THROTTLE_REASONS
 
-FEWEST = 3
-RECENT = 60  # samples
-HOT = 88.0  # degrees
-SLOW = 0.85  # of its highest clock
-OFTEN = 0.3  # of the samples
-BUSY = 0.7  # of the time between two samples, in which some kernel ran
-# Of its highest clock, in the median of busy samples. A healthy H200 at its 700 W is at 0.83, and at moments at 0.65.
-HELD = 0.7
-AT_LIMIT = 0.8  # of the power limit: from here on it is power that sets the clock
-LOWERED = 0.95  # of its default: a limit below that was set by a person
+MIN_SAMPLES = 3
+MAX_SAMPLES = 60  # the most recent ones
+HOT_CELSIUS = 88.0
+SLOW_CLOCK_FRACTION = 0.85  # of the highest clock, below which the finding names a gain
+MIN_THROTTLED_FRACTION = 0.3  # of the samples
+MIN_BUSY_UTILISATION = 0.7
+# Of the highest clock, in the median of busy samples. A healthy H200 at 700 W is at 0.83, and at moments at 0.65.
+MIN_CLOCK_FRACTION = 0.7
+AT_POWER_LIMIT_FRACTION = 0.8  # of the power limit: from here on power sets the clock
+MIN_FRACTION_OF_DEFAULT_LIMIT = 0.95  # a power limit below that was set by a user
 
 
 def gpu_throttled(evidence: Evidence) -> Iterator[Finding]:
-    """Yield a finding for each GPU that was too hot, slowed down by a fault, or held below its clock by a setting.
+    """Yield a finding for each GPU that was too hot, throttled by a fault, or limited by a setting.
 
-    A device that works hard is at its power limit, and its clock goes down for that: that alone is no fault.
+    A busy GPU at its power limit lowers its clock; that alone is no fault.
     """
-    for name, samples in gpus_of(evidence):
-        yield from _slowed(name, samples[-RECENT:]) or _held(name, samples)
+    for name, samples in samples_by_gpu(evidence):
+        yield from _throttled(name, samples[-MAX_SAMPLES:]) or _limited(name, samples)
 
 
-def _slowed(name: str, recent: Sequence[Line]) -> list[Finding]:
-    """Return the finding about heat or a fault that the device itself tells of, if there is one."""
-    if len(recent) < FEWEST:
+def _throttled(name: str, recent: Sequence[Line]) -> list[Finding]:
+    """Return a finding if the GPU is hot or reports a hardware throttle reason."""
+    if len(recent) < MIN_SAMPLES:
         return []
-    reasons = [reason for each in recent for reason in each.get("throttle") or () if reason in FAULTS]
-    share = sum(any(reason in FAULTS for reason in each.get("throttle") or ()) for each in recent) / len(recent)
-    heat = median(number(each, "temperature") or 0.0 for each in recent)
-    if share < OFTEN and heat < HOT:
+    by_sample = [[each for each in gpu.get("throttle") or () if each in HARDWARE_THROTTLE_REASONS] for gpu in recent]
+    reasons = [reason for each in by_sample for reason in each]
+    throttled = sum(map(bool, by_sample)) / len(recent)
+    celsius = median(get_number(each, "temperature") or 0.0 for each in recent)
+    if throttled < MIN_THROTTLED_FRACTION and celsius < HOT_CELSIUS:
         return []
     clock = median(map(_clock, recent))
     why = max(set(reasons), key=reasons.count) if reasons else "heat"
@@ -46,41 +47,43 @@ def _slowed(name: str, recent: Sequence[Line]) -> list[Finding]:
         Finding(
             code="F069",
             severity="warning",
-            verdict=f"{name} is at {heat:.0f} C and {clock:.0%} of its clock, slowed down in {share:.0%} of the "
-            f"samples ({why.replace('_', ' ')})",
+            verdict=f"{name} is at {celsius:.0f} C and {clock:.0%} of its highest clock, throttled in "
+            f"{throttled:.0%} of the samples ({why.replace('_', ' ')})",
             culprit=name,
-            evidence={"temperature": heat, "clock": clock, "share": share, "reasons": sorted(set(reasons))},
-            fix="look at its fans, the air in front of it and its power supply; until then leave that machine out",
+            evidence={"temperature": celsius, "clock": clock, "share": throttled, "reasons": sorted(set(reasons))},
+            fix="check its fans, the airflow and its power supply; until then leave that node out",
             confidence=0.9,
             **_effect(clock),
         )
     ]
 
 
-def _held(name: str, samples: Sequence[Line]) -> list[Finding]:
-    """Return the finding about a low clock at work that a setting explains, if there is one."""
-    busy = [each for each in samples if (number(each, "utilisation") or 0.0) >= BUSY][-RECENT:]
-    clock = median(map(_clock, busy)) if len(busy) >= FEWEST else 1.0
-    if clock >= HELD:
+def _limited(name: str, samples: Sequence[Line]) -> list[Finding]:
+    """Return a finding if a setting explains a low clock under load."""
+    busy = [each for each in samples if (get_number(each, "utilisation") or 0.0) >= MIN_BUSY_UTILISATION][-MAX_SAMPLES:]
+    clock = median(map(_clock, busy)) if len(busy) >= MIN_SAMPLES else 1.0
+    if clock >= MIN_CLOCK_FRACTION:
         return []
     last = busy[-1]
-    limit, usual = number(last, "power_limit") or 0.0, number(last, "power_limit_default") or 0.0
-    power = median(number(each, "power") or 0.0 for each in busy)
-    is_lowered = limit < LOWERED * usual
-    if power >= AT_LIMIT * limit and not is_lowered:
+    limit, default = get_number(last, "power_limit") or 0.0, get_number(last, "power_limit_default") or 0.0
+    power = median(get_number(each, "power") or 0.0 for each in busy)
+    is_lowered = limit < MIN_FRACTION_OF_DEFAULT_LIMIT * default
+    if power >= AT_POWER_LIMIT_FRACTION * limit and not is_lowered:
         return []
-    tool = f"nvidia-smi -i {smi_name(last)}"
-    why, undo = f"held there by a setting: it draws {power:.0f} W of {limit:.0f} W", f"`{tool} -rgc` and `{tool} -rac`"
+    tool = f"nvidia-smi -i {nvidia_smi_id(last)}"
+    why = f"limited by a clock setting: it draws {power:.0f} W of {limit:.0f} W"
+    reset = f"`{tool} -rgc` and `{tool} -rac`"
     if is_lowered:
-        why, undo = f"and its power limit is {limit:.0f} W, by default {usual:.0f} W", f"`{tool} -pl {usual:.0f}`"
+        why = f"because its power limit is {limit:.0f} W (default {default:.0f} W)"
+        reset = f"`{tool} -pl {default:.0f}`"
     return [
         Finding(
             code="F069",
             severity="warning",
-            verdict=f"{name} is busy at {clock:.0%} of its clock, {why}",
+            verdict=f"{name} runs at {clock:.0%} of its highest clock under load, {why}",
             culprit=name,
-            evidence={"clock": clock, "power": power, "power_limit": limit, "power_limit_default": usual or None},
-            fix=f"undo the setting, as root on that machine: {undo}",
+            evidence={"clock": clock, "power": power, "power_limit": limit, "power_limit_default": default or None},
+            fix=f"undo the setting, as root on that node: {reset}",
             confidence=0.8,
             **_effect(clock),
         )
@@ -88,15 +91,15 @@ def _held(name: str, samples: Sequence[Line]) -> list[Finding]:
 
 
 def _effect(clock: float) -> dict[str, Any]:
-    """Return what a device at its full clock would bring, as fields of a finding."""
-    if clock >= SLOW:
+    """Return the gain of a full clock, as fields of a finding."""
+    if clock >= SLOW_CLOCK_FRACTION:
         return {}
     return {
-        "expected_effect": f"all ranks wait for it: up to {1 - clock:.0%} shorter steps",
+        "expected_effect": f"steps up to {1 - clock:.0%} shorter, because all ranks wait for this GPU",
         "gain": round(1 - clock, 4),
     }
 
 
 def _clock(gpu: Line) -> float:
-    now, most = number(gpu, "sm_clock"), number(gpu, "sm_clock_max")
-    return now / most if now and most else 1.0
+    clock, highest = get_number(gpu, "sm_clock"), get_number(gpu, "sm_clock_max")
+    return clock / highest if clock and highest else 1.0

@@ -1,28 +1,29 @@
-"""F052: gradients grow without an end."""
+"""F052: the gradient norm explodes."""
 
 from collections.abc import Iterator
 from statistics import median
 
 from trimaran.core import Finding
 from trimaran.doctor.evidence import Evidence
-from trimaran.doctor.evidence_queries import sound
+from trimaran.doctor.evidence_queries import valid_patch
 from trimaran.doctor.module_groups import group_medians
-from trimaran.doctor.step_breakdown import number
+from trimaran.doctor.step_breakdown import get_number
 
-FEWEST = 20  # steps that a verdict needs
-WINDOW = 10  # steps at both ends that are compared
-TIMES = 10.0
-LEAST = 10.0  # a norm below this hurts nobody
+MIN_STEPS = 20
+WINDOW_STEPS = 10  # whose median is compared
+MIN_GROWTH_FACTOR = 10.0
+MIN_NORM_OVER_CLIP = 10.0  # a norm below this, times clip_norm, is harmless
 
 
 def gradient_explosion(evidence: Evidence) -> Iterator[Finding]:
-    """Yield a finding when the gradient norm ends far above where it was, and above what clipping is meant for."""
-    norms = [norm for each in evidence.steps if (norm := number(each, "grad_norm")) is not None]
-    if len(norms) < FEWEST:
+    """Yield a finding if the gradient norm ends far above where it was, and far above the clipping norm."""
+    norms = [norm for each in evidence.steps if (norm := get_number(each, "grad_norm")) is not None]
+    if len(norms) < MIN_STEPS:
         return
-    train, now = evidence.recipe.train, median(norms[-WINDOW:])
-    usual = min(median(norms[start : start + WINDOW]) for start in range(0, len(norms) - WINDOW + 1, WINDOW))
-    if now < TIMES * usual or now < LEAST * max(1.0, train.clip_norm):
+    train, now = evidence.recipe.train, median(norms[-WINDOW_STEPS:])
+    starts = range(0, len(norms) - WINDOW_STEPS + 1, WINDOW_STEPS)
+    usual = min(median(norms[start : start + WINDOW_STEPS]) for start in starts)
+    if now < MIN_GROWTH_FACTOR * usual or now < MIN_NORM_OVER_CLIP * max(1.0, train.clip_norm):
         return
     groups = group_medians(evidence, "grad_norm", last=3)
     most = max(groups, key=lambda name: groups[name], default="")
@@ -30,11 +31,11 @@ def gradient_explosion(evidence: Evidence) -> Iterator[Finding]:
     yield Finding(
         code="F052",
         severity="warning",
-        verdict=f"the gradient norm has grown from {usual:.3g} to {now:.3g}"
-        + (f", most in {most} ({groups[most]:.3g})" if most else ""),
+        verdict=f"the gradient norm grew from {usual:.3g} to {now:.3g}"
+        + (f", and is largest in {most} ({groups[most]:.3g})" if most else ""),
         culprit=most or "the gradients",
         evidence={"before": usual, "now": now, "clip_norm": train.clip_norm, "lr": train.lr, "groups": groups},
-        patch=sound(evidence.recipe, patch),
+        patch=valid_patch(evidence.recipe, patch),
         expected_effect="updates stay in proportion to the weights",
         confidence=0.8,
     )

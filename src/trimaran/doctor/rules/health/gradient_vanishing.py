@@ -1,38 +1,38 @@
-"""F053: a part of the network hardly gets a gradient."""
+"""F053: some modules get almost no gradient."""
 
 from collections.abc import Iterator
 
 from trimaran.core import Finding
 from trimaran.doctor.evidence import Evidence
-from trimaran.doctor.evidence_queries import sound
-from trimaran.doctor.module_groups import group_medians, with_groups
+from trimaran.doctor.evidence_queries import valid_patch
+from trimaran.doctor.module_groups import group_medians, steps_with_groups
 
-FEWEST = 3  # lines that tell of groups
-SHARE = 1e-5  # of the largest gradient of any group
+MIN_STEPS = 3  # with group metrics
+VANISHING_FRACTION = 1e-5  # of the largest gradient norm of any group
 
 
 def gradient_vanishing(evidence: Evidence) -> Iterator[Finding]:
-    """Yield a finding when the gradient of some groups is next to nothing beside that of others."""
+    """Yield a finding if the gradient norm of some groups is tiny compared with the largest one."""
     norms = group_medians(evidence, "grad_norm")
-    if len(with_groups(evidence)) < FEWEST or not norms or not (most := max(norms.values())):
+    if len(steps_with_groups(evidence)) < MIN_STEPS or not norms or not (most := max(norms.values())):
         return
-    faint = {name: norm for name, norm in norms.items() if norm < SHARE * most}
-    if not faint:
+    vanishing = {name: norm for name, norm in norms.items() if norm < VANISHING_FRACTION * most}
+    if not vanishing:
         return
-    least = min(faint, key=lambda name: faint[name])
+    weakest = min(vanishing, key=lambda name: vanishing[name])
     strongest = max(norms, key=lambda name: norms[name])
-    patch = sound(evidence.recipe, {"plan.precision": "bf16"}) if evidence.plan.precision == "fp16" else {}
+    patch = valid_patch(evidence.recipe, {"plan.precision": "bf16"}) if evidence.plan.precision == "fp16" else {}
     yield Finding(
         code="F053",
         severity="warning",
-        verdict=f"{', '.join(list(faint)[:4])} {'gets' if len(faint) == 1 else 'get'} next to no gradient: "
-        f"{faint[least]:.2g} in {least}, and {most:.2g} in {strongest}",
-        culprit=least,
+        verdict=f"{', '.join(list(vanishing)[:4])} {'gets' if len(vanishing) == 1 else 'get'} almost no gradient: "
+        f"norm {vanishing[weakest]:.2g} in {weakest}, {most:.2g} in {strongest}",
+        culprit=weakest,
         evidence={"grad_norm": norms},
         patch=patch,
         fix=""
         if patch
-        else f"look at what lies between {least} and the loss: a gate that is shut, a scale near 0, a missing residual",
-        expected_effect="small gradients do not round to 0" if patch else "",
+        else f"check what lies between {weakest} and the loss: a closed gate, a scale near 0, a missing residual",
+        expected_effect="small gradients no longer underflow to 0" if patch else "",
         confidence=0.7,
     )

@@ -1,22 +1,22 @@
-"""F061: memory is so full that the next larger batch may end the run."""
+"""F061: memory is almost full, and a larger batch may run out."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from trimaran.core import Finding, show_bytes
 from trimaran.doctor.evidence import Evidence, Line
-from trimaran.doctor.evidence_queries import incidents_of, nodes_of
+from trimaran.doctor.evidence_queries import incidents_of, samples_by_node
 from trimaran.doctor.memory_fix import cheapest_memory_fix
-from trimaran.doctor.step_breakdown import number
+from trimaran.doctor.step_breakdown import get_number
 
-FULL = 0.95  # of a device that tensors hold at their peak
-HOST_FULL = 0.97  # of a machine's memory in use
-OWN = 4 << 30  # bytes that a rank may have on its device beside its allocator: a context, libraries, buffers of NCCL
-SEEN = 3  # samples, the lowest of which counts: what is gone again is nobody's
+MAX_DEVICE_FRACTION = 0.95  # of a device's memory, at the peak of allocated tensors
+MAX_HOST_FRACTION = 0.97  # of a node's memory
+CONTEXT_BYTES = 4 << 30  # of a rank outside its allocator: CUDA context, libraries, NCCL buffers
+OTHERS_SAMPLES = 3  # the lowest of these counts, so that memory freed meanwhile does not
 
 
-class Use(NamedTuple):
-    """What is in use of a memory, and what of that is held by others than the run."""
+class MemoryUse(NamedTuple):
+    """Memory in use of a device or host; `others` is the part that other processes hold."""
 
     where: str
     used: float
@@ -25,54 +25,54 @@ class Use(NamedTuple):
 
 
 def memory_tight(evidence: Evidence) -> Iterator[Finding]:
-    """Yield a finding when a device or a host is all but full. Memory that has run out is F062."""
+    """Yield a finding if a device or a host is almost full. If memory ran out, it is F062."""
     if incidents_of(evidence, "oom"):
         return
     use = max(_uses(evidence), key=lambda each: each.used / each.total, default=None)
     if use is None:
         return
-    way = cheapest_memory_fix(evidence, ran_out=True)
-    beside = f", and {show_bytes(use.others)} of that are not this run's" if use.others else ""
-    fix = "" if way else "use more or larger devices, shorter sequences or a smaller model"
+    memory_fix = cheapest_memory_fix(evidence, ran_out=True)
+    others = f", and other processes hold {show_bytes(use.others)} of that" if use.others else ""
+    fix = "" if memory_fix else "use more or larger devices, shorter sequences or a smaller model"
     yield Finding(
         code="F061",
         severity="warning",
         verdict=f"{use.where} has {show_bytes(use.used)} of {show_bytes(use.total)} in use, "
-        f"{use.used / use.total:.0%}{beside}",
+        f"{use.used / use.total:.0%}{others}",
         culprit=use.where,
         evidence={"used": use.used, "total": use.total, "others": use.others},
-        patch=way.patch if way else {},
-        fix="see with `nvidia-smi` who else is on the device, and end that" if use.others else fix,
-        expected_effect=way.effect if way else "",
-        gain=way.gain if way else None,
+        patch=memory_fix.patch if memory_fix else {},
+        fix="find the other processes on the device with `nvidia-smi`, and stop them" if use.others else fix,
+        expected_effect=memory_fix.effect if memory_fix else "",
+        gain=memory_fix.gain if memory_fix else None,
         confidence=0.9,
     )
 
 
-def _uses(evidence: Evidence) -> Iterator[Use]:
-    """Yield the memories that are too full."""
+def _uses(evidence: Evidence) -> Iterator[MemoryUse]:
+    """Yield the devices and hosts that are too full."""
     for step in evidence.steps[-1:]:
-        on_device = number(step, "memory", "reserved") is not None  # what only a GPU's allocator tells
-        total, peak = number(step, "memory", "total"), number(step, "peak_bytes")
-        at = number(step, "ranks", "peak_bytes", "at") or 0.0
-        most = max(peak or 0.0, number(step, "ranks", "peak_bytes", "max") or 0.0)
-        if on_device and total and most > FULL * total:
-            yield Use(f"the device of rank {at:.0f}", most, total)
+        on_device = get_number(step, "memory", "reserved") is not None  # only the CUDA allocator reports it
+        total, peak = get_number(step, "memory", "total"), get_number(step, "peak_bytes")
+        at = get_number(step, "ranks", "peak_bytes", "at") or 0.0
+        most = max(peak or 0.0, get_number(step, "ranks", "peak_bytes", "max") or 0.0)
+        if on_device and total and most > MAX_DEVICE_FRACTION * total:
+            yield MemoryUse(f"the device of rank {at:.0f}", most, total)
         others = _others(evidence, step)
-        if on_device and total and peak and others and peak + others > FULL * total:
-            yield Use("the device of rank 0", min(peak + others, total), total, others)
-    for name, samples in nodes_of(evidence):
-        used, total = number(samples[-1], "ram_used"), number(samples[-1], "ram")
-        if used and total and used > HOST_FULL * total:
-            yield Use(f"the host {name}", used, total)
+        if on_device and total and peak and others and peak + others > MAX_DEVICE_FRACTION * total:
+            yield MemoryUse("the device of rank 0", min(peak + others, total), total, others)
+    for name, samples in samples_by_node(evidence):
+        used, total = get_number(samples[-1], "ram_used"), get_number(samples[-1], "ram")
+        if used and total and used > MAX_HOST_FRACTION * total:
+            yield MemoryUse(f"the host {name}", used, total)
 
 
 def _others(evidence: Evidence, last: Line) -> float:
-    """Return the bytes that others hold on the device of rank 0, by samples that were taken while it trained."""
-    begin, end = number(evidence.steps[0], "time") or 0.0, number(last, "time") or 0.0
+    """Return the bytes that other processes hold on rank 0's device, from samples taken while it trained."""
+    begin, end = get_number(evidence.steps[0], "time") or 0.0, get_number(last, "time") or 0.0
     during = [
-        each for each in evidence.samples if each.get("node") == 0 and begin <= (number(each, "time") or 0) <= end
+        each for each in evidence.samples if each.get("node") == 0 and begin <= (get_number(each, "time") or 0) <= end
     ]
     first = [gpu for each in during for gpu in each.get("gpus") or () if gpu.get("index") == 0]
-    held = [used for each in first[-SEEN:] if (used := number(each, "memory_used"))]
-    return max(0.0, min(held, default=0.0) - (number(last, "memory", "reserved") or 0.0) - OWN)
+    held = [used for each in first[-OTHERS_SAMPLES:] if (used := get_number(each, "memory_used"))]
+    return max(0.0, min(held, default=0.0) - (get_number(last, "memory", "reserved") or 0.0) - CONTEXT_BYTES)

@@ -1,16 +1,16 @@
-"""F067: ranks or machines lost each other."""
+"""F067: ranks or nodes lost their connection."""
 
 from collections.abc import Iterator
 
 from trimaran.core import Finding
 from trimaran.doctor.evidence import Evidence
-from trimaran.doctor.evidence_queries import facts_of, incidents_of, rank_names, severity_of, times
+from trimaran.doctor.evidence_queries import incident_facts, incident_severity, incidents_of, plural, rank_names
 
 
 def network(evidence: Evidence) -> Iterator[Finding]:
-    """Yield a finding when a connection or a machine was lost.
+    """Yield a finding if a connection or a node was lost.
 
-    What a run was only told of and went on with (a wire that is slow, a clock that differs) lost nobody.
+    Incidents that the run only noted, such as a slow link or a clock skew, do not count.
     """
     incidents = [each for each in incidents_of(evidence, "network", "host") if each.get("action") != "continued"]
     if not incidents:
@@ -19,17 +19,17 @@ def network(evidence: Evidence) -> Iterator[Finding]:
     named = (last.get("evidence") or {}).get("nodes")
     yield Finding(
         code="F067",
-        severity=severity_of(incidents),
-        verdict=f"ranks lost each other {times(len(incidents), 'time')}, the last after step {last.get('step')}: "
-        f"{last.get('what')}",
-        culprit=str(named or rank_names(last.get("suspects") or ()) or "what connects the ranks"),
+        severity=incident_severity(incidents),
+        verdict=f"ranks lost their connection {plural(len(incidents), 'time')}, the last time after step "
+        f"{last.get('step')}: {last.get('what')}",
+        culprit=str(named or rank_names(last.get("suspects") or ()) or "the network between the ranks"),
         evidence={
             "incident": last.get("id"),
-            "facts": facts_of(last)[:4],
+            "facts": incident_facts(last)[:4],
             "count": len(incidents),
             "cost": last.get("cost") or {},
         },
-        fix="run `trimaran doctor` on these machines: it measures every pair and names the one that is slow or silent",
+        fix="run `trimaran doctor` on these nodes: it measures every pair and names the node that is slow or silent",
         confidence=0.7,
         step=int(last.get("step") or 0),
     )

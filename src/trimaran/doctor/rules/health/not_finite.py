@@ -1,40 +1,40 @@
-"""F050: numbers that are none, and where they were born."""
+"""F050: NaN or Inf in the loss or gradients, and the module that first produced it."""
 
 from collections.abc import Iterator
 
 from trimaran.core import Finding
 from trimaran.doctor.evidence import Evidence, Line
-from trimaran.doctor.evidence_queries import rank_names, sound, times
+from trimaran.doctor.evidence_queries import plural, rank_names, valid_patch
 from trimaran.doctor.predicted_gain import Patch
 
-NARROW = ("fp16", "fp8")  # precisions whose numbers end early
+NARROW_RANGE_PRECISIONS = ("fp16", "fp8")
 
 
 def not_finite(evidence: Evidence) -> Iterator[Finding]:
-    """Yield a finding when steps were refused since their loss or gradient was not finite."""
-    skips = [each for each in evidence.of_kind("skip") if _is_not_finite(each["data"])]
+    """Yield a finding if updates were skipped because the loss or the gradient norm was NaN or Inf."""
+    skips = [each for each in evidence.events_of_kind("skip") if _is_not_finite(each["data"])]
     if not skips:
         return
     data = skips[-1]["data"]
-    born = next((each["data"]["born"] for each in reversed(skips) if each["data"].get("born")), {})
-    patch = sound(evidence.recipe, _patch(evidence, born, num_skips=len(skips)))
+    origin = next((each["data"]["born"] for each in reversed(skips) if each["data"].get("born")), {})
+    patch = valid_patch(evidence.recipe, _patch(evidence, origin, num_skips=len(skips)))
     yield Finding(
         code="F050",
         severity="fault",
-        verdict=f"{times(len(skips), 'step')} {'was' if len(skips) == 1 else 'were'} refused because "
-        f"{data.get('reason', 'numbers were not finite')}, the last at step {skips[-1].get('step')}: {_told(born)}",
-        culprit=_culprit(born, data),
+        verdict=f"{plural(len(skips), 'update')} {'was' if len(skips) == 1 else 'were'} skipped because "
+        f"{data.get('reason', 'of NaN or Inf')}, the last time at step {skips[-1].get('step')}: {_describe(origin)}",
+        culprit=_culprit(origin, data),
         evidence={
             "steps": [each.get("step") for each in skips[-8:]],
             "reason": data.get("reason"),
             "ranks": data.get("ranks"),
             "sample_ids": list(data.get("sample_ids") or ())[:8],
-            "born": born,
+            "born": origin,
         },
         patch=patch,
-        fix="" if patch else _fix(born, data),
+        fix="" if patch else _fix(origin, data),
         expected_effect=_effect(patch),
-        confidence=0.9 if born.get("module") else 0.6,
+        confidence=0.9 if origin.get("module") else 0.6,
         step=int(skips[-1].get("step") or 0),
     )
 
@@ -43,52 +43,52 @@ def _is_not_finite(data: Line) -> bool:
     return data.get("loss") is None or data.get("grad_norm") is None
 
 
-def _told(born: Line) -> str:
-    what, module, rank = born.get("what"), born.get("module"), born.get("rank")
+def _describe(origin: Line) -> str:
+    what, module, rank = origin.get("what"), origin.get("module"), origin.get("rank")
     on = f" on rank {rank}" if rank is not None else ""
     match what:
         case "weight":
-            return f"the weight {module} itself is not finite{on}"
+            return f"the weight {module} itself is NaN or Inf{on}"
         case "input":
-            return f"what the loader gave as {module} was not finite{on}"
+            return f"the loader's input {module} was NaN or Inf{on}"
         case "output":
-            return f"the first output that is not finite is that of {module}{on}"
+            return f"the first NaN or Inf is in the output of {module}{on}"
         case "gradient" if not module:
-            return "the outputs are finite, so it was born in a gradient"
+            return "all outputs are finite, so backward produced it"
         case "gradient":
-            return f"the outputs are finite, and the first gradient that is not is that of {module}{on}"
+            return f"all outputs are finite, and the first NaN or Inf is in the gradient of {module}{on}"
         case "not again":
-            return "the same samples gave finite numbers when they were computed once more"
-    return "nobody has looked where"
+            return "a second computation of the same samples was finite"
+    return "its origin was not searched"
 
 
-def _culprit(born: Line, data: Line) -> str:
-    if born.get("module"):
-        return f"{born['module']} on rank {born.get('rank')}"
+def _culprit(origin: Line, data: Line) -> str:
+    if origin.get("module"):
+        return f"{origin['module']} on rank {origin.get('rank')}"
     return rank_names(data.get("ranks") or ())
 
 
-def _patch(evidence: Evidence, born: Line, *, num_skips: int) -> Patch:
-    """Return what takes the reason away: wider numbers, or another batch where the samples did it."""
-    if evidence.plan.precision in NARROW and born.get("what") in ("output", "gradient", None):
+def _patch(evidence: Evidence, origin: Line, *, num_skips: int) -> Patch:
+    """Return the patch: a precision with a wider range, or a rewind that skips the samples if they are the cause."""
+    if evidence.plan.precision in NARROW_RANGE_PRECISIONS and origin.get("what") in ("output", "gradient", None):
         return {"plan.precision": "bf16"}
-    if born.get("what") in ("weight", "not again") or evidence.recipe.faults.not_finite == "rewind":
+    if origin.get("what") in ("weight", "not again") or evidence.recipe.faults.not_finite == "rewind":
         return {}
-    always = num_skips > evidence.recipe.faults.max_skips // 2 and born.get("what") != "input"
+    always = num_skips > evidence.recipe.faults.max_skips // 2 and origin.get("what") != "input"
     return {} if always else {"faults.not_finite": "rewind"}
 
 
-def _fix(born: Line, data: Line) -> str:
-    match born.get("what"):
+def _fix(origin: Line, data: Line) -> str:
+    match origin.get("what"):
         case "weight":
-            return "move the checkpoints away that came after it, see `trimaran checkpoints list RUN`, and resume"
+            return "move the later checkpoints away (`trimaran checkpoints list RUN` shows them), and resume"
         case "not again":
-            who = rank_names(data.get("ranks") or ()) or "the ranks"
-            return f"suspect the machine of {who} and not the data: run `trimaran doctor` there"
-    return f"look at what {born.get('module') or 'the network'} divides by, takes the root or the logarithm of"
+            ranks = rank_names(data.get("ranks") or ()) or "the ranks"
+            return f"suspect the hardware of {ranks}, not the data: run `trimaran doctor` there"
+    return f"check divisions, square roots and logarithms in {origin.get('module') or 'the model'}"
 
 
 def _effect(patch: Patch) -> str:
     if "plan.precision" in patch:
-        return "bf16 has the range of fp32: what overflowed does not"
-    return "the run goes back to the last good state and leaves these samples out" if patch else ""
+        return "bf16 has the range of fp32 and does not overflow here"
+    return "the run rewinds to the last good state and skips these samples" if patch else ""

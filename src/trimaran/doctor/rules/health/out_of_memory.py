@@ -1,67 +1,69 @@
-"""F062: memory ran out; who held it, and the cheapest way out."""
+"""F062: memory ran out; what held it, and the cheapest fix."""
 
 from collections.abc import Iterator
 
 from trimaran.core import Finding, show_bytes
 from trimaran.doctor.evidence import Evidence, Line
-from trimaran.doctor.evidence_queries import incidents_of, rank_names, severity_of, sound
+from trimaran.doctor.evidence_queries import incident_severity, incidents_of, rank_names, valid_patch
 from trimaran.doctor.memory_evidence import largest_holder
-from trimaran.doctor.memory_fix import FIXED, cheapest_memory_fix
-from trimaran.doctor.predicted_gain import Patch
+from trimaran.doctor.memory_fix import cheapest_memory_fix
+from trimaran.planner.memory_ladder import FIXED_TERMS, Patch
 
 
 def out_of_memory(evidence: Evidence) -> Iterator[Finding]:
-    """Yield a finding when a rank ran out of memory."""
+    """Yield a finding if a rank ran out of memory."""
     incidents = incidents_of(evidence, "oom")
     if not incidents:
         return
     last = incidents[-1]
     replanned = last.get("action") == "replanned"
-    way = None if replanned else cheapest_memory_fix(evidence, ran_out=True)
-    patch = _present(evidence) if replanned else way.patch if way else {}
-    holder = _held(evidence, last) or _needed(evidence)
+    memory_fix = None if replanned else cheapest_memory_fix(evidence, ran_out=True)
+    patch = _present_plan(evidence) if replanned else memory_fix.patch if memory_fix else {}
+    holder = _largest_in_snapshot(evidence, last) or _largest_predicted(evidence)
     if replanned:
-        effect = "a new start has the plan that fitted, and does not run out first"
+        effect = "a new run starts with the plan that fits, and does not run out of memory first"
     else:
-        effect = way.effect if way else ""
+        effect = memory_fix.effect if memory_fix else ""
     yield Finding(
         code="F062",
-        severity=severity_of(incidents),
+        severity=incident_severity(incidents),
         verdict=f"{last.get('what')}"
         + (f"; {holder}" if holder else "")
-        + (f". The run went on with another plan: {last.get('evidence', {}).get('why', '')}" if replanned else ""),
+        + (f". The run continued with another plan: {last.get('evidence', {}).get('why', '')}" if replanned else ""),
         culprit=rank_names(last.get("suspects") or ()),
         evidence={"incident": last.get("id"), "step": last.get("step"), "count": len(incidents), "holder": holder},
         patch=patch,
         fix="" if patch else "use more or larger devices, shorter sequences or a smaller model",
         expected_effect=effect,
-        gain=way.gain if way else None,
+        gain=memory_fix.gain if memory_fix else None,
         confidence=0.9,
         step=int(last.get("step") or 0),
     )
 
 
-def _present(evidence: Evidence) -> Patch:
-    """Return the fields that the run changed to get on, as a patch."""
+def _present_plan(evidence: Evidence) -> Patch:
+    """Return the fields that the run's new plan changed, as a patch."""
     plan = evidence.plan
     fields: Patch = {"plan.micro_batch": plan.micro_batch, "plan.grad_accum": plan.grad_accum}
-    return sound(evidence.recipe, fields | ({"plan.recompute": plan.recompute} if plan.recompute != "none" else {}))
+    return valid_patch(
+        evidence.recipe, fields | ({"plan.recompute": plan.recompute} if plan.recompute != "none" else {})
+    )
 
 
-def _held(evidence: Evidence, incident: Line) -> str:
-    """Return who held most of the memory when it ran out, where a snapshot was taken then."""
+def _largest_in_snapshot(evidence: Evidence, incident: Line) -> str:
+    """Return the largest holder when memory ran out; '' without a snapshot."""
     suspects = incident.get("suspects") or ()
     taken = [each for each in evidence.snapshots if "oom" in each and each["rank"] in suspects]
     most = largest_holder(taken[-1]) if taken else None
     return f"{most[0]} held most, {show_bytes(most[1])}, see profiles/{taken[-1]['file']}" if most else ""
 
 
-def _needed(evidence: Evidence) -> str:
-    """Return what needs most of the memory that a plan decides over, by the prediction."""
-    told = evidence.plan.prediction.memory if evidence.plan.prediction else {}
-    terms = {name: size for name, size in told.items() if name not in FIXED}
+def _largest_predicted(evidence: Evidence) -> str:
+    """Return the largest term of the predicted memory that a plan can change; '' without a prediction."""
+    memory = evidence.plan.prediction.memory if evidence.plan.prediction else {}
+    terms = {name: size for name, size in memory.items() if name not in FIXED_TERMS}
     if not terms:
         return ""
     most = max(terms, key=lambda name: terms[name])
     size = f"{show_bytes(terms[most])} of {show_bytes(sum(terms.values()))}"
-    return f"most of what the plan needs is {most.replace('_', ' ')}, {size}"
+    return f"most of the plan's memory is {most.replace('_', ' ')}, {size}"

@@ -1,53 +1,58 @@
-"""F071: a machine moves memory to its disk."""
+"""F071: a node swaps memory to disk."""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from trimaran.core import Finding, show_bytes
 from trimaran.doctor.evidence import Evidence, Line
-from trimaran.doctor.evidence_queries import nodes_of, sound
+from trimaran.doctor.evidence_queries import samples_by_node, valid_patch
 from trimaran.doctor.predicted_gain import Patch
-from trimaran.doctor.step_breakdown import number
+from trimaran.doctor.step_breakdown import get_number
 
-LEAST_BYTES = 256 << 20
-SHARE = 0.02  # of the machine's memory
-FULL = 0.85  # of it in use: else what lies in the swap space is old and nobody misses it
+MIN_SWAPPED_BYTES = 256 << 20
+MIN_SWAPPED_FRACTION = 0.02  # of the node's memory
+MIN_USED_FRACTION = 0.85  # of the node's memory: below that, swapped pages are old and unused
 
 
 def swap(evidence: Evidence) -> Iterator[Finding]:
-    """Yield a finding for each machine that moves memory to its swap space and back while its memory is full."""
-    for name, samples in nodes_of(evidence):
+    """Yield a finding for each node that swaps while its memory is full."""
+    for name, samples in samples_by_node(evidence):
         rams, useds = _numbers(samples, "ram"), _numbers(samples, "ram_used")
-        if not rams or not useds or max(useds) < FULL * rams[-1]:
+        if not rams or not useds or max(useds) < MIN_USED_FRACTION * rams[-1]:
             continue
-        ram, used, moved = rams[-1], max(useds), _moved(samples)
-        if moved < max(LEAST_BYTES, SHARE * ram):
+        ram, used, swapped = rams[-1], max(useds), _swapped(samples)
+        if swapped < max(MIN_SWAPPED_BYTES, MIN_SWAPPED_FRACTION * ram):
             continue
-        patch = sound(evidence.recipe, _patch(evidence))
+        patch = valid_patch(evidence.recipe, _patch(evidence))
         yield Finding(
             code="F071",
             severity="warning",
-            verdict=f"{name} has {show_bytes(used)} of {show_bytes(ram)} in use and moves memory to its disk: "
-            f"{show_bytes(moved)} since the run began",
+            verdict=f"{name} uses {show_bytes(used)} of {show_bytes(ram)} memory and swaps to disk: "
+            f"{show_bytes(swapped)} since the run began",
             culprit=name,
-            evidence={"moved": moved, "swap_used": (_numbers(samples, "swap_used") or [0])[-1], "ram_used": used,
+            evidence={"moved": swapped, "swap_used": (_numbers(samples, "swap_used") or [0])[-1], "ram_used": used,
                       "ram": ram},
             patch=patch,
-            fix="" if patch else "use a machine with more memory, or fewer ranks on this one",
-            expected_effect="less of the host's memory is taken, and nothing waits for the disk" if patch else "",
+            fix="" if patch else "use a node with more memory, or fewer ranks on this one",
+            expected_effect="less host memory is used, and no process waits for swapping" if patch else "",
             confidence=0.85,
         )  # fmt: skip
 
 
-def _moved(samples: Sequence[Line]) -> float:
-    """Return the bytes that went to the swap space or came back; where nobody counted them, what it has grown by.
+def _swapped(samples: Sequence[Line]) -> float:
+    """Return the bytes swapped out and in; without these counters, the growth of the swap space in use.
 
-    What lies there may have been put there before the first sample, and stay: only what moves is waited for.
+    Pages that were swapped out before the first sample and stay there cost nothing.
     """
     held = _numbers(samples, "swap_used")
     grown = held[-1] - min(held) if held else 0.0
     pairs = [
-        (number(after, "time"), number(before, "time"), number(after, "swap_read"), number(after, "swap_written"))
+        (
+            get_number(after, "time"),
+            get_number(before, "time"),
+            get_number(after, "swap_read"),
+            get_number(after, "swap_written"),
+        )
         for before, after in pairwise(samples)
     ]
     counted = sum((now - then) * (came + went) for now, then, came, went in pairs
@@ -56,11 +61,11 @@ def _moved(samples: Sequence[Line]) -> float:
 
 
 def _numbers(samples: Sequence[Line], name: str) -> list[float]:
-    return [value for each in samples if (value := number(each, name)) is not None]
+    return [value for each in samples if (value := get_number(each, name)) is not None]
 
 
 def _patch(evidence: Evidence) -> Patch:
-    """Return what takes least away of what the host's memory is used for: copies of the state, then loaders."""
+    """Return the patch that frees host memory at the least cost: no in-memory checkpoints, then fewer loaders."""
     if evidence.recipe.checkpoint.memory != 0:
         return {"checkpoint.memory": 0}
     return {"data.workers": 1} if evidence.recipe.data.workers not in (0, 1) else {}

@@ -1,4 +1,4 @@
-"""Rules about where the time of a run goes that it should not take."""
+"""Rules about lost time."""
 
 from trimaran.doctor.evidence import Rule
 from trimaran.doctor.rules.speed.bucket import bucket

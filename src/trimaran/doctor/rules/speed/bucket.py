@@ -1,4 +1,4 @@
-"""F010: gradients travel in pieces of the wrong size."""
+"""F010: the gradient bucket size is wrong."""
 
 import math
 from collections.abc import Iterator
@@ -7,49 +7,51 @@ from statistics import median
 from trimaran.core import Finding
 from trimaran.cost.collective import Ring, all_reduce_seconds, ring_of
 from trimaran.doctor.evidence import Evidence
-from trimaran.doctor.predicted_gain import fitted, forecast
-from trimaran.doctor.step_breakdown import measure, number, phase, settled
+from trimaran.doctor.evidence_queries import plural
+from trimaran.doctor.predicted_gain import forecast, with_measured_links
+from trimaran.doctor.step_breakdown import get_number, phase_seconds, steady_steps, step_breakdown
 
-SIZES = (1, 2, 5, 10, 25, 50, 100, 200, 400)
+BUCKET_SIZES_MB = (1, 2, 5, 10, 25, 50, 100, 200, 400)
 MEBIBYTE = 2**20
-WORTH = 0.05  # of a step
-IDLE = 0.8  # of a machine's cores in use at most: then some are idle
-FEWER = 2.0  # times: a size must be this far from the best one before anybody changes it
+MIN_GAIN_FRACTION = 0.05  # of a step
+MAX_BUSY_CORES_FRACTION = 0.8  # of a node's cores: below that some are idle
+MIN_EXPOSED_RATIO = 2.0  # of exposed communication now over that with the best size
 
 
 def bucket(evidence: Evidence) -> Iterator[Finding]:
-    """Yield a finding when another size of the pieces would expose clearly less of the reduction.
+    """Yield a finding if another bucket size would expose clearly less of the gradient all-reduce.
 
-    Each piece costs the latency of a ring, so small ones are many latencies. The first piece leaves when its part of
-    backward is done, and the last travels alone, so large ones hide little. Gloo hides something only where cores are
-    idle: there the ring is taken to be as slow as it was measured to be.
+    Each bucket costs the latency of a ring, so many small ones add up. The first bucket is sent when its part of
+    backward is done, and the last one is fully exposed, so large ones overlap little. Gloo overlaps only if cores are
+    idle; then the ring is as slow as it was measured.
     """
-    measured, question, plan = measure(evidence), evidence.ask(), evidence.plan
-    whole = plan.sharding == "none" and plan.mesh.data > 1 and plan.comm.local_steps == 1 and plan.engine == "torch"
-    if measured is None or question is None or not whole or plan.comm.compression in ("powersgd", "topk"):
+    measured, question, plan = step_breakdown(evidence), evidence.planner_inputs(), evidence.plan
+    is_ddp = plan.sharding == "none" and plan.mesh.data > 1 and plan.comm.local_steps == 1 and plan.engine == "torch"
+    if measured is None or question is None or not is_ddp or plan.comm.compression in ("powersgd", "topk"):
         return
     mesh, is_cpu = plan.mesh, question.cluster.device.kind == "cpu"
     if is_cpu and _has_idle_cores(evidence):
-        question, backward = fitted(question, plan, measured), _backward(evidence)
+        question, backward = with_measured_links(question, plan, measured), _backward(evidence)
     else:
         backward = 0.0 if is_cpu else forecast(question, plan).time["backward"] / plan.grad_accum
     ring = ring_of(question.cluster.levels, mesh.data, mesh.tp)
     width = 4 if plan.comm.compression == "none" else 2
     num_bytes = width * question.job.outline.trained_parameters / (mesh.tp * mesh.pp)
-    exposed = {size: _exposed(num_bytes, size * MEBIBYTE, ring, backward) for size in {*SIZES, plan.comm.bucket_mb}}
+    sizes = {*BUCKET_SIZES_MB, plan.comm.bucket_mb}
+    exposed = {size: _exposed(num_bytes, size * MEBIBYTE, ring, backward) for size in sizes}
     best = min(exposed, key=lambda size: (exposed[size], abs(size - 25)))
     now, then = exposed[plan.comm.bucket_mb], exposed[best]
-    # What was measured is what can be saved, whatever the model says.
+    # No more can be saved than the communication that was measured, whatever the model says.
     saved = min(now - then, measured.comm * (1 - then / now)) if now else 0.0
-    if saved < WORTH * measured.step or now < FEWER * then:
+    if saved < MIN_GAIN_FRACTION * measured.step or now < MIN_EXPOSED_RATIO * then:
         return
     small = plan.comm.bucket_mb < best
     count = math.ceil(num_bytes / (plan.comm.bucket_mb * MEBIBYTE))
     yield Finding(
         code="F010",
         severity="note",
-        verdict=f"gradients travel in {count} pieces of {plan.comm.bucket_mb} MiB, which is too "
-        + ("small: each piece costs a latency" if small else "large: the last piece hides behind nothing"),
+        verdict=f"gradients are reduced in {plural(count, 'bucket')} of {plan.comm.bucket_mb} MiB, which is too "
+        + ("small: each bucket costs a latency" if small else "large: the last bucket does not overlap with backward"),
         culprit=f"plan.comm.bucket_mb={plan.comm.bucket_mb}",
         evidence={
             "pieces": count,
@@ -66,18 +68,18 @@ def bucket(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _has_idle_cores(evidence: Evidence) -> bool:
-    """Whether gloo's threads have cores to themselves, by the samples of every node; not, where nobody looked."""
-    busy = [used for each in evidence.samples if (used := number(each, "cpu")) is not None]
-    return bool(busy) and median(busy) < IDLE
+    """Whether the samples show idle cores for gloo's threads; False without samples."""
+    busy = [used for each in evidence.samples if (used := get_number(each, "cpu")) is not None]
+    return bool(busy) and median(busy) < MAX_BUSY_CORES_FRACTION
 
 
 def _backward(evidence: Evidence) -> float:
-    """Return how long the last micro-batch's backward takes, behind which gradients can travel."""
-    return median(phase(each, "backward") for each in settled(evidence)) / evidence.plan.grad_accum
+    """Return how long backward of the last micro-batch takes, which can overlap with the all-reduce."""
+    return median(phase_seconds(each, "backward") for each in steady_steps(evidence)) / evidence.plan.grad_accum
 
 
 def _exposed(num_bytes: float, size: float, ring: Ring, backward: float) -> float:
-    """Return how long the reduction goes on after backward has ended."""
+    """Return how long the all-reduce continues after backward has ended."""
     size = min(size, num_bytes)
     count = math.ceil(num_bytes / size)
     one = all_reduce_seconds(size, ring)

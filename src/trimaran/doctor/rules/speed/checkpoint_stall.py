@@ -1,4 +1,4 @@
-"""F007: training stands still while its state is kept."""
+"""F007: checkpoints stall training."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -6,62 +6,62 @@ from statistics import fmean, median
 
 from trimaran.core import Finding, Recipe, show_seconds
 from trimaran.doctor.evidence import Evidence
-from trimaran.doctor.step_breakdown import StepBreakdown, measure, phase, settled
+from trimaran.doctor.step_breakdown import StepBreakdown, phase_seconds, steady_steps, step_breakdown
 
-SHARE = 0.04  # of the time; left alone, it is kept below 0.005
-LONG = 0.25  # of a usual step: a pause that people see
-COSTS = 0.01  # of the time that checkpoints may cost where their distance is set
+MIN_STALL_FRACTION = 0.04  # of the time; with checkpoint.every=auto it stays below 0.005
+LONG_STALL_FRACTION = 0.25  # of a typical step
+PATCHED_STALL_FRACTION = 0.01  # of the time, with asynchronous checkpoints at a fixed interval
 
 
 def checkpoint_stall(evidence: Evidence) -> Iterator[Finding]:
-    """Yield a finding when keeping the state costs too much of the time."""
-    measured = measure(evidence)
-    # How often copies are made is found out in the first steps: what has been mended since is no finding.
-    if measured is None or min(measured.share("checkpoint"), _share_lately(evidence)) < SHARE:
+    """Yield a finding if checkpoints take too much of the time."""
+    measured = step_breakdown(evidence)
+    # The run tunes how often it copies the state in its first steps, so the later half must stall as well.
+    if measured is None or min(measured.fraction("checkpoint"), _later_fraction(evidence)) < MIN_STALL_FRACTION:
         return
     usual = measured.compute + measured.comm + measured.bubble + measured.straggler
-    pauses = [
-        (each["step"], seconds) for each in settled(evidence) if (seconds := phase(each, "checkpoint")) > LONG * usual
+    stalls = [
+        (each["step"], seconds)
+        for each in steady_steps(evidence)
+        if (seconds := phase_seconds(each, "checkpoint")) > LONG_STALL_FRACTION * usual
     ]
-    stall = fmean(seconds for _, seconds in pauses) if pauses else measured.checkpoint
-    every = median(after - before for (before, _), (after, _) in pairwise(pauses)) if len(pauses) > 1 else 1
+    stall = fmean(seconds for _, seconds in stalls) if stalls else measured.checkpoint
+    every = median(after - before for (before, _), (after, _) in pairwise(stalls)) if len(stalls) > 1 else 1
     patch, left = _patch(evidence.recipe, measured, stall, usual)
-    gain = measured.share("checkpoint") - left
+    gain = measured.fraction("checkpoint") - left
     yield Finding(
         code="F007",
         severity="warning",
-        verdict=f"training stands still for checkpoints {measured.share('checkpoint'):.0%} of the time: "
+        verdict=f"training stalls for checkpoints {measured.fraction('checkpoint'):.0%} of the time: "
         f"{show_seconds(stall)} every {every:.0f} steps, and a step takes {show_seconds(usual)}",
-        culprit="written while all wait" if not evidence.recipe.checkpoint.asynchronous else "how often state is kept",
+        culprit="checkpoint interval" if evidence.recipe.checkpoint.asynchronous else "synchronous checkpoints",
         evidence={
-            "checkpoint_share": round(measured.share("checkpoint"), 4),
+            "checkpoint_share": round(measured.fraction("checkpoint"), 4),
             "stall_seconds": stall,
             "every_steps": every,
             "asynchronous": evidence.recipe.checkpoint.asynchronous,
         },
         patch=patch,
-        fix=""
-        if patch
-        else "the copy itself is slow: look at the host's memory and at the disk with `trimaran doctor`",
+        fix="" if patch else "the copy itself is slow: check the host's memory and the disk with `trimaran doctor`",
         expected_effect=f"steps {gain:.0%} shorter on average" if patch else "",
         gain=gain if patch else None,
         confidence=0.9,
     )
 
 
-def _share_lately(evidence: Evidence) -> float:
-    """Return the share of the time that keeping the state took in the later half of the steps."""
-    steps = settled(evidence)
+def _later_fraction(evidence: Evidence) -> float:
+    """Return the fraction of the time that checkpoints took in the later half of the steps."""
+    steps = steady_steps(evidence)
     later = steps[len(steps) // 2 :]
-    return sum(phase(each, "checkpoint") for each in later) / sum(each["step_seconds"] for each in later)
+    return sum(phase_seconds(each, "checkpoint") for each in later) / sum(each["step_seconds"] for each in later)
 
 
 def _patch(recipe: Recipe, measured: StepBreakdown, stall: float, usual: float) -> tuple[dict[str, object], float]:
-    """Return what makes the pauses short or rare, and the share of the time that is left of them."""
+    """Return the patch that makes stalls short or rare, and the fraction of the time that remains."""
     if not recipe.checkpoint.asynchronous:
-        return {"checkpoint.asynchronous": True}, COSTS
+        return {"checkpoint.asynchronous": True}, PATCHED_STALL_FRACTION
     if recipe.checkpoint.every != "auto":
-        return {"checkpoint.every": "auto"}, COSTS / 2
+        return {"checkpoint.every": "auto"}, PATCHED_STALL_FRACTION / 2
     if recipe.checkpoint.memory not in ("auto", 0):
-        return {"checkpoint.memory": "auto"}, COSTS / 2
-    return {}, measured.share("checkpoint")
+        return {"checkpoint.memory": "auto"}, PATCHED_STALL_FRACTION / 2
+    return {}, measured.fraction("checkpoint")

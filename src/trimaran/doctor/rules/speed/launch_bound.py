@@ -1,4 +1,4 @@
-"""F003: the device waits for the host to start its kernels."""
+"""F003: the device waits for kernel launches."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -7,40 +7,39 @@ from trimaran.core import Finding, Seconds, show_seconds
 from trimaran.cost import predict
 from trimaran.cost.time_profiles import HostOverhead
 from trimaran.doctor.evidence import Evidence
-from trimaran.doctor.predicted_gain import best_of, larger_micro_batches
-from trimaran.doctor.step_breakdown import measure, number
+from trimaran.doctor.predicted_gain import best_patch, larger_micro_batches
+from trimaran.doctor.step_breakdown import get_number, step_breakdown
 
-SHARE = 0.15  # of computing that the host costs
-AGREES = 0.85  # times what the model says: a run that is faster than a host-bound one can be is none
-AT_ONCE = HostOverhead(Seconds(0.0), Seconds(0.0), Seconds(0.0))
+MIN_LAUNCH_FRACTION = 0.15  # of compute time
+MIN_FRACTION_OF_PREDICTION = 0.85  # of predicted compute: a faster run cannot be launch-bound
+NO_HOST_OVERHEAD = HostOverhead(Seconds(0.0), Seconds(0.0), Seconds(0.0))
 
 
 def launch_bound(evidence: Evidence) -> Iterator[Finding]:
-    """Yield a finding when many small kernels keep the host busier than the device.
+    """Yield a finding if launching many small kernels takes longer than running them.
 
-    The model says what computing would take if kernels started by themselves; the run must be at least nearly as slow
-    as the model says that it is with a host.
+    The cost model predicts compute with and without launch overhead; the run must be nearly as slow as with it.
     """
-    measured, question = measure(evidence), evidence.ask()
+    measured, question = step_breakdown(evidence), evidence.planner_inputs()
     if measured is None or question is None or question.cluster.device.kind == "cpu":
         return
     job, plan = question.job, evidence.plan
-    free = replace(job, stack=replace(job.stack, time=replace(job.stack.time, host=AT_ONCE)))
-    with_host, without = (_computing(predict(each, question.cluster, plan).time) for each in (job, free))
-    share = 1 - without / with_host
-    if share < SHARE or measured.compute < AGREES * with_host:
+    free = replace(job, stack=replace(job.stack, time=replace(job.stack.time, host=NO_HOST_OVERHEAD)))
+    with_host, without = (_compute_seconds(predict(each, question.cluster, plan).time) for each in (job, free))
+    fraction = 1 - without / with_host
+    if fraction < MIN_LAUNCH_FRACTION or measured.compute < MIN_FRACTION_OF_PREDICTION * with_host:
         return
     patches = [{"plan.compile": True}] if not plan.compile else []
-    remedy = best_of(evidence, measured, [*larger_micro_batches(plan), *patches])
-    if remedy is None:
+    best = best_patch(evidence, measured, [*larger_micro_batches(plan), *patches])
+    if best is None:
         return
-    utilisation = [number(gpu, "utilisation") for each in evidence.samples for gpu in each.get("gpus") or ()]
+    utilisation = [get_number(gpu, "utilisation") for each in evidence.samples for gpu in each.get("gpus") or ()]
     seen = [each for each in utilisation if each is not None]
     yield Finding(
         code="F003",
         severity="warning",
-        verdict=f"the device waits for the host to start its kernels about {share:.0%} of its computing time: they are "
-        f"too small at a micro-batch of {plan.micro_batch}",
+        verdict=f"the device waits for kernel launches about {fraction:.0%} of its compute time: kernels are too small "
+        f"with a micro-batch of {plan.micro_batch}",
         culprit="the host",
         evidence={
             "compute_seconds": measured.compute,
@@ -50,12 +49,12 @@ def launch_bound(evidence: Evidence) -> Iterator[Finding]:
             "grad_accum": plan.grad_accum,
             **({"gpu_utilisation": round(sum(seen) / len(seen), 3)} if seen else {}),
         },
-        patch=remedy.patch,
-        expected_effect=f"{remedy.effect}: now {show_seconds(measured.step)}",
-        gain=remedy.gain,
+        patch=best.patch,
+        expected_effect=f"{best.effect} than {show_seconds(measured.step)}",
+        gain=best.gain,
         confidence=0.75,
     )
 
 
-def _computing(time: dict[str, Seconds]) -> float:
+def _compute_seconds(time: dict[str, Seconds]) -> float:
     return time["forward"] + time["backward"]

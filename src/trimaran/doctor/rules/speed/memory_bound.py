@@ -1,4 +1,4 @@
-"""F004: the device moves bytes where it should multiply."""
+"""F004: compute is memory-bound."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -7,49 +7,51 @@ from math import inf
 from trimaran.core import Finding
 from trimaran.cost import predict
 from trimaran.doctor.evidence import Evidence
-from trimaran.doctor.predicted_gain import Patch, best_of, larger_micro_batches
-from trimaran.doctor.step_breakdown import measure
+from trimaran.doctor.predicted_gain import Patch, best_patch, larger_micro_batches
+from trimaran.doctor.step_breakdown import step_breakdown
 
-SHARE = 0.25  # of computing that is spent on moving bytes
-AGREES = (0.8, 1.3)  # times what the model says: elsewhere the model does not know this run
+MIN_MEMORY_FRACTION = 0.25  # of compute time that waits for memory
+MIN_PREDICTION_RATIO, MAX_PREDICTION_RATIO = (
+    0.8,
+    1.3,
+)  # of measured over predicted compute; else the model is wrong here
 
 
 def memory_bound(evidence: Evidence) -> Iterator[Finding]:
-    """Yield a finding when most of the computing is reading and writing memory, and another setting moves less."""
-    measured, question = measure(evidence), evidence.ask()
+    """Yield a finding if much of compute waits for memory bandwidth, and another setting needs fewer bytes."""
+    measured, question = step_breakdown(evidence), evidence.planner_inputs()
     if measured is None or question is None or question.cluster.device.kind == "cpu":
         return
     cluster = question.cluster
-    at_once = replace(cluster, device=replace(cluster.device, reached={**cluster.device.reached, "memory": inf}))
-    now, free = (predict(question.job, each, evidence.plan).time for each in (cluster, at_once))
-    was, will = (time["forward"] + time["backward"] + time["optimizer"] for time in (now, free))
-    share, agrees = 1 - will / was, measured.compute / was
-    if share < SHARE or not AGREES[0] <= agrees <= AGREES[1]:
+    infinite = replace(cluster, device=replace(cluster.device, reached={**cluster.device.reached, "memory": inf}))
+    times = (predict(question.job, each, evidence.plan).time for each in (cluster, infinite))
+    now, without_memory = (time["forward"] + time["backward"] + time["optimizer"] for time in times)
+    fraction, ratio = 1 - without_memory / now, measured.compute / now
+    if fraction < MIN_MEMORY_FRACTION or not MIN_PREDICTION_RATIO <= ratio <= MAX_PREDICTION_RATIO:
         return
-    remedy = best_of(evidence, measured, _candidates(evidence))
-    if remedy is None:
+    best = best_patch(evidence, measured, _candidates(evidence))
+    if best is None:
         return
     yield Finding(
         code="F004",
         severity="note",
-        verdict=f"about {share:.0%} of the computing waits for memory: {cluster.device.name} moves bytes more than it "
-        "multiplies",
+        verdict=f"about {fraction:.0%} of compute on {cluster.device.name} waits for memory bandwidth",
         culprit="memory bandwidth",
         evidence={
             "compute_seconds": measured.compute,
-            "predicted_seconds": was,
-            "predicted_without_memory": will,
+            "predicted_seconds": now,
+            "predicted_without_memory": without_memory,
             "memory_gb_per_second": cluster.device.stream_bandwidth / 1e9,
         },
-        patch=remedy.patch,
-        expected_effect=remedy.effect,
-        gain=remedy.gain,
+        patch=best.patch,
+        expected_effect=best.effect,
+        gain=best.gain,
         confidence=0.7,
     )
 
 
 def _candidates(evidence: Evidence) -> Iterator[Patch]:
-    """Yield what moves fewer bytes for the same arithmetic."""
+    """Yield patches that move fewer bytes for the same arithmetic."""
     plan = evidence.plan
     yield from larger_micro_batches(plan)
     if not plan.compile:

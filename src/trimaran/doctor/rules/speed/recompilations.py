@@ -1,4 +1,4 @@
-"""F008: code is compiled again and again."""
+"""F008: torch.compile recompiles repeatedly."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -6,22 +6,24 @@ from statistics import median
 
 from trimaran.core import Finding, show_seconds
 from trimaran.doctor.evidence import Evidence
-from trimaran.doctor.step_breakdown import settled
+from trimaran.doctor.step_breakdown import steady_steps
 
-FEWEST = 3  # compilations after the warm-up: one or two may be a last odd batch
+MIN_RECOMPILATIONS = 3  # after the warm-up: one or two may come from a last, smaller batch
 
 
 def recompilations(evidence: Evidence) -> Iterator[Finding]:
-    """Yield a finding when torch compiles after the first steps, time and again."""
+    """Yield a finding if torch compiles repeatedly after the first steps."""
     first = evidence.steps[0]["step"] if evidence.steps else 0
-    late = [each for each in evidence.of_kind("recompile") if each.get("rank") == 0 and each.get("step", 0) >= first]
-    if len(late) < FEWEST:
+    late = [
+        each for each in evidence.events_of_kind("recompile") if each.get("rank") == 0 and each.get("step", 0) >= first
+    ]
+    if len(late) < MIN_RECOMPILATIONS:
         return
     facts = [each.get("data") or {} for each in late]
     what, count = Counter(str(each.get("what")) for each in facts).most_common(1)[0]
     why = next(str(each.get("why")) for each in facts if str(each.get("what")) == what)
     at = {each.get("step") for each in late}
-    steps = settled(evidence)
+    steps = steady_steps(evidence)
     usual = median(each["step_seconds"] for each in steps) if steps else 0.0
     total = sum(each["step_seconds"] for each in steps)
     lost = sum(max(0.0, each["step_seconds"] - usual) for each in steps if each["step"] in at)
@@ -31,13 +33,13 @@ def recompilations(evidence: Evidence) -> Iterator[Finding]:
     yield Finding(
         code="F008",
         severity="warning",
-        verdict=f"{len(late)} compilations after the first steps, {count} of them of {what}; they took about "
+        verdict=f"{len(late)} recompilations after the first steps, {count} of them of {what}; they took about "
         f"{show_seconds(lost)}",
         culprit=what,
         evidence={"recompilations": len(late), "why": why, "lost_seconds": lost, "steps": sorted(map(str, at))[:8]},
         patch=patch,
         fix="" if shapes else "or remove what changes from step to step: torch's reason is in the evidence",
-        expected_effect=f"steps {gain:.0%} shorter on average, as long as it goes on" if gain else "",
+        expected_effect=f"steps {gain:.0%} shorter on average" if gain else "",
         gain=gain,
         confidence=0.9,
     )

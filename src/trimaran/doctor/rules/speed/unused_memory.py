@@ -1,33 +1,33 @@
-"""F006: memory lies idle that would make steps shorter."""
+"""F006: unused device memory could make steps shorter."""
 
 from collections.abc import Iterator
 
 from trimaran.core import Finding, Plan, show_bytes
 from trimaran.doctor.evidence import Evidence
-from trimaran.doctor.predicted_gain import Patch, best_of, larger_micro_batches
-from trimaran.doctor.step_breakdown import measure, number
+from trimaran.doctor.predicted_gain import Patch, best_patch, larger_micro_batches
+from trimaran.doctor.step_breakdown import get_number, step_breakdown
 
-MOST = 0.7  # of a device's memory that an under-used one has in use
+MAX_USED_FRACTION = 0.7  # of a device's memory
 
 
 def unused_memory(evidence: Evidence) -> Iterator[Finding]:
-    """Yield a finding when a larger micro-batch, or less saving of memory, fits and pays."""
-    measured, question = measure(evidence), evidence.ask()
+    """Yield a finding if a larger micro-batch, less recompute or less offload fits and shortens the step."""
+    measured, question = step_breakdown(evidence), evidence.planner_inputs()
     if measured is None or question is None:
         return
-    peak = max((number(each, "peak_bytes") or 0.0 for each in evidence.steps), default=0.0)
-    totals = [total for each in evidence.steps if (total := number(each, "memory", "total"))]
+    peak = max((get_number(each, "peak_bytes") or 0.0 for each in evidence.steps), default=0.0)
+    totals = [total for each in evidence.steps if (total := get_number(each, "memory", "total"))]
     total = totals[-1] if totals else float(question.cluster.device.memory_bytes)
-    if not peak or peak > MOST * total:
+    if not peak or peak > MAX_USED_FRACTION * total:
         return
-    remedy = best_of(evidence, measured, _candidates(evidence.plan))
-    if remedy is None:
+    best = best_patch(evidence, measured, _candidates(evidence.plan))
+    if best is None:
         return
     yield Finding(
         code="F006",
-        severity="warning" if remedy.gain > 0.15 else "note",
-        verdict=f"{peak / total:.0%} of the memory is in use ({show_bytes(peak)} of {show_bytes(total)}), and with "
-        "more of it steps would be shorter",
+        severity="warning" if best.gain > 0.15 else "note",
+        verdict=f"only {peak / total:.0%} of the memory is in use ({show_bytes(peak)} of {show_bytes(total)}), and "
+        "using more would shorten steps",
         culprit=f"micro-batch {evidence.plan.micro_batch} x accumulation {evidence.plan.grad_accum}",
         evidence={
             "peak_bytes": peak,
@@ -36,15 +36,15 @@ def unused_memory(evidence: Evidence) -> Iterator[Finding]:
             "recompute": evidence.plan.recompute,
             "sharding": evidence.plan.sharding,
         },
-        patch=remedy.patch,
-        expected_effect=remedy.effect,
-        gain=remedy.gain,
+        patch=best.patch,
+        expected_effect=best.effect,
+        gain=best.gain,
         confidence=0.8,
     )
 
 
 def _candidates(plan: Plan) -> Iterator[Patch]:
-    """Yield what takes more memory for less time."""
+    """Yield patches that use more memory to save time."""
     yield from larger_micro_batches(plan)
     if plan.recompute != "none":
         yield {"plan.recompute": "none"}

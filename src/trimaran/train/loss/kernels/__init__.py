@@ -1,1 +1,1 @@
-"""Kernels of our own for GPUs. They need Triton, so each is imported where a tensor is on one."""
+"""Triton kernels of the loss. Callers import them only for CUDA tensors, because CPU builds have no Triton."""

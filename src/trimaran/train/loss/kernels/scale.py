@@ -1,6 +1,6 @@
-"""A large tensor times a number that is on the GPU, at the speed of its memory.
+"""Triton kernel: a large tensor times a scalar tensor, at full memory bandwidth.
 
-torch's own product of a bf16 tensor and an fp32 scalar tensor runs at a fifth of that.
+torch multiplies a bf16 tensor by an fp32 scalar tensor at a fifth of that bandwidth.
 """
 
 import torch
@@ -11,9 +11,9 @@ from torch import Tensor
 BLOCK, WARPS = 4096, 8
 
 
-def scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `tensor` times `factor`, which has one element, in `dtype`; where that is the tensor's own, in place."""
-    assert tensor.is_contiguous(), "only what lies in memory as one piece is read as one"
+def scale_to_dtype(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `tensor` times the one-element tensor `factor`, in `dtype`; in place if the tensor already has it."""
+    assert tensor.is_contiguous(), "the kernel reads the tensor as one flat array"
     out = tensor if tensor.dtype == dtype else torch.empty_like(tensor, dtype=dtype)
     if count := tensor.numel():
         with torch.cuda.device(tensor.device):

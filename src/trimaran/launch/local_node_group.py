@@ -1,0 +1,50 @@
+"""The node group of a run on this machine only: one node, a channel on loopback and the run's lease."""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Self
+
+from trimaran.core import Plan
+from trimaran.launch.channel import Channel
+from trimaran.launch.local_node import LocalNode
+from trimaran.launch.node import Node
+from trimaran.run import RunDirectory
+from trimaran.run.lease import Lease, run_token
+
+EnvironmentOf = Callable[[Plan], Mapping[str, str]]
+
+LOOPBACK = "127.0.0.1"
+
+
+class LocalNodeGroup:
+    """Implements `supervisor.NodeGroup` for one machine. `lease` is that of the run; `with` closes the node."""
+
+    def __init__(self, run: RunDirectory, lease: Lease, node: LocalNode, environment: EnvironmentOf) -> None:
+        self._lease, self._node, self._environment = lease, node, environment
+        self.token = run_token(run)
+        self._channel = Channel(LOOPBACK, self.token)
+        self.store = self._channel.address
+
+    def wait_for_nodes(self) -> list[Node] | None:
+        return [self._node]
+
+    def growth(self, nodes: Sequence[Node]) -> int | None:
+        return None
+
+    def environment(self, plan: Plan) -> Mapping[str, str]:
+        return {**self._environment(plan), "TRIMARAN_TERM": str(self._lease.term)}
+
+    def end_attempt(self, attempt: int) -> None:
+        self._channel.end_attempt(attempt)
+
+    def holds(self) -> bool:
+        return self._lease.holds()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._node.close()
+        self._channel.close()

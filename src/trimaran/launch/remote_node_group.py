@@ -1,0 +1,146 @@
+"""The node group of a run on several machines, as its coordinator sees it: which nodes are connected."""
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+
+from trimaran.core import EXIT_USER, Plan, UserError
+from trimaran.launch.node import Node
+from trimaran.launch.node_agent import NodeAgent
+from trimaran.launch.remote_node import RemoteNode
+from trimaran.launch.signals import Signals
+from trimaran.run import IncidentLog
+from trimaran.run.lease import Lease
+from trimaran.run.wire import Record
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.05
+REGROUP_SECONDS = 3.0  # for the remaining nodes to connect after one was lost
+DISMISS_SECONDS = 3.0  # for the other nodes to receive the run's exit code
+SKEW_SECONDS = 5.0  # a larger difference between wall clocks is reported, although nothing depends on it
+
+
+class FencedError(Exception):
+    """Another process holds the run's lease now."""
+
+
+class RemoteNodeGroup:
+    """Implements `supervisor.NodeGroup`. `formed`: the run had started before this node became the coordinator.
+
+    `unfit`: why the run cannot work on this machine, which then coordinates only to tell the others.
+    """
+
+    def __init__(
+        self, agent: NodeAgent, lease: Lease, signals: Signals, *, formed: bool, unfit: UserError | None = None
+    ) -> None:
+        self.store, self.token = agent.channel.address, agent.token
+        self._unfit: dict[str, UserError] = {agent.node.name: unfit} if unfit else {}
+        self._agent, self._lease, self._signals, self._formed = agent, lease, signals, formed
+        self._remote: dict[str, RemoteNode] = {}
+        self._turned_away: set[str] = set()
+
+    def wait_for_nodes(self) -> list[Node] | None:
+        """Return the nodes that are present, sorted by name, once they are enough; None if too few come.
+
+        At first it waits for all of them; later the allowed minimum is enough after a short time to regroup. Raises if
+        the run has not begun and cannot work on one of them, once all nodes are connected and can be told.
+        """
+        options, began = self._agent.node_options, time.monotonic()
+        wait_for_all_seconds = REGROUP_SECONDS if self._formed else options.wait_seconds
+        while not self._signals.stop_requested:
+            if not self.holds():
+                raise FencedError
+            nodes, waited = self._present(), time.monotonic() - began
+            if self._unfit and (len(nodes) + len(self._unfit) >= options.nodes or waited > options.wait_seconds):
+                raise join_refusals(self._unfit)
+            if self._unfit:
+                time.sleep(POLL_SECONDS)
+                continue
+            if len(nodes) >= options.nodes or (len(nodes) >= options.min_nodes and waited > wait_for_all_seconds):
+                self._formed = True
+                log.info("%d of %d nodes: %s", len(nodes), options.nodes, ", ".join(node.name for node in nodes))
+                return nodes
+            if waited > max(wait_for_all_seconds, options.wait_seconds):
+                return None
+            time.sleep(POLL_SECONDS)
+        if self._unfit:
+            raise join_refusals(self._unfit)
+        return None
+
+    def growth(self, nodes: Sequence[Node]) -> int | None:
+        """Return how many ranks are possible now, if more nodes are present than `nodes`, which run; None if not."""
+        present = self._present()
+        capacity = sum(node.num_ranks for node in present)
+        has_grown = len(present) > len(nodes) and capacity > sum(node.num_ranks for node in nodes)
+        return capacity if has_grown else None
+
+    def environment(self, plan: Plan) -> Mapping[str, str]:
+        shared = {
+            name: value for name, value in self._agent.environment(plan).items() if name not in self._agent.per_node
+        }
+        return shared | {"TRIMARAN_TERM": str(self._lease.term)}
+
+    def end_attempt(self, attempt: int) -> None:
+        self._agent.channel.end_attempt(attempt)
+
+    def holds(self) -> bool:
+        return self._lease.holds()
+
+    def dismiss(self, code: int, refusal: UserError | None = None) -> None:
+        """Send the run's exit code, and the reason if any, to all nodes; wait a few seconds until they have left."""
+        self._present()
+        present = [node for node in self._remote.values() if not node.lost]
+        for node in present:
+            node.dismiss(code, refusal)
+        until = time.monotonic() + DISMISS_SECONDS
+        while time.monotonic() < until and any(not node.lost for node in present):
+            time.sleep(POLL_SECONDS)
+
+    def _present(self) -> list[Node]:
+        """Return this node and those connected to it, sorted by name; at most as many as the run needs."""
+        for name, mailbox in list(self._agent.channel.mailboxes.items()):
+            known = self._remote.get(name)
+            if (known is None or known.mailbox is not mailbox) and mailbox.inbox:
+                hello = mailbox.inbox.popleft()
+                self._remote[name] = RemoteNode(self._agent.run, name, mailbox, num_ranks=int(hello["num_ranks"]))
+                self._report_skew(name, hello)
+                self._note_unfit(name, hello)
+        for name in [each for each, node in self._remote.items() if node.lost]:
+            self._unfit.pop(name, None)
+        present: list[Node] = [self._agent.node, *(node for node in self._remote.values() if not node.lost)]
+        fit = [node for node in present if node.name not in self._unfit and node.name not in self._turned_away]
+        return sorted(fit, key=lambda node: node.name)[: self._agent.node_options.nodes]
+
+    def _note_unfit(self, name: str, hello: Record) -> None:
+        """Record that the run cannot work on a node. If the run has already started, the node is turned away."""
+        self._unfit.pop(name, None)
+        self._turned_away.discard(name)
+        if "unfit" not in hello:
+            return
+        error = UserError(**hello["unfit"])
+        log.error("%s", error)
+        if self._formed:
+            self._turned_away.add(name)
+            self._remote[name].dismiss(EXIT_USER, error)
+        else:
+            self._unfit[name] = error
+
+    def _report_skew(self, name: str, hello: Record) -> None:
+        """Report a node whose wall clock differs from ours, because logs of both are then hard to compare."""
+        skew = float(hello["time"]) - time.time()
+        if abs(skew) > SKEW_SECONDS:
+            what = (
+                f"the clock of {name} is {abs(skew):.0f} s {'ahead' if skew > 0 else 'behind'}; nothing depends on it"
+            )
+            log.warning(what)
+            IncidentLog(self._agent.run).notice("host", what, action="continued", evidence={"skew_seconds": skew})
+
+
+def join_refusals(unfit: Mapping[str, UserError]) -> UserError:
+    """Return one error for all nodes that the run cannot work on. Nodes with the same error are named together."""
+    first = unfit[min(unfit)]
+    alike = [name for name, each in sorted(unfit.items()) if (each.code, each.what) == (first.code, first.what)]
+    others = [f"{name}: {each.code}, {each.what}" for name, each in sorted(unfit.items()) if name not in alike]
+    where = f"node{'s' if alike[1:] else ''} {', '.join(alike)}"
+    return UserError(first.code, "; ".join([first.what, *others]), where=where, fix=first.fix)

@@ -1,0 +1,156 @@
+"""Reads the numbers of a finished step from the device and writes its line in the metrics."""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from trimaran.core import PHASES, Plan, StepMetrics
+from trimaran.data.loader import Loader
+from trimaran.data.loader_tuner import MIN_WAIT_FRACTION, MIN_WAIT_SECONDS_PER_BATCH
+from trimaran.data.step_batch import StepBatch
+from trimaran.run import Journal
+from trimaran.train.health.compilations import Compilations
+from trimaran.train.health.guard import StepNumbers
+from trimaran.train.metrics.meters import Meters
+from trimaran.train.metrics.profiler import Profiler
+from trimaran.train.metrics.step_clock import ReadSeconds
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PendingStep:
+    """A step whose numbers are still being copied from the device.
+
+    `numbers` is the result of `Stepper.step` followed by that of `Stepper.update`.
+    """
+
+    step: int
+    lr: float
+    numbers: Tensor
+    read_seconds: ReadSeconds
+    read_details: Callable[[], dict[str, Any]]
+    loader_stats: Mapping[str, Any] = field(default_factory=dict)
+    tokens: int = 0  # valid tokens that this rank has loaded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """The numbers of a step on the host, the same on every rank.
+
+    `stop`, `save` and `profile`: whether any rank requested it. `loss_scaled`: the step used a loss scale. `rows`: the
+    loader's counts, summed over all ranks.
+    """
+
+    numbers: StepNumbers
+    stop: bool
+    save: bool
+    profile: bool
+    loss_scaled: bool
+    rows: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecorder:
+    """Records one step after another: its metrics line, its events and, on request, a profile.
+
+    Every rank records every step, because reading its details and meters takes collectives.
+    """
+
+    plan: Plan
+    meters: Meters
+    journal: Journal
+    profiler: Profiler
+    compilations: Compilations = field(default_factory=Compilations)
+
+    def note_batch(self, batch: StepBatch, loader: Loader) -> None:
+        """Write events for the bad samples in this rank's batch, and for a change of the loader's setting."""
+        self.compilations.end_step(batch.step)  # the host has finished the step before
+        for change in loader.changes[-1:]:
+            if change.step == batch.step + 1:  # there is at most one change per batch
+                now = {"workers": change.setting.workers, "depth": change.setting.depth, "pinned": change.setting.pin}
+                self.journal.event("loader", step=change.step, **now, reason=change.reason)
+        for each in batch.bad:
+            log.warning("step %d: sample %d is left out: %s", batch.step + 1, each.sample, each.reason)
+            self.journal.event("bad_sample", step=batch.step + 1, sample=each.sample, reason=each.reason)
+
+    def record(self, pending: PendingStep, loader: Loader) -> StepRecord:
+        """Write the metrics line of the step and return its numbers."""
+        phases = dict.fromkeys(PHASES, 0.0) | pending.read_seconds()  # waits for the device, so the numbers are copied
+        loss, tokens, stop, save, profile, batches_differ, *bad, norm, refused = pending.numbers.tolist()
+        details = pending.read_details()
+        numbers = StepNumbers(
+            step=pending.step,
+            loss=loss,
+            grad_norm=norm,
+            refused=refused > 0,
+            suspects=tuple(rank for rank, each in enumerate(bad) if each) if refused else (),
+            batches_differ=batches_differ != 0,
+        )
+        if refused:
+            details["skipped"] = True
+        if num_quarantined := loader.num_quarantined(pending.step - 1):
+            details["quarantined"] = num_quarantined
+        unused = details.pop("unused", [])  # parameters of this rank without a gradient
+        details |= loader_wait(pending.loader_stats, phases) | self._record_compilations(pending.step, phases, unused)
+        rows = details.get("rows", {})
+        # With samples, only answers are targets; the number of tokens read is larger.
+        self._write_metrics(pending, numbers, round(rows.get("tokens", tokens)), phases, details)
+        return StepRecord(
+            numbers=numbers,
+            stop=stop > 0,
+            save=save > 0,
+            profile=profile > 0,
+            loss_scaled="loss_scale" in details,
+            rows=rows,
+        )
+
+    def _record_compilations(self, step: int, phases: Mapping[str, float], unused: list[str]) -> dict[str, int]:
+        """Write `recompile` events and, for the first step, the `started` event; return the metrics of compilation."""
+        for late in self.compilations.take_late(step):
+            log.warning("step %d: %s was compiled again: %s", step, late.what, late.why)
+            self.journal.event("recompile", step=step, what=late.what, why=late.why)
+        if self.compilations.is_first(step):
+            facts = {"seconds": sum(phases.values()), "phases": dict(phases), "compile": self.compilations.summary()}
+            facts |= {"unused": unused} if unused else {}
+            self.journal.event("started", step=step, **facts)
+        return self.compilations.metrics
+
+    def _write_metrics(
+        self, pending: PendingStep, numbers: StepNumbers, tokens: int, phases: dict[str, float], details: dict[str, Any]
+    ) -> None:
+        seconds = sum(phases.values())
+        peak_bytes, measured = self.meters.read(pending.step, lr=pending.lr, tokens=pending.tokens, phases=phases)
+        prediction, world_size = self.plan.prediction, self.plan.mesh.world_size
+        peak_flops = prediction.device_peak_flops * world_size if prediction else 0.0
+        metrics = StepMetrics(
+            step=pending.step,
+            loss=numbers.loss,
+            grad_norm=numbers.grad_norm,
+            lr=pending.lr,
+            tokens=tokens,
+            samples=self.plan.global_batch,
+            step_seconds=seconds,
+            mfu=prediction.flops_per_step / (seconds * peak_flops) if prediction and peak_flops else 0.0,
+            peak_bytes=peak_bytes,
+            phases=phases,
+            time=time.time(),
+            details=details | measured,
+        )
+        self.journal.step(metrics)
+        log.info("step %d  loss %.4f  %.0f tokens/s", metrics.step, numbers.loss, metrics.tokens_per_second)
+
+
+def loader_wait(stats: Mapping[str, Any], phases: Mapping[str, float]) -> dict[str, Any]:
+    """Return the `loader` field of the metrics; nothing if the wait is too short for the loader to change its setting.
+
+    A wait of the host costs nothing while the device is busy, so it counts only up to the time of the data phase.
+    """
+    seconds = min(stats.get("last_seconds", 0.0), phases["data"])
+    if seconds <= max(MIN_WAIT_FRACTION * sum(phases.values()), MIN_WAIT_SECONDS_PER_BATCH):
+        return {}
+    return {"loader": {"workers": stats["workers"], "depth": stats["depth"], "waited": seconds}}

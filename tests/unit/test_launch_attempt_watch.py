@@ -1,0 +1,98 @@
+"""When silent ranks are a hang, and when they only wait for another rank."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runs import new_run
+from trimaran.launch.attempt_watch import AttemptWatch
+from trimaran.launch.node import AttemptSpec, NodeEvent, RankSilent
+from trimaran.run import Heartbeat
+from trimaran.run.attempts import AttemptOutcome
+
+
+class FakeNode:
+    """A node of two ranks with the heartbeats and events that a test sets."""
+
+    name, num_ranks = "here", 2
+
+    def __init__(self, *heartbeats: Heartbeat) -> None:
+        self.current = dict(enumerate(heartbeats))
+        self.events: list[NodeEvent] = []
+
+    def start(self, spec: AttemptSpec) -> None: ...
+
+    def request_stop(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+    def collect_reports(self, folder: Path, *, seconds: float, gently: bool = False) -> None: ...
+
+    def poll(self) -> list[NodeEvent]:
+        events, self.events = self.events, []
+        return events
+
+    def heartbeats(self) -> dict[int, Heartbeat]:
+        return dict(self.current)
+
+    def is_silent(self, rank: int, *, stopped: bool = False) -> None:
+        self.events.append(
+            RankSilent(rank=rank, heartbeat=self.current[rank], seconds=9.0, deadline=6.0, stopped=stopped)
+        )
+
+
+def heartbeat(section: Any, step: int, entered: float) -> Heartbeat:
+    return Heartbeat(section=section, step=step, entered=entered, alive=entered, answered=0)
+
+
+def watch(path: Path, node: FakeNode) -> AttemptWatch:
+    spec = AttemptSpec(attempt=0, first_rank=0, num_ranks=2, world_size=2, store="", token="")
+    return AttemptWatch(new_run(path / "run"), [node], spec)
+
+
+@pytest.mark.parametrize(
+    ("section", "step", "outcome"),
+    [
+        ("data", 7, None),
+        ("save", 7, None),
+        ("evaluation", 6, None),
+        ("compile", 7, None),
+        ("step", 7, "trouble"),
+        ("data", 8, "trouble"),
+    ],
+)
+def test_ranks_that_wait_for_a_rank_in_a_long_section_are_not_hung(
+    tmp_path: Path, section: Any, step: int, outcome: AttemptOutcome | None
+) -> None:
+    node = FakeNode(heartbeat("step", 7, 100.0), heartbeat(section, step, 100.0))
+    attempt = watch(tmp_path, node)
+    node.is_silent(0)
+    assert attempt.poll() == outcome
+
+
+def test_a_rank_that_takes_too_long_itself_is_trouble(tmp_path: Path) -> None:
+    node = FakeNode(heartbeat("step", 7, 100.0), heartbeat("data", 7, 100.0))
+    attempt = watch(tmp_path, node)
+    node.is_silent(0)
+    assert attempt.poll() is None
+    node.is_silent(1)
+    assert attempt.poll() == "trouble"
+
+
+def test_a_stopped_rank_is_trouble_even_while_all_evaluate(tmp_path: Path) -> None:
+    node = FakeNode(heartbeat("evaluation", 20, 100.0), heartbeat("evaluation", 20, 100.0))
+    attempt = watch(tmp_path, node)
+    assert attempt.poll() is None
+    node.is_silent(1, stopped=True)
+    assert attempt.poll() == "trouble"
+
+
+def test_a_rank_that_makes_progress_again_is_not_silent(tmp_path: Path) -> None:
+    node = FakeNode(heartbeat("step", 7, 100.0), heartbeat("data", 7, 100.0))
+    attempt = watch(tmp_path, node)
+    node.is_silent(0)
+    assert attempt.poll() is None
+    node.current = {0: heartbeat("step", 8, 109.0), 1: heartbeat("step", 8, 109.1)}
+    assert attempt.poll() is None
+    assert attempt.silent == {}

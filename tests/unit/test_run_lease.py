@@ -1,0 +1,183 @@
+"""The lease of a run: one holder at a time, by terms and counters, without comparing clocks."""
+
+import json
+import multiprocessing
+import os
+import stat
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trimaran.core import UserError
+from trimaran.run import RunDirectory, lease
+from trimaran.run.lease import LeaseWatch, claim_term, newest_term, read_holder, run_token, take_lease
+
+FORK = multiprocessing.get_context("fork")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path)
+
+
+def rewrite_holder(run: RunDirectory, **changes: Any) -> None:
+    """Make the newest term look as if another machine or process had claimed it."""
+    holder = read_holder(run)
+    assert holder is not None
+    path = run.lease / f"term-{holder.term:06d}.json"
+    path.write_text(json.dumps(asdict(replace(holder, **changes))))
+
+
+def test_the_first_term_is_one_and_a_released_lease_is_free_at_once(run: RunDirectory) -> None:
+    with take_lease(run, address="127.0.0.1:1") as first:
+        assert (first.term, first.holds(), newest_term(run)) == (1, True, 1)
+        assert read_holder(run) == first.holder
+    assert not first.holds()
+    with take_lease(run) as second:
+        assert second.term == 2
+
+
+def test_a_second_process_gets_the_name_of_the_live_holder(run: RunDirectory) -> None:
+    with take_lease(run), pytest.raises(UserError) as refused:
+        take_lease(run)
+    assert refused.value.code == "S020"
+    assert f"process {os.getpid()} on" in refused.value.what
+    assert newest_term(run) == 1
+
+
+def test_a_holder_whose_process_is_gone_is_replaced_at_once(run: RunDirectory) -> None:
+    holder = FORK.Process(target=lambda: (take_lease(run), os._exit(0)))
+    holder.start()
+    holder.join()
+    began = time.monotonic()
+    with take_lease(run) as second:
+        assert second.term == 2
+    assert time.monotonic() - began < 2.0
+
+
+def test_a_reused_pid_is_not_the_holder(run: RunDirectory) -> None:
+    first = take_lease(run)
+    rewrite_holder(run, started=first.holder.started + 1)
+    assert LeaseWatch(run).poll() == 2
+
+
+def test_a_higher_term_ends_a_lease(run: RunDirectory) -> None:
+    first = take_lease(run)
+    second = claim_term(run, 2)
+    assert second is not None
+    time.sleep(0.6)
+    assert not first.holds()
+    assert second.holds()
+    assert claim_term(run, 2) is None
+    first.release()
+    second.release()
+
+
+def test_one_of_sixteen_contenders_wins(run: RunDirectory) -> None:
+    """All see the same dead holder and start at the same moment."""
+    dead = FORK.Process(target=lambda: (take_lease(run), os._exit(0)))
+    dead.start()
+    dead.join()
+    go, answers = FORK.Barrier(16), FORK.Queue()
+
+    def contend() -> None:
+        go.wait()
+        try:
+            answers.put(take_lease(run).term)
+        except UserError as refused:
+            answers.put(refused.code)
+        time.sleep(30.0)  # the winner stays alive while the others poll
+
+    contenders = [FORK.Process(target=contend) for _ in range(16)]
+    for each in contenders:
+        each.start()
+    results = sorted(str(answers.get(timeout=20.0)) for _ in contenders)
+    for each in contenders:
+        each.kill()
+        each.join()
+    assert results == ["2"] + ["S020"] * 15
+
+
+def test_a_holder_elsewhere_that_renews_is_alive_whatever_its_clock_says(run: RunDirectory) -> None:
+    first = take_lease(run)
+    rewrite_holder(run, machine="elsewhere", created=time.time() - 1e6)
+    with pytest.raises(UserError, match="S020"):
+        take_lease(run)
+    first.release()
+
+
+def test_a_holder_elsewhere_is_dead_when_its_counter_stops(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "EXPIRY_SECONDS", 1.5)
+    holder = FORK.Process(target=lambda: (take_lease(run), time.sleep(0.5), os._exit(0)))
+    holder.start()
+    holder.join()
+    rewrite_holder(run, machine="elsewhere", created=time.time() + 1e6)
+    began = time.monotonic()
+    with take_lease(run) as second:
+        assert second.term == 2
+    assert time.monotonic() - began >= 1.5
+
+
+def test_the_wall_clock_may_jump_while_a_lease_is_watched(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = take_lease(run)
+    rewrite_holder(run, machine="elsewhere")
+    watch = LeaseWatch(run)
+    assert watch.poll() == read_holder(run)
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + 3600.0)
+    assert watch.poll() == read_holder(run)
+    assert first.holds()
+    first.release()
+
+
+def test_a_shared_lease_that_cannot_renew_fences_itself(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its directory is unreachable, as when a network disk is gone: to others it soon looks dead."""
+    monkeypatch.setattr(lease, "FENCED_SECONDS", 0.5)
+    monkeypatch.setattr(lease, "RENEW_SECONDS", 0.1)
+    shared, alone = take_lease(run, shared=True), claim_term(run, 1)
+    assert alone is None
+    run.lease.rename(run.path / "away")
+    time.sleep(1.2)
+    assert not shared.holds()
+    (run.path / "away").rename(run.lease)
+    time.sleep(1.5)
+    assert shared.holds()
+    shared.release()
+
+
+def test_an_incomplete_term_file_expires_by_its_counter(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "EXPIRY_SECONDS", 0.5)
+    run_token(run)
+    (run.lease / "term-000007.json").write_text('{"term": 7, "ho')
+    with take_lease(run) as next_one:
+        assert next_one.term == 8
+
+
+def test_the_token_is_created_once_and_private(run: RunDirectory) -> None:
+    token = run_token(run)
+    assert len(token) >= 40
+    assert run_token(run) == token
+    assert stat.S_IMODE((run.lease / "token").stat().st_mode) == 0o600
+    assert stat.S_IMODE(run.lease.stat().st_mode) == 0o700
+    with take_lease(run) as held:
+        text = (run.lease / "term-000001.json").read_text()
+        assert token not in text
+        assert token not in str(held.holder)
+
+
+def test_a_token_that_other_users_can_read_is_refused(run: RunDirectory) -> None:
+    run_token(run)
+    (run.lease / "token").chmod(0o644)
+    with pytest.raises(UserError, match="S021"):
+        run_token(run)
+
+
+def test_a_token_behind_a_link_is_refused(run: RunDirectory, tmp_path: Path) -> None:
+    run.lease.mkdir(mode=0o700)
+    (tmp_path / "elsewhere").write_text("public")
+    (run.lease / "token").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="S021"):
+        take_lease(run)

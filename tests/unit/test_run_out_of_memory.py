@@ -1,0 +1,36 @@
+import pytest
+import torch
+
+from trimaran.launch.exit_cause import read_exit
+from trimaran.run.out_of_memory import says_out_of_memory
+from trimaran.train.metrics.memory_snapshot import is_out_of_memory
+
+MESSAGES = {
+    "cpu-x86": "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: "
+    "you tried to allocate 4503599627370496 bytes. Error code 12 (Cannot allocate memory)",
+    "cpu-aarch64": "[enforce fail at alloc_cpu.cpp:113] data. DefaultCPUAllocator: not enough memory: "
+    "you tried to allocate 4503599627370496 bytes.",
+    "cuda": "CUDA out of memory. Tried to allocate 7.00 GiB. GPU 0 has a total capacity of 79.11 GiB",
+    "system": "[Errno 12] Cannot allocate memory",
+    "c++": "terminate called after throwing an instance of 'std::bad_alloc'",
+}
+
+
+@pytest.mark.parametrize("message", MESSAGES.values(), ids=MESSAGES.keys())
+def test_every_wording_of_out_of_memory_is_recognised(message: str) -> None:
+    assert says_out_of_memory(message)
+    assert is_out_of_memory(RuntimeError(message))
+    assert read_exit(1, {"type": "RuntimeError", "message": message}, "").cause == "oom"
+    assert read_exit(1, None, f"Traceback\nRuntimeError: {message}\n").cause == "oom"
+
+
+def test_an_error_about_something_else_is_not_out_of_memory() -> None:
+    assert not says_out_of_memory("RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x8 and 4x8)")
+    assert not is_out_of_memory(ValueError("not enough values to unpack"))
+
+
+def test_a_failed_allocation_of_torch_on_this_machine_is_recognised() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 50)  # 4 PiB: more than any machine can map
+    assert is_out_of_memory(caught.value)
+    assert read_exit(1, {"type": type(caught.value).__name__, "message": str(caught.value)}, "").cause == "oom"

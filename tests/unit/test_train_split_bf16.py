@@ -1,0 +1,115 @@
+"""fp32 weights split into two 16-bit halves: no bit is lost, and AdamW updates them like fp32 weights."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tests.unit.test_train_optimizer import FORMATS, ManyShapes, section
+from trimaran.core import Plan
+from trimaran.optim import build_optimizer
+from trimaran.optim.split_bf16 import join_fp32, split_fp32
+
+SPECIAL = (0x00000000, 0x80000000, 0x00000001, 0x80000001, 0x00007FFF, 0x00008000, 0x007FFFFF, 0x3F808000, 0xBF818000)
+BORDERS = (0x7F7F7FFF, 0x7F7F8000, 0x7F7FFFFF, 0xFF7FFFFF, 0x7F800000, 0xFF800000, 0x7FC00000, 0x7FFFFFFF, 0xFFFFFFFF)
+
+
+def values() -> Tensor:
+    """Return fp32 values of every kind: a million random bit patterns, and the special ones."""
+    drawn = torch.randint(-(2**31), 2**31, (2**20,), generator=torch.Generator().manual_seed(0))
+    return torch.cat([drawn, torch.tensor(SPECIAL + BORDERS)]).to(torch.int32).view(torch.float32)
+
+
+def split_matrices(module: nn.Module) -> dict[nn.Parameter, Tensor]:
+    """Make the matrices of a module their upper halves, and return the lower halves."""
+    lower_halves = {}
+    for parameter in module.parameters():
+        if parameter.ndim >= 2:
+            parameter.data, lower_halves[parameter] = split_fp32(parameter.detach())
+    return lower_halves
+
+
+def trained(states: str, *, halves: bool, factor: float | None = None) -> tuple[dict[str, Tensor], Optimizer]:
+    """Return the fp32 weights after ten steps with gradients that are exact in bf16, and the optimizer."""
+    module = ManyShapes()
+    lower_halves = split_matrices(module) if halves else {}
+    plan = Plan(offload="none" if halves else "optimizer")
+    optimizer = build_optimizer([module], section(states), plan, lower_halves=lower_halves)
+    optimizer.factor = None if factor is None else torch.tensor(factor)
+    for step in range(10):
+        generator = torch.Generator().manual_seed(step)
+        for parameter in module.parameters():
+            gradient = torch.randn(parameter.shape, generator=generator).bfloat16() + 0.25
+            parameter.grad = gradient.to(parameter.dtype)
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = {
+        name: join_fp32(each, lower_halves[each]) if each in lower_halves else each
+        for name, each in module.named_parameters()
+    }
+    return {name: each.detach() for name, each in weights.items()}, optimizer
+
+
+def test_two_halves_have_the_same_bits() -> None:
+    full = values()
+    upper, lower = split_fp32(full)
+    assert (upper.dtype, lower.dtype) == (torch.bfloat16, torch.int16)
+    assert torch.equal(join_fp32(upper, lower).view(torch.int32), full.view(torch.int32))
+    turned = full[: 2**20].view(1024, 1024).t()
+    assert torch.equal(join_fp32(*split_fp32(turned)).view(torch.int32), turned.view(torch.int32))
+
+
+def test_the_upper_half_is_the_nearest_bf16_and_the_larger_of_two_equally_near() -> None:
+    finite = values()
+    finite = finite[finite.isfinite()]
+    upper, lower = split_fp32(finite)
+    tie = lower == -(2**15)
+    assert torch.equal(upper[~tie], finite.bfloat16()[~tie])
+    assert tie.any()
+    assert (upper[tie].abs() >= finite[tie].abs()).all()
+    assert split_fp32(torch.tensor([torch.finfo(torch.float32).max]))[0].isinf().all()
+
+
+@pytest.mark.parametrize("states", FORMATS)
+def test_split_weights_are_updated_like_fp32_weights(states: str) -> None:
+    (full, _), (joined, optimizer) = trained(states, halves=False), trained(states, halves=True)
+    for name, expected in full.items():
+        assert torch.equal(joined[name], expected), name
+    assert sum("low" in each for each in optimizer.state.values()) == 4
+
+
+@pytest.mark.parametrize("states", FORMATS)
+def test_the_factor_multiplies_the_gradients(states: str) -> None:
+    """A factor that is a power of two is exact, and AdamW's update does not depend on it, except for eps."""
+    for halves in (True, False):
+        plain, _ = trained(states, halves=halves)
+        scaled, optimizer = trained(states, halves=halves, factor=2.0**-10)
+        first = [each["exp_avg"] for each in optimizer.state.values() if each["exp_avg"].dtype == torch.float32]
+        assert first == [] or max(float(each.abs().max()) for each in first) < 2.0**-8
+        for name, expected in plain.items():
+            moved = (expected - ManyShapes().get_parameter(name).detach()).norm()
+            assert (scaled[name] - expected).norm() < 1e-4 * moved, name
+
+
+def test_main_grad_takes_precedence_over_grad() -> None:
+    module = nn.Linear(8, 8, bias=False)
+    lower_halves = split_matrices(module)
+    other, other_lows = copy.deepcopy(module), {}
+    other_lows[other.weight] = lower_halves[module.weight].clone()
+    optimizers = [build_optimizer([each], section(), Plan(), lower_halves=low) for each, low in
+                  ((module, lower_halves), (other, other_lows))]  # fmt: skip
+    module.weight.grad = torch.full_like(module.weight, torch.nan)
+    module.weight.main_grad = torch.randn(8, 8)  # pyrefly: ignore[missing-attribute]
+    other.weight.main_grad = module.weight.main_grad.clone()  # pyrefly: ignore[missing-attribute]
+    for each in optimizers:
+        each.step()
+        each.zero_grad()
+    assert module.weight.isfinite().all()
+    assert torch.equal(module.weight, other.weight)
+    assert module.weight.grad is None
+    assert module.weight.main_grad is None
+    before = module.weight.detach().clone()
+    optimizers[0].step()
+    assert torch.equal(module.weight, before), "there is no gradient left"

@@ -1,17 +1,17 @@
-"""Loading, ours against plain DataLoader, torchdata's StatefulDataLoader and MosaicML Streaming, in one run.
+"""Compares data loading with DataLoader, torchdata's StatefulDataLoader and MosaicML Streaming, in one run.
 
 `python -m benchmarks.loading [--seconds 4] [--rows 32000] [--long 1200000] [--workers 0 1 2] [--json]`: the same
-tokens, on the local disk and in the page cache, in each library's own form: token shards (ours), one memory-mapped
-array (DataLoader, StatefulDataLoader) and MDS shards (Streaming). All shuffle and make int64 tensors of tokens and
-labels. A library that is not installed is left out, and said so. Three questions:
+tokens, on the local disk and in the page cache, in each library's own format: token shards (ours), one memory-mapped
+array (DataLoader, StatefulDataLoader) and MDS shards (Streaming). All shuffle and return int64 tensors of tokens and
+labels. A library that is not installed is skipped with a note. Four measurements:
 
-- *rows a second* of 2048 tokens, batches of 32, nothing computed, with each of the given numbers of processes. And how
-  many times what one H200 consumes when it trains a 1B model the best of them is: 60,000 tokens a second, which is
-  6 * 1.24e9 FLOP a token at 45 % of 989 TFLOP/s.
-- *images a second*: JPEG files of 640 x 480 pixels to 504 x 364, see `loading_pictures`.
-- *resume*: from an open loader to its first batch after one million rows of 64 tokens were met.
-- *4 ranks to 3* in the middle of an epoch of 997 rows: how many rows are met more than once, or never. Each library is
-  asked in its own way: the state of rank r is given to the new rank r where states are per rank.
+- *rows per second* of 2048 tokens, in batches of 32 without compute, for each number of processes. The best result is
+  also given as a multiple of what one H200 consumes when it trains a 1B model: 60,000 tokens per second, which is
+  6 * 1.24e9 FLOP per token at 45 % of 989 TFLOP/s.
+- *images per second*: JPEG files of 640 x 480 pixels to 504 x 364, see `loading_images`.
+- *resume*: the time to the first batch after one million rows of 64 tokens.
+- *4 ranks to 3* in the middle of an epoch of 997 rows: how many rows repeat or are lost. Each library resumes in its
+  own way; where states are per rank, the state of rank r goes to the new rank r.
 """
 
 import argparse
@@ -41,12 +41,12 @@ from trimaran.data.token_feed import TokenFeed
 H200_TOKENS_PER_SECOND = 60_000
 SEQ_LEN, BATCH = 2048, 32
 SHORT, MILLION = 64, 1_000_000
-EPOCH, GLOBAL, BEFORE = 997, 12, 30  # rows, rows a step, steps on four ranks
+EPOCH, GLOBAL, BEFORE = 997, 12, 30  # rows, rows per step, steps on four ranks
 PEERS = ("trimaran", "DataLoader", "StatefulDataLoader", "Streaming")
 
 
 class Rows(Dataset):
-    """Rows of a memory-mapped array of tokens, as anybody would write it; the row's number is its first token."""
+    """Rows of a memory-mapped array of tokens, the usual way; the first token of a row is its number."""
 
     def __init__(self, path: Path, seq_len: int, *, numbered: bool = False) -> None:
         self.tokens, self.seq_len, self.numbered = np.load(path, mmap_mode="r"), seq_len, numbered
@@ -62,7 +62,7 @@ class Rows(Dataset):
 
 
 class SkippingSampler:
-    """Batches of a shuffle, but not the first `skip`: what a careful person gives a plain DataLoader to resume."""
+    """Shuffled batches without the first `skip`: how to resume a plain DataLoader exactly."""
 
     def __init__(self, rows: Dataset, batch: int, skip: int) -> None:
         shuffle = RandomSampler(rows, generator=torch.Generator().manual_seed(0))  # type: ignore[arg-type]
@@ -76,7 +76,7 @@ class SkippingSampler:
 
 
 def write(folder: Path, rows: int, seq_len: int) -> None:
-    """Write the same tokens in the three forms."""
+    """Write the same tokens in the three formats."""
     tokens = np.random.default_rng(0).integers(0, 256, rows * seq_len + 1, dtype=np.uint16)
     np.save(folder / "tokens.npy", tokens)
     with ShardWriter(folder / "shards", ByteTokenizer()) as writer:
@@ -131,7 +131,7 @@ def streaming(folder: Path, seq_len: int, batch: int, workers: int, start: int =
 
 
 def resume_streaming(rows: Any, start: int) -> None:
-    if start:  # its epoch is not known before the first batch, and then it is too late to resume
+    if start:  # the epoch is unknown before the first batch, and then it is too late to resume
         rows.load_state_dict({**rows.state_dict(start, from_beginning=True), "epoch": 0})
 
 
@@ -139,7 +139,7 @@ LOADERS: dict[str, Callable[..., Any]] = dict(zip(PEERS, (ours, plain, stateful,
 
 
 def rows_per_second(loader: Iterable[Any], batch: int, seconds: float) -> float:
-    """Return how many rows come in a second, after a few batches to get going. An epoch that ends begins again."""
+    """Return the rows per second after a few warm-up batches. The epoch repeats when it ends."""
     endless = itertools.chain.from_iterable(iter(loader) for _ in itertools.count())
     for _ in range(8):
         next(endless)
@@ -165,18 +165,18 @@ def seconds_to_first(make: Callable[[], Iterable[Any]]) -> float:
 
 
 def resume_seconds(name: str, folder: Path, batch: int = 100) -> float:
-    """Return the seconds from nothing to the first batch after a million rows."""
+    """Return the seconds from opening the loader to the first batch after a million rows."""
     start = MILLION // batch * batch
     if name != "StatefulDataLoader":
         return seconds_to_first(lambda: LOADERS[name](folder, SHORT, batch, 0, start))
     running = stateful(folder, SHORT, batch, 0)
-    for _ in itertools.islice(running, start // batch):  # there is no other way to a state than to get there
+    for _ in itertools.islice(running, start // batch):  # its state exists only after loading all rows before
         pass
     state = running.state_dict()
     return seconds_to_first(lambda: stateful(folder, SHORT, batch, 0, state))
 
 
-def met_by_ours(folder: Path) -> list[int]:
+def rows_read_by_ours(folder: Path) -> list[int]:
     sequences = Sequences(TokenShards.open(folder / "shards"), SHORT, False, 0, EPOCH)
 
     def run(dp: int, first: int, last: int) -> list[int]:
@@ -192,8 +192,8 @@ def met_by_ours(folder: Path) -> list[int]:
     return run(4, 0, BEFORE) + run(3, BEFORE, steps)
 
 
-def met_by_plain(folder: Path) -> list[int]:
-    """As by hand: a sampler per rank, from which the steps that were done are skipped."""
+def rows_read_by_plain(folder: Path) -> list[int]:
+    """Resume by hand: a sampler per rank that skips the finished steps."""
     rows = Rows(folder / "tokens.npy", SHORT, numbered=True)
 
     def run(ranks: int, first: int, last: int | None) -> list[int]:
@@ -207,7 +207,7 @@ def met_by_plain(folder: Path) -> list[int]:
     return run(4, 0, BEFORE) + run(3, BEFORE, None)
 
 
-def met_by_stateful(folder: Path) -> list[int]:
+def rows_read_by_stateful(folder: Path) -> list[int]:
     from torchdata.stateful_dataloader import StatefulDataLoader  # noqa: PLC0415 - it may not be there
     from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler  # noqa: PLC0415
 
@@ -229,10 +229,10 @@ def met_by_stateful(folder: Path) -> list[int]:
     return found
 
 
-def met_by_streaming(folder: Path) -> list[int]:
+def rows_read_by_streaming(folder: Path) -> list[int]:
     from streaming.base.util import clean_stale_shared_memory  # noqa: PLC0415 - it may not be there
 
-    clean_stale_shared_memory()  # ranks that end leave theirs behind
+    clean_stale_shared_memory()  # ended ranks do not clean up theirs
     parts = run_ranks(4, stream_part, str(folder), 0, BEFORE, timeout=120.0)
     clean_stale_shared_memory()
     parts += run_ranks(3, stream_part, str(folder), BEFORE * GLOBAL, None, timeout=120.0)
@@ -240,7 +240,7 @@ def met_by_streaming(folder: Path) -> list[int]:
 
 
 def stream_part(folder: str, start: int, steps: int | None) -> list[int]:
-    """Return which rows this rank meets, from sample `start` of the epoch, in so many steps or to the end."""
+    """Return the rows that this rank reads from sample `start` of the epoch, in so many steps or to the end."""
     from streaming import StreamingDataset  # noqa: PLC0415 - it may not be there
 
     class Numbers(StreamingDataset):
@@ -255,12 +255,12 @@ def stream_part(folder: str, start: int, steps: int | None) -> list[int]:
 
 
 MET: dict[str, Callable[[Path], list[int]]] = dict(
-    zip(PEERS, (met_by_ours, met_by_plain, met_by_stateful, met_by_streaming), strict=True)
+    zip(PEERS, (rows_read_by_ours, rows_read_by_plain, rows_read_by_stateful, rows_read_by_streaming), strict=True)
 )
 
 
 def write_few(folder: Path) -> None:
-    """The first rows of the long data as an epoch of their own, for the change of ranks."""
+    """Write the first rows of the long data as a separate epoch, for the change of ranks."""
     tokens = np.load(folder / "tokens.npy", mmap_mode="r")[: EPOCH * SHORT + 1]
     np.save(folder / "few.npy", tokens)
     if importlib.util.find_spec("streaming") is None:
@@ -273,7 +273,7 @@ def write_few(folder: Path) -> None:
 
 
 def installed() -> dict[str, str]:
-    """Return which peers can be asked, and in which version."""
+    """Return the installed peers and their versions."""
     from importlib.metadata import version  # noqa: PLC0415
 
     found = {"trimaran": version("trimaran"), "DataLoader": f"torch {torch.__version__}"}
@@ -287,7 +287,7 @@ def installed() -> dict[str, str]:
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Return the answers of every peer that is there. They take turns, and the best turn counts."""
+    """Return the results of every installed peer. They alternate, and the best round counts."""
     long = folder / "long"
     for path, rows, seq_len in ((folder, arguments.rows, SEQ_LEN), (long, arguments.long, SHORT)):
         path.mkdir(exist_ok=True)

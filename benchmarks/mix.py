@@ -1,6 +1,6 @@
-"""A training set of images and text, as lengths and sizes: what the benchmarks and tests of batches call realistic.
+"""A synthetic training set of images and text with realistic lengths and sizes, for benchmarks and tests.
 
-| kind | share of samples | text tokens, median (spread of the logarithm) | images | width, median |
+| kind | fraction of samples | text tokens, median (spread of the logarithm) | images | width, median |
 |---|---|---|---|---|
 | chat about an image | 35 % | 180 (0.8) | 1, or 2 in one of ten | 700 |
 | caption | 25 % | 30 (0.5) | 1 | 500 |
@@ -8,7 +8,7 @@
 | page of a document | 10 % | 500 (0.7) | 1, or 2 in three of ten | 1600, upright |
 | text | 10 % | 1500 (1.0) | none | |
 
-Widths spread by 0.45, the ratio of width to height by 0.3 around 1.2 (pages: 0.75), all log-normal.
+Widths have a log-normal spread of 0.45; the aspect ratio is log-normal around 1.2 (pages: 0.75) with a spread of 0.3.
 """
 
 import io
@@ -24,9 +24,9 @@ WORDS = 90  # ids below this are text
 
 
 class Mix:
-    """An index of `count` samples in memory. Text is noise, and every image shows the same, at its own size.
+    """An in-memory index of `count` samples. Text is random; all images have the same content at different sizes.
 
-    `scale` makes all of it smaller, for models that are. `image_token` stands for an image.
+    `scale` shrinks lengths and sizes for small models. `image_token` is the id of an image.
     """
 
     source_names = ("mix",)
@@ -46,7 +46,7 @@ class Mix:
         self.digest = f"mix of {count} by {seed} at {scale}"
 
     def sample(self, index: int, /) -> SampleRecord:
-        """Images first, then text, all of which is to be predicted."""
+        """Return a sample: images first, then text; all text tokens are targets."""
         first, last = self.first_image[index : index + 2].tolist()
         tokens = np.random.default_rng(index).integers(0, WORDS, self.text_lengths[index])
         tokens[: last - first] = self._image_token

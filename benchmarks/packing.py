@@ -1,12 +1,12 @@
-"""What packing, buckets and balance bring on a realistic mix (`mix.py`), against random batches padded to the longest.
+"""Measures packing, bucketing and balancing on a realistic mix (`mix.py`) against random padded batches.
 
 usage: python benchmarks/packing.py [--json RESULTS.json] [--samples 1000000]
 
-Three tables: how much of a batch is padding; how much longer the slowest rank takes than the mean, for the costs of
-published models; and useful tokens a second of a real forward and backward of a model that sees (0.4B language and a
-90M eye in bf16 on a GPU; the tiny preset in fp32 on a CPU, with everything an eighth as large). A useful token is one
-of a sample, an image's included. The padded batches have no mask to pay for and their patches are packed as ours are:
-only the text is padded. Both sides take turns, so that whatever the machine does meanwhile meets both.
+Three tables: the fraction of padding; how much longer the slowest rank takes than the mean, for the costs of published
+models; and useful tokens per second of a forward and backward of a vision-language model (0.4B language and 90M vision
+parameters in bf16 on a GPU; the tiny preset in fp32 on a CPU, with everything an eighth as large). A useful token
+belongs to a sample; image tokens count. The padded batches need no mask, and their patches are packed like ours: only
+the text is padded. Both sides alternate, so a change of the machine's speed affects both.
 """
 
 import argparse
@@ -44,38 +44,38 @@ from trimaran.train.loss.cross_entropy import summed_loss
 
 SEQ_LEN = 4096
 RULES = ImageRules(patch=14, merge=2, image_token=IMAGE_TOKEN, max_pixels=768 * 28 * 28)
-PADDED_SAMPLES = 8  # of a padded micro-batch
+PADDED_SAMPLES = 8  # per padded micro-batch
 MODELS = ("qwen2-vl-2b", "qwen2-vl-7b", "internvl-26b")
 Inputs = Mapping[str, Tensor]
 
 
 def packing_of(mix: Mix, rules: ImageRules, batching: Batching, seq_len: int) -> RowPacking:
-    asked = PackingRules(seq_len=seq_len, batching=batching, images=rules)
-    return pack_samples(mix, np.arange(mix.num_samples), measure_samples(mix, rules), asked)
+    packing_rules = PackingRules(seq_len=seq_len, batching=batching, images=rules)
+    return pack_samples(mix, np.arange(mix.num_samples), measure_samples(mix, rules), packing_rules)
 
 
 def waste_table(num_samples: int) -> list[dict[str, Any]]:
-    """Return for each way the share of padding, and how long its rows took to be found."""
+    """Return the fraction of padding of each method, and the seconds it took to pack the rows."""
     mix = Mix(num_samples)
     lengths = np.minimum(measure_samples(mix, RULES).lengths, SEQ_LEN)
     mixed = lengths[positions(0, np.arange(num_samples), num_samples)]
     groups = mixed[: num_samples // PADDED_SAMPLES * PADDED_SAMPLES].reshape(-1, PADDED_SAMPLES)
     padded = 1 - groups.sum() / (groups.max(1).sum() * PADDED_SAMPLES)
-    found = [{"way": f"padded to the longest of {PADDED_SAMPLES}", "padding": padded, "seconds": 0.0}]
+    table = [{"way": f"padded to the longest of {PADDED_SAMPLES}", "padding": padded, "seconds": 0.0}]
     for batching in ("bucket", "pack"):
         began = time.perf_counter()
         packing = packing_of(mix, RULES, batching, SEQ_LEN)
         seconds = time.perf_counter() - began
         waste = 1 - lengths[packing.samples].sum() / (len(packing) * SEQ_LEN)
-        found.append({"way": batching, "padding": waste, "seconds": seconds})
-    return found
+        table.append({"way": batching, "padding": waste, "seconds": seconds})
+    return table
 
 
 def balance_table() -> list[dict[str, Any]]:
-    """Return for each model and number of ranks how much longer the slowest takes than the mean: 512 rows a step."""
+    """Return how much longer the slowest rank takes than the mean, per model and number of ranks: 512 rows per step."""
     mix = Mix(100_000)
     sample_sizes, packing = measure_samples(mix, RULES), packing_of(mix, RULES, "pack", SEQ_LEN)
-    found = []
+    table = []
     for model in MODELS:
         outline = outline_if_known(ModelSection(family="vlm", preset=model), DataSection(seq_len=SEQ_LEN))
         assert outline is not None
@@ -84,8 +84,8 @@ def balance_table() -> list[dict[str, Any]]:
         rows = SEQ_LEN + np.add.reduceat(extra_cost[packing.samples], packing.offsets[:-1])
         for dp in (8, 64):
             share = DataShare(rank=0, dp=dp, micro_batch=1, grad_accum=512 // dp)
-            found.append({"model": model, "ranks": dp, **_balance(rows, share)})
-    return found
+            table.append({"model": model, "ranks": dp, **_balance(rows, share)})
+    return table
 
 
 def _balance(rows: np.ndarray, share: DataShare) -> dict[str, float]:
@@ -94,18 +94,18 @@ def _balance(rows: np.ndarray, share: DataShare) -> dict[str, float]:
     for step in range(16):
         batch = rows[positions(0, np.arange(512) + 512 * step, len(rows))]
         began = time.perf_counter()
-        places = balance_rows(batch, share)
+        assignment = balance_rows(batch, share)
         seconds.append(time.perf_counter() - began)
         mean = batch.sum() / share.dp
         ratios["in_order"].append(slowest_rank_cost(batch, sequential_rows(share)) / mean)
-        ratios["dealt"].append(slowest_rank_cost(batch, places) / mean)
-        ratios["dealt_in_sum"].append(batch[places].sum((0, 2)).max() / mean)
+        ratios["dealt"].append(slowest_rank_cost(batch, assignment) / mean)
+        ratios["dealt_in_sum"].append(batch[assignment].sum((0, 2)).max() / mean)
     means = {name: statistics.mean(each) for name, each in ratios.items()}
     return means | {"worst_dealt": max(ratios["dealt"]), "milliseconds": 1000 * statistics.median(seconds)}
 
 
 class Side:
-    """One way to make batches: gives micro-batches on the device, and how many useful tokens each has."""
+    """One batching method: its micro-batches on the device, and the useful tokens of each."""
 
     def __init__(self, name: str, batches: list[tuple[dict[str, Tensor], int]]) -> None:
         self.name, self.batches = name, batches
@@ -122,9 +122,9 @@ def packed_side(mix: Mix, rules: ImageRules, batching: Batching, share: DataShar
     feed = SampleFeed(rows, SampleFeedOptions(rules=rules, cost=RowCost(patch=0.2)), share=share)
     batches = []
     for step in range(steps):
-        load = feed.load(step, lambda _: None)
-        batch = {name: each if name in load.offsets else each[0] for name, each in load.arrays.items()}
-        batches.append((_tensors(batch), int(load.metrics["tokens"])))
+        loaded = feed.load(step, lambda _: None)
+        batch = {name: each if name in loaded.offsets else each[0] for name, each in loaded.arrays.items()}
+        batches.append((_tensors(batch), int(loaded.metrics["tokens"])))
     return Side(batching, batches)
 
 
@@ -151,14 +151,14 @@ def padded_side(mix: Mix, rules: ImageRules, seq_len: int, steps: int) -> Side:
 
 
 def _tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
-    """Return tensors on the device; documents and grids stay on the host too, where kernels are told their lengths."""
+    """Return tensors on the device. Documents and grids also stay on the host, which needs their lengths."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     host = {f"host_{name}": torch.from_numpy(arrays[name]) for name in ("documents", "grids") if name in arrays}
     return host | {name: torch.from_numpy(each).to(device) for name, each in arrays.items()}
 
 
 def spec_here() -> VlmSpec:
-    """Return a model of half a billion parameters on a GPU, and a toy without one."""
+    """Return a model of half a billion parameters on a GPU, and the tiny preset on a CPU."""
     if not torch.cuda.is_available():
         return VLM_PRESETS["tiny"]
     return replace(
@@ -173,7 +173,7 @@ def spec_here() -> VlmSpec:
 
 
 def speed_table(seconds: float) -> list[dict[str, Any]]:
-    """Return useful tokens a second of each way."""
+    """Return the useful tokens per second of each method."""
     spec, gpu = spec_here(), torch.cuda.is_available()
     rules = replace(spec.images(), positions="line", image_token=spec.image_token)
     seq_len = SEQ_LEN if gpu else SEQ_LEN // 8
@@ -201,7 +201,7 @@ def speed_table(seconds: float) -> list[dict[str, Any]]:
 
 
 def _worker(spec: VlmSpec, gpu: bool) -> Callable[[Inputs], None]:
-    """Return a forward and backward that waits for the device."""
+    """Return a function that runs forward and backward and synchronizes."""
     network = vlm_network(spec)
     initialise(network.module, seed=0, spec=spec)
     if gpu:
@@ -234,11 +234,11 @@ def main() -> None:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     result = {"device": device, "torch": torch.__version__, "seq_len": SEQ_LEN, "samples": options.samples}
     result["waste"] = waste_table(options.samples)
-    show(f"padding as a share of all tokens; seconds to find rows for {options.samples:,} samples", result["waste"])
+    show(f"padding as a fraction of all tokens; seconds to pack {options.samples:,} samples", result["waste"])
     result["balance"] = balance_table()
-    show("slowest rank over the mean, 512 rows a step, ranks in step in every micro-step", result["balance"])
+    show("slowest rank over the mean, 512 rows per step, ranks synchronized in every micro-step", result["balance"])
     result["speed"] = speed_table(options.seconds)
-    show(f"useful tokens a second, forward and backward, {device}", result["speed"])
+    show(f"useful tokens per second, forward and backward, {device}", result["speed"])
     if options.json:
         options.json.write_text(json.dumps(result, indent=2) + "\n")
 

@@ -1,13 +1,14 @@
-"""Peak bytes and step time of our trainer on this machine's GPU: what the planner's predictions are held against.
+"""Peak memory and step time of our trainer on this machine's GPU, to compare the planner's predictions with.
 
 usage: python benchmarks/planner.py RESULTS.jsonl [--known RESULTS.jsonl] [--seconds 240] [--only NAME,..] [--held-out]
                                     [--fill]
 
-Each configuration is a process of its own and writes one line; those that are in `--known` already are passed over, and
-none is begun after `--seconds`: they stand in the order of what they are worth. The plan is given in full, so nothing
-that is measured depends on what is predicted. `--fill` measures nothing: it compiles for all of them, many at a time,
-in networks of one layer, so that the cache has what the rows need. `python -m benchmarks.memory RESULTS.jsonl` draws
-the ladder of each model from the same rows, and `make accuracy` holds the cost model to them.
+Each configuration runs in its own process and writes one line. Those in `--known` are skipped, and none starts after
+`--seconds`; the most valuable come first. The plan is given in full, so no measurement depends on a prediction.
+`--fill`
+measures nothing: it compiles for all configurations, several at a time, with models of one layer, to fill the compile
+cache. `python -m benchmarks.memory RESULTS.jsonl` makes the memory tables from these rows, and `make accuracy` compares
+the cost model with them.
 """
 
 import argparse
@@ -25,11 +26,11 @@ from typing import IO, Any
 
 ROOT = Path(__file__).absolute().parents[1]
 if __name__ == "__main__":
-    sys.path[0] = str(ROOT)  # in place of this folder, whose files have the names of libraries
-STEPS, WARM = 8, 3
+    sys.path[0] = str(ROOT)  # instead of this folder, whose file names shadow libraries
+NUM_STEPS, NUM_WARMUP_STEPS = 8, 3
 FILL = "fill"
-FILLING = 6  # processes that compile at a time
-AHEAD = 3  # processes that have started: the next ones import while one has the device
+MAX_COMPILING = 6  # processes
+MAX_STARTED = 3  # processes; the next ones import while one uses the device
 DEFAULTS: dict[str, Any] = {
     "shape": {},
     "grad_accum": 1,
@@ -41,20 +42,20 @@ DEFAULTS: dict[str, Any] = {
     "sharding": "none",
     "states": "fp32",
 }
-# The shapes of the ladder have a head of their own: those of 1B and 3B share theirs with the embedding.
+# These shapes have an untied head; the presets of 1B and 3B tie it to the embedding.
 ONE, THREE, EIGHT = "1b", "3b", "8b"
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     ONE: ("llama-3.2-1b", {"tied": False}),
     THREE: ("llama-3.2-3b", {"tied": False}),
     EIGHT: ("llama-3.1-8b", {}),
 }
-# shape or preset, sequence, micro-batch, what differs from the defaults; dearest questions first
+# shape or preset, sequence length, micro-batch, changes of the defaults; most valuable first
 CONFIGURATIONS: tuple[tuple[str, int, int, dict[str, Any]], ...] = (
     (ONE, 4096, 4, {}),
-    (EIGHT, 4096, 2, {"recompute": 8}),  # what the planner takes
+    (EIGHT, 4096, 2, {"recompute": 8}),  # the planner's choice
     (THREE, 4096, 4, {}),
     (THREE, 4096, 4, {"precision": "fp8"}),
-    (EIGHT, 4096, 2, {}),  # how slow is a device that is all but full?
+    (EIGHT, 4096, 2, {}),  # how slow is a nearly full device?
     (ONE, 4096, 4, {"loss": "chunked"}),
     (ONE, 4096, 4, {"states": "8bit"}),
     (ONE, 4096, 4, {"recompute": "full", "loss": "chunked"}),
@@ -80,7 +81,7 @@ CONFIGURATIONS: tuple[tuple[str, int, int, dict[str, Any]], ...] = (
     ("qwen3-30b-a3b", 2048, 4, {"shape": {"layers": 4}}),
     (ONE, 1024, 4, {"precision": "fp32", "compile": False}),
 )
-# Measured to see what predictions are worth on what no constant was set by (`--held-out`).
+# Configurations that no constant was fitted to (`--held-out`).
 HELD_OUT: tuple[tuple[str, int, int, dict[str, Any]], ...] = (
     (THREE, 4096, 2, {"recompute": "selective"}),
     (ONE, 2048, 8, {"loss": "chunked"}),
@@ -92,26 +93,26 @@ HELD_OUT: tuple[tuple[str, int, int, dict[str, Any]], ...] = (
 
 
 def configurations(held_out: bool = False) -> dict[str, dict[str, Any]]:
-    """Return every configuration in full, by name, or those that are held out."""
+    """Return every configuration in full, by name, or the held-out ones."""
     found = {}
     for model, seq_len, micro_batch, changes in HELD_OUT if held_out else CONFIGURATIONS:
         preset, shape = SHAPES.get(model, (model, {}))
-        words = [f"{key}={json.dumps(value)}" if key == "shape" else f"{key}={value}" for key, value in changes.items()]
-        name = " ".join([model, f"{micro_batch}x{seq_len}", *words])
+        parts = [f"{key}={json.dumps(value)}" if key == "shape" else f"{key}={value}" for key, value in changes.items()]
+        name = " ".join([model, f"{micro_batch}x{seq_len}", *parts])
         found[name] = {"name": name, "preset": preset, "seq_len": seq_len, "micro_batch": micro_batch}
         found[name] |= DEFAULTS | {"shape": shape} | changes
     return found
 
 
 def plan_fields(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of the plan for one device."""
+    """Return the plan fields for one device."""
     fields = ("micro_batch", "grad_accum", "precision", "recompute", "loss", "offload", "sharding", "compile")
     return {field: config[field] for field in fields}
 
 
 def train(config: dict[str, Any], turn: IO[str]) -> dict[str, Any]:
-    """Train a few steps when it is this process's turn, which lasts until it ends, and return what was measured."""
-    # The parent neither needs torch nor may touch the device; a process imports before its turn.
+    """Train a few steps while holding the lock `turn`, which the process keeps to its end; return the measurements."""
+    # The parent must not touch the device, so only children import torch, before they get the lock.
     import torch  # noqa: PLC0415
     from benchmarks.peers.ours import trainer  # noqa: PLC0415
 
@@ -124,7 +125,7 @@ def train(config: dict[str, Any], turn: IO[str]) -> dict[str, Any]:
             "model": {"preset": config["preset"], "shape": config["shape"] | ({"layers": 1} if is_filling else {})},
             "data": {"seq_len": config["seq_len"]},
             "train": {
-                "steps": 2 if is_filling else STEPS,
+                "steps": 2 if is_filling else NUM_STEPS,
                 "global_batch": config["micro_batch"] * config["grad_accum"],
                 "save": False,
                 "sample": {"tokens": 0},
@@ -141,14 +142,14 @@ def train(config: dict[str, Any], turn: IO[str]) -> dict[str, Any]:
         run_steps(path, recipe, Plan(**plan_fields(config)))
         if is_filling:
             return config | {"whole_seconds": round(time.monotonic() - began, 1)}
-        steps = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()][WARM:]
+        steps = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()][NUM_WARMUP_STEPS:]
     seconds = statistics.median(step["step_seconds"] for step in steps)
-    slowest, quickest = (way(step["step_seconds"] for step in steps) for way in (max, min))
+    slowest, fastest = (extreme(step["step_seconds"] for step in steps) for extreme in (max, min))
     return config | {
         "peak_bytes": steps[-1]["peak_bytes"],
         **(gpu_bytes() if torch.cuda.is_available() else {}),
         "step_seconds": round(seconds, 5),
-        "spread": round((slowest - quickest) / seconds, 3),
+        "spread": round((slowest - fastest) / seconds, 3),
         "tokens_per_second": round(config["micro_batch"] * config["grad_accum"] * config["seq_len"] / seconds, 1),
         "phases": {
             phase: round(statistics.median(step["phases"][phase] for step in steps), 5) for phase in steps[0]["phases"]
@@ -159,7 +160,7 @@ def train(config: dict[str, Any], turn: IO[str]) -> dict[str, Any]:
 
 
 def gpu_bytes() -> dict[str, Any]:
-    """Return what the allocator took, and what lies beside it: the context, and whatever takes memory past it."""
+    """Return what the allocator reserved, and what lies outside it: the CUDA context and others."""
     import torch  # noqa: PLC0415
 
     free, total = torch.cuda.mem_get_info()
@@ -171,7 +172,7 @@ def gpu_bytes() -> dict[str, Any]:
 
 
 def start(name: str, config: dict[str, Any], turn: Path) -> subprocess.Popen[str]:
-    """Start the process of one configuration, in the environment that the launcher would give it."""
+    """Start the process of one configuration, with the environment that the launcher would set."""
     steady = config["recompute"] == "none" and config["offload"] == "none"
     outer = {**os.environ, "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
     allocator = {} if steady else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
@@ -180,10 +181,10 @@ def start(name: str, config: dict[str, Any], turn: Path) -> subprocess.Popen[str
 
 
 def measure_all(todo: dict[str, dict[str, Any]], into: Path, *, seconds: float, fill: bool) -> None:
-    """Append a line to `into` for each configuration that was begun in time."""
+    """Append a line to `into` for each configuration that started in time."""
     end, names, running = time.monotonic() + seconds, list(todo), []
     with tempfile.TemporaryDirectory() as folder:
-        turn, together = (Path(folder) / FILL, FILLING) if fill else (Path(folder) / "turn", AHEAD)
+        turn, together = (Path(folder) / FILL, MAX_COMPILING) if fill else (Path(folder) / "turn", MAX_STARTED)
         while names or running:
             while names and len(running) < together and time.monotonic() < end:
                 name = names.pop(0)
@@ -193,10 +194,10 @@ def measure_all(todo: dict[str, dict[str, Any]], into: Path, *, seconds: float, 
             name, process = running.pop(0)
             out, err = process.communicate()
             lines = out.strip().splitlines()
-            told = lines[-1] if process.returncode == 0 and lines else json.dumps(todo[name] | {"failed": err[-600:]})
+            result = lines[-1] if process.returncode == 0 and lines else json.dumps(todo[name] | {"failed": err[-600:]})
             with into.open("a") as file:
-                print(told, file=file, flush=True)
-            brief = json.loads(told)
+                print(result, file=file, flush=True)
+            brief = json.loads(result)
             print(name, {key: brief.get(key) for key in ("peak_bytes", "reserved_bytes", "outside_bytes",
                   "step_seconds", "spread", "whole_seconds", "failed")}, flush=True)  # fmt: skip
     print(len(names), "left")
@@ -205,7 +206,7 @@ def measure_all(todo: dict[str, dict[str, Any]], into: Path, *, seconds: float, 
 def main() -> None:
     if sys.argv[1] == "--one":
         name, turn = sys.argv[2:]
-        lock = Path(turn).open("w")  # noqa: SIM115 - nothing may let go of it before the device's memory is free
+        lock = Path(turn).open("w")  # noqa: SIM115 - held until the device memory is free
         try:
             print(json.dumps(train((configurations() | configurations(held_out=True))[name], lock)), flush=True)
         except Exception:

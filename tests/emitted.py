@@ -1,4 +1,4 @@
-"""Questions to emit for, and what an emission says about the plan when only its files and its command are read."""
+"""Questions for emitters, and the plan facts that can be read from an emission alone."""
 
 import json
 import re
@@ -19,7 +19,7 @@ Facts = dict[str, Any]
 
 
 def question(preset: str, cluster: str, plan: Plan, **train: Any) -> Question:
-    """Return what is asked about a preset, with sequences of 2048 positions and the plan's own batch."""
+    """Return the question for a preset, with sequences of 2048 positions and the plan's own batch."""
     spec = PRESETS[preset]
     asked = {
         "model": {"preset": preset},
@@ -32,7 +32,7 @@ def question(preset: str, cluster: str, plan: Plan, **train: Any) -> Question:
 
 
 def expected(plan: Plan) -> Facts:
-    """Return what every emission of `plan` has to say. FSDP2's stages differ in when it frees weights, and no more."""
+    """Return the facts that every emission of `plan` must contain. FSDP2's stages differ only in resharding."""
     sharding = plan.sharding
     if plan.engine == "torch" and sharding in ("gradients", "parameters") and plan.comm.reshard != "auto":
         sharding = "parameters" if plan.comm.reshard == "always" else "gradients"
@@ -45,14 +45,14 @@ def expected(plan: Plan) -> Facts:
 
 
 def words(command: str) -> dict[str, str]:
-    """Return the options of a command line with their values; a flag alone has an empty one."""
+    """Return the options of a command line with their values; a flag has an empty one."""
     parts = shlex.split(command)
     values = [*parts[1:], "--"]
     return {part: "" if after.startswith("--") else after for part, after in zip(parts, values, strict=True)}
 
 
 def started(command: str) -> int:
-    """Return how many processes torchrun or deepspeed start in all."""
+    """Return how many processes torchrun or deepspeed start in total."""
     options = words(command)
     each = options.get("--nproc-per-node") or options["--num_gpus"]
     return int(each) * int(options.get("--nnodes") or options.get("--num_nodes") or 1)

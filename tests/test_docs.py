@@ -1,4 +1,4 @@
-"""What the documentation names is real: codes, links, fields, recipes, verbs and the messages it shows."""
+"""What the documentation names is real: codes, links, fields, recipes, commands and the messages it shows."""
 
 import re
 import shlex
@@ -84,12 +84,12 @@ def test_recipes_parse_or_fail_as_they_are_marked() -> None:
                     parse_recipe(body, name=str(page))
 
 
-def test_verbs_exist() -> None:
+def test_commands_exist() -> None:
     for page in PAGES:
         typed = [MISTAKE.sub("", body) for info, body in blocks(page) if info in ("", "sh", "bash", "console", "text")]
         typed += re.findall(r"`([^`]+)`", FENCE.sub("", page.read_text()))
-        verbs = {verb for text in typed for verb in re.findall(r"\btrimaran ([a-z]\w*)", text)}
-        assert verbs <= COMMANDS.keys(), page
+        names = {name for text in typed for name in re.findall(r"\btrimaran ([a-z]\w*)", text)}
+        assert names <= COMMANDS.keys(), page
 
 
 @pytest.mark.parametrize(("command", "file", "answer"), list(examples()))

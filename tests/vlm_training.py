@@ -19,7 +19,7 @@ from trimaran.models import PRESETS, VLM_PRESETS, VlmSpec
 from trimaran.models.stages import stage_ranges, stages_of_rank
 from trimaran.nets import initialise
 from trimaran.nets.family import network_of
-from trimaran.nets.hf_weights import whole
+from trimaran.nets.hf_weights import full_tensor
 from trimaran.parallel import apply_plan, build_mesh
 from trimaran.parallel.tower_plan import freeze_towers
 from trimaran.train.build import build_stepper
@@ -118,7 +118,7 @@ def train_rank(spec: VlmSpec, plan: Plan, train: Mapping[str, Any], freeze: tupl
         details = stepper.details()().get("towers", {})
         towers.append({tower: each["grad_norm"] for tower, each in details.items()})
     weights = {
-        name: whole(each).numpy().copy() for network in networks for name, each in network.module.named_parameters()
+        name: full_tensor(each).numpy().copy() for network in networks for name, each in network.module.named_parameters()
     }
     return TrainingTrace(losses, norms, towers, weights)
 

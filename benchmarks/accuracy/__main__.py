@@ -1,4 +1,4 @@
-"""`python -m benchmarks.accuracy [--write]`: the table of errors; exit code 1 when a promise is broken."""
+"""`python -m benchmarks.accuracy [--write]`: the table of prediction errors; exit code 1 if a bound is broken."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the planner says about the published runs and about those of our own trainer on one H200."""
+"""The planner's predictions for published runs and for our own trainer on one H200."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -17,12 +17,12 @@ from trimaran.planner.predict_bulk import predict_line
 
 H200 = Path(__file__).parents[1] / "h200.jsonl"
 HELD_OUT = Path(__file__).parents[1] / "h200_held_out.jsonl"
-# What the promise about our own trainer covers: decoders of 1B, 3B and 8B with AdamW in fp32, nothing offloaded.
+# Our accuracy bounds cover decoders of 1B, 3B and 8B with AdamW in fp32 and no offload.
 PROMISED = {"offload": "none", "states": "fp32", "precision": "bf16"}
 
 
 def ask(runs: Iterable[Run]) -> list[Case]:
-    """Return what `trimaran predict` answers to each run's line."""
+    """Return the answer of `trimaran predict` to each run's line."""
     return [_case(run, predict_line(run.line)) for run in runs]
 
 
@@ -36,7 +36,7 @@ def _case(run: Run, answer: dict[str, Any]) -> Case:
 
 
 def question_of(config: dict[str, Any]) -> tuple[Job, Plan]:
-    """Return what a row of h200.jsonl asks: by today's profile, or by those of the time when it was measured."""
+    """Return job and plan of a row of h200.jsonl: with today's profile, or that of the time of the measurement."""
     spec = spec_of(ModelSection(preset=config["preset"], shape=config["shape"]))
     fields = ("micro_batch", "grad_accum", "precision", "recompute", "offload", "compile", "loss", "sharding")
     plan = Plan(**{field: config[field] for field in fields if field in config})
@@ -46,12 +46,12 @@ def question_of(config: dict[str, Any]) -> tuple[Job, Plan]:
 
 
 def own_cases(file: Path = H200) -> Iterator[Case]:
-    """Yield what was measured with `benchmarks/planner.py`, and what is predicted for it."""
+    """Yield the measurements of `benchmarks/planner.py` with their predictions."""
     cluster = parse_cluster("1xH200")
     for text in file.read_text().splitlines():
         config = json.loads(text)
         if "peak_bytes" not in config:
-            continue  # it failed: `benchmarks/memory.py` says how
+            continue  # failed runs are in the table of `benchmarks/memory.py`
         job, plan = question_of(config)
         spec = spec_of(ModelSection(preset=config["preset"], shape=config["shape"]))
         found = predict(job, cluster, plan)
@@ -82,18 +82,18 @@ def own_cases(file: Path = H200) -> Iterator[Case]:
 
 
 def promised(case: Case) -> bool:
-    """Return whether the run is one of those that our own promise covers."""
+    """Return whether our accuracy bounds cover the run."""
     row: dict[str, Any] = dict(case.run.row)
     models = ("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b")
     return case.run.model in models and PROMISED.items() <= row.items()
 
 
 def today(case: Case) -> bool:
-    """Return whether the run was measured with the trainer as it is, and not before its loss was fused."""
+    """Return whether the run was measured with the current trainer, after its loss was fused."""
     return not case.run.row.get("older")
 
 
 def clean(case: Case) -> bool:
-    """Return whether nanotron's run is of the subset whose times are sound: no pipeline, tp in a node, up to 128."""
+    """Return whether the times of a nanotron run are reliable: no pipeline, tp inside a node, up to 128 GPUs."""
     mesh = case.run.line["plan"]["mesh"]
     return mesh["pp"] == 1 and mesh["tp"] <= 8 and case.run.gpus <= 128

@@ -1,4 +1,4 @@
-"""How far predictions are from what was measured."""
+"""Errors of predictions against measurements."""
 
 import json
 import statistics
@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 from benchmarks.accuracy.published import Run
 
-SAME = 1e-6  # predictions closer than this are a tie
+TIE_FRACTION = 1e-6  # relative; closer predictions are a tie
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A run, and what was said about it. None: the estimator has no answer, or nothing to say about that."""
+    """A run and its prediction. None: the estimator does not predict that figure."""
 
     run: Run
     peak_bytes: float | None
@@ -21,27 +21,27 @@ class Case:
 
     @property
     def memory_error(self) -> float | None:
-        """The relative error of the peak, where the run has one; above 0 it was said to be more."""
+        """The relative error of the peak, if it was measured; positive if the prediction is too high."""
         if self.peak_bytes is None or not self.run.peak_gib or self.run.failed:
             return None
         return self.peak_bytes / (self.run.peak_gib * 2**30) - 1
 
     @property
     def speed_error(self) -> float | None:
-        """The relative error of tokens a second, where the run has them."""
+        """The relative error of tokens per second, if they were measured."""
         if self.tokens_per_second_per_gpu is None or not self.run.tokens_per_second_per_gpu or self.run.failed:
             return None
         return self.tokens_per_second_per_gpu / self.run.tokens_per_second_per_gpu - 1
 
     @property
     def time_error(self) -> float | None:
-        """The relative error of a step's time: of what the tokens of a second take."""
+        """The relative error of the step time."""
         return None if self.speed_error is None else 1 / (1 + self.speed_error) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Errors:
-    """Relative errors of many runs: mean and median and 90th percentile of their size, and their mean."""
+    """Relative errors of many runs: mean, median and 90th percentile of their size, and their signed mean."""
 
     count: int
     mape: float
@@ -52,7 +52,7 @@ class Errors:
 
 
 def summarise(errors: Iterable[float | None]) -> Errors | None:
-    """Return the summary of those errors that are there; None without any."""
+    """Return the summary of the errors that are not None; None if there are none."""
     found = [each for each in errors if each is not None]
     if not found:
         return None
@@ -76,18 +76,18 @@ def by(cases: Sequence[Case], key: Callable[[Case], str | int]) -> dict[str | in
 
 
 def alarms(cases: Sequence[Case]) -> tuple[float, float] | None:
-    """Return the share of runs that ran but were said not to fit, and of failed ones that were said to fail."""
-    told = [case for case in cases if case.fits is not None]
-    ran = [not case.fits for case in told if not case.run.failed]
-    failed = [not case.fits for case in told if case.run.failed]
+    """Return the fraction of successful runs that were predicted not to fit, and of failed runs that were."""
+    answered = [case for case in cases if case.fits is not None]
+    ran = [not case.fits for case in answered if not case.run.failed]
+    failed = [not case.fits for case in answered if case.run.failed]
     return (statistics.fmean(ran), statistics.fmean(failed)) if ran and failed else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The plan that the predictions pick of one model and number of GPUs, against the best that was measured.
+    """The plan that the predictions pick for one model and number of GPUs, against the best measured one.
 
-    Of `tied` plans that were said to be equally fast any may be picked: `regret` and `failed` are then expected values.
+    If `tied` plans have equal predictions, any of them may be picked: `regret` and `failed` are then expected values.
     """
 
     group: str
@@ -98,18 +98,18 @@ class Choice:
 
 
 def choices(cases: Sequence[Case]) -> list[Choice]:
-    """Return what is lost in each group by running the plan that was said to fit and be fastest.
+    """Return the loss in each group from running the plan that was predicted to fit and to be fastest.
 
-    A pick that failed loses everything. The order of the cases must not matter: published tables are sorted by what was
-    measured, so the first of equals would be the best.
+    A pick that failed loses everything. The order of the cases must not matter: published tables are sorted by measured
+    speed, so the first of equals would be the best.
     """
     picked = []
     for group, members in by(cases, lambda case: f"{case.run.model}, {case.run.gpus} GPUs").items():
         best = max((_measured(case) for case in members), default=0.0)
-        said = [case.tokens_per_second_per_gpu or 0.0 for case in members if case.fits]
-        if not best or not any(said):
+        predicted = [case.tokens_per_second_per_gpu or 0.0 for case in members if case.fits]
+        if not best or not any(predicted):
             continue
-        top = max(said) * (1 - SAME)
+        top = max(predicted) * (1 - TIE_FRACTION)
         picks = [case for case in members if case.fits and (case.tokens_per_second_per_gpu or 0.0) >= top]
         picked.append(
             Choice(
@@ -124,9 +124,9 @@ def choices(cases: Sequence[Case]) -> list[Choice]:
 
 
 def merge_repeats(cases: Sequence[Case]) -> list[Case]:
-    """Return one case for each question: it ran if any repeat did, at the mean speed of those that ran.
+    """Return one case per request: it ran if any repeat ran, at the mean speed of those that did.
 
-    Nine of nanotron's configurations are published twice, as run and as failed: nothing that is asked tells them apart.
+    Nine of nanotron's configurations are published twice, as successful and as failed, with equal settings.
     """
     merged = []
     for repeats in by(cases, lambda case: json.dumps(case.run.line, sort_keys=True)).values():

@@ -1,4 +1,4 @@
-"""The profile that our trainer had before `plan.loss`: for the `older` rows of h200.jsonl, measured then."""
+"""The profile of our trainer before `plan.loss`, for the `older` rows of h200.jsonl."""
 
 from dataclasses import replace
 
@@ -6,8 +6,9 @@ from trimaran.cost import STACKS, Stack
 from trimaran.cost.memory_profiles import Saved
 from trimaran.cost.time_profiles import COMPILED_FP32_RESIDUAL, EAGER_FP32_RESIDUAL
 
-# The stream was fp32 on one device: both norms kept it, each projection had its own cast of its input (one for all when
-# compiled), weights were fp32 with a cast for each product, and torch's own AdamW came after a pass that clipped.
+# The residual stream was fp32 on one device: both norms saved it, each projection had its own cast of its input (one
+# for all when compiled), weights were fp32 with a cast per matmul, and torch's AdamW ran after a separate clipping
+# pass.
 _EAGER = Saved(norm_bytes=8, projection_bytes=10, input_bytes=4)
 _COMPILED = replace(_EAGER, projection_bytes=2, gated_tensors=3)
 FORMER = Stack(

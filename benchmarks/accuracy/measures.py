@@ -1,4 +1,4 @@
-"""What is promised about the predictions, as figures with a bound; the same figures are taken of every estimator."""
+"""The accuracy figures, and the bounds that `make accuracy` enforces. Every estimator gets the same figures."""
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ OWN_LATER = "our trainer, H200, measured after the fit"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measure:
-    """One figure of one source. `most` and `least` are what `make accuracy` holds it to; without them it informs."""
+    """One figure of one source. `most` and `least` are the enforced bounds; without them it is informative."""
 
     name: str
     source: str
@@ -58,8 +58,8 @@ def _alarm(which: int) -> Callable[[Sequence[Case]], float | None]:
 
 
 def _false_alarms(cases: Sequence[Case]) -> float | None:
-    told = [not case.fits for case in cases if case.fits is not None and not case.run.failed]
-    return statistics.fmean(told) if told else None
+    flagged = [not case.fits for case in cases if case.fits is not None and not case.run.failed]
+    return statistics.fmean(flagged) if flagged else None
 
 
 def _regret(cases: Sequence[Case]) -> float | None:
@@ -87,9 +87,9 @@ MEASURES = (
     Measure(name="memory, median error", source="nanotron", of=_part("median", "memory_error")),
     Measure(name="memory, 90th percentile", source="nanotron", of=_part("p90", "memory_error")),
     Measure(name="memory, worst", source="Megatron 7B", of=_part("worst", "memory_error"), most=0.05),
-    Measure(name="ran, but said not to fit", source="nanotron", of=_alarm(0), most=0.03),
-    Measure(name="failed, and said not to fit", source="nanotron", of=_alarm(1), least=0.85),
-    Measure(name="ran, but said not to fit", source="llm-foundry", of=_false_alarms),
+    Measure(name="ran, but predicted not to fit", source="nanotron", of=_alarm(0), most=0.03),
+    Measure(name="failed, and predicted not to fit", source="nanotron", of=_alarm(1), least=0.85),
+    Measure(name="ran, but predicted not to fit", source="llm-foundry", of=_false_alarms),
     Measure(name="tokens/s, mean error", source="llm-foundry", of=_part("mape", "speed_error"), most=0.07),
     Measure(name="tokens/s, mean error, clean", source="nanotron", of=_part("mape", "speed_error", clean), most=0.15),
     Measure(name="tokens/s, median error, all", source="nanotron", of=_part("median", "speed_error")),
@@ -113,7 +113,7 @@ FURTHER = ("InternEvo", "Megatron SC21", "BigScience", "Megatron-Bridge")
 
 
 def broken(cases: Mapping[str, Sequence[Case]]) -> list[str]:
-    """Return the promises that the cases of each source do not keep."""
+    """Return the bounds that the cases of each source break."""
     lines = []
     for measure in MEASURES:
         value = measure.of(cases[measure.source])

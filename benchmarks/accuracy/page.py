@@ -1,4 +1,4 @@
-"""The table, as text and as the page docs/accuracy.md, with its image."""
+"""The accuracy table as text and as docs/accuracy.md, with its image."""
 
 from collections.abc import Callable, Mapping, Sequence
 from math import log
@@ -8,34 +8,34 @@ from benchmarks.accuracy.errors import Case, by, choices, merge_repeats, summari
 from benchmarks.accuracy.measures import FURTHER, MEASURES, OWN, OWN_LATER
 from benchmarks.accuracy.peers import PEERS
 
-Said = Mapping[str, Sequence[Case]]
+CasesBySource = Mapping[str, Sequence[Case]]
 HEAD = """# How accurate the planner is
 
 Written by `make accuracy WRITE=1`; `make accuracy` prints the first table and fails when a bound is broken. Errors are
 relative to what was measured. Published runs: [benchmarks/published](../benchmarks/published/README.md). Our own:
-`benchmarks/planner.py` on one H200, in `benchmarks/h200.jsonl`; rows that are called older were measured before the
-loss was fused and weights were split, and are asked about by the profile of that time.
+`benchmarks/planner.py` on one H200, in `benchmarks/h200.jsonl`. Rows marked older were measured before the loss was
+fused and weights were split, and are predicted with the profile of that time.
 """
 NOTES = """
-A dash: the estimator says nothing about that, or is not installed. llm-analysis is 0.2.2 of the package index, whose
-step time is operations over half of the peak and so the same for all plans of a group (its repository has since gone
-on); its check for the shape of a feed-forward is set aside, because it refuses gated models. The cookbook is no
-package: its formula is restated. accelerate and DeepSpeed are called; DeepSpeed has figures for ZeRO-2 and ZeRO-3 only.
+A dash: the estimator does not predict that, or is not installed. llm-analysis is version 0.2.2 of the package index. Its
+step time is FLOPs over half of the peak, so it is the same for all plans of a group (its repository is newer). Its check
+of the feed-forward's shape is disabled, because it rejects gated models. The cookbook has no package: its formula is
+repeated here. accelerate and DeepSpeed are called; DeepSpeed has figures for ZeRO-2 and ZeRO-3 only.
 
-Plan choice: of each model and number of GPUs, the plan that was said to fit and be fastest; regret is what it loses to
-the best that was measured, everything if it failed. The table is sorted by measured speed, so equals are never taken in
-its order: a tie counts as the mean of its plans. Nine configurations are published twice, as run and as failed;
-repeats are one plan, which ran if any did. "Repeats apart" is the same figure without that.
+Plan choice: for each model and number of GPUs, the plan that is predicted to fit and to be fastest. Regret is what it
+loses against the best measured plan, or everything if it failed. The table is sorted by measured speed, so a tie counts
+as the mean of its plans. Nine configurations are published twice, as successful and as failed; repeats count as one
+plan, which ran if any did. "Repeats apart" is the same figure without that.
 
-The constants of `cost/memory_profiles.py` and `cost/time_profiles.py` were set with these same sources in view, and those
-of our trainer with these same H200 runs: the errors here are of the fit. Those on what a fit never saw are next.
+The constants of `cost/memory_profiles.py` and `cost/time_profiles.py` were set with these same sources in view, and
+those of our trainer with these same H200 runs: these are errors of the fit. Errors on runs that a fit has not seen follow.
 """
 LEFT_OUT = """
 ## Left out of the fit
 
-Each model and each number of GPUs in turn: the constants that were fitted to published runs are fitted anew to all
-others, from values that are off by a half, and scored on it. Everything else in the model is counted or measured,
-but it was written with all of these runs in view: only these constants are really left out.
+For each model and each number of GPUs, the constants that were fitted to published runs are fitted again to all others,
+starting from values that are off by a half, and scored on it. Everything else in the model is counted or measured, but
+was written with all of these runs known: only these constants are really left out.
 """
 NOT_REACHED = """
 ## What is not reached
@@ -49,23 +49,23 @@ only the plan can rank these.
 **Memory at 32 to 128 GPUs** is off by 11 % on average where 10 % is reached over all: nanotron's runs fall into two
 kinds that differ by what tensor parallelism keeps, and no column tells them apart.
 
-**Step times of plans with ZeRO-3 over hundreds of nodes** (SC21) are said too short, and so are those on slower
-networks than the catalogue assumes (InternEvo): a cluster file with measured links is the cure.
+**Step times of plans with ZeRO-3 over hundreds of nodes** (SC21) are predicted too short, and so are those on slower
+networks than the catalogue assumes (InternEvo). A cluster file with measured links fixes that.
 """
 
 
-def table(ours: Said, peers: Mapping[str, Said]) -> str:
-    """Return the promises beside what every estimator reaches, as a Markdown table."""
+def table(ours: CasesBySource, peers: Mapping[str, CasesBySource]) -> str:
+    """Return the bounds and what every estimator reaches, as a Markdown table."""
     rows = [["source", "figure", "bound", "Trimaran", *PEERS]]
     for measure in MEASURES:
-        said = [peers[name].get(measure.source, []) if name in peers else [] for name in PEERS]
-        figures = [measure.show(measure.of(each)) for each in (ours[measure.source], *said)]
+        others = [peers[name].get(measure.source, []) if name in peers else [] for name in PEERS]
+        figures = [measure.show(measure.of(each)) for each in (ours[measure.source], *others)]
         rows.append([measure.source, measure.name, measure.bound, *figures])
     return _markdown(rows)
 
 
-def page(ours: Said, peers: Mapping[str, Said], left_out: Sequence[list[str]]) -> str:
-    """Return the whole page."""
+def page(ours: CasesBySource, peers: Mapping[str, CasesBySource], left_out: Sequence[list[str]]) -> str:
+    """Return the complete page."""
     nanotron = ours["nanotron"]
     parts = [
         HEAD,
@@ -77,13 +77,13 @@ def page(ours: Said, peers: Mapping[str, Said], left_out: Sequence[list[str]]) -
         "## By model and by number of GPUs\n",
         _groups(ours),
     ]
-    parts += ["\n![said against measured](images/accuracy.svg)\n", "\n## Plan choice\n", _choices(nanotron)]
+    parts += ["\n![predicted against measured](images/accuracy.svg)\n", "\n## Plan choice\n", _choices(nanotron)]
     parts += ["\n## Further sources\n", _further(ours), "\n## Our trainer on one H200\n", _own(ours[OWN])]
     parts += ["\nMeasured when every constant had been set:\n", _own(ours[OWN_LATER])]
     return "\n".join(part.strip("\n") + "\n" for part in parts)
 
 
-def _groups(ours: Said) -> str:
+def _groups(ours: CasesBySource) -> str:
     rows = [["source", "group", "runs", "memory", "bias", "tokens/s", "bias"]]
     for source, keep in (("nanotron", clean), ("llm-foundry", lambda _: True)):
         keys: list[Callable[[Case], str | int]] = [lambda case: case.run.model, lambda case: case.run.gpus]
@@ -108,8 +108,8 @@ def _choices(cases: Sequence[Case]) -> str:
     return _markdown(rows)
 
 
-def _further(ours: Said) -> str:
-    rows = [["source", "runs", "memory", "bias", "tokens/s", "bias", "ran, but said not to fit"]]
+def _further(ours: CasesBySource) -> str:
+    rows = [["source", "runs", "memory", "bias", "tokens/s", "bias", "ran, but predicted not to fit"]]
     for source in FURTHER:
         cases = ours[source]
         found = [summarise(getattr(case, error) for case in cases) for error in ("memory_error", "speed_error")]
@@ -124,20 +124,20 @@ def _further(ours: Said) -> str:
 
 
 def _own(cases: Sequence[Case]) -> str:
-    rows = [["configuration", "promised", "peak GiB", "said", "error", "step s", "error"]]
+    rows = [["configuration", "promised", "peak GiB", "predicted", "error", "step s", "error"]]
     for case in cases:
         measured = case.run.peak_gib or 0.0
-        said = (case.peak_bytes or 0) / 2**30
+        predicted = (case.peak_bytes or 0) / 2**30
         name = case.run.row["name"] + ("" if today(case) else " (older)")
         rows.append([
-            name, "yes" if promised(case) else "", f"{measured:.2f}", f"{said:.2f}",
+            name, "yes" if promised(case) else "", f"{measured:.2f}", f"{predicted:.2f}",
             _percent(case.memory_error), f"{case.run.step_seconds:.4f}", _percent(case.time_error),
         ])  # fmt: skip
     return _markdown(rows)
 
 
-def image(ours: Said) -> str:
-    """Return two scatter plots as SVG: said against measured, memory and tokens a second, both logarithmic."""
+def image(ours: CasesBySource) -> str:
+    """Return two scatter plots as SVG: predicted against measured, memory and tokens per second, both logarithmic."""
     memory = [
         (case.run.peak_gib or 1.0, (case.peak_bytes or 1) / 2**30)
         for case in ours["nanotron"]
@@ -159,16 +159,16 @@ def image(ours: Said) -> str:
 def _plot(points: Sequence[tuple[float, float]], left: int, span: tuple[float, float], title: str) -> str:
     low, high = log(span[0]), log(span[1])
 
-    def place(value: float) -> float:
+    def position(value: float) -> float:
         return 260 * min(1.0, max(0.0, (log(value) - low) / (high - low)))
 
-    dots = "".join(f"M{left + 40 + place(x):.0f} {280 - place(y):.0f}h0" for x, y in points)
+    dots = "".join(f"M{left + 40 + position(x):.0f} {280 - position(y):.0f}h0" for x, y in points)
     return (
         f'<path d="M{left + 40} 20v260h260" fill="none" stroke="#888"/>'
         f'<path d="M{left + 40} 280l260 -260" stroke="#c33" stroke-width=".8"/>'
         f'<path d="{dots}" stroke="#1565c0" stroke-width="2.5" stroke-linecap="round" stroke-opacity=".45"/>'
         f'<text x="{left + 170}" y="300" text-anchor="middle">measured, {title}</text>'
-        f'<text x="{left + 46}" y="14">said</text>'
+        f'<text x="{left + 46}" y="14">predicted</text>'
     )
 
 

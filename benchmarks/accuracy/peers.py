@@ -1,7 +1,7 @@
-"""What other estimators say about the same runs. Each is optional: without its package it has no answers.
+"""Predictions of other estimators for the same runs. Each is optional: without its package it predicts nothing.
 
-llm-analysis, accelerate and DeepSpeed are called; the cookbook is a script that no package index has, so its formula is
-restated from EleutherAI/cookbook@069ae2e, `calc/calc_transformer_mem.py`.
+llm-analysis, accelerate and DeepSpeed are called. The cookbook is a script without a package, so its formula is
+repeated from EleutherAI/cookbook@069ae2e, `calc/calc_transformer_mem.py`.
 """
 
 import json
@@ -25,7 +25,7 @@ LLM_ANALYSIS_GPUS |= {"H200": "h100-sxm-80gb", "A800-80GB": "a100-sxm-80gb"}
 
 
 class Answer(NamedTuple):
-    """Bytes of one GPU and tokens it does a second; None where the estimator does not tell. It may say what is fit."""
+    """Bytes of one GPU and its tokens per second; None if the estimator does not predict them."""
 
     peak_bytes: float | None = None
     tokens_per_second_per_gpu: float | None = None
@@ -33,10 +33,10 @@ class Answer(NamedTuple):
 
 
 def cookbook(run: Run) -> Answer:
-    """Return the cookbook's bytes: with checkpointing for whatever is computed again or never kept by flash attention.
+    """Return the cookbook's bytes, with checkpointing wherever something is recomputed or not saved by flash attention.
 
-    Its own count of parameters, 4 bytes of gradients that no axis divides, 12 of AdamW over all GPUs, activations of a
-    GPT block, and DeepSpeed's buckets.
+    It has its own parameter count, 4 bytes of gradients that no axis divides, 12 of AdamW over all GPUs, activations of
+    a GPT block, and DeepSpeed's buckets.
     """
     model, plan, gpus = run.line["model"], run.line["plan"], run.gpus
     if "experts" in model:
@@ -56,35 +56,35 @@ def cookbook(run: Run) -> Answer:
 
 
 def accelerate(run: Run) -> Answer:
-    """Return what `accelerate estimate-memory` says about training with Adam in bf16: the largest of its rows."""
+    """Return the estimate of `accelerate estimate-memory` for Adam in bf16: the largest of its rows."""
     estimate = import_module("accelerate.commands.estimate").estimate_training_usage
     return Answer(max(estimate(4 * _parameters(run), "bfloat16").values()))
 
 
 def deepspeed(run: Run) -> Answer:
-    """Return DeepSpeed's estimate of model states for ZeRO-2 and ZeRO-3; it has none for less, or for slices.
+    """Return DeepSpeed's estimate of model states for ZeRO-2 and ZeRO-3; it has none for less, or for tp.
 
-    One GPU shards nothing, so its figure for ZeRO-2 stands for all.
+    One GPU shards nothing, so its ZeRO-2 figure is used for all stages.
     """
     plan, per_node = run.line["plan"], min(8, run.gpus)
     stage, mesh = STAGE[plan.get("sharding", "none")], plan.get("mesh", {})
     stage = 2 if run.gpus == 1 else stage
     if stage < 2 or mesh.get("tp", 1) * mesh.get("pp", 1) > 1:
         return Answer()
-    told = {"num_gpus_per_node": per_node, "num_nodes": run.gpus // per_node, "cpu_offload": False}
+    settings = {"num_gpus_per_node": per_node, "num_nodes": run.gpus // per_node, "cpu_offload": False}
     if stage == 2:
         stages = import_module("deepspeed.runtime.zero.stage_1_and_2")
-        return Answer(stages.estimate_zero2_model_states_mem_needs(_parameters(run), **told)[1])
+        return Answer(stages.estimate_zero2_model_states_mem_needs(_parameters(run), **settings)[1])
     largest = run.line["model"]["vocab"] * run.line["model"]["hidden"]
     stages = import_module("deepspeed.runtime.zero.stage3")
-    told |= {"cpu_offload_params": False}
-    return Answer(stages.estimate_zero3_model_states_mem_needs(_parameters(run), largest, **told)[1])
+    settings |= {"cpu_offload_params": False}
+    return Answer(stages.estimate_zero3_model_states_mem_needs(_parameters(run), largest, **settings)[1])
 
 
 def llm_analysis(run: Run) -> Answer:
     """Return llm-analysis's sum of states and activations, and its time at half of the peak, as its notes advise.
 
-    Its check that a feed-forward is shaped like GPT's is set aside: it would refuse every gated model.
+    Its check that a feed-forward has GPT's shape is disabled: it would reject every gated model.
     """
     tool, config = _llm_analysis()
     model, plan = run.line["model"], run.line["plan"]
@@ -143,16 +143,16 @@ PEERS: dict[str, tuple[str, Callable[[Run], Answer]]] = {
 
 
 def present() -> dict[str, Callable[[Run], Answer]]:
-    """Return the estimators that are installed here."""
+    """Return the installed estimators."""
     return {name: peer for name, (package, peer) in PEERS.items() if not package or find_spec(package)}
 
 
 def ask_peer(peer: Callable[[Run], Answer], runs: Iterable[Run]) -> list[Case]:
-    """Return what a peer says about each run; a run fits when the peer's bytes are what the device has."""
+    """Return a peer's prediction for each run. A run fits if the peer's bytes do not exceed the device."""
     cases = []
     for run in runs:
         peak, tokens, refused = peer(run)
-        room = find_device(run.line["cluster"]["gpu"]).memory_bytes
-        fits = False if refused else None if peak is None else peak <= room
+        device_bytes = find_device(run.line["cluster"]["gpu"]).memory_bytes
+        fits = False if refused else None if peak is None else peak <= device_bytes
         cases.append(Case(run=run, peak_bytes=peak, tokens_per_second_per_gpu=tokens, fits=fits))
     return cases

@@ -1,4 +1,4 @@
-"""Measured runs that others published, as lines of `trimaran predict` with what was measured beside them."""
+"""Published measurements of others, as lines of `trimaran predict` with the measured figures."""
 
 import csv
 import re
@@ -18,7 +18,7 @@ QWEN3_30B_A3B = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One published run: the question, and what was measured. None: not published."""
+    """One published run: the request, and what was measured. None: not published."""
 
     line: dict[str, Any]
     model: str
@@ -86,8 +86,8 @@ def bridge() -> Iterator[Run]:
     """Yield Megatron-Bridge's runs of Llama-3 70B, and of Qwen3-30B-A3B over 16 GPUs."""
     for row in _rows("bridge_skills_memory"):
         if row["model"] == "Qwen3-30B-A3B":
-            told = {"act_ckpt": "none", "gpu": "H100-80GB", "zero_stage": "1"}  # its recipes shard the optimizer
-            run = _run(row | told, QWEN3_30B_A3B, "megatron")
+            defaults = {"act_ckpt": "none", "gpu": "H100-80GB", "zero_stage": "1"}  # its recipes shard the optimizer
+            run = _run(row | defaults, QWEN3_30B_A3B, "megatron")
             run.line["plan"]["mesh"]["ep"] = int(float(row["ep"]))
             yield run
         elif row["layers"] and "mlp" not in row["act_ckpt"]:

@@ -1,8 +1,8 @@
-"""Errors on what a fit never saw: `python -m benchmarks.accuracy.refit`.
+"""Errors on runs that a fit has not seen: `python -m benchmarks.accuracy.refit`.
 
-Each group (a model, a number of GPUs) is left out in turn; the constants that were fitted to published runs are fitted
-anew to the rest, from values that are off by a half, and scored on the group. Everything else in the model is counted
-or measured, but it was written with all of these runs in view: only these constants are really left out.
+Each group (a model, a number of GPUs) is left out in turn. The constants that were fitted to published runs are fitted
+to the others, starting from values that are off by a half, and scored on the group. All other constants are counted or
+measured, but were written with all of these runs known: only the fitted constants are really left out.
 """
 
 import json
@@ -20,14 +20,14 @@ from benchmarks.accuracy.published import SOURCES, Run
 from trimaran.cost import STACKS, Stack, predict
 from trimaran.planner.predict_request import cluster_of, job_of, plan_of, tidy
 
-SAMPLE, ROUNDS, WIDTH = 160, 3, 2.5
-FRACTIONS = ("dp_overlap", "fragmentation")  # of a whole: never more than 1
+NUM_SAMPLED_RUNS, NUM_ROUNDS, STEP_FACTOR = 160, 3, 2.5
+FRACTIONS = ("dp_overlap", "fragmentation")  # at most 1
 Part = Literal["memory", "time"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """Constants of one stack's profile that were fitted: a field, and which of its values where it has several."""
+    """Fitted constants of one stack's profile: a field, and an index if it has several values."""
 
     source: str
     stack: str
@@ -65,7 +65,7 @@ def with_value(stack: Stack, part: Part, constant: tuple[str, int | None], value
 
 
 def ask_with(runs: Sequence[Run], stack: Stack) -> list[Case]:
-    """Return what is said about each run by the profile of `stack`. Plans that nothing could run are left out."""
+    """Return the prediction for each run with the profile of `stack`. Plans that cannot run are left out."""
     cases = []
     for run in runs:
         model, cluster, plan = (json.dumps(tidy(run.line[key]), sort_keys=True) for key in ("model", "cluster", "plan"))
@@ -81,13 +81,13 @@ def ask_with(runs: Sequence[Run], stack: Stack) -> list[Case]:
 
 
 def errors_of(cases: Sequence[Case], part: Part) -> list[float]:
-    told = [case.memory_error if part == "memory" else case.speed_error for case in cases]
-    return [each for each in told if each is not None]
+    errors = [case.memory_error if part == "memory" else case.speed_error for case in cases]
+    return [each for each in errors if each is not None]
 
 
 def refit(runs: Sequence[Run], fit: Fit) -> Stack:
-    """Return the stack with its constants fitted to `runs`: least mean logarithmic error, one after another."""
-    sample = random.Random(0).sample(list(runs), min(SAMPLE, len(runs)))
+    """Return the stack with its constants fitted to `runs`: least mean logarithmic error, one constant at a time."""
+    sample = random.Random(0).sample(list(runs), min(NUM_SAMPLED_RUNS, len(runs)))
     stack = STACKS[fit.stack]
     for constant in fit.constants:
         stack = with_value(stack, fit.part, constant, 1.5 * value_of(stack, fit.part, constant))
@@ -95,9 +95,9 @@ def refit(runs: Sequence[Run], fit: Fit) -> Stack:
     def loss(candidate: Stack) -> float:
         return statistics.fmean(abs(math.log1p(each)) for each in errors_of(ask_with(sample, candidate), fit.part))
 
-    for turn in range(ROUNDS):
+    for turn in range(NUM_ROUNDS):
         for constant in fit.constants:
-            here, step = value_of(stack, fit.part, constant), WIDTH ** (0.5**turn)
+            here, step = value_of(stack, fit.part, constant), STEP_FACTOR ** (0.5**turn)
             most = 1.0 if constant[0] in FRACTIONS else math.inf
             tries = [min(most, here * step ** (power / 3)) for power in range(-3, 4)]
             stack = min((with_value(stack, fit.part, constant, each) for each in tries), key=loss)

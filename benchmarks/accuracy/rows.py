@@ -1,8 +1,8 @@
-"""Measured rows, each in its file: `python -m benchmarks.accuracy.rows NEW.jsonl ... [--forget-older]`.
+"""Merges measured rows into their files: `python -m benchmarks.accuracy.rows NEW.jsonl ... [--forget-older]`.
 
-Rows of `benchmarks/planner.py` join h200.jsonl, or h200_held_out.jsonl, and replace what has their name. Those that
-failed stay out. Rows of the trainer as it was before `plan.loss` are marked `older`; one goes when a new row asks the
-same, and all of them with `--forget-older`. `make accuracy WRITE=1` comes next.
+Rows of `benchmarks/planner.py` go to h200.jsonl or h200_held_out.jsonl and replace rows of the same name. Failed rows
+are left out. Rows of the trainer before `plan.loss` are marked `older`; a new row replaces an older one with the same
+settings, and `--forget-older` drops all of them. Run `make accuracy WRITE=1` afterwards.
 """
 
 import json
@@ -15,13 +15,13 @@ from benchmarks.accuracy.ask import H200, HELD_OUT
 from benchmarks.planner import configurations
 
 Row = dict[str, Any]
-ASKED = (
+SETTINGS = (
     "preset", "seq_len", "micro_batch", "grad_accum", "recompute", "compile", "precision", "offload", "states"
 )  # fmt: skip
 
 
 def merged(kept: Sequence[Row], fresh: Iterable[Row], *, forget_older: bool = False) -> list[Row]:
-    """Return the rows of a file with fresh ones among them: the latest of each name, older ones last."""
+    """Return the rows of a file with the fresh ones merged in: the latest of each name, older ones last."""
     marked = [row if "loss" in row else row | {"older": True} for row in kept]
     newer = {row["name"]: row for row in marked if not row.get("older")}
     newer |= {row["name"]: row for row in fresh if "peak_bytes" in row}
@@ -31,9 +31,9 @@ def merged(kept: Sequence[Row], fresh: Iterable[Row], *, forget_older: bool = Fa
 
 
 def _question(row: Row) -> str:
-    """Return what was asked, but for the loss and whether the head is the embedding: older rows had one loss."""
+    """Return the settings of a row except the loss and the tied head: older rows had only one loss."""
     shape = {key: value for key, value in row["shape"].items() if key != "tied"}
-    return json.dumps([*(row[key] for key in ASKED), shape], sort_keys=True)
+    return json.dumps([*(row[key] for key in SETTINGS), shape], sort_keys=True)
 
 
 def rows_of(path: Path) -> list[Row]:

@@ -20,7 +20,7 @@ DETECT_SECONDS, RECOVER_SECONDS = 1.0, 6.0  # of a dead process
 NAME_SECONDS, RESUME_SECONDS = 10.0, 20.0  # of a hung process
 
 
-def train_trajectory(path: Path, *settings: str, ranks: int = 2, pause: float = PAUSE, **extra: str) -> Supervised:
+def start_run(path: Path, *settings: str, ranks: int = 2, pause: float = PAUSE, **extra: str) -> Supervised:
     """Start a run with the faults of `plugin`; `extra` are its settings, such as `disk_seconds`."""
     settings_of_plugin = {f"TRIMARAN_TEST_{name.upper()}": value for name, value in extra.items()}
     return Supervised.start(path, *settings, ranks=ranks, pause=pause, extra=PLUGIN | settings_of_plugin)

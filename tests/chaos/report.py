@@ -66,7 +66,7 @@ def table(soak: Soak, *, about: str) -> str:
         f"one every {soak.wall_seconds / max(1, num_faults):.0f} s",
         "",
         f"**Goodput {soak.goodput:.1%}** (goal {MIN_GOODPUT:.0%}); unclassified {soak.unclassified}; "
-        f"false attributions {len(soak.false_attributions)}; incidents that the soak did not cause {len(soak.unexpected)}",
+        f"false attributions {len(soak.false_attributions)}; unexpected incidents {len(soak.unexpected)}",
         "",
         "| fault | times | seconds to detect: median, worst | to the first new step: median, worst | lost steps |",
         "|---|---|---|---|---|",

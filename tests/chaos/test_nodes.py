@@ -1,5 +1,4 @@
-"""Two machines and the network between them: cut, slow, skewed clocks, lost machines; `network-cut` to `two-runs` in the
-guide.
+"""Two machines: cut and slow networks, skewed clocks, lost machines; `network-cut` to `two-runs` in the guide.
 
 Machines are network namespaces with their own pids and host name; the run directory is shared, as on a cluster.
 """

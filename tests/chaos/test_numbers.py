@@ -13,7 +13,7 @@ from tests.chaos.fault_run import (
     assert_as_undisturbed,
     inject_fault,
     remove_pause,
-    train_trajectory,
+    start_run,
 )
 from tests.fault.harness import Supervised, lines, wait_for
 from trimaran.checkpoint.step_dirs import complete_steps
@@ -39,7 +39,7 @@ def next_fault(supervised: Supervised, known: int) -> Incident:
 
 def test_updates_with_nan_or_inf_are_skipped_and_their_samples_are_reported(tmp_path: Path) -> None:
     """Fault `nan`: NaN and Inf in the loss, NaN in the gradient only, and a loss spike."""
-    with train_trajectory(tmp_path / "run", "train.steps=200", "checkpoint.every=10") as supervised:
+    with start_run(tmp_path / "run", "train.steps=200", "checkpoint.every=10") as supervised:
         supervised.wait_for_step(25)  # spikes are detected only after these
         for known, (fault, rank) in enumerate((("nan", 1), ("inf", 0), ("gradient", 1), ("spike", 1))):
             inject_fault(supervised, rank, fault)
@@ -65,7 +65,7 @@ def test_a_bad_sample_is_quarantined_by_its_number(tmp_path: Path, kind: str) ->
     first = Supervised.start(tmp_path / "first", *settings)
     first.__exit__()
     sample = samples_of(first.run, 20, 1)[2]
-    with train_trajectory(tmp_path / "run", *settings, pause=0.0, sample=f"{kind}:{sample}") as supervised:
+    with start_run(tmp_path / "run", *settings, pause=0.0, sample=f"{kind}:{sample}") as supervised:
         assert supervised.wait() == EXIT_DONE
     (incident,) = supervised.faults
     assert (incident.cause, incident.suspects, incident.action) == ("data", (1,), "quarantined")
@@ -77,7 +77,7 @@ def test_a_bad_sample_is_quarantined_by_its_number(tmp_path: Path, kind: str) ->
 def test_loaders_that_die_or_hang_are_replaced_without_losing_a_sample(tmp_path: Path) -> None:
     """Fault `loader-killed`: only the rank of the loader notices."""
     settings = ("train.steps=120", "data.workers=1", "data.timeout_seconds=2", "faults.hang_seconds=20")
-    with train_trajectory(tmp_path / "run", *settings) as supervised:
+    with start_run(tmp_path / "run", *settings) as supervised:
         for step, number in ((15, signal.SIGKILL), (40, signal.SIGSTOP)):
             supervised.wait_for_step(step)
             (loader,) = psutil.Process(supervised.pid(1)).children()
@@ -94,7 +94,7 @@ def test_loaders_that_die_or_hang_are_replaced_without_losing_a_sample(tmp_path:
 def test_mismatched_collectives_are_reported_with_their_call_sites(tmp_path: Path, fault: str) -> None:
     """Fault `collective-mismatch`: one of three ranks calls another collective than the others."""
     settings = ("train.steps=100", "train.global_batch=12", "checkpoint.memory=1")
-    with train_trajectory(tmp_path / "run", *settings, ranks=3) as supervised:
+    with start_run(tmp_path / "run", *settings, ranks=3) as supervised:
         supervised.wait_for_step(15)
         inject_fault(supervised, 1, fault)
         incident = supervised.wait_for_fault(0, 40)
@@ -112,7 +112,7 @@ def test_mismatched_collectives_are_reported_with_their_call_sites(tmp_path: Pat
 def test_a_flipped_bit_of_one_replica_is_found_and_undone(tmp_path: Path) -> None:
     """Fault `bit-flip`: replicas are compared every 10 steps, and the run restores a state where they were equal."""
     settings = ("train.steps=100", "train.global_batch=12", "checkpoint.memory=1", "checkpoint.every=10")
-    with train_trajectory(
+    with start_run(
         tmp_path / "run", *settings, "faults.not_finite=rewind", "checkpoint.keep=8", ranks=3, compare="10"
     ) as supervised:
         supervised.wait_for_step(33)

@@ -1,6 +1,6 @@
 """Processes that die, hang, run slow or are asked to stop; the faults `rank-killed` to `repeated-fault` of the guide.
 
-Every run has a real supervisor, fork server and ranks; steps take 50 ms. Faults that `make test` covers are not repeated:
+Every run has a real supervisor, fork server and ranks; steps take 50 ms. Faults that `make test` covers are left out:
 `loader-sigterm`, `rank-exit` (exit and abort), `repeated-fault`.
 """
 
@@ -27,7 +27,7 @@ from tests.chaos.fault_run import (
     remove_pause,
     resume_run,
     resumes,
-    train_trajectory,
+    start_run,
 )
 from tests.fault.harness import lines, wait_for
 from trimaran.core import EXIT_AGAIN, EXIT_DONE
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.chaos
 @pytest.mark.parametrize("first_seed", [0, 10])
 def test_twenty_killed_ranks_cost_one_step_each_and_do_not_change_the_weights(tmp_path: Path, first_seed: int) -> None:
     settings = ("train.steps=300", "train.global_batch=12", "checkpoint.every=20", "checkpoint.memory=1")
-    with train_trajectory(tmp_path / "run", *settings, ranks=3) as supervised:
+    with start_run(tmp_path / "run", *settings, ranks=3) as supervised:
         supervised.wait_for_step(5)
         for known, seed in enumerate(range(first_seed, first_seed + 10)):
             generator = random.Random(seed)
@@ -62,7 +62,7 @@ def test_twenty_killed_ranks_cost_one_step_each_and_do_not_change_the_weights(tm
 def test_several_deaths_at_once_and_in_a_row_are_separate_incidents(tmp_path: Path) -> None:
     """Faults `rank-0-killed` and `two-ranks-killed`, from disk only: steps after the last checkpoint are lost."""
     settings = ("train.steps=150", "train.global_batch=12", "checkpoint.every=10", "checkpoint.memory=0")
-    with train_trajectory(tmp_path / "run", *settings, ranks=3) as supervised:
+    with start_run(tmp_path / "run", *settings, ranks=3) as supervised:
         supervised.wait_for_step(15)
         supervised.send_signal(0, signal.SIGKILL)
         first = supervised.wait_for_fault(0)
@@ -92,9 +92,7 @@ def test_several_deaths_at_once_and_in_a_row_are_separate_incidents(tmp_path: Pa
 
 def test_without_its_fork_server_a_run_restarts_and_without_its_supervisor_it_ends(tmp_path: Path) -> None:
     """Faults `supervisor-killed` and `memory-lost`: copies in memory end with the supervisor; the disk remains."""
-    with train_trajectory(
-        tmp_path / "run", "train.steps=150", "checkpoint.every=10", "checkpoint.memory=1"
-    ) as supervised:
+    with start_run(tmp_path / "run", "train.steps=150", "checkpoint.every=10", "checkpoint.memory=1") as supervised:
         supervised.wait_for_step(25)
         fork_server = next(each for each in supervised.processes() if "fork_server" in " ".join(each.cmdline()))
         killed = time.time()
@@ -122,7 +120,7 @@ def test_without_its_fork_server_a_run_restarts_and_without_its_supervisor_it_en
 
 def test_hung_ranks_are_named_with_their_stacks(tmp_path: Path) -> None:
     """Faults `rank-stopped`, `rank-hung`, `rank-exit`: SIGSTOP, an endless regex, a native deadlock; and a segfault."""
-    with train_trajectory(tmp_path / "run", "train.steps=400", "checkpoint.memory=1") as supervised:
+    with start_run(tmp_path / "run", "train.steps=400", "checkpoint.memory=1") as supervised:
         supervised.wait_for_step(25)
         for known, (fault, rank) in enumerate((("stop", 1), ("regex", 0), ("deadlock", 1))):
             before = time.time()
@@ -150,7 +148,7 @@ def test_hung_ranks_are_named_with_their_stacks(tmp_path: Path) -> None:
 
 def test_a_slow_rank_is_reported_and_not_restarted(tmp_path: Path) -> None:
     """Fault `rank-slow`: steps take 100 ms longer for 5 s because of one rank."""
-    with train_trajectory(tmp_path / "run", "train.steps=300") as supervised:
+    with start_run(tmp_path / "run", "train.steps=300") as supervised:
         supervised.wait_for_step(40)
         before = supervised.step()
         inject_fault(supervised, 1, "slow")
@@ -179,7 +177,7 @@ def test_a_run_that_is_asked_to_stop_at_any_moment_loses_no_step(tmp_path: Path)
         "evaluation": lambda run: [each for each in lines(run.events(0)) if each["kind"] == "evaluation"],
         "save": lambda run: [each for each in lines(run.metrics) if each["step"] >= 29],
     }
-    supervised = train_trajectory(tmp_path / "run", *settings, disk_seconds="0.3")
+    supervised = start_run(tmp_path / "run", *settings, disk_seconds="0.3")
     for number, is_reached in enumerate(moments.values()):
         with supervised:
             wait_for(partial(is_reached, supervised.run))
@@ -201,9 +199,7 @@ def test_a_run_that_is_asked_to_stop_at_any_moment_loses_no_step(tmp_path: Path)
 
 
 def test_a_second_ctrl_c_ends_the_run_at_once_and_keeps_its_checkpoints(tmp_path: Path) -> None:
-    with train_trajectory(
-        tmp_path / "run", "train.steps=1000", "checkpoint.every=10", disk_seconds="0.4"
-    ) as supervised:
+    with start_run(tmp_path / "run", "train.steps=1000", "checkpoint.every=10", disk_seconds="0.4") as supervised:
         wait_for(lambda: list(supervised.run.checkpoints.glob("step-*")))
         supervised.process.send_signal(signal.SIGINT)
         wait_for(lambda: supervised.incidents)
@@ -224,7 +220,7 @@ def test_a_second_ctrl_c_ends_the_run_at_once_and_keeps_its_checkpoints(tmp_path
 def test_an_oom_changes_the_plan_once_and_not_the_global_batch(tmp_path: Path, fault: str) -> None:
     """Fault `out-of-memory`: raised by torch as on a device, and by the kernel (RLIMIT_AS)."""
     settings = ("train.steps=60", "plan.micro_batch=4", "plan.grad_accum=1", "checkpoint.memory=1")
-    with train_trajectory(tmp_path / "run", *settings) as supervised:
+    with start_run(tmp_path / "run", *settings) as supervised:
         before = supervised.run.read_plan()
         supervised.wait_for_step(10)
         inject_fault(supervised, 1, fault)
@@ -259,7 +255,7 @@ def group() -> Iterator[Path]:
 def test_a_rank_that_the_oom_killer_kills_is_an_oom(tmp_path: Path, group: Path) -> None:
     """Fault `out-of-memory` in a container that is too small."""
     settings = ("train.steps=60", "plan.micro_batch=4", "plan.grad_accum=1", "checkpoint.memory=1")
-    with train_trajectory(tmp_path / "run", *settings) as supervised:
+    with start_run(tmp_path / "run", *settings) as supervised:
         (group / "cgroup.procs").write_text(str(supervised.process.pid))
         for each in supervised.processes():
             (group / "cgroup.procs").write_text(str(each.pid))

@@ -1,4 +1,4 @@
-"""Damaged checkpoints and disks that are full, read-only or slow: F19 to F25 of the fault matrix, end to end.
+"""Damaged checkpoints and disks that are full, read-only or slow: `checkpoint-damaged` to `memory-lost` in the guide.
 
 `tests/unit/test_checkpoint_*` and `tests/dist/test_checkpointer.py` cover damage file by file and call by call. Here a
 supervised run has to handle it.
@@ -19,7 +19,7 @@ from tests.chaos.fault_run import (
     remove_pause,
     resume_run,
     resumes,
-    train_trajectory,
+    start_run,
 )
 from tests.disks import mounted, remount
 from tests.fault.harness import wait_for
@@ -77,10 +77,10 @@ def _replace(file: Path, data: bytes) -> None:
 
 
 def test_a_damaged_checkpoint_is_renamed_and_the_one_before_is_used(tmp_path: Path) -> None:
-    """F19, F20."""
+    """Faults `checkpoint-damaged` and `checkpoint-stale`."""
     damages: list[Callable[[Path], str]] = [flip, empty, lose_manifest, swap, copy_from_another_step]
     settings = ("train.steps=300", "checkpoint.every=10", "checkpoint.keep=4")
-    supervised = train_trajectory(tmp_path / "run", *settings, pause=0.03)
+    supervised = start_run(tmp_path / "run", *settings, pause=0.03)
     for number, damage in enumerate(damages):
         with supervised:
             supervised.wait_for_step(10 * (number + 3) + 5)
@@ -105,9 +105,9 @@ def test_a_damaged_checkpoint_is_renamed_and_the_one_before_is_used(tmp_path: Pa
 
 
 def test_a_run_that_dies_during_a_save_always_has_an_intact_checkpoint(tmp_path: Path) -> None:
-    """F21: the disk is so slow that something is always being written or deleted."""
+    """Fault `crash-in-save`: the disk is so slow that something is always being written or deleted."""
     rng = random.Random(0)
-    supervised = train_trajectory(tmp_path / "run", "train.steps=200", "checkpoint.every=5", disk_seconds="0.05")
+    supervised = start_run(tmp_path / "run", "train.steps=200", "checkpoint.every=5", disk_seconds="0.05")
     for _ in range(4):
         with supervised:
             wait_for_checkpoints(supervised.run, 1, after=max(complete_steps(supervised.run.checkpoints), default=0))
@@ -135,10 +135,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_disk_that_is_full_or_read_only_costs_checkpoints_and_nothing_else(tmp_path: Path, small_disk: Path) -> None:
-    """F22."""
-    with train_trajectory(
-        tmp_path / "run", "train.steps=600", "checkpoint.every=10", "checkpoint.memory=1"
-    ) as supervised:
+    """Fault `disk-full`."""
+    with start_run(tmp_path / "run", "train.steps=600", "checkpoint.every=10", "checkpoint.memory=1") as supervised:
         subprocess.run(["mount", "--bind", str(small_disk), str(_make_folder(supervised.run.checkpoints))], check=True)
         try:
             full = supervised.wait_for_fault(0, 30)
@@ -168,10 +166,8 @@ def _make_folder(folder: Path) -> Path:
 
 
 def test_saves_longer_than_their_interval_do_not_overlap_and_the_run_waits_for_the_last(tmp_path: Path) -> None:
-    """F23: a save takes over a second, and one is wanted every half second."""
-    with train_trajectory(
-        tmp_path / "run", "train.steps=100", "checkpoint.every=10", disk_seconds="0.25"
-    ) as supervised:
+    """Fault `disk-slow`: a save takes over a second, and one is wanted every half second."""
+    with start_run(tmp_path / "run", "train.steps=100", "checkpoint.every=10", disk_seconds="0.25") as supervised:
         assert supervised.wait() == EXIT_DONE
     saves = supervised.events(0, "checkpoint")
     assert [each["data"].get("failed") for each in saves] == [None] * len(saves)

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.chaos.nodes import Fleet, make_run
+from tests.chaos.nodes import TwoMachines, make_run
 from tests.chaos.test_nodes import ROOT_NEEDED
 from tests.fault.harness import Supervised, lines, wait_for
 from tests.goodput import check_goodput, on_page
@@ -83,9 +83,9 @@ def test_every_view_shows_the_same_goodput_after_a_restart(tmp_path: Path) -> No
 @ROOT_NEEDED
 def test_every_node_is_sampled_under_its_own_number_and_with_its_own_ranks(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "train.steps=60", "telemetry.sample_seconds=0.5")
-    with Fleet(run) as fleet:
+    with TwoMachines(run) as machines:
         wait_for(lambda: all(len(lines(run.samples(node))) > 4 for node in (0, 1)), 60)
-        assert [machine.wait(60) for machine in fleet.machines] == [EXIT_DONE, EXIT_DONE]
+        assert [machine.wait(60) for machine in machines.all] == [EXIT_DONE, EXIT_DONE]
     found = [lines(run.samples(node)) for node in (0, 1)]
     assert len({each["host"] for each in found[0]} | {each["host"] for each in found[1]}) == 2
     for node, samples in enumerate(found):

@@ -1,4 +1,4 @@
-"""What each axis promises beyond parity, which tests/dist/test_matrix.py shows."""
+"""Properties of each parallel axis besides parity, which tests/dist/test_matrix.py covers."""
 
 import os
 from dataclasses import replace
@@ -26,7 +26,7 @@ DOCUMENTS = torch.tensor([[0] * 3 + [1] * 9 + [2] * 4, [0] * 16])
 
 
 def network_under(plan: Plan) -> Network:
-    """Join the ranks and return this rank's part of a small decoder."""
+    """Join the process group and return this rank's part of a small decoder."""
     if not dist.is_initialized():
         join_process_group(read_rank_info(os.environ))
     with torch.device("meta"):
@@ -37,7 +37,7 @@ def network_under(plan: Plan) -> Network:
     return network
 
 
-def loss_of_split_logits(logits: torch.Tensor, labels: torch.Tensor) -> tuple[float, np.ndarray, int]:
+def loss_of_sharded_logits(logits: torch.Tensor, labels: torch.Tensor) -> tuple[float, np.ndarray, int]:
     join_process_group(read_rank_info(os.environ))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     mine = logits.chunk(mesh.size(), -1)[mesh.get_local_rank()].clone().requires_grad_()
@@ -48,13 +48,13 @@ def loss_of_split_logits(logits: torch.Tensor, labels: torch.Tensor) -> tuple[fl
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_the_loss_of_split_logits_is_that_of_whole_ones(num_ranks: int) -> None:
+def test_the_loss_of_sharded_logits_is_that_of_full_logits(num_ranks: int) -> None:
     torch.manual_seed(0)
     logits = (10 * torch.randn(2, 5, 16)).requires_grad_()
     labels = torch.tensor([[3, -100, 15, 0, 7], [8, 9, -100, -100, 4]])
     expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
     (expected * 0.25).backward()
-    answers = run_ranks(num_ranks, loss_of_split_logits, logits.detach(), labels)
+    answers = run_ranks(num_ranks, loss_of_sharded_logits, logits.detach(), labels)
     for loss, _, width in answers:
         assert loss == pytest.approx(expected.item(), rel=1e-6)
         assert width == 16 // num_ranks
@@ -70,7 +70,7 @@ def logits_under_tp() -> tuple[tuple[int, ...], tuple[int, ...], int]:
     return tuple(logits.shape), tuple(logits.to_local().shape), held
 
 
-def test_no_rank_has_whole_logits_or_whole_matrices_under_tensor_parallelism() -> None:
+def test_tensor_parallel_ranks_hold_shards_of_logits_and_matrices() -> None:
     for whole, mine, held in run_ranks(2, logits_under_tp):
         assert whole == (2, 16, SPEC.vocab)
         assert mine == (2, 16, SPEC.vocab // 2)
@@ -78,26 +78,26 @@ def test_no_rank_has_whole_logits_or_whole_matrices_under_tensor_parallelism() -
         assert held == (SPEC.num_parameters - norms) // 2 + norms
 
 
-def attend_in_parts(kind: str, documents: torch.Tensor | None, tensors: list[torch.Tensor]) -> list[np.ndarray]:
+def attend_in_shards(kind: str, documents: torch.Tensor | None, tensors: list[torch.Tensor]) -> list[np.ndarray]:
     join_process_group(read_rank_info(os.environ))
     context = CONTEXTS[kind](dist.group.WORLD)
 
-    def mine(x: torch.Tensor) -> torch.Tensor:  # contexts cut dimension 1, these have their positions in dimension 2
-        return context.mine(x.transpose(1, 2)).transpose(1, 2)
+    def mine(x: torch.Tensor) -> torch.Tensor:  # contexts split dim 1, these have their positions in dim 2
+        return context.shard(x.transpose(1, 2)).transpose(1, 2)
 
     query, key, value, weight = tensors
     parts = [mine(each).detach().requires_grad_() for each in (query, key, value)]
-    sight = None if documents is None else context.sight(documents)
-    out = context.attend(*parts, sight)
+    scope = None if documents is None else context.scope(documents)
+    out = context.attend(*parts, scope)
     (out * mine(weight)).sum().backward()
-    # Whole again, in order, as every rank sees it.
+    # The full tensors, in order, equal on every rank.
     shown = (out, *(each.grad for each in parts))
-    return [context.whole(each.transpose(1, 2)).transpose(1, 2).detach().numpy() for each in shown]
+    return [context.gather(each.transpose(1, 2)).transpose(1, 2).detach().numpy() for each in shown]
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["causal", "documents"])
 @pytest.mark.parametrize("kind", CONTEXTS)
-def test_attention_over_parts_of_a_sequence_is_exact(kind: str, packed: bool) -> None:
+def test_attention_over_sequence_shards_is_exact(kind: str, packed: bool) -> None:
     torch.manual_seed(0)
     query, weight = torch.randn(2, 4, 16, 8), torch.randn(2, 4, 16, 8)
     key, value = torch.randn(2, 2, 16, 8), torch.randn(2, 2, 16, 8)
@@ -106,18 +106,18 @@ def test_attention_over_parts_of_a_sequence_is_exact(kind: str, packed: bool) ->
     out = attention(*inputs, None if documents is None else document_mask(documents))
     (out * weight).sum().backward()
     expected = [out.detach(), *(each.grad for each in inputs)]
-    for answers in run_ranks(2, attend_in_parts, kind, documents, [query, key, value, weight]):
+    for answers in run_ranks(2, attend_in_shards, kind, documents, [query, key, value, weight]):
         for ours, theirs in zip(answers, expected, strict=True):
             torch.testing.assert_close(torch.from_numpy(ours), theirs, rtol=1e-5, atol=1e-6)
 
 
-def seen_keys() -> int:
+def num_attended_keys() -> int:
     join_process_group(read_rank_info(os.environ))
     return int(AllGatherContext(dist.group.WORLD).mask(torch.zeros(1, 64, dtype=torch.long)).sum())
 
 
-def test_every_rank_of_a_causal_sequence_sees_equally_many_keys() -> None:
-    counts = run_ranks(4, seen_keys)
+def test_every_rank_attends_to_the_same_number_of_keys() -> None:
+    counts = run_ranks(4, num_attended_keys)
     assert counts == [64 * 65 // 2 // 4] * 4
 
 
@@ -138,12 +138,12 @@ def norm_after_backward(plan: Plan) -> bytes:
     ],
     ids=lambda plan: str(plan.mesh),
 )
-def test_the_gradient_norm_is_bit_for_bit_the_same_on_all_ranks(plan: Plan) -> None:
+def test_the_gradient_norm_is_bitwise_equal_on_all_ranks(plan: Plan) -> None:
     assert len(set(run_ranks(plan.mesh.world_size, norm_after_backward, plan))) == 1
 
 
-def norm_of_a_few() -> float:
-    """Return the norm where only rank 0 has gradients, as when all that is trained lies in its stage."""
+def norm_with_gradients_on_one_rank() -> float:
+    """Return the norm when only rank 0 has gradients, as if only its stage was trained."""
     dist.init_process_group("gloo")
     weight = nn.Parameter(torch.zeros(2))
     if dist.get_rank() == 0:
@@ -151,12 +151,12 @@ def norm_of_a_few() -> float:
     return gradient_norm([weight], pp=2).item()
 
 
-def test_a_rank_without_gradients_takes_part_in_the_norm() -> None:
-    assert run_ranks(2, norm_of_a_few) == [5.0, 5.0]
+def test_a_rank_without_gradients_contributes_zero_to_the_norm() -> None:
+    assert run_ranks(2, norm_with_gradients_on_one_rank) == [5.0, 5.0]
 
 
 def bytes_after_forward(sharding: str) -> tuple[int, int]:
-    """Return how many parameter values this rank has after a forward, and at rest."""
+    """Return how many parameter values this rank holds after a forward, and when sharded."""
     plan = Plan.model_validate({"mesh": {"dp_shard": 2}, "sharding": sharding})
     network = network_under(plan)
     at_rest = sum(each.to_local().numel() for each in network.module.parameters())
@@ -165,11 +165,13 @@ def bytes_after_forward(sharding: str) -> tuple[int, int]:
     return sum(each.numel() for each in here), at_rest
 
 
-@pytest.mark.parametrize(("sharding", "stays_whole"), [("optimizer", True), ("gradients", True), ("parameters", False)])
-def test_only_sharded_parameters_free_their_blocks_after_a_forward(sharding: str, stays_whole: bool) -> None:
+@pytest.mark.parametrize(
+    ("sharding", "stays_unsharded"), [("optimizer", True), ("gradients", True), ("parameters", False)]
+)
+def test_only_zero_3_reshards_blocks_after_forward(sharding: str, stays_unsharded: bool) -> None:
     for after, at_rest in run_ranks(2, bytes_after_forward, sharding):
         assert at_rest == SPEC.num_parameters // 2
-        assert (after == SPEC.num_parameters) == stays_whole
+        assert (after == SPEC.num_parameters) == stays_unsharded
         assert after >= at_rest
 
 
@@ -179,20 +181,20 @@ def seeds(mesh: Mesh) -> tuple[int, int]:
     return ranks.rank("tp"), ranks.dropout_seed(7)
 
 
-def test_only_ranks_that_compute_the_same_drop_the_same() -> None:
+def test_only_tensor_parallel_ranks_share_a_dropout_seed() -> None:
     answers = run_ranks(8, seeds, Mesh(pp=2, cp=2, tp=2))
     by_slice = [[seed for tp, seed in answers if tp == number] for number in range(2)]
-    assert by_slice[0] == by_slice[1], "what tp ranks hold whole must be dropped alike"
+    assert by_slice[0] == by_slice[1], "tp ranks must drop the same elements of replicated tensors"
     assert len(set(by_slice[0])) == 4
 
 
-def names_of_ranks(mesh: Mesh) -> tuple[int, int, int, bool]:
+def coordinates_of_ranks(mesh: Mesh) -> tuple[int, int, int, bool]:
     join_process_group(read_rank_info(os.environ))
     ranks = build_mesh(mesh, device_type="cpu")
     return ranks.rank("pp"), ranks.data_rank, ranks.rank("tp"), ranks.counts_samples
 
 
-def test_tensor_parallel_ranks_are_neighbours_and_stages_far_apart() -> None:
-    places = run_ranks(8, names_of_ranks, Mesh(pp=2, dp_shard=2, tp=2))
+def test_tensor_parallel_ranks_are_adjacent_and_stages_far_apart() -> None:
+    places = run_ranks(8, coordinates_of_ranks, Mesh(pp=2, dp_shard=2, tp=2))
     assert [place[:3] for place in places] == [(pp, dp, tp) for pp in (0, 1) for dp in (0, 1) for tp in (0, 1)]
     assert [place[3] for place in places] == [True, False, True, False, False, False, False, False]

@@ -1,4 +1,4 @@
-"""Compressed gradients: every rank ends up with the same, and what is lost is made up for."""
+"""Compressed gradients are equal on all ranks, and error feedback corrects the loss."""
 
 import os
 
@@ -19,7 +19,7 @@ STEPS = 150
 
 
 def gradients(compression: str) -> list[np.ndarray]:
-    """Return the gradient that each step left here, when every rank has a constant one of its own."""
+    """Return the reduced gradient of each step; every rank contributes a constant gradient."""
     rank_info = read_rank_info(os.environ)
     join_process_group(rank_info)
     model = nn.Linear(64, 32, bias=False)
@@ -46,14 +46,14 @@ def test_every_rank_gets_the_same_gradient(compression: str) -> None:
 
 
 @pytest.mark.parametrize(("compression", "tolerance"), [("fp16", 1e-3), ("bf16", 1e-2)])
-def test_half_precision_rounds_and_no_more(compression: str, tolerance: float) -> None:
+def test_half_precision_only_rounds(compression: str, tolerance: float) -> None:
     seen = run_ranks(2, gradients, compression)[0]
     assert np.allclose(seen[0], mean_gradient(), rtol=tolerance, atol=tolerance)
     assert not np.array_equal(seen[0], mean_gradient())
 
 
 @pytest.mark.parametrize("compression", ["powersgd", "topk"])
-def test_what_a_step_leaves_out_comes_with_a_later_one(compression: str) -> None:
+def test_error_feedback_sends_the_rest_in_later_steps(compression: str) -> None:
     seen = run_ranks(2, gradients, compression)[0]
     wanted = mean_gradient()
 
@@ -71,7 +71,7 @@ def test_top_k_sends_few_values() -> None:
 
 
 def weights_by_step(local_steps: int) -> list[np.ndarray]:
-    """Return the weights after each update of replicas that see different data."""
+    """Return the weights after each update; replicas have different data."""
     rank_info = read_rank_info(os.environ)
     join_process_group(rank_info)
     model = nn.Linear(8, 4)
@@ -81,18 +81,18 @@ def weights_by_step(local_steps: int) -> list[np.ndarray]:
     ranks = build_mesh(plan.mesh, device_type="cpu")
     apply_plan(Network(model, (), None), plan, ranks)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    meet = weight_averaging(plan, ranks, list(model.parameters()))
+    average_weights = weight_averaging(plan, ranks, list(model.parameters()))
     seen = []
     for _ in range(6):
         optimizer.zero_grad()
         model(torch.full((1, 8), 1.0 + rank_info.rank)).square().sum().backward()
         optimizer.step()
-        meet()
+        average_weights()
         seen.append(model.weight.detach().clone().numpy())
     return seen
 
 
-def test_replicas_with_local_steps_part_and_meet_again() -> None:
+def test_replicas_with_local_steps_diverge_and_are_averaged() -> None:
     ours, theirs = run_ranks(2, weights_by_step, 3)
     together = [bool(np.array_equal(mine, yours)) for mine, yours in zip(ours, theirs, strict=True)]
     assert together == [False, False, True, False, False, True]

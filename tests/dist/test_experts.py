@@ -1,4 +1,4 @@
-"""Experts on several ranks compute what they compute on one: outputs, losses, every gradient and the statistics."""
+"""Expert parallelism equals one process: outputs, losses, every gradient and the statistics."""
 
 import os
 from dataclasses import replace
@@ -18,15 +18,15 @@ from tests.ranks import run_ranks
 from trimaran.core import Mesh, Plan
 from trimaran.models import PRESETS, ExpertSpec, ModelSpec
 from trimaran.nets import Network, decoder_network, initialise
-from trimaran.nets.moe import MoeLayer
 from trimaran.nets.local_shards import local_part, local_slices
+from trimaran.nets.moe import MoeLayer
 from trimaran.parallel import RankMesh, build_mesh
 from trimaran.parallel.apply import SHARDING
 from trimaran.parallel.axes.cp import apply_cp
 from trimaran.parallel.axes.ep import TokenDispatcher, apply_ep
 from trimaran.parallel.axes.tp import apply_tp
-from trimaran.train.process.rank_info import join_process_group, read_rank_info
 from trimaran.train.metrics.router_stats import router_statistics
+from trimaran.train.process.rank_info import join_process_group, read_rank_info
 
 HIDDEN, LENGTH, SEQUENCES = 16, 16, 8
 SHARED = {"shared_ffn": 16, "shared_gate": True}
@@ -74,14 +74,14 @@ def mixture(kind: str) -> MoeLayer:
 
 
 def backward(module: MoeLayer, rows: slice) -> Tensor:
-    """Leave the gradients of these sequences and return the mixture's output for them."""
+    """Run backward for these sequences and return the output of the layer."""
     x, wish = seeded(2, SEQUENCES, LENGTH, HIDDEN)[:, rows]
     out, loss = module(x)
     ((out * wish).sum() + loss).backward()
     return out.detach()
 
 
-def exchange_tokens(kind: str, world_size: int) -> None:
+def dispatch_tokens(kind: str, world_size: int) -> None:
     ranks = start(Mesh(dp_replicate=world_size, ep=world_size))
     alone, module = mixture(kind), mixture(kind)
     names = [name for name, _ in module.named_parameters()]
@@ -106,11 +106,11 @@ def exchange_tokens(kind: str, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("kind", ["dropless", "one-choice", "capacity", "few-experts"])
-def test_tokens_travel_to_their_experts_and_back(kind: str, world_size: int) -> None:
-    run_ranks(world_size, exchange_tokens, kind, world_size)
+def test_tokens_are_sent_to_their_experts_and_back(kind: str, world_size: int) -> None:
+    run_ranks(world_size, dispatch_tokens, kind, world_size)
 
 
-def exchange_in_bf16() -> None:
+def dispatch_in_bf16() -> None:
     ranks = start(Mesh(dp_replicate=2, ep=2))
     alone, module = mixture("capacity"), mixture("capacity")
     apply_ep(Network(module, (), None), Plan(mesh=ranks.degrees), ranks)
@@ -121,14 +121,14 @@ def exchange_in_bf16() -> None:
     torch.testing.assert_close(ours, theirs)
 
 
-def test_tokens_travel_in_the_precision_of_the_plan() -> None:
-    run_ranks(2, exchange_in_bf16)
+def test_tokens_are_sent_in_the_precision_of_the_plan() -> None:
+    run_ranks(2, dispatch_in_bf16)
 
 
-def nobody_comes() -> None:
+def rank_without_tokens() -> None:
     ranks = start(Mesh(dp_replicate=2, ep=2))
     module = mixture("one-choice")
-    with torch.no_grad():  # the scores of a token of ones leave only experts 4 to 7
+    with torch.no_grad():  # all tokens then choose experts 4 to 7
         module.gate.weight.copy_(torch.arange(8.0)[:, None].expand_as(module.gate.weight))
     apply_ep(Network(module, (), None), Plan(mesh=ranks.degrees), ranks)
     x = torch.ones(1, 2, HIDDEN, requires_grad=True)
@@ -140,8 +140,8 @@ def nobody_comes() -> None:
         assert local_part(parameter.grad).any().item() == (dist.get_rank() == 1)
 
 
-def test_a_rank_to_which_nobody_comes_has_gradients_of_zeros() -> None:
-    run_ranks(2, nobody_comes)
+def test_a_rank_without_tokens_has_zero_gradients() -> None:
+    run_ranks(2, rank_without_tokens)
 
 
 def spec_for(kind: str) -> ModelSpec:
@@ -154,7 +154,7 @@ def summed(network: Network, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Return the summed loss of this rank's positions and the balance loss, for sequences `tokens`."""
     logits, balance = network.forward({"tokens": tokens})
     logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
-    labels = network.context.mine(tokens.roll(-1, 1))
+    labels = network.context.shard(tokens.roll(-1, 1))
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"), balance
 
 
@@ -162,7 +162,7 @@ Answer = tuple[float, dict[str, np.ndarray], dict[str, float]]
 
 
 def one_step(kind: str, degrees: dict[str, int]) -> Answer:
-    """Return loss, gradients and router statistics of the global batch, computed by all ranks of a plan."""
+    """Return loss, gradients and router statistics of the global batch under a plan."""
     mesh, spec = Mesh(**degrees), spec_for(kind)
     ranks = start(mesh)
     sharding = "parameters" if mesh.dp_shard > 1 else "none"
@@ -172,7 +172,7 @@ def one_step(kind: str, degrees: dict[str, int]) -> Answer:
         apply(network, Plan(mesh=mesh, sharding=sharding), ranks)
     network.module.to_empty(device="cpu")
     initialise(network.module, seed=4, spec=spec)
-    with torch.no_grad():  # routers that prefer somebody
+    with torch.no_grad():  # routers with a preference
         for name, parameter in network.module.named_parameters():
             local_part(parameter).mul_(20 if ".gate." in name else 4 if ".experts." in name else 1)
     tokens = torch.randint(0, spec.vocab, (SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(6))
@@ -187,7 +187,7 @@ def one_step(kind: str, degrees: dict[str, int]) -> Answer:
     for name, parameter in network.module.named_parameters():
         assert parameter.grad is not None, name
         whole = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
-        gradients[name] = whole.numpy()  # a tensor would not outlive its rank
+        gradients[name] = whole.numpy()  # a tensor cannot be sent after its rank ends
     return total.item(), gradients, router_statistics((network,), ranks)()["router"]
 
 
@@ -206,7 +206,7 @@ def alone(kind: str) -> Answer:
         ("ep-2-sharded", "uneven"),
     ],
 )
-def test_a_decoder_with_split_experts_has_the_gradients_of_one_process(name: str, kind: str) -> None:
+def test_expert_parallel_gradients_equal_those_of_one_process(name: str, kind: str) -> None:
     loss, gradients, statistics = alone(kind)
     world_size = Mesh(**PRODUCTS[name]).world_size
     for ours in run_ranks(world_size, one_step, kind, PRODUCTS[name]):
@@ -226,7 +226,7 @@ def stage_statistics() -> dict[str, float]:
     (mixture,) = (layer.mlp for layer in network.blocks)
     assert isinstance(mixture, MoeLayer)
     even, one = [2.0] * 8, [16.0] + [0.0] * 7
-    mixture.tally[:] = torch.tensor([*(one if ranks.rank("pp") else even), 0, 16])
+    mixture.routing_stats[:] = torch.tensor([*(one if ranks.rank("pp") else even), 0, 16])
     return router_statistics((network,), ranks)()["router"]
 
 

@@ -1,4 +1,4 @@
-"""Products in fp8 on several ranks: slices have scales of their own, and come as near as whole layers do."""
+"""fp8 matmuls on several ranks: shards have their own scales and are as accurate as full layers."""
 
 import os
 from dataclasses import replace
@@ -29,13 +29,13 @@ PLANS = {
 }
 
 
-def course(plan: Plan, in_fp8: bool) -> dict[str, Tensor]:
-    """Return the whole gradient of each parameter, and the loss, of a rank that sees all tokens."""
+def gradients_under(plan: Plan, in_fp8: bool) -> dict[str, Tensor]:
+    """Return the full gradient of each parameter, and the loss, over all tokens."""
     join_process_group(read_rank_info(os.environ))
     network = decoder_network(SPEC)
     initialise(network.module, seed=0, spec=SPEC)
     if in_fp8:
-        convert_linears(network)  # `apply_fp8` would not do it on a CPU
+        convert_linears(network)  # `apply_fp8` refuses a CPU
         assert sum(isinstance(each, Fp8Linear) for each in network.module.modules()) == 7
     apply_plan(network, plan, build_mesh(plan.mesh, device_type="cpu"))
     with torch.backends.mkldnn.flags(enabled=False), autocast(plan, torch.device("cpu")):
@@ -51,13 +51,13 @@ def course(plan: Plan, in_fp8: bool) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def plain() -> dict[str, Tensor]:
-    return run_ranks(1, course, PLANS["one"], False)[0]
+    return run_ranks(1, gradients_under, PLANS["one"], False)[0]
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_a_step_in_fp8_is_near_the_step_in_bf16(plain: dict[str, Tensor], name: str) -> None:
+def test_an_fp8_step_is_close_to_a_bf16_step(plain: dict[str, Tensor], name: str) -> None:
     plan = PLANS[name]
-    for ours in run_ranks(plan.mesh.world_size, course, plan, True):
+    for ours in run_ranks(plan.mesh.world_size, gradients_under, plan, True):
         loss = ours.pop("loss")
         assert 0 < abs(loss - plain["loss"]) < 0.005 * plain["loss"]
         assert ours.keys() == plain.keys() - {"loss"}

@@ -143,7 +143,7 @@ def gradients_under(folder: Path, plan: Plan, packed: bool) -> dict[str, np.ndar
     documents = DOCUMENTS.chunk(plan.mesh.dp)[ranks.data_rank] if packed else None
     logits, _ = network.forward({"tokens": mine, "documents": documents})
     assert isinstance(logits, DTensor) == (plan.mesh.tp > 1 and network.vocabulary % plan.mesh.tp == 0)
-    targets = network.context.mine(mine.roll(-1, 1))
+    targets = network.context.shard(mine.roll(-1, 1))
     # Gradients are averaged over the ranks that see different tokens.
     (F.cross_entropy(whole(logits).flatten(0, 1), targets.flatten(), reduction="sum") * plan.mesh.data).backward()
     return {name: whole(each.grad).numpy() for name, each in network.module.named_parameters() if each.grad is not None}

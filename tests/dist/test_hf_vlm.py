@@ -21,7 +21,7 @@ from trimaran.data.feed import DataShare
 from trimaran.models import spec_of
 from trimaran.nets.hf_build import open_hf_model
 from trimaran.nets.hf_vlm import HfVlmNetwork, network_of_hf
-from trimaran.nets.hf_weights import whole
+from trimaran.nets.hf_weights import full_tensor
 from trimaran.parallel import apply_plan, build_mesh
 from trimaran.parallel.tower_plan import freeze_towers
 from trimaran.train.build import build_stepper
@@ -34,14 +34,14 @@ TOKENS = {"image_token_id": SPEC.image_token, "vision_start_token_id": 258, "vis
 
 
 def qwen(patch: int, **fields: Any) -> Qwen2VLConfig:
-    eye = {"depth": 2, "embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2, "num_heads": 2, "patch_size": patch}
-    return Qwen2VLConfig(text_config=TEXT, vision_config=eye, video_token_id=261, **TOKENS, **fields)
+    adapter = {"depth": 2, "embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2, "num_heads": 2, "patch_size": patch}
+    return Qwen2VLConfig(text_config=TEXT, vision_config=adapter, video_token_id=261, **TOKENS, **fields)
 
 
 def llava() -> LlavaConfig:
     text = {name: value for name, value in TEXT.items() if name != "rope_scaling"} | {"model_type": "llama"}
-    eye = vlm_models.CLIP | {"model_type": "clip_vision_model", "image_size": 32, "patch_size": 8}
-    return LlavaConfig(text_config=text, vision_config=eye, image_token_index=SPEC.image_token)
+    adapter = vlm_models.CLIP | {"model_type": "clip_vision_model", "image_size": 32, "patch_size": 8}
+    return LlavaConfig(text_config=text, vision_config=adapter, image_token_index=SPEC.image_token)
 
 
 def built(folder: Path, plan: Plan, freeze: tuple[str, ...]) -> HfVlmNetwork:
@@ -67,7 +67,7 @@ def train_rank(folder: Path, plan: Plan, freeze: tuple[str, ...] = ()) -> Traini
     for step in range(STEPS):
         losses.append(stepper.step(batch_of(step, share).to(CPU))[0].item())
         norms.append(stepper.update(section.lr)[0].item())
-    weights = {name: whole(each).numpy().copy() for name, each in network.module.named_parameters()}
+    weights = {name: full_tensor(each).numpy().copy() for name, each in network.module.named_parameters()}
     return TrainingTrace(losses, norms, [], weights)
 
 

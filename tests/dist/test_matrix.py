@@ -20,7 +20,7 @@ from trimaran.core import Mesh, Plan, Recipe
 from trimaran.hardware import parse_cluster
 from trimaran.models import spec_of
 from trimaran.nets import Decoder, initialise
-from trimaran.nets.hf_weights import whole
+from trimaran.nets.hf_weights import full_tensor
 from trimaran.parallel import build_mesh
 from trimaran.planner import check_plan
 from trimaran.train.build import build_networks
@@ -72,7 +72,7 @@ def state_under(recipe: Recipe, plan: Plan) -> tuple[list[str], dict[str, np.nda
     join_process_group(rank_info)
     networks = build_networks(recipe, plan, rank_info, build_mesh(plan.mesh, device_type="cpu"))
     names = [name for network in networks for name, _ in network.module.named_parameters()]
-    state = {name: whole(each).numpy() for network in networks for name, each in network.module.state_dict().items()}
+    state = {name: full_tensor(each).numpy() for network in networks for name, each in network.module.state_dict().items()}
     dist.barrier()  # no rank may exit while another still gathers
     return names, state
 

@@ -1,4 +1,4 @@
-"""Recompute and offload under every axis: the same bits as without them."""
+"""Recompute and activation offload under every parallel axis change no bit."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -61,10 +61,10 @@ def loss_of(outputs: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
 
 
 def step(network: Network, plan: Plan, ranks: RankMesh) -> list[Tensor]:
-    """Return this rank's parts of the gradients of two micro-batches in flight, and their loss."""
+    """Return this rank's gradient shards of two micro-batches in flight, and their loss."""
     with autocast(plan, torch.device("cpu")):
         losses = [
-            loss_of(network.forward({"tokens": tokens}), network.context.mine(tokens))
+            loss_of(network.forward({"tokens": tokens}), network.context.shard(tokens))
             for tokens in tokens_here(ranks).chunk(2)
         ]
     for loss in losses:
@@ -90,22 +90,22 @@ def every_mode(spec: ModelSpec, plan: Plan) -> int:
         apply_plan(network, plan, ranks)
         return step(network, plan, ranks)
 
-    with counted_copies() as away:
+    with counted_copies() as copied:
         assert_modes_change_no_bit(build, plan)
-    return len(away)
+    return len(copied)
 
 
 @contextmanager
 def counted_copies() -> Iterator[list[int]]:
-    """Note the bytes of every copy to the host, so that a test can see that something was sent."""
-    to_host, away = SynchronousCopies.to_host, []
+    """Record the bytes of every copy to the host, so a test can check that something was offloaded."""
+    to_host, copied = SynchronousCopies.to_host, []
 
     def counting(copies: SynchronousCopies, source: Tensor) -> tuple[Tensor, Any]:
-        away.append(source.nbytes)
+        copied.append(source.nbytes)
         return to_host(copies, source)
 
     SynchronousCopies.to_host = counting
-    yield away
+    yield copied
     SynchronousCopies.to_host = to_host
 
 
@@ -123,13 +123,13 @@ PLANS: dict[str, tuple[ModelSpec, Plan]] = {
 
 
 @pytest.mark.parametrize("name", quick_or_slow(PLANS, lambda name: name not in ("tp-sharded", "tp-bf16")))
-def test_no_mode_changes_a_bit_of_a_split_network(name: str) -> None:
+def test_no_mode_changes_a_bit_of_a_sharded_network(name: str) -> None:
     spec, plan = PLANS[name]
     for num_away in run_ranks(plan.mesh.world_size, every_mode, spec, plan):
         assert num_away > 0
 
 
-def exchanged() -> None:
+def uneven_experts() -> None:
     plan = Plan(mesh=Mesh(dp_replicate=2, ep=2))
     ranks = ranks_of(plan.mesh)
 
@@ -143,8 +143,8 @@ def exchanged() -> None:
     assert_modes_change_no_bit(build, plan)
 
 
-def test_no_mode_changes_a_bit_of_experts_that_exchange_uneven_numbers_of_tokens() -> None:
-    run_ranks(2, exchanged)
+def test_no_mode_changes_a_bit_of_experts_with_uneven_token_counts() -> None:
+    run_ranks(2, uneven_experts)
 
 
 SCHEDULES: dict[str, tuple[Any, Callable[[int], list[int]]]] = {
@@ -155,7 +155,7 @@ SCHEDULES: dict[str, tuple[Any, Callable[[int], list[int]]]] = {
 }
 
 
-def piped(name: str, modes: tuple[dict[str, Any], ...]) -> None:
+def train_pipeline(name: str, modes: tuple[dict[str, Any], ...]) -> None:
     ranks = ranks_of(Mesh(pp=2))
     schedule, stages_of = SCHEDULES[name]
     numbers = stages_of(dist.get_rank())
@@ -190,8 +190,8 @@ def piped(name: str, modes: tuple[dict[str, Any], ...]) -> None:
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
 def test_no_mode_changes_a_bit_of_a_pipeline(name: str) -> None:
-    run_ranks(2, piped, name, MODES)
+    run_ranks(2, train_pipeline, name, MODES)
 
 
-def test_offload_works_with_a_backward_in_two_parts() -> None:
-    run_ranks(2, piped, "zero-bubble", ({"offload": "activations"},))
+def test_offload_works_with_a_split_backward() -> None:
+    run_ranks(2, train_pipeline, "zero-bubble", ({"offload": "activations"},))

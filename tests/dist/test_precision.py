@@ -1,4 +1,4 @@
-"""fp16 on several ranks: one loss scale for all, and a step that overflows anywhere is skipped everywhere."""
+"""fp16 on several ranks: one loss scale for all, and an overflow on any rank skips the step on all."""
 
 import json
 import os
@@ -58,8 +58,8 @@ def lines(recipe: Recipe, plan: Plan, workspace: Path) -> list[dict[str, float]]
     return [json.loads(line) for line in run.metrics.read_text().splitlines()]
 
 
-def column(course: list[dict[str, float]], name: str) -> list[float]:
-    return [line[name] for line in course]
+def column(metrics: list[dict[str, float]], name: str) -> list[float]:
+    return [line[name] for line in metrics]
 
 
 @pytest.fixture(scope="module")
@@ -71,13 +71,13 @@ def fp32(workspace: Path) -> dict[str, list[dict[str, float]]]:
 @pytest.mark.parametrize(("preset", "name"), [*(("tiny", name) for name in PLANS), ("tiny-moe", "ddp-2")])
 def test_fp16_follows_fp32_within_its_precision(workspace: Path, fp32: dict, preset: str, name: str) -> None:
     recipe = recipe_for(workspace, preset)
-    course = lines(recipe, plan_in("fp16", recipe, name), workspace)
-    # What a router sees is rounded, and a token between two experts may then fall the other way.
+    metrics = lines(recipe, plan_in("fp16", recipe, name), workspace)
+    # The router input is rounded, so a token between two experts may choose the other one.
     tolerance = 1e-4 if preset == "tiny" else 1e-3
-    assert column(course, "loss") == pytest.approx(column(fp32[preset], "loss"), rel=tolerance)
-    assert column(course, "grad_norm") == pytest.approx(column(fp32[preset], "grad_norm"), rel=10 * tolerance)
-    assert column(course, "loss_scale") == [INITIAL_SCALE] * 16
-    assert column(course, "loss")[-1] < 0.8 * column(course, "loss")[0]
+    assert column(metrics, "loss") == pytest.approx(column(fp32[preset], "loss"), rel=tolerance)
+    assert column(metrics, "grad_norm") == pytest.approx(column(fp32[preset], "grad_norm"), rel=10 * tolerance)
+    assert column(metrics, "loss_scale") == [INITIAL_SCALE] * 16
+    assert column(metrics, "loss")[-1] < 0.8 * column(metrics, "loss")[0]
 
 
 def test_only_fp16_reports_a_loss_scale(fp32: dict) -> None:
@@ -85,23 +85,21 @@ def test_only_fp16_reports_a_loss_scale(fp32: dict) -> None:
 
 
 @pytest.mark.parametrize("name", ["ddp-2", "pp-2"])
-def test_steps_that_overflow_are_skipped_and_written_down(
-    workspace: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    # A scale that is too high for the first gradients comes down by itself, a step at a time.
+def test_overflowing_steps_are_skipped_and_logged(workspace: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    # A scale that is too high for the first gradients is halved step by step.
     monkeypatch.setattr(build, "build_loss_scale", lambda plan, train: LossScale(initial=2.0**32))
     recipe = recipe_for(workspace, steps=24)
-    course = lines(recipe, plan_in("fp16", recipe, name), workspace)
-    assert column(course, "step") == list(range(1, 25))
-    skipped = column(course, "grad_norm").count(None)
+    metrics = lines(recipe, plan_in("fp16", recipe, name), workspace)
+    assert column(metrics, "step") == list(range(1, 25))
+    skipped = column(metrics, "grad_norm").count(None)
     assert 4 <= skipped <= 16
-    assert column(course, "grad_norm").index(None) == 0
-    assert None not in column(course, "grad_norm")[skipped:]
-    assert column(course, "loss_scale")[: skipped + 1] == [2.0 ** (32 - step) for step in range(skipped + 1)]
-    assert column(course, "loss")[-1] < 0.95 * column(course, "loss")[skipped]
+    assert column(metrics, "grad_norm").index(None) == 0
+    assert None not in column(metrics, "grad_norm")[skipped:]
+    assert column(metrics, "loss_scale")[: skipped + 1] == [2.0 ** (32 - step) for step in range(skipped + 1)]
+    assert column(metrics, "loss")[-1] < 0.95 * column(metrics, "loss")[skipped]
 
 
-def whole_weights(parts: build.WorkerParts) -> np.ndarray:
+def full_weights(parts: build.WorkerParts) -> np.ndarray:
     parameters = (each.detach() for each in parts.networks[0].module.parameters())
     whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in parameters]
     return torch.cat([each.flatten() for each in whole]).numpy()
@@ -125,7 +123,7 @@ def overflow_on_one_rank(run: RunDirectory, cache: Path) -> list[tuple[float, fl
                 overflows[0] = rank_info.rank == 1 and batch.step == 1
                 stepper.step(batch)
                 norm, _ = stepper.update(1e-3)
-                reports.append((float(norm), stepper.details()()["loss_scale"], whole_weights(parts)))
+                reports.append((float(norm), stepper.details()()["loss_scale"], full_weights(parts)))
     return reports
 
 
@@ -144,15 +142,15 @@ def test_an_overflow_on_one_rank_makes_all_ranks_skip_and_halve(workspace: Path,
     assert all(np.array_equal(mine[2], theirs[2]) for mine, theirs in zip(one, other, strict=True))
 
 
-def patchwork(workspace: Path, *, tied: bool) -> Recipe:
+def mixed_precision_recipe(workspace: Path, *, tied: bool) -> Recipe:
     recipe = recipe_for(workspace, precision={"lm_head": "fp32", "layers.*.mlp.down_proj": "fp32", "layers.1": "fp16"})
     model = recipe.model.model_copy(update={"shape": SHAPE | {"tied": tied}})
     return recipe.model_copy(update={"model": model})
 
 
 @lru_cache
-def patchwork_alone(workspace: Path, *, tied: bool) -> list[dict[str, float]]:
-    recipe = patchwork(workspace, tied=tied)
+def single_process_metrics(workspace: Path, *, tied: bool) -> list[dict[str, float]]:
+    recipe = mixed_precision_recipe(workspace, tied=tied)
     return lines(recipe, plan_in("bf16", recipe, "one-process"), workspace)
 
 
@@ -163,21 +161,21 @@ def patchwork_alone(workspace: Path, *, tied: bool) -> list[dict[str, float]]:
         lambda case: case in {("ddp-2", True), ("fsdp-2", False), ("tp-2", True)},
     ),
 )
-def test_modules_with_an_arithmetic_of_their_own_follow_one_process(workspace: Path, name: str, tied: bool) -> None:
-    recipe, alone = patchwork(workspace, tied=tied), patchwork_alone(workspace, tied=tied)
-    course = lines(recipe, plan_in("bf16", recipe, name), workspace)
-    assert column(course, "loss") == pytest.approx(column(alone, "loss"), rel=1e-4)
-    assert column(course, "loss_scale") == [INITIAL_SCALE] * 16  # something in it is fp16
+def test_modules_with_precision_overrides_match_one_process(workspace: Path, name: str, tied: bool) -> None:
+    recipe, alone = mixed_precision_recipe(workspace, tied=tied), single_process_metrics(workspace, tied=tied)
+    metrics = lines(recipe, plan_in("bf16", recipe, name), workspace)
+    assert column(metrics, "loss") == pytest.approx(column(alone, "loss"), rel=1e-4)
+    assert column(metrics, "loss_scale") == [INITIAL_SCALE] * 16  # some modules are fp16
 
 
 @pytest.mark.parametrize("name", ["ddp-2", "fsdp-2", "tp-2", "pp-2"])
-def test_a_network_with_fp32_modules_is_evaluated_and_speaks_in_bf16(workspace: Path, name: str) -> None:
+def test_a_network_with_fp32_modules_evaluates_and_generates_in_bf16(workspace: Path, name: str) -> None:
     asked = {"evaluate": {"every": 1, "batches": 1}, "sample": {"tokens": 2, "prompt": "1"}}
     recipe = recipe_for(workspace, precision={"norm": "fp32", "layers.*.input_layernorm": "fp32"}, steps=2, **asked)
     run = train_run(recipe, plan_in("bf16", recipe, name), workspace / "runs")
     kinds = [json.loads(line)["kind"] for line in run.events(0).read_text().splitlines()]
-    told = [kind for kind in kinds if kind != "checkpoint"]  # which comes when it is written
-    assert told == ["start", "ready", "evaluation", "started", "evaluation", "sample", "done"]
+    logged = [kind for kind in kinds if kind != "checkpoint"]  # logged whenever a write finishes
+    assert logged == ["start", "ready", "evaluation", "started", "evaluation", "sample", "done"]
 
 
 @lru_cache
@@ -202,12 +200,12 @@ def test_all_modules_in_another_precision_are_that_precision(
     workspace: Path, name: str, plan: str, all_modules: str
 ) -> None:
     recipe = recipe_for(workspace, precision={"*": all_modules}, steps=6)
-    course = lines(recipe, plan_in(plan, recipe, name), workspace)
+    metrics = lines(recipe, plan_in(plan, recipe, name), workspace)
     reference = short_and_plain(workspace, all_modules)
-    # In bf16 the order of sums shows: gradients of several ranks are added in another order than those of one.
+    # bf16 shows the order of summation, which differs between one rank and several.
     tolerance = 1e-5 if all_modules == "fp32" else 2e-3
-    assert column(course, "loss") == pytest.approx(column(reference, "loss"), rel=tolerance)
-    assert column(course, "grad_norm") == pytest.approx(column(reference, "grad_norm"), rel=tolerance)
+    assert column(metrics, "loss") == pytest.approx(column(reference, "loss"), rel=tolerance)
+    assert column(metrics, "grad_norm") == pytest.approx(column(reference, "grad_norm"), rel=tolerance)
 
 
 def worker(run: RunDirectory, cache: Path) -> int:

@@ -23,7 +23,7 @@ from trimaran.checkpoint.convert import read_full_tensor
 from trimaran.checkpoint.disk_source import DiskSource
 from trimaran.checkpoint.step_dirs import newest_step
 from trimaran.core import Plan, Recipe
-from trimaran.nets.hf_weights import whole
+from trimaran.nets.hf_weights import full_tensor
 from trimaran.optim import split_weights
 from trimaran.optim.schedule import learning_rate
 from trimaran.optim.split_weights import split_weight_of
@@ -84,7 +84,7 @@ def train_nudged(recipe: Recipe, plan: Plan, steps: int) -> tuple[list[float], l
         losses.append(float(numbers[0]))
         norms.append(float(norm))
     named = dict(module.named_parameters())
-    weights = {name: whole(each) for name, each in named.items()}
+    weights = {name: full_tensor(each) for name, each in named.items()}
     return losses, norms, weights, sum(split_weight_of(each) is not None for each in named.values())
 
 

@@ -1,4 +1,4 @@
-"""Towers that are frozen, learn at another rate, or are sharded and computed again in their own way."""
+"""Towers that are frozen, or have their own learning rate, sharding or recompute mode."""
 
 from functools import cache
 from typing import Any
@@ -8,7 +8,7 @@ import pytest
 
 from tests.cases import slow
 from tests.ranks import run_ranks
-from tests.vlm_training import SPEC, TRAIN, TrainingTrace, assert_traces_match, train_all_ranks, plan_of, train_rank
+from tests.vlm_training import SPEC, TRAIN, TrainingTrace, assert_traces_match, plan_of, train_all_ranks, train_rank
 from trimaran.core import Plan
 
 SHARDED: dict[str, Any] = {"mesh": {"dp_shard": 2}, "sharding": "parameters"}
@@ -21,7 +21,7 @@ RATES = {"vision": {"lr": 1e-4, "weight_decay": 0.0}, "language": {"lr": 1e-2}}
 
 
 @cache
-def alone(freeze: tuple[str, ...] = (), *, rates: bool = False) -> TrainingTrace:
+def single_process(freeze: tuple[str, ...] = (), *, rates: bool = False) -> TrainingTrace:
     return train_all_ranks(SPEC, plan_of(grad_accum=1), with_rates() if rates else TRAIN, freeze)[0]
 
 
@@ -43,8 +43,8 @@ def with_rates() -> dict[str, Any]:
         (("vision", "language"), {"mesh": {"pp": 3}, "pipeline": {"stages": [2, 1, 2]}, "grad_accum": 4}),
     ],
 )
-def test_a_frozen_tower_stays_as_it_is_under_every_axis(freeze: tuple[str, ...], plan: dict[str, Any]) -> None:
-    reference, moving = alone(freeze), alone()
+def test_a_frozen_tower_does_not_change_under_any_axis(freeze: tuple[str, ...], plan: dict[str, Any]) -> None:
+    reference, moving = single_process(freeze), single_process()
     assert_traces_match(train_all_ranks(SPEC, plan_of(**plan), TRAIN, freeze), reference)
     for tower in freeze:
         assert all(norms[tower] == 0 for norms in reference.towers)
@@ -53,19 +53,19 @@ def test_a_frozen_tower_stays_as_it_is_under_every_axis(freeze: tuple[str, ...],
 
 
 @pytest.mark.parametrize("plan", [SHARDED, {"mesh": {"pp": 2}, "pipeline": {"stages": [1, 4]}}])
-def test_towers_learn_at_their_own_rates_under_every_plan(plan: dict[str, Any]) -> None:
-    reference = alone(rates=True)
+def test_towers_have_their_own_learning_rates_under_every_plan(plan: dict[str, Any]) -> None:
+    reference = single_process(rates=True)
     assert_traces_match(train_all_ranks(SPEC, plan_of(**plan), with_rates()), reference)
     name = "vision.layers.0.mlp.up_proj.weight"
-    first = courses_of_nobody()[name]
-    slow, quick = (np.abs(each.weights[name] - first).mean() for each in (reference, alone()))
+    first = initial_weights()[name]
+    slow, quick = (np.abs(each.weights[name] - first).mean() for each in (reference, single_process()))
     assert slow < 0.1 * quick
 
 
 @cache
-def courses_of_nobody() -> dict[str, np.ndarray]:
-    """Return the first weights: those of a tower that was frozen."""
-    return alone(("vision",)).weights
+def initial_weights() -> dict[str, np.ndarray]:
+    """Return the initial weights, which a frozen tower keeps."""
+    return single_process(("vision",)).weights
 
 
 @pytest.mark.parametrize(
@@ -77,18 +77,18 @@ def courses_of_nobody() -> dict[str, np.ndarray]:
         SHARDED | {"towers": {"vision": {"recompute": "full"}, "language": {"recompute": "selective"}}},
     ],
 )
-def test_towers_are_sharded_and_computed_again_in_their_own_ways(plan: dict[str, Any]) -> None:
-    assert_traces_match(train_all_ranks(SPEC, plan_of(**plan)), alone())
+def test_towers_have_their_own_sharding_and_recompute_mode(plan: dict[str, Any]) -> None:
+    assert_traces_match(train_all_ranks(SPEC, plan_of(**plan)), single_process())
 
 
-def test_the_norms_of_the_towers_make_up_that_of_the_network() -> None:
-    for norm, towers in zip(alone().norms, alone().towers, strict=True):
+def test_the_tower_norms_combine_to_the_global_norm() -> None:
+    for norm, towers in zip(single_process().norms, single_process().towers, strict=True):
         assert norm == pytest.approx(sum(each**2 for each in towers.values()) ** 0.5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["optimizer", "parameters"])
-def test_deepspeed_freezes_towers_and_gives_them_their_rates(sharding: str) -> None:
+def test_deepspeed_freezes_towers_and_applies_their_learning_rates(sharding: str) -> None:
     plan = plan_of(engine="deepspeed", mesh={"dp_shard": 2}, sharding=sharding)
     reference = train_all_ranks(SPEC, plan_of(grad_accum=1), with_rates(), ("projector",))[0]
     for losses, norms in run_ranks(2, numbers_of, plan):

@@ -1,4 +1,4 @@
-"""Axes of parallelism through the door: `trimaran train` with ranks that hold parts of the model."""
+"""`trimaran train` with tensor, pipeline and data parallelism."""
 
 import json
 import signal
@@ -18,37 +18,37 @@ def events(run: Path, rank: int, kind: str) -> list[dict]:
     return [each for each in lines(run / "events" / f"rank-{rank}.jsonl") if each["kind"] == kind]
 
 
-@pytest.mark.slow  # what it trains, tests/dist/test_matrix.py shows quicker
-def test_slices_of_stages_train_and_save_what_one_process_does(tmp_path: Path) -> None:
+@pytest.mark.slow  # tests/dist/test_matrix.py covers the numbers faster
+def test_tensor_and_pipeline_parallel_train_and_save_the_same_model_as_one_process(tmp_path: Path) -> None:
     short = ["--set", "train.steps=4", "--set", "train.evaluate.every=2", "--set", "train.sample.tokens=4"]
     split = ["--set", "cluster=4xcpu", "--set", "plan={mesh: {tp: 2, pp: 2}, grad_accum: 4}"]
-    runs = {"split": tmp_path / "split", "whole": tmp_path / "whole"}
+    runs = {"split": tmp_path / "split", "single": tmp_path / "single"}
     processes = {
         "split": start("--json", "--run-dir", str(runs["split"]), *short, *split, cwd=tmp_path),
-        "whole": start("--json", "--run-dir", str(runs["whole"]), *short, "--set", "cluster=1xcpu", cwd=tmp_path),
+        "single": start("--json", "--run-dir", str(runs["single"]), *short, "--set", "cluster=1xcpu", cwd=tmp_path),
     }
     answers = {}
     for name, process in processes.items():
         out, err = process.communicate(timeout=180)
         assert process.returncode == 0, err
         answers[name] = json.loads(out)
-    assert answers["split"]["final_loss"] == pytest.approx(answers["whole"]["final_loss"], rel=1e-5)
+    assert answers["split"]["final_loss"] == pytest.approx(answers["single"]["final_loss"], rel=1e-5)
 
     metrics = {name: lines(run / "metrics.jsonl") for name, run in runs.items()}
-    for ours, plain in zip(metrics["split"], metrics["whole"], strict=True):
+    for ours, plain in zip(metrics["split"], metrics["single"], strict=True):
         for number in ("loss", "grad_norm", "lr", "tokens", "samples"):
             assert ours[number] == pytest.approx(plain[number], rel=1e-5)
         assert 0 < ours["bubble"]["measured"] < 1
         assert ours["bubble"]["theoretical"] == pytest.approx(1 / 5)
         assert sum(ours["phases"].values()) == pytest.approx(ours["step_seconds"], rel=1e-6)
     for name in ("evaluation", "sample"):
-        told = [events(run, 0, name) for run in runs.values()]
-        assert [each["step"] for each in told[0]] == [each["step"] for each in told[1]] != []
+        found = [events(run, 0, name) for run in runs.values()]
+        assert [each["step"] for each in found[0]] == [each["step"] for each in found[1]] != []
     held_out = [[each["data"]["loss"] for each in events(run, 0, "evaluation")] for run in runs.values()]
     assert held_out[0] == pytest.approx(held_out[1], rel=1e-5)
     for rank in range(4):
         assert len(events(runs["split"], rank, "done")) == 1
-        assert (runs["split"] / "logs" / f"rank-{rank}.log").read_text() == ""  # nothing that a person would wonder at
+        assert (runs["split"] / "logs" / f"rank-{rank}.log").read_text() == ""  # no unexpected output
 
     ours, plain = (load_file(run / "model" / "model.safetensors") for run in runs.values())
     assert ours.keys() == plain.keys()
@@ -57,7 +57,7 @@ def test_slices_of_stages_train_and_save_what_one_process_does(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_pipeline_stops_at_one_step_on_all_ranks_and_keeps_its_state(tmp_path: Path) -> None:
+def test_a_pipeline_stops_at_one_step_on_all_ranks_and_saves_its_state(tmp_path: Path) -> None:
     run = tmp_path / "run"
     pipeline = ["--set", "plan={mesh: {pp: 2}, pipeline: {schedule: zero-bubble, stages: [1, 1, 1, 1]}, grad_accum: 4}"]
     deep = ["--set", "model.shape.layers=4"]
@@ -74,7 +74,7 @@ def test_a_pipeline_stops_at_one_step_on_all_ranks_and_keeps_its_state(tmp_path:
     assert processes_of(run) == []
 
 
-def test_replicas_that_train_alone_stop_only_where_they_meet(tmp_path: Path) -> None:
+def test_replicas_with_local_steps_stop_only_at_a_synchronization(tmp_path: Path) -> None:
     run = tmp_path / "run"
     alone = ["--set", "plan={mesh: {dp_replicate: 2}, comm: {local_steps: 40}}"]
     process = start("--run-dir", str(run), *FOREVER, *alone, cwd=tmp_path)

@@ -1,4 +1,4 @@
-"""`trimaran plan` and `trimaran predict` as a person and a program use them."""
+"""`trimaran plan` and `trimaran predict` from the command line."""
 
 import io
 import json
@@ -26,19 +26,19 @@ LINE = {
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder to stand in."""
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def told(words: list[str], capsys: pytest.CaptureFixture[str], *, code: int = 0) -> str:
+def output(words: list[str], capsys: pytest.CaptureFixture[str], *, code: int = 0) -> str:
     assert main(words) == code
     return capsys.readouterr().out
 
 
 def answer(words: list[str], capsys: pytest.CaptureFixture[str], *, code: int = 0) -> dict[str, Any]:
-    return json.loads(told([*words, "--json"], capsys, code=code))
+    return json.loads(output([*words, "--json"], capsys, code=code))
 
 
 def mistake(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -58,7 +58,7 @@ def test_a_preset_is_planned_by_its_name(capsys: pytest.CaptureFixture[str]) -> 
     assert found["num_considered"] >= len(found["ranked"]) >= 1
 
 
-def test_a_bare_model_gets_a_usual_length_and_a_batch_that_splits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bare_model_gets_a_default_length_and_a_batch_that_splits(capsys: pytest.CaptureFixture[str]) -> None:
     found = answer(["plan", "llama-2-7b", "--cluster", "3x8xH100"], capsys)
     assert found["seq_len"] == 4096
     assert found["global_batch"] % 24 == 0
@@ -67,30 +67,30 @@ def test_a_bare_model_gets_a_usual_length_and_a_batch_that_splits(capsys: pytest
 
 @pytest.mark.parametrize("named", ["folder", "folder/config.json"])
 def test_a_model_on_disk_is_planned_like_its_preset(
-    named: str, place: Path, capsys: pytest.CaptureFixture[str]
+    named: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (place / "folder").mkdir()
-    (place / "folder" / "config.json").write_text(json.dumps(spec_to_hf(PRESETS["llama-3-8b"])))
+    (folder / "folder").mkdir()
+    (folder / "folder" / "config.json").write_text(json.dumps(spec_to_hf(PRESETS["llama-3-8b"])))
     found, preset = (answer(["plan", what, *EIGHT], capsys) for what in (named, "llama-3-8b"))
     assert found["model"]["parameters"] == preset["model"]["parameters"]
     assert found["plan"] == preset["plan"]
 
 
-def test_the_drawing_has_every_part(capsys: pytest.CaptureFixture[str]) -> None:
-    drawn = told(["plan", "llama-3-8b", *EIGHT, "--tokens", "1T", "--price", "2.5"], capsys)
+def test_the_printed_answer_has_every_part(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = output(["plan", "llama-3-8b", *EIGHT, "--tokens", "1T", "--price", "2.5"], capsys)
     for word in ("8.0B parameters", "8xH100", "1.0M tokens", "a device", "fits", "tokens/s", "mfu",
-                 "give or take", "days", "GPU hours", "bytes of one device", "seconds of one step"):  # fmt: skip
-        assert word in drawn, word
-    assert "\x1b" not in drawn
-    assert drawn.splitlines()[-1].startswith("next  trimaran train --set model.preset=llama-3-8b --set cluster=8xH100")
+                 "±", "days", "GPU hours", "peak memory of one device", "time of one step"):  # fmt: skip
+        assert word in shown, word
+    assert "\x1b" not in shown
+    assert shown.splitlines()[-1].startswith("next  trimaran train --set model.preset=llama-3-8b --set cluster=8xH100")
 
 
-def test_the_next_command_asks_for_the_same_plan(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_next_command_runs_the_same_plan(capsys: pytest.CaptureFixture[str]) -> None:
     for goal in ("throughput", "memory"):
         words = ["plan", "tiny", "--cluster", "2xcpu", "--goal", goal]
         found = answer(words, capsys)
         again = shlex.split(found["next"])
-        dry = json.loads(told([*again[again.index("train") :], "--dry-run", "--json"], capsys))
+        dry = json.loads(output([*again[again.index("train") :], "--dry-run", "--json"], capsys))
         assert dry["plan"] == found["plan"]
 
 
@@ -117,37 +117,37 @@ def test_days_and_cost_follow_from_tokens_and_price(capsys: pytest.CaptureFixtur
         (["llama-3-8b", "--cluster", "8xH1000"], "C001"),
     ],
 )
-def test_a_wrong_question_is_told(words: list[str], code: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_request_is_an_error(words: list[str], code: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert mistake(["plan", *words], capsys).startswith(code)
 
 
-def test_when_nothing_fits_the_leanest_plan_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+def test_if_nothing_fits_the_error_is_p007(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "llama-3.1-405b", "--cluster", "2xA100-40GB"]
     assert mistake(words, capsys).startswith("P007: no plan fits")
     found = answer(words, capsys, code=2)
     assert found["error"]["code"] == "P007"
 
 
-def test_a_tools_files_are_written_once(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_emitted_files_are_not_overwritten_without_force(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "llama-3-8b", *EIGHT, "--emit", "accelerate", "--output", "conf"]
     found = answer(words, capsys)
     assert found["emission"]["files"] == ["conf/accelerate.yaml"]
     assert "accelerate launch" in found["next"]
-    before = (place / "conf" / "accelerate.yaml").read_text()
-    (place / "conf" / "accelerate.yaml").write_text("mine")
+    before = (folder / "conf" / "accelerate.yaml").read_text()
+    (folder / "conf" / "accelerate.yaml").write_text("mine")
     assert mistake(words, capsys).startswith("A014")
-    assert (place / "conf" / "accelerate.yaml").read_text() == "mine"
-    assert "written for accelerate" in told([*words, "--force"], capsys)
-    assert (place / "conf" / "accelerate.yaml").read_text() == before
+    assert (folder / "conf" / "accelerate.yaml").read_text() == "mine"
+    assert "written for accelerate" in output([*words, "--force"], capsys)
+    assert (folder / "conf" / "accelerate.yaml").read_text() == before
 
 
-def test_a_folder_that_cannot_be_written_is_told(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (place / "file").touch()
+def test_an_unwritable_output_folder_is_an_error(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "file").touch()
     words = ["plan", "llama-3-8b", *EIGHT, "--emit", "deepspeed", "--output", "file/conf"]
     assert mistake(words, capsys).startswith("A015")
 
 
-def test_what_can_be_planned_completes_in_the_shell() -> None:
+def test_models_complete_in_the_shell() -> None:
     assert complete("trimaran plan llama-3.2") == ["llama-3.2-1b", "llama-3.2-3b"]
 
 
@@ -156,19 +156,19 @@ def predicted(lines: str, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, input=lines, capture_output=True, text=True, timeout=60)
 
 
-def test_predict_answers_every_line_in_order_and_counts_the_bad_ones(place: Path) -> None:
+def test_predict_answers_every_line_in_order_and_counts_the_bad_ones(folder: Path) -> None:
     huge = '{"id": "' + "x" * 10_000_000 + '"}'
     lines = [json.dumps(LINE), "{", "", json.dumps(LINE | {"id": "b", "cluster": {"gpu": "H1000", "gpus": 8}}), huge]
-    (place / "plans.jsonl").write_text("\n".join([*lines, json.dumps(LINE | {"id": "z"})]))
-    for asked in (
+    (folder / "plans.jsonl").write_text("\n".join([*lines, json.dumps(LINE | {"id": "z"})]))
+    for done in (
         predicted("", "plans.jsonl", "--json"),
-        predicted((place / "plans.jsonl").read_text(), "-", "--json"),
+        predicted((folder / "plans.jsonl").read_text(), "-", "--json"),
     ):
-        assert asked.returncode == 0
-        answers = [json.loads(line) for line in asked.stdout.splitlines()]
+        assert done.returncode == 0
+        answers = [json.loads(line) for line in done.stdout.splitlines()]
         assert [each["id"] for each in answers] == ["a", None, None, "b", None, "z"]
         assert [each.get("error", {}).get("code") for each in answers] == [None, "P051", "P051", "C001", "P051", None]
-        assert asked.stderr.startswith("4 of 6 lines could not be answered")
+        assert done.stderr.startswith("4 of 6 lines have an error")
 
 
 def test_predict_answers_a_pipe_line_by_line() -> None:
@@ -184,24 +184,24 @@ def test_predict_answers_a_pipe_line_by_line() -> None:
     assert process.wait(timeout=30) == 0
 
 
-def test_predict_draws_a_table(
-    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_predict_prints_a_table(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (place / "few.jsonl").write_text(json.dumps(LINE) + "\n{\n")
-    drawn = told(["predict", "few.jsonl"], capsys)
-    assert "1 fit" in drawn
-    assert "1 lines could not be answered" in drawn
+    (folder / "few.jsonl").write_text(json.dumps(LINE) + "\n{\n")
+    shown = output(["predict", "few.jsonl"], capsys)
+    assert "1 fit" in shown
+    assert "1 lines have errors" in shown
     many = [json.dumps(LINE | {"id": f"plan-{size}", "plan": LINE["plan"] | {"global_batch": 8 * size}})  # type: ignore[operator]
             for size in range(1, 101)]  # fmt: skip
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("\n".join(many).encode())))
-    assert "these are the 20 quickest" in told(["predict", "-"], capsys)
+    assert "these are the 20 fastest" in output(["predict", "-"], capsys)
     assert mistake(["predict", "feww.jsonl"], capsys).startswith("A011")
 
 
-def test_predict_is_quick(place: Path) -> None:
+def test_predict_is_fast(folder: Path) -> None:
     many = [LINE | {"id": size, "plan": {"mesh": {"tp": 2 ** (size % 4)}, "micro_batch": 1 + size % 7}}
             for size in range(4000)]  # fmt: skip
-    (place / "many.jsonl").write_text("\n".join(map(json.dumps, many)))
+    (folder / "many.jsonl").write_text("\n".join(map(json.dumps, many)))
     before = os.times().children_user
     assert len(predicted("", "many.jsonl", "--json").stdout.splitlines()) == 4000
     assert os.times().children_user - before < 4.0  # 1,000 a second and start-up, on the slowest machine

@@ -1,4 +1,4 @@
-"""The command line as a shell sees it: real processes, start-up cost, help, pipes, signals and completion."""
+"""The command line in real processes: start-up time, help, pipes, signals and completion."""
 
 import json
 import os
@@ -25,15 +25,15 @@ def run(*words: str, **options: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)  # type: ignore[call-overload]
 
 
-def test_help_is_quick_and_lists_every_verb() -> None:
+def test_help_is_fast_and_lists_every_command() -> None:
     seconds = []
     for _ in range(5):
         began = time.perf_counter()
         answer = run("--help")
         seconds.append(time.perf_counter() - began)
     assert answer.returncode == 0
-    for verb, summary in COMMANDS.items():
-        assert re.search(rf"^  {verb} +{re.escape(summary)}$", answer.stdout, re.MULTILINE)
+    for name, summary in COMMANDS.items():
+        assert re.search(rf"^  {name} +{re.escape(summary)}$", answer.stdout, re.MULTILINE)
     assert min(seconds) < MAX_HELP_SECONDS
 
 
@@ -48,21 +48,21 @@ def test_torch_is_not_imported_for(words: tuple[str, ...]) -> None:
     assert not modules & {"torch", "transformers", "datasets"}
 
 
-def test_the_top_level_imports_no_verb() -> None:
+def test_the_top_level_imports_no_command() -> None:
     imports = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "trimaran", "--help"], capture_output=True, text=True
     )
     assert not re.search(r"pydantic|rich|numpy|trimaran\.core", imports.stderr)
 
 
-@pytest.mark.parametrize("verb", COMMANDS)
-def test_every_verb_has_help_with_an_example(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([verb, "--help"]) == 0
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
     shown = capsys.readouterr().out
-    if inner := {"data": "pack", "bench": "calibrate"}.get(verb):
-        assert main([verb, inner, "--help"]) == 0
+    if inner := {"data": "pack", "bench": "calibrate"}.get(command):
+        assert main([command, inner, "--help"]) == 0
         shown = capsys.readouterr().out
-    assert re.search(rf"^  trimaran {verb}", shown, re.MULTILINE)
+    assert re.search(rf"^  trimaran {command}", shown, re.MULTILINE)
 
 
 def test_the_version_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,26 +75,26 @@ def test_a_bare_command_shows_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Usage: trimaran" in capsys.readouterr().out
 
 
-def test_an_unknown_verb_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_for_an_unknown_command_the_closest_is_suggested(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trian"]) == 2
-    assert "there is no verb 'trian' (did you mean 'train'?)" in capsys.readouterr().err
+    assert "there is no command 'trian' (did you mean 'train'?)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     "words", [["train", "--stepz"], ["watch"], ["data"], ["data", "pack"], ["plan", "a", "b"], ["--foo"]]
 )
-def test_a_mistyped_command_is_a_mistake_like_any_other(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistyped_command_line_is_one_clear_error(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert [line[:8] for line in told.err.splitlines()] == ["A001: " + told.err[6:8], "  where:", "  fix:  "]
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert [line[:8] for line in shown.err.splitlines()] == ["A001: " + shown.err[6:8], "  where:", "  fix:  "]
 
 
-def test_with_json_a_mistake_is_an_object_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+def test_with_json_an_error_is_an_object_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--json", "--set", "train.stepz=3"]) == 2
-    told = capsys.readouterr()
-    assert told.err == ""
-    error = json.loads(told.out)["error"]
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    error = json.loads(shown.out)["error"]
     assert error.keys() == {"code", "what", "where", "fix"}
     assert error["code"] == "R011"
 
@@ -108,10 +108,10 @@ def test_the_code_is_red_on_a_terminal_only(tmp_path: Path) -> None:
     assert "\x1b" not in run("trian").stderr
 
 
-def test_a_name_cannot_steer_the_terminal() -> None:
-    told = run("watch", "runs/\x1b[2Jgone")
-    assert told.returncode == 2
-    assert "\x1b" not in told.stderr
+def test_a_name_cannot_send_control_codes_to_the_terminal() -> None:
+    done = run("watch", "runs/\x1b[2Jgone")
+    assert done.returncode == 2
+    assert "\x1b" not in done.stderr
 
 
 def test_a_character_that_cannot_be_shown_is_replaced() -> None:
@@ -120,7 +120,7 @@ def test_a_character_that_cannot_be_shown_is_replaced() -> None:
     assert run("watch", os.fsdecode(b"runs/\xff")).stderr.startswith("D001")
 
 
-def test_a_reader_that_leaves_is_not_an_error() -> None:
+def test_a_closed_pipe_is_not_an_error() -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "trimaran", "schema"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -131,7 +131,7 @@ def test_a_reader_that_leaves_is_not_an_error() -> None:
     assert process.wait() == 1
 
 
-def test_ctrl_c_leaves_a_watched_run_quietly(tmp_path: Path) -> None:
+def test_ctrl_c_leaves_watch_without_an_error(tmp_path: Path) -> None:
     run_directory = new_run(tmp_path / "run")
     start_ranks(run_directory)
     command = [sys.executable, "-m", "trimaran", "watch", str(run_directory.path)]
@@ -144,14 +144,14 @@ def test_ctrl_c_leaves_a_watched_run_quietly(tmp_path: Path) -> None:
     assert process.stderr.read() == b""
 
 
-def test_the_schema_knows_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_schema_has_every_section_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schema"]) == 0
     schema = json.loads(capsys.readouterr().out)
     sections = {"name", "model", "data", "train", "checkpoint", "faults", "telemetry", "cluster", "plan"}
     assert sections == schema["properties"].keys()
 
 
-def test_presets_are_a_table_and_an_object(capsys: pytest.CaptureFixture[str]) -> None:
+def test_presets_are_printed_as_a_table_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["presets"]) == 0
     table = capsys.readouterr().out
     assert max(map(len, table.splitlines())) <= 80
@@ -165,13 +165,13 @@ def test_presets_are_a_table_and_an_object(capsys: pytest.CaptureFixture[str]) -
 
 
 def complete(words: str, *, cwd: Path | None = None) -> list[str]:
-    """What bash would be offered for the last of `words`."""
+    """Return bash's completions of the last of `words`."""
     count = len(words.split()) - (0 if words.endswith(" ") else 1)
     environment = {"_TRIMARAN_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(count)}
     return run(env={**os.environ, **environment}, cwd=cwd).stdout.split()
 
 
-def test_verbs_options_and_fields_complete(tmp_path: Path) -> None:
+def test_commands_options_and_fields_complete(tmp_path: Path) -> None:
     assert complete("trimaran pl") == ["plan"]
     assert complete("trimaran train --dry") == ["--dry-run"]
     assert complete("trimaran train --set train.st") == ["train.steps="]
@@ -181,7 +181,7 @@ def test_verbs_options_and_fields_complete(tmp_path: Path) -> None:
     assert complete("trimaran train ", cwd=tmp_path) == ["mine.yaml"]
 
 
-def test_a_watched_run_answers_with_its_state_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_watch_json_prints_the_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_directory = new_run(tmp_path / "run", world_size=1)
     with Journal(run_directory, 0) as journal:
         journal.event("start", host=platform.node(), pid=os.getpid())

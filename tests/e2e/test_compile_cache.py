@@ -1,4 +1,4 @@
-"""The second start of a compiled run finds what the first one compiled."""
+"""The second start of a compiled run uses the compile cache of the first."""
 
 import json
 import os
@@ -26,7 +26,7 @@ SETTINGS = (
 
 
 def started(folder: Path, cache: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return what the first step's event tells of compilations, and the metrics."""
+    """Return the compile statistics of the `started` event, and the metrics."""
     words = [word for each in SETTINGS for word in ("--set", each)]
     environment = os.environ | {"TRIMARAN_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
     subprocess.run([*COMMAND, "--run-dir", str(folder), *words], env=environment, check=True, timeout=500)
@@ -35,7 +35,7 @@ def started(folder: Path, cache: Path) -> tuple[dict[str, Any], list[dict[str, A
     return event["data"]["compile"], [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_the_second_start_compiles_nothing_anew(tmp_path: Path) -> None:
+def test_the_second_start_compiles_nothing(tmp_path: Path) -> None:
     cold, _ = started(tmp_path / "cold", tmp_path / "cache")
     warm, lines = started(tmp_path / "warm", tmp_path / "cache")
     assert cold["cache_misses"] > 0

@@ -1,4 +1,4 @@
-"""`trimaran train` for real: supervisor, ranks, files, signals. Each test starts interpreters, so there are few."""
+"""`trimaran train` with real supervisor, ranks, files and signals. Each test starts interpreters, so there are few."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
 
 
 def processes_of(run: Path) -> list[psutil.Process]:
-    """Supervisor, fork server and ranks: every process with the run directory in its command, but not `trimaran train`."""
+    """Return supervisor, fork server and ranks: processes with the run directory in their command, but not `train`."""
     commands = [(each, each.info["cmdline"] or []) for each in psutil.process_iter(["cmdline"])]
     return [each for each, command in commands if str(run) in command and "--run-dir" not in command]
 
@@ -100,16 +100,16 @@ def test_a_recipe_becomes_a_trained_model(tmp_path: Path) -> None:
     assert plan["prediction"]["step_seconds"] > 0
     assert (run / "model" / "model.safetensors").exists()
 
-    # What was trained can be asked to write.
-    told = subprocess.run(
+    # The trained model generates text.
+    done = subprocess.run(
         [sys.executable, "-m", "trimaran", "generate", str(run), "--prompt", "class ", "--tokens", "5", "--json"],
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
-    assert told.returncode == 0, told.stderr
-    assert json.loads(told.stdout)["text"].startswith("class ")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["text"].startswith("class ")
 
 
-def test_one_ctrl_c_stops_all_ranks_at_the_same_step_and_resume_goes_on(tmp_path: Path) -> None:
+def test_ctrl_c_stops_all_ranks_at_the_same_step_and_resume_continues(tmp_path: Path) -> None:
     run = tmp_path / "run"
     settings = ["--set", "train.steps=100000", "--set", "train.sample.tokens=0"]
     process = start("--run-dir", str(run), *settings, cwd=tmp_path)
@@ -138,7 +138,7 @@ def test_one_ctrl_c_stops_all_ranks_at_the_same_step_and_resume_goes_on(tmp_path
     assert [each["step"] for each in lines(run / "metrics.jsonl")] == list(range(1, stop + 6))
 
 
-def test_two_ctrl_c_end_everything_at_once(tmp_path: Path) -> None:
+def test_a_second_ctrl_c_kills_everything_at_once(tmp_path: Path) -> None:
     process = start("--run-dir", str(tmp_path / "run"), "--set", "train.steps=100000", cwd=tmp_path)
     run = tmp_path / "run"
     wait_for(lambda: lines(run / "metrics.jsonl"))
@@ -152,7 +152,7 @@ def test_two_ctrl_c_end_everything_at_once(tmp_path: Path) -> None:
     wait_for(lambda: not processes_of(run), 3)
 
 
-def test_a_killed_rank_is_replaced_and_the_verdict_is_shown(tmp_path: Path) -> None:
+def test_a_killed_rank_is_replaced_and_the_incident_is_shown(tmp_path: Path) -> None:
     settings = ["--set", "train.steps=150", "--set", "train.sample.tokens=0", "--set", "checkpoint.memory=1"]
     process = start("--run-dir", str(tmp_path / "run"), *settings, cwd=tmp_path)
     run = tmp_path / "run"
@@ -161,13 +161,13 @@ def test_a_killed_rank_is_replaced_and_the_verdict_is_shown(tmp_path: Path) -> N
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert "rank 1 was killed by SIGKILL" in out
-    assert "started again from the newest state" in out
+    assert "restarted from the newest state" in out
     assert re.search(r"\d incidents?, 1 restart, \d lost step", out)
     assert [each["step"] for each in lines(run / "metrics.jsonl")] == list(range(1, 151))
 
 
 @pytest.mark.parametrize("victim", ["trimaran train", slow("the supervisor")])
-def test_no_rank_outlives_who_started_it(tmp_path: Path, victim: str) -> None:
+def test_no_rank_outlives_its_parent(tmp_path: Path, victim: str) -> None:
     process = start("--run-dir", str(tmp_path / "run"), "--set", "train.steps=100000", cwd=tmp_path)
     run = tmp_path / "run"
     wait_for(lambda: lines(run / "metrics.jsonl"))
@@ -175,7 +175,7 @@ def test_no_rank_outlives_who_started_it(tmp_path: Path, victim: str) -> None:
     (process if victim == "trimaran train" else supervisor).kill()
     wait_for(lambda: not processes_of(run), 15 if victim == "trimaran train" else 5)
     out, _ = process.communicate(timeout=15)
-    if victim == "trimaran train":  # nobody looks any more: the run ends, and nothing of it is lost
+    if victim == "trimaran train":  # the run stops with a checkpoint
         assert any((run / "checkpoints").glob("step-*/manifest.json"))
         assert lines(run / "attempts.jsonl")[-1]["over"] == 75
     else:

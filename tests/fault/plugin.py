@@ -1,8 +1,8 @@
 """Faults inside a rank at a chosen step. The fork server's forks import it if TRIMARAN_TEST_PLUGIN names it.
 
 TRIMARAN_TEST_FAULT is `FAULT:RANK:STEP`: the fault happens when that rank enters that step, counted from 0; with
-`:ATTEMPT` after it only in that attempt. Several are separated by commas. TRIMARAN_TEST_PAUSE: seconds that are added to
-every step.
+`:ATTEMPT` after it only in that attempt. Several are separated by commas. TRIMARAN_TEST_PAUSE is added to every step,
+in seconds.
 """
 
 import ctypes

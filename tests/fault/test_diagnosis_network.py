@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos import nodes
-from tests.chaos.nodes import Fleet, make_run
+from tests.chaos.nodes import TwoMachines, make_run
 from tests.diagnosed_runs import findings
 from tests.fault.harness import wait_for
 
@@ -24,20 +24,20 @@ SETTINGS = ("checkpoint.every=10", "faults.hang_seconds=20")
 def test_a_cut_link_is_found_with_the_silent_node(tmp_path: Path) -> None:
     """Both while the run hangs, and after it has continued."""
     run = make_run(tmp_path / "run", "train.steps=60", *SETTINGS)
-    with Fleet(run, "--node-wait", "60") as fleet:
-        fleet.wait_for_step(15)
+    with TwoMachines(run, "--node-wait", "60") as machines:
+        machines.wait_for_step(15)
         assert "F067" not in findings(run), "nothing is wrong yet"
-        silent = fleet.other
-        fleet.toggle_wire()
-        wait_for(lambda: fleet.incidents, 20)
+        silent = machines.other
+        machines.toggle_wire()
+        wait_for(lambda: machines.incidents, 20)
         live = findings(run)["F067"]
-        fleet.toggle_wire()
-        fleet.wait_for_new_step()
-        assert [machine.wait(60) for machine in fleet.machines] == [0, 0]
+        machines.toggle_wire()
+        machines.wait_for_new_step()
+        assert [machine.wait(60) for machine in machines.all] == [0, 0]
     after = findings(run)["F067"]
     assert live.culprit == after.culprit == f"{silent.namespace}-{silent.address}"
     assert (live.severity, after.severity) == ("fault", "warning")
-    assert "no word over its connection" in after.verdict
+    assert "no message over its connection" in after.verdict
     assert 10 < after.step < 60
     assert 5 < after.evidence["cost"]["seconds_to_detect"] < 20
     assert (after.patch, "measures every pair" in after.fix) == ({}, True)  # no setting fixes a cut link
@@ -45,9 +45,9 @@ def test_a_cut_link_is_found_with_the_silent_node(tmp_path: Path) -> None:
 
 def test_a_lost_node_is_named(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "train.steps=500", *SETTINGS)
-    with Fleet(run, "--node-wait", "4") as fleet:
-        fleet.wait_for_step(15)
-        coordinator, gone = fleet.coordinator, fleet.other
+    with TwoMachines(run, "--node-wait", "4") as machines:
+        machines.wait_for_step(15)
+        coordinator, gone = machines.coordinator, machines.other
         gone.lose()
         assert coordinator.wait(30) == 75
     found = findings(run)["F067"]
@@ -59,7 +59,7 @@ def test_clock_skew_is_not_a_lost_connection(tmp_path: Path) -> None:
     """It is an incident of a node, but the run continues."""
     run = make_run(tmp_path / "run", "train.steps=20", *SETTINGS)
     skewed = {"PYTHONPATH": f"{Path(nodes.__file__).parent / 'skewed'}", "SKEW_SECONDS": "-60"}
-    with Fleet(run, environments=[{}, skewed]) as fleet:
-        assert [machine.wait(60) for machine in fleet.machines] == [0, 0]
-    assert [each.cause for each in fleet.incidents if "clock" in each.what] == ["host"]
+    with TwoMachines(run, environments=[{}, skewed]) as machines:
+        assert [machine.wait(60) for machine in machines.all] == [0, 0]
+    assert [each.cause for each in machines.incidents if "clock" in each.what] == ["host"]
     assert "F067" not in findings(run)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.chaos.fault_run import inject_fault, remove_pause, train_trajectory
+from tests.chaos.fault_run import inject_fault, remove_pause, start_run
 from tests.diagnosed_runs import VLM_SETTINGS, findings, recipe_of, train, with_patch, write_images
 from tests.disks import mounted
 from tests.dist.test_nonfinite_search import NanFault, plant
@@ -220,7 +220,7 @@ def test_out_of_memory_gets_the_plan_that_fits_as_its_patch(tmp_path: Path) -> N
 
 def test_out_of_memory_without_a_restart_gets_the_cheapest_fix_as_its_patch(tmp_path: Path) -> None:
     settings = ("train.steps=20", "plan.micro_batch=4", "plan.grad_accum=1", "faults.restart=false")
-    with train_trajectory(tmp_path / "run", *settings) as supervised:
+    with start_run(tmp_path / "run", *settings) as supervised:
         supervised.wait_for_step(5)
         inject_fault(supervised, 1, "memory")
         supervised.wait()
@@ -232,7 +232,7 @@ def test_out_of_memory_without_a_restart_gets_the_cheapest_fix_as_its_patch(tmp_
 
 
 def test_mismatched_collectives_are_found_with_their_lines_of_code(tmp_path: Path) -> None:
-    with train_trajectory(tmp_path / "run", "train.steps=60", "train.global_batch=12", ranks=3) as supervised:
+    with start_run(tmp_path / "run", "train.steps=60", "train.global_batch=12", ranks=3) as supervised:
         supervised.wait_for_step(15)
         inject_fault(supervised, 1, "barrier")
         supervised.wait_for_fault(0, 40)
@@ -245,7 +245,7 @@ def test_mismatched_collectives_are_found_with_their_lines_of_code(tmp_path: Pat
 
 def test_a_loss_spike_and_a_flipped_bit_are_found(tmp_path: Path) -> None:
     settings = ("train.steps=100", "train.global_batch=12", "checkpoint.memory=1", "checkpoint.every=10")
-    with train_trajectory(tmp_path / "run", *settings, "checkpoint.keep=8", ranks=3, compare="10") as supervised:
+    with start_run(tmp_path / "run", *settings, "checkpoint.keep=8", ranks=3, compare="10") as supervised:
         supervised.wait_for_step(25)
         inject_fault(supervised, 1, "spike")
         wait_for(lambda: supervised.events(0, "skip"), 30)

@@ -21,7 +21,7 @@ TINY = "model.shape={layers: 1, hidden: 32, heads: 2, kv_heads: 2, ffn: 64}"  # 
 SECONDS = 32.0  # time for three polls of the doctor
 
 
-def train_trajectory(folder: Path, *settings: str, **extra: str) -> list[str]:
+def train_and_read_output(folder: Path, *settings: str, **extra: str) -> list[str]:
     """Return the output of `trimaran train` into a pipe, until it is stopped.
 
     Nobody looks at the machine: what else runs there may be worth a finding, and its cores may be too few for a patch.
@@ -44,15 +44,15 @@ def train_trajectory(folder: Path, *settings: str, **extra: str) -> list[str]:
 
 
 def test_a_slow_loader_is_reported_once_while_the_run_continues(tmp_path: Path) -> None:
-    lines = train_trajectory(tmp_path, TINY, "data.seq_len=16", "train.global_batch=4", **SLOW)
+    lines = train_and_read_output(tmp_path, TINY, "data.seq_len=16", "train.global_batch=4", **SLOW)
     (index,) = (number for number, line in enumerate(lines) if line.startswith("! F001 the trainer waits "))
     fix = rf"  fix: trimaran train {re.escape(str(tmp_path))}/run/recipe.yaml --set data.workers=\d+"
     assert re.fullmatch(fix, lines[index + 1])
     assert sum(line.startswith("step ") for line in lines[index:]) > 1, "it is printed while the run trains"
-    assert re.fullmatch(rf"found \d findings? \(.*F001.*\); more: trimaran doctor {tmp_path}/run", lines[-1])
+    assert re.fullmatch(rf"\d findings? \(.*F001.*\); details: trimaran doctor {tmp_path}/run", lines[-1])
 
 
 def test_a_healthy_run_prints_no_findings(tmp_path: Path) -> None:
-    lines = train_trajectory(tmp_path)
+    lines = train_and_read_output(tmp_path)
     assert sum(line.startswith("step ") for line in lines) > 3
     assert not [line for line in lines if re.match(r"[✗!i] F\d+|found |the doctor", line)]

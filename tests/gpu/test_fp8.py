@@ -1,4 +1,4 @@
-"""Products in fp8 on a GPU that has them: how near they come, with and without our kernels, and what they save."""
+"""fp8 matmuls on a GPU: accuracy with and without the Triton kernels, and memory."""
 
 import math
 from collections.abc import Iterator
@@ -13,7 +13,16 @@ from trimaran.models import PRESETS
 from trimaran.nets import Network, decoder_network, initialise
 from trimaran.parallel import autocast, fp8_linear
 from trimaran.parallel.fp8 import MIN_CAPABILITY, convert_linears
-from trimaran.parallel.fp8_linear import FORWARD_DTYPE, GRADIENT_DTYPE, Fp8Linear, cast, cast_both, cast_transposed, amax, transposed
+from trimaran.parallel.fp8_linear import (
+    FORWARD_DTYPE,
+    GRADIENT_DTYPE,
+    Fp8Linear,
+    amax,
+    cast,
+    cast_both,
+    cast_transposed,
+    transposed,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,7 +36,7 @@ SPEC = replace(PRESETS["tiny"], layers=2, hidden=1024, heads=16, kv_heads=4, hea
 
 
 @pytest.fixture(params=[False, True], ids=["compiler", "kernels"])
-def own_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def triton_casts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(fp8_linear, "USE_TRITON_CASTS", request.param)
     torch._dynamo.reset()
     yield
@@ -38,25 +47,25 @@ def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> 
     return torch.randn(*shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda").to(dtype)
 
 
-def off(ours: Tensor | None, true: Tensor) -> float:
+def relative_error(ours: Tensor | None, true: Tensor) -> float:
     assert ours is not None
     return float((ours.detach().double() - true).norm() / true.norm())
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_three_products_come_near_the_true_ones(own_kernels: None, compiled: bool, dtype: torch.dtype) -> None:
+def test_all_three_matmuls_are_close_to_the_exact_ones(triton_casts: None, compiled: bool, dtype: torch.dtype) -> None:
     layer = nn.Linear(512, 768, device="cuda", dtype=dtype)
     layer.__class__ = Fp8Linear
     run = torch.compile(layer, fullgraph=True) if compiled else layer
-    for rows in (1024, 1000):  # the second is no multiple of 16
+    for rows in (1024, 1000):  # 1000 is not a multiple of 16
         layer.zero_grad()
         x, gradient = numbers(rows, 512).requires_grad_(), 1e-3 * numbers(rows, 768, seed=3)
         run(x).backward(gradient)
         true, weight, far = x.detach().double(), layer.weight.detach().double(), gradient.double()
-        assert off(run(x), true @ weight.T + layer.bias.detach()) < FORWARD
-        assert off(x.grad, far @ weight) < BACKWARD
-        assert off(layer.weight.grad, far.T @ true) < BACKWARD
+        assert relative_error(run(x), true @ weight.T + layer.bias.detach()) < FORWARD
+        assert relative_error(x.grad, far @ weight) < BACKWARD
+        assert relative_error(layer.weight.grad, far.T @ true) < BACKWARD
         assert layer.weight.grad is not None
         assert layer.weight.grad.dtype == dtype
 
@@ -64,7 +73,7 @@ def test_three_products_come_near_the_true_ones(own_kernels: None, compiled: boo
 @pytest.mark.parametrize("dtype", [FORWARD_DTYPE, GRADIENT_DTYPE], ids=str)
 @pytest.mark.parametrize("source", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", [(256, 512), (208, 48), (16, 16)], ids=str)
-def test_the_kernels_give_the_same_bits_as_torch(
+def test_the_kernels_are_bitwise_equal_to_torch(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], source: torch.dtype, dtype: torch.dtype
 ) -> None:
     monkeypatch.setattr(fp8_linear, "USE_TRITON_CASTS", True)
@@ -79,7 +88,7 @@ def test_the_kernels_give_the_same_bits_as_torch(
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_one_bad_value_is_never_hidden(own_kernels: None, bad: float) -> None:
+def test_a_nan_or_inf_is_never_hidden(triton_casts: None, bad: float) -> None:
     for spoilt in range(3):
         tensors = [numbers(64, 256), numbers(128, 256, seed=1), numbers(64, 128, seed=2)]
         tensors[spoilt][3, 5] = bad
@@ -111,7 +120,7 @@ def step(network: Network, tokens: Tensor) -> Tensor:
     return loss.detach()
 
 
-def test_compiled_blocks_take_less_memory_than_in_bf16_and_wait_for_nobody(own_kernels: None) -> None:
+def test_compiled_blocks_use_less_memory_than_bf16_and_never_synchronize(triton_casts: None) -> None:
     tokens = torch.randint(0, SPEC.vocab, (8, 2048), generator=torch.Generator().manual_seed(7)).cuda()
     peaks, losses, found = {}, {}, {}
     for name in ("bf16", "fp8"):
@@ -133,4 +142,4 @@ def test_compiled_blocks_take_less_memory_than_in_bf16_and_wait_for_nobody(own_k
     assert losses["fp8"] == pytest.approx(losses["bf16"], rel=0.002)
     assert losses["fp8"] != losses["bf16"]
     for ours, theirs in zip(found["fp8"], found["bf16"], strict=True):
-        assert off(ours, theirs) < 0.3  # e5m2 has two digits, and errors add up from layer to layer
+        assert relative_error(ours, theirs) < 0.3  # e5m2 has two mantissa bits, and errors add up over layers

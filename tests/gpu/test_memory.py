@@ -1,4 +1,4 @@
-"""Recompute and offload on a GPU: memory falls, time hardly grows, and no bit changes."""
+"""Recompute and activation offload on a GPU: less memory, almost the same time, and no changed bit."""
 
 import gc
 import time
@@ -14,28 +14,35 @@ from torch import Tensor
 from trimaran.core import Plan
 from trimaran.models import PRESETS, ModelSpec
 from trimaran.nets import Network, decoder_network, initialise
-from trimaran.parallel.memory.activation_offload import MIN_OFFLOAD_BYTES, ActivationOffload, StreamCopies, offload_blocks
+from trimaran.parallel.memory.activation_offload import (
+    MIN_OFFLOAD_BYTES,
+    ActivationOffload,
+    StreamCopies,
+    offload_blocks,
+)
 from trimaran.parallel.memory.recompute import apply_recompute
 
 pytestmark = pytest.mark.gpu
 
-# Much to keep and little to hold: about 800 MB of activations a block in bf16, against 60 MB of weights.
+# Large activations and small weights: about 800 MB per block in bf16, against 60 MB of weights.
 WIDE = replace(PRESETS["tiny"], layers=12, hidden=1024, heads=8, kv_heads=4, head_dim=128, ffn=4096, max_seq_len=4096)
-# In fp32 this computes longer over a block than its activations take to the host.
+# In fp32 a block computes longer than the copy of its activations takes.
 HEAVY = replace(WIDE, layers=4, hidden=4096, heads=32, kv_heads=32, ffn=16384)
 
 
 @pytest.fixture
 def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # pinned memory too: seconds
+    monkeypatch.setattr(
+        torch.utils.deterministic, "fill_uninitialized_memory", False
+    )  # it would fill pinned memory too, which takes seconds
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind() -> Iterator[None]:
+def empty_cache() -> Iterator[None]:
     yield
     gc.collect()
     torch.cuda.empty_cache()
@@ -68,7 +75,7 @@ def grads_of(network: Network) -> list[Tensor]:
 
 
 def step_and_peak(network: Network, tokens: Tensor) -> tuple[list[Tensor], int]:
-    """Return the gradients and the most bytes that were allocated beyond what there was before."""
+    """Return the gradients and the peak of allocated bytes above the start."""
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     loss_of(network, tokens).backward()
@@ -77,7 +84,7 @@ def step_and_peak(network: Network, tokens: Tensor) -> tuple[list[Tensor], int]:
 
 
 def seconds_of(step: Callable[[], None], steps: int = 5) -> float:
-    """Return the seconds of a step, after two in which memory is pinned and kernels are chosen."""
+    """Return the seconds of a step after two warm-up steps (pinning, kernel selection)."""
     for _ in range(2):
         step()
     torch.cuda.synchronize()
@@ -92,7 +99,7 @@ def seconds_of(step: Callable[[], None], steps: int = 5) -> float:
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_offload_takes_activations_off_the_gpu_and_changes_no_bit(recompute: str) -> None:
     tokens, spec = tokens_of(4, 4096), WIDE
-    if recompute == "full":  # what is left to offload is a block's input, so there must be many of them
+    if recompute == "full":  # only block inputs are offloaded, so there must be many blocks
         spec = replace(WIDE, layers=48, ffn=1024)
     expected, whole = step_and_peak(network_with(spec, recompute=recompute), tokens)
     found, peak = step_and_peak(network_with(spec, recompute=recompute, offload=True), tokens)
@@ -136,8 +143,8 @@ def test_offload_of_block_inputs_costs_little_in_bf16() -> None:
 
 
 @pytest.mark.usefixtures("deterministic")
-def test_memory_is_never_given_back_before_a_copy_is_over() -> None:
-    """Many micro-batches in flight, in turn and out of it, with graphs thrown away between."""
+def test_memory_is_never_freed_before_a_copy_is_done() -> None:
+    """Many micro-batches in flight, in and out of order, with graphs dropped in between."""
     batches = tokens_of(6, 1024).split(1)
     small = replace(WIDE, layers=6, hidden=512)
     plain, network = network_with(small), network_with(small, offload=True)
@@ -145,7 +152,7 @@ def test_memory_is_never_given_back_before_a_copy_is_over() -> None:
         results = []
         for each in (plain, network):
             losses = [loss_of(each, tokens) for tokens in batches]
-            loss_of(each, batches[0])  # nobody asks for its gradients
+            loss_of(each, batches[0])  # its graph is dropped without a backward
             for number in order:
                 losses[number].backward()
             results.append(grads_of(each))
@@ -153,7 +160,7 @@ def test_memory_is_never_given_back_before_a_copy_is_over() -> None:
 
 
 @pytest.mark.usefixtures("deterministic")
-def test_the_more_is_recomputed_the_less_memory_a_step_takes() -> None:
+def test_more_recompute_uses_less_memory() -> None:
     tokens, peaks = tokens_of(4, 4096), {}
     expected: list[Tensor] = []
     for mode in ("none", 2, "selective", "full"):
@@ -178,7 +185,7 @@ def test_compiled_blocks_are_offloaded_and_recomputed_too(recompute: str) -> Non
         assert (one - other).norm() <= 0.03 * other.norm()
 
 
-def test_offload_never_makes_the_host_wait() -> None:
+def test_offload_never_synchronizes_the_host() -> None:
     network, tokens = network_with(replace(WIDE, layers=3), offload=True), tokens_of(2, 1024)
     step_and_peak(network, tokens)
     torch.cuda.set_sync_debug_mode("error")

@@ -61,7 +61,7 @@ def test_a_gpu_drops_what_a_cpu_drops() -> None:
     here, x = mixture(), stream()
     there = copy.deepcopy(here).cuda()
     assert_close(gradients(there, x.cuda()), gradients(here, x), 1e-4)
-    ours, theirs = there.take_tally().cpu(), here.take_tally()
+    ours, theirs = there.take_routing_stats().cpu(), here.take_routing_stats()
     assert torch.equal(ours[:-1], theirs[:-1])
     assert ours[-2] > 0
 
@@ -96,7 +96,7 @@ def test_routing_never_waits_for_the_device() -> None:
         with torch.autocast("cuda", dtype=torch.bfloat16):
             out, loss = module(x)
         (out.float().sum() + loss).backward()
-        module.take_tally()
+        module.take_routing_stats()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

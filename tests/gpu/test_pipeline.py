@@ -57,7 +57,7 @@ def stepper(spec: ModelSpec, plan: Plan, layers: list[range], ranks: RankMesh) -
 
 @pytest.mark.parametrize("kind", SPECS)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero-bubble"])
-def test_a_schedule_on_one_gpu_trains_as_the_plain_stepper_does(
+def test_a_schedule_on_one_gpu_trains_like_the_plain_stepper(
     schedule: str, kind: str, ranks: RankMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec, device = SPECS[kind], read_rank_info({}).device

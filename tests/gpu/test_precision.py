@@ -1,4 +1,4 @@
-"""Low precision where only a GPU has it: fp8 products, fp16 with its loss scale, and updates that nobody waits for."""
+"""Low precision on a GPU: fp8 matmuls, fp16 with its loss scale, and updates without synchronization."""
 
 import json
 import os
@@ -38,8 +38,8 @@ PLANS = {
 }
 
 
-def course(name: str, folder: Path, **train: object) -> list[dict[str, float]]:
-    """Return the metrics of a run of its own process: one that has touched the GPU must not be forked."""
+def run_metrics(name: str, folder: Path, **train: object) -> list[dict[str, float]]:
+    """Return the metrics of a run in a new process: a process that has used the GPU must not be forked."""
     recipe = Recipe.model_validate(
         {
             "model": {"preset": "tiny", "shape": SHAPE},
@@ -54,7 +54,7 @@ def course(name: str, folder: Path, **train: object) -> list[dict[str, float]]:
 
 
 def losses(name: str, folder: Path) -> list[float]:
-    return [line["loss"] for line in course(name, folder)]
+    return [line["loss"] for line in run_metrics(name, folder)]
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def test_fp8_follows_bf16_within_two_percent(folder: Path, bf16: list[float], na
 
 
 def test_fp16_follows_fp32_and_reports_its_loss_scale(folder: Path) -> None:
-    ours, reference = course("fp16", folder), losses("fp32", folder)
+    ours, reference = run_metrics("fp16", folder), losses("fp32", folder)
     assert [line["loss"] for line in ours] == pytest.approx(reference, rel=0.01)
     assert all(line["loss_scale"] == 2.0**16 for line in ours)
 
@@ -103,7 +103,7 @@ def gradients(network: Network, plan: Plan) -> None:
     F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten()).backward()
 
 
-def test_every_large_layer_of_the_blocks_multiplies_in_fp8(ranks: RankMesh) -> None:
+def test_every_large_layer_of_the_blocks_uses_fp8(ranks: RankMesh) -> None:
     plan = PLANS["fp8"]
     network = network_on_gpu()
     names = [name for name, _ in network.module.named_parameters()]
@@ -112,7 +112,7 @@ def test_every_large_layer_of_the_blocks_multiplies_in_fp8(ranks: RankMesh) -> N
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         gradients(network, plan)
     (products,) = [each.count for each in profile.key_averages() if each.key == "aten::_scaled_mm"]
-    # Four products of attention and three of feed-forward in each layer: forward, and two gradients.
+    # Four attention and three feed-forward matmuls per layer: forward and two gradients.
     assert products == 3 * 7 * SPEC.layers
     assert all(each.grad is not None and each.grad.dtype == torch.float32 for each in network.module.parameters())
 
@@ -124,14 +124,14 @@ def test_an_fp32_head_is_fp32_on_a_gpu() -> None:
     assert logits.dtype == torch.float32
 
 
-def test_a_bf16_update_never_waits_for_the_device(ranks: RankMesh) -> None:
+def test_a_bf16_update_never_synchronizes(ranks: RankMesh) -> None:
     network = network_on_gpu()
     parameters = list(network.module.parameters())
     clock = StepClock(torch.device("cuda"))
     trained, optimizer = TrainedParameters({"language": parameters}), torch.optim.AdamW(parameters, fused=True)
     updater = Updater(optimizer, ranks, clock, trained=trained, clip_norm=1.0)
     loss = torch.ones((), device="cuda")
-    for mode in ("default", "error"):  # the first time, nccl and the optimizer set themselves up
+    for mode in ("default", "error"):  # the first step initializes NCCL and the optimizer
         gradients(network, PLANS["bf16"])
         torch.cuda.set_sync_debug_mode(mode)
         try:

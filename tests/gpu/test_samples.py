@@ -1,4 +1,4 @@
-"""Images and scenes on their way to a GPU: whole runs, and batches that land in pinned memory."""
+"""Images and scenes on a GPU: complete runs, and batches in pinned memory."""
 
 import json
 import os
@@ -37,8 +37,8 @@ def recipe_for(family: str, *, workers: int = 0, freeze: Sequence[str] = (), **s
     return Recipe.model_validate(tree)
 
 
-def course(folder: Path, recipe: Recipe, **plan: Any) -> list[dict[str, Any]]:
-    """Return the metrics of a whole run. It has a process of its own, as in `test_one_gpu`."""
+def run_metrics(folder: Path, recipe: Recipe, **plan: Any) -> list[dict[str, Any]]:
+    """Return the metrics of a complete run in a new process, as in `test_one_gpu`."""
     run = create_run(folder / f"run-{len(list(folder.iterdir()))}", recipe, plan_for(recipe, grad_accum=2, **plan))
     environment = os.environ | {"RANK": "0", "WORLD_SIZE": "1", "TRIMARAN_CACHE": str(folder / "cache")}
     done = subprocess.run([sys.executable, "-m", "trimaran.train", run.path], env=environment, timeout=300)
@@ -62,19 +62,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(folder: Path) -> Callable[[str], list[dict[str, Any]]]:
-    """The run of a family in fp32, with a thread that loads; it is made once."""
+    """Return a function that runs a family in fp32 with a loading thread, once."""
     made: dict[str, list[dict[str, Any]]] = {}
 
     def of(family: str) -> list[dict[str, Any]]:
         if family not in made:
-            made[family] = course(folder, recipe_for(family))
+            made[family] = run_metrics(folder, recipe_for(family))
         return made[family]
 
     return of
 
 
 @FAMILIES
-def test_a_whole_run_learns(plain: Callable[[str], list[dict[str, Any]]], family: str) -> None:
+def test_a_complete_run_learns(plain: Callable[[str], list[dict[str, Any]]], family: str) -> None:
     lines = plain(family)
     assert np.mean(losses(lines)[-3:]) < 0.9 * losses(lines)[0]
     assert all(line["rows"].get("bad", 0) == 0 for line in lines)
@@ -82,31 +82,31 @@ def test_a_whole_run_learns(plain: Callable[[str], list[dict[str, Any]]], family
 
 
 @FAMILIES
-def test_processes_that_load_change_nothing(
+def test_loader_processes_change_nothing(
     folder: Path, plain: Callable[[str], list[dict[str, Any]]], family: str
 ) -> None:
-    lines = course(folder, recipe_for(family, workers=2))
+    lines = run_metrics(folder, recipe_for(family, workers=2))
     assert [line["rows"] for line in lines] == [line["rows"] for line in plain(family)]
     assert losses(lines) == pytest.approx(losses(plain(family)), rel=1e-2)
 
 
 @FAMILIES
 def test_bf16_follows_fp32(folder: Path, plain: Callable[[str], list[dict[str, Any]]], family: str) -> None:
-    lines = course(folder, recipe_for(family), precision="bf16")
+    lines = run_metrics(folder, recipe_for(family), precision="bf16")
     assert losses(lines) == pytest.approx(losses(plain(family)), rel=0.1)
     assert losses(lines)[0] == pytest.approx(losses(plain(family))[0], rel=0.02)
 
 
-def test_kept_features_take_the_place_of_a_frozen_tower(folder: Path) -> None:
+def test_cached_features_replace_a_frozen_tower(folder: Path) -> None:
     frozen, kept = (
-        course(folder, recipe_for("vlm", freeze=["vision"], cache_features=cached)) for cached in (False, True)
+        run_metrics(folder, recipe_for("vlm", freeze=["vision"], cache_features=cached)) for cached in (False, True)
     )
     assert losses(kept) == pytest.approx(losses(frozen), rel=1e-2)
     assert losses(kept)[0] == pytest.approx(losses(frozen)[0], rel=1e-5)
 
 
-class Ragged:
-    """A feed whose batches differ in size, down to nothing."""
+class RaggedFeed:
+    """A feed whose batches differ in size; some are empty."""
 
     share = DataShare(rank=0, dp=1, micro_batch=2, grad_accum=1)
 
@@ -125,16 +125,16 @@ class Ragged:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_batches_land_in_pinned_memory_and_arrive_whole(workers: int) -> None:
-    torch.zeros(1, device=GPU)  # the processes are forked from one that has touched the GPU, and must not mind
+def test_batches_use_pinned_memory_and_arrive_complete(workers: int) -> None:
+    torch.zeros(1, device=GPU)  # the workers are forked from a process that has used the GPU
     limits = LoaderLimits(cores=4, free_bytes=1 << 30, pin_memory=GPU.type == "cuda")
     there = []
-    with Loader(Ragged(), steps=40, workers=workers, limits=limits) as loader:
+    with Loader(RaggedFeed(), steps=40, workers=workers, limits=limits) as loader:
         for batch in loader:
             assert all(each.is_pinned() == limits.pin_memory for each in batch.arrays.values() if each.numel())
-            there.append(batch.to(GPU))  # all at once in flight: memory that is used again too early would show
+            there.append(batch.to(GPU))  # all copies are in flight: memory that is reused too early would show
     assert len(there) == 40
     for step, batch in enumerate(there):
-        wanted = Ragged().load(step, lambda _: None).arrays
+        wanted = RaggedFeed().load(step, lambda _: None).arrays
         for name, each in batch.arrays.items():
             assert np.array_equal(each.cpu().numpy(), wanted[name]), (step, name)

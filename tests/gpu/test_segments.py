@@ -125,7 +125,7 @@ def test_a_step_with_documents_never_waits_and_a_mask_would_do_the_same() -> Non
     ours, masked = network(), network()
     grads = step(ours, LENGTHS)
     context = masked.context
-    context.sight = lambda documents, lengths=None: context.mask(documents)  # pyrefly: ignore[bad-assignment]
+    context.scope = lambda documents, lengths=None: context.mask(documents)  # pyrefly: ignore[bad-assignment]
     for (name, _), one, other in zip(ours.module.named_parameters(), grads, step(masked, LENGTHS), strict=True):
         assert (one - other).norm() <= 3e-2 * other.norm(), name
 

@@ -13,7 +13,7 @@ from trimaran.core import Plan
 from trimaran.data.step_batch import StepBatch
 from trimaran.models import VLM_PRESETS, VlmSpec
 from trimaran.nets import Network, Vlm, initialise, network_of
-from trimaran.nets.patch_layout import lay_out
+from trimaran.nets.patch_layout import layout_patches
 from trimaran.parallel.memory.compile import apply_compile
 from trimaran.parallel.tower_plan import freeze_towers
 from trimaran.train.loss.objective import LanguageObjective
@@ -182,8 +182,8 @@ def test_compiled_blocks_take_other_pictures_without_being_compiled_again(spec: 
 def test_windows_are_the_same_when_the_host_does_not_know_the_pictures() -> None:
     grids = torch.tensor(VARIOUS, dtype=torch.int32)
     patches = torch.zeros(int(grids.prod(1).sum()), 192, dtype=torch.uint8, device=GPU)
-    told = lay_out(WINDOWED.vision, 2, patches, grids.to(GPU), host=grids)
-    untold = lay_out(WINDOWED.vision, 2, patches, grids.to(GPU))
+    told = layout_patches(WINDOWED.vision, 2, patches, grids.to(GPU), host=grids)
+    untold = layout_patches(WINDOWED.vision, 2, patches, grids.to(GPU))
     for one, other in ((told.whole, untold.whole), (told.windows, untold.windows)):
         assert one is not None
         assert other is not None

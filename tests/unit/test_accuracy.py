@@ -1,4 +1,4 @@
-"""The planner's predictions stay as close to measured runs as was promised, and the scoring cannot be led astray."""
+"""Predictions stay within the promised error of measured runs, and the scoring is fair."""
 
 import random
 from functools import cache
@@ -10,7 +10,7 @@ from benchmarks.accuracy.published import SOURCES, Run
 
 
 @cache
-def said() -> dict[str, list[Case]]:
+def predictions() -> dict[str, list[Case]]:
     ours = {name: ask(runs()) for name, runs in SOURCES.items()}
     return ours | {OWN: list(own_cases()), OWN_LATER: list(own_cases(HELD_OUT))}
 
@@ -24,43 +24,43 @@ def case(measured: float | None, predicted: float, *, micro_batch: int = 1) -> C
 
 
 def test_every_promised_bound_holds() -> None:
-    assert broken(said()) == []
+    assert broken(predictions()) == []
 
 
 def test_a_worse_prediction_breaks_a_bound() -> None:
     doubled = [Case(run=each.run, peak_bytes=2 * (each.peak_bytes or 0), tokens_per_second_per_gpu=None, fits=True)
-               for each in said()["nanotron"]]  # fmt: skip
-    assert any("memory, mean error" in line for line in broken(said() | {"nanotron": doubled}))
+               for each in predictions()["nanotron"]]  # fmt: skip
+    assert any("memory, mean error" in line for line in broken(predictions() | {"nanotron": doubled}))
 
 
 def test_our_trainer_was_measured_in_at_least_12_promised_configurations() -> None:
-    rows = [each.run.row for each in said()[OWN] if promised(each)]
+    rows = [each.run.row for each in predictions()[OWN] if promised(each)]
     assert len(rows) >= 12
     assert {row["preset"] for row in rows} == {"llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b"}
     assert {row["compile"] for row in rows} == {True, False}
     assert {row["recompute"] for row in rows} >= {"none", "selective", "full"}
 
 
-def test_an_estimator_that_says_the_same_of_every_plan_gets_no_credit_for_a_sorted_table() -> None:
+def test_an_estimator_with_equal_predictions_does_not_profit_from_a_sorted_table() -> None:
     (choice,) = choices([case(100, 7, micro_batch=1), case(50, 7, micro_batch=2), case(None, 7, micro_batch=4)])
     assert (choice.tied, round(choice.regret, 6), round(choice.failed, 6)) == (3, 0.5, 0.333333)
 
 
 def test_the_order_of_the_published_rows_does_not_change_the_choice() -> None:
-    shuffled = said()["nanotron"][:]
+    shuffled = predictions()["nanotron"][:]
     random.Random(0).shuffle(shuffled)
     assert [(each.group, round(each.regret, 9)) for each in choices(merge_repeats(shuffled))] == [
-        (each.group, round(each.regret, 9)) for each in choices(merge_repeats(said()["nanotron"]))
+        (each.group, round(each.regret, 9)) for each in choices(merge_repeats(predictions()["nanotron"]))
     ]
 
 
-def test_a_configuration_that_ran_once_and_failed_once_is_one_plan_that_ran() -> None:
+def test_a_configuration_that_ran_once_and_failed_once_counts_as_one_successful_plan() -> None:
     (merged,) = merge_repeats([case(None, 7), case(80, 7)])
     assert not merged.run.failed
     assert merged.run.tokens_per_second_per_gpu == 80
 
 
-def test_errors_are_summed_up_by_hand() -> None:
+def test_the_summary_of_errors_is_right() -> None:
     found = summarise([0.1, -0.3, None])
     assert found is not None
     assert (found.count, round(found.mape, 9), round(found.bias, 9), found.worst) == (2, 0.2, -0.1, -0.3)

@@ -165,7 +165,7 @@ def test_failures_make_a_run_longer_and_give_a_save_interval() -> None:
     cost = run_cost_of(BEST, question, cluster, CostTerms(tokens=2**20 * 43200, mtbf_hours=1000.0))
     assert cost.goodput is not None
     assert cost.bill is not None
-    assert cost.bill.days == pytest.approx(1.0 / cost.goodput.share)
+    assert cost.bill.days == pytest.approx(1.0 / cost.goodput.fraction)
     # 12 bytes of each of 8.03e9 parameters at 2 GB/s are 48 s. A failure each 125 h; Young: sqrt(2 x 48 x 45e4).
     assert cost.goodput.interval == pytest.approx((2 * 48.2 * 450_000) ** 0.5, rel=0.02)
     rows = dict(cost.rows)

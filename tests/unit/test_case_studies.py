@@ -1,6 +1,6 @@
-"""The case studies, by hand: parameters, bytes of each, what is left for activations, and the plan that follows.
+"""The case studies, worked by hand: parameters, bytes per parameter, memory left for activations, and the plan.
 
-Bytes a parameter in our trainer: 4 for the weight, 4 for its gradient, 8 for AdamW's two moments; 16 together.
+Bytes per parameter in our trainer: 4 for the weight, 4 for its gradient, 8 for AdamW's two moments; 16 in total.
 """
 
 from dataclasses import replace
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trimaran.app.request.request import ask
+from trimaran.app.request.request import read_question
 from trimaran.core import GIB, Bytes, Mesh, Plan, Prediction, Recipe
 from trimaran.cost import predict
 from trimaran.models import Outline
@@ -21,7 +21,7 @@ CASES = Path(__file__).parents[2] / "recipes" / "case-studies"
 
 @lru_cache
 def question(name: str) -> Question:
-    asked = ask(str(CASES / f"{name}.yaml"), [])
+    asked = read_question(str(CASES / f"{name}.yaml"), [])
     ours = asked.recipe.model.family == "decoder"
     return replace(asked, spec=asked.spec if ours else None, for_trainer=ours)
 
@@ -48,26 +48,26 @@ def outline(name: str) -> Outline:
     return found
 
 
-def test_7b_on_one_80_gb_gpu_sends_its_moments_to_the_host() -> None:
+def test_7b_on_one_80_gb_gpu_offloads_its_moments() -> None:
     # 32 layers of 4 x 4096^2 + 3 x 4096 x 11008 + 2 norms, 32000 x 4096 twice, and the last norm.
     parameters = 32 * (4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096) + 2 * 32000 * 4096 + 4096
     assert outline("7b-one-80gb").num_parameters == parameters == 6_738_415_616
-    # 16 bytes each: 107.8 GB, 100.4 GiB, more than the 79.2 of the device, whatever is computed again.
+    # 16 bytes each: 107.8 GB, 100.4 GiB, more than the 79.2 of the device, whatever is recomputed.
     assert 16 * parameters / GIB == pytest.approx(100.4, abs=0.05)
     assert not search(pinned(question("7b-one-80gb"), offload="none")).ranked
     # With the moments on the host 8 bytes are left: 25.1 GiB of weights and as many of gradients, 29 GiB for the rest.
-    plan, told = best("7b-one-80gb")
+    plan, prediction = best("7b-one-80gb")
     assert plan.offload == "optimizer"
-    assert told.memory["weights"] == 4 * parameters
-    # The loss leaves those of the head and of its input, in 16 bits, to be added.
+    assert prediction.memory["weights"] == 4 * parameters
+    # The fused loss adds the gradients of the head and of its input, in 16 bits.
     left = 2 * 32000 * 4096 + 2 * plan.micro_batch * 4096 * 4096
-    assert told.memory["gradients"] == 4 * parameters + left
-    assert "optimizer" not in told.memory
-    assert told.host_bytes == pytest.approx(8 * parameters, rel=0.4)  # pinned memory comes in powers of two
-    # 16 sequences of 4096 tokens: 6 operations a weight that multiplies, and attention's 6 x 32 x 4096^2 a sequence.
+    assert prediction.memory["gradients"] == 4 * parameters + left
+    assert "optimizer" not in prediction.memory
+    assert prediction.host_bytes == pytest.approx(8 * parameters, rel=0.4)  # pinned memory comes in powers of two
+    # 16 sequences of 4096 tokens: 6 FLOPs per matmul weight, and 6 x 32 x 4096^2 per sequence for attention.
     products = parameters - 32000 * 4096
     flops = 16 * 4096 * 6 * (products + 32 * 4096 * 4096)
-    assert told.flops_per_step == pytest.approx(flops, rel=0.001)
+    assert prediction.flops_per_step == pytest.approx(flops, rel=0.001)
 
 
 def test_13b_on_four_40_gb_gpus_does_not_fit_by_sharding_alone() -> None:
@@ -76,15 +76,15 @@ def test_13b_on_four_40_gb_gpus_does_not_fit_by_sharding_alone() -> None:
     # 16 bytes over 4 devices: 52.1 GB, 48.5 GiB each, of 39.4. With the moments away 24.2 GiB are left on each.
     assert 16 * parameters / 4 / GIB == pytest.approx(48.5, abs=0.05)
     assert not search(pinned(question("llama-13b-4xa100-40gb"), offload="none")).ranked
-    plan, told = best("llama-13b-4xa100-40gb")
+    plan, prediction = best("llama-13b-4xa100-40gb")
     assert plan.offload in ("optimizer", "parameters")
-    states = sum(told.memory.get(term, 0) for term in ("weights", "gradients", "optimizer"))
+    states = sum(prediction.memory.get(term, 0) for term in ("weights", "gradients", "optimizer"))
     kept = {"optimizer": 8, "parameters": 0}[plan.offload]
     assert states == pytest.approx(kept * parameters / 4, rel=0.1, abs=GIB)
-    assert told.host_bytes >= (16 - kept) * parameters
+    assert prediction.host_bytes >= (16 - kept) * parameters
 
 
-def test_a_26b_vlm_on_8_gpus_is_sharded_whole_and_each_tower_has_its_own_way() -> None:
+def test_a_26b_vlm_on_8_gpus_is_fully_sharded_with_settings_per_tower() -> None:
     # Vision: 45 layers of 4 x 3200^2 + 2 x 3200 x 12800. Language: 48 layers of 6144 x (2 x 6144 + 2 x 1024) for the
     # heads and 3 x 6144 x 16384 for the gate, up and down, and 92553 x 6144 twice.
     vision = 45 * (4 * 3200**2 + 2 * 3200 * 12800)
@@ -97,16 +97,18 @@ def test_a_26b_vlm_on_8_gpus_is_sharded_whole_and_each_tower_has_its_own_way() -
     assert 16 * parameters / 8 / GIB == pytest.approx(47.5, abs=0.1)
     assert best("vlm-26b-8xh100")[0].mesh.shards == 8, "every tower is cut over all devices"
     plan = search(pinned(question("vlm-26b-8xh100"), offload="none", mesh=Mesh(dp_shard=8))).ranked[0]
-    told = plan.prediction
-    assert told is not None
+    prediction = plan.prediction
+    assert prediction is not None
     for term, each in (("weights", 4), ("gradients", 4), ("optimizer", 8)):
-        assert told.memory[term] == pytest.approx(each * parameters / 8, rel=0.01)
-    # What is frozen has no gradients and no moments: 12 bytes of 5.5e9 parameters over 8 devices, 7.7 GiB of each.
+        assert prediction.memory[term] == pytest.approx(each * parameters / 8, rel=0.01)
+    # Frozen parameters have no gradients and no moments: 12 bytes of 5.5e9 parameters over 8 devices, 7.7 GiB of each.
     asked = question("vlm-26b-8xh100")
-    still = replace(asked, outline=with_frozen_tower(outline("vlm-26b-8xh100"), "vision"))
-    freed = predict(still.job, still.cluster, plan)
-    assert told.memory["optimizer"] - freed.memory["optimizer"] == pytest.approx(8 * seeing.parameters / 8, rel=0.01)
-    assert freed.step_seconds < told.step_seconds
+    frozen = replace(asked, outline=with_frozen_tower(outline("vlm-26b-8xh100"), "vision"))
+    freed = predict(frozen.job, frozen.cluster, plan)
+    assert prediction.memory["optimizer"] - freed.memory["optimizer"] == pytest.approx(
+        8 * seeing.parameters / 8, rel=0.01
+    )
+    assert freed.step_seconds < prediction.step_seconds
     assert any(hint.startswith("freeze vision") for hint in answer("vlm-26b-8xh100").hints)
 
 
@@ -117,33 +119,33 @@ def test_70b_on_8_gpus_offloads_the_moments_or_everything() -> None:
     assert 16 * parameters / GIB == pytest.approx(1027.8, abs=0.1)
     assert not search(pinned(question("70b-8xa100-80gb"), offload="none")).ranked
     plan = search(pinned(question("70b-8xa100-80gb"), offload="optimizer")).ranked[0]
-    told = plan.prediction
-    assert told is not None
-    assert told.memory["weights"] + told.memory["gradients"] == pytest.approx(8 * parameters / 8, rel=0.05)
-    assert told.host_bytes >= 8 * parameters
-    # With all 16 bytes on the host there is room for larger micro-batches, and no time is lost computing again.
+    prediction = plan.prediction
+    assert prediction is not None
+    assert prediction.memory["weights"] + prediction.memory["gradients"] == pytest.approx(8 * parameters / 8, rel=0.05)
+    assert prediction.host_bytes >= 8 * parameters
+    # With all 16 bytes on the host larger micro-batches fit, and nothing is recomputed.
     quickest, faster = best("70b-8xa100-80gb")
     assert quickest.offload == "parameters"
-    assert faster.step_seconds < told.step_seconds
+    assert faster.step_seconds < prediction.step_seconds
 
 
 @pytest.mark.parametrize("devices", [4, 2])
-def test_70b_on_4_and_2_gpus_lives_on_the_host_and_wants_2_tib_of_it(devices: int) -> None:
-    # 4 bytes over 4 devices would be 64.2 GiB of weights, and as many of gradients: too much. So all 16 bytes live on
+def test_70b_on_4_and_2_gpus_is_offloaded_and_needs_2_tib_of_host_memory(devices: int) -> None:
+    # 4 bytes over 4 devices would be 64.2 GiB of weights, and as many of gradients: too much. So all 16 bytes are on
     # the host: 1027.8 GiB, and pinned memory on top; a terabyte is not enough, the 2 TB of a DGX A100 are.
     asked = question(f"70b-{devices}xa100-80gb")
     poor = search(replace(asked, cluster=replace(asked.cluster, host_bytes=Bytes(2**40))))
     assert poor.ranked == ()
     assert poor.missing_bytes > 0
     assert "use nodes with 2048.0 GiB of memory: a plan fits" in poor.hints
-    plan, told = best(f"70b-{devices}xa100-80gb")
+    plan, prediction = best(f"70b-{devices}xa100-80gb")
     assert (plan.offload, plan.sharding) == ("parameters", "parameters")
-    assert told.host_bytes >= 16 * outline(f"70b-{devices}xa100-80gb").num_parameters
-    assert not {"weights", "optimizer"} & {term for term, size in told.memory.items() if size > GIB}
+    assert prediction.host_bytes >= 16 * outline(f"70b-{devices}xa100-80gb").num_parameters
+    assert not {"weights", "optimizer"} & {term for term, size in prediction.memory.items() if size > GIB}
 
 
-def test_175b_on_64_gpus_in_three_dimensions() -> None:
-    # 96 layers of 4 x 12288^2 + 2 x 12288 x 49152, and 50257 x 12288 for the words: 174.6e9.
+def test_175b_on_64_gpus_uses_three_axes() -> None:
+    # 96 layers of 4 x 12288^2 + 2 x 12288 x 49152, and 50257 x 12288 for the embedding: 174.6e9.
     parameters = outline("gpt3-175b-64xa100-80gb").num_parameters
     weights = 96 * (4 * 12288**2 + 2 * 12288 * 49152) + 50257 * 12288
     assert parameters == pytest.approx(weights, rel=0.001)
@@ -152,28 +154,28 @@ def test_175b_on_64_gpus_in_three_dimensions() -> None:
     ]
     assert solid, "data, tensor and pipeline parallelism together"
     plan = solid[0]
-    told, mesh = plan.prediction, plan.mesh
-    assert told is not None
+    prediction, mesh = plan.prediction, plan.mesh
+    assert prediction is not None
     assert mesh.tp <= 8, "slices stay inside a node"
     # A rank has 1 / (tp x pp) of the parameters, and of their 8 bytes of moments its shard.
     mine = parameters / (mesh.tp * mesh.pp)
     if plan.offload == "none" or plan.offload == "activations":
-        assert told.memory["optimizer"] == pytest.approx(8 * mine / mesh.dp_shard, rel=0.08)
-    # 1536 sequences are `grad_accum` micro-batches; with v stages a rank the bubble is (p - 1) / (v m + p - 1).
+        assert prediction.memory["optimizer"] == pytest.approx(8 * mine / mesh.dp_shard, rel=0.08)
+    # 1536 sequences are `grad_accum` micro-batches; with v stages per rank the bubble is (p - 1) / (v m + p - 1).
     rounds = len(plan.pipeline.stages) // mesh.pp
     bubble = (mesh.pp - 1) / (rounds * plan.grad_accum + mesh.pp - 1)
     assert plan.bubble == pytest.approx(bubble) or plan.pipeline.schedule == "zero-bubble"
-    assert told.time.get("bubble", 0.0) / told.step_seconds == pytest.approx(plan.bubble, abs=0.03)
+    assert prediction.time.get("bubble", 0.0) / prediction.step_seconds == pytest.approx(plan.bubble, abs=0.03)
 
 
-def test_175b_with_dp_8_pp_4_and_tp_2_is_too_much_for_64_gpus_even_with_zero_3() -> None:
+def test_175b_with_dp_8_pp_4_and_tp_2_does_not_fit_64_gpus_even_with_zero_3() -> None:
     # 175e9 / (4 x 2) = 21.8e9 parameters a rank. The 16 bytes of each over DP 8 would be 43.7 GB, but in a pipeline the
-    # gradients of all micro-batches are added up whole before they are shared: 12 / 8 + 4 bytes, 120 GB.
+    # gradients accumulate unsharded over all micro-batches: 12 / 8 + 4 bytes, 120 GB.
     mesh = {"dp_shard": 8, "dp_replicate": 1, "pp": 4, "tp": 2, "cp": 1, "ep": 1}
     held = {"mesh": mesh, "offload": "none", "recompute": "full", "micro_batch": 1, "sharding": "parameters"}
-    told = search(pinned(question("gpt3-175b-64xa100-80gb"), **held))
-    assert told.ranked == ()
-    plan = told.misses[0].plan
+    prediction = search(pinned(question("gpt3-175b-64xa100-80gb"), **held))
+    assert prediction.ranked == ()
+    plan = prediction.misses[0].plan
     assert plan.prediction is not None
     states = {term: plan.prediction.memory[term] for term in ("weights", "gradients", "optimizer")}
     mine = outline("gpt3-175b-64xa100-80gb").num_parameters / 8
@@ -187,20 +189,20 @@ def test_a_10b_detector_fits_8_small_gpus_by_sharding() -> None:
     assert parameters == pytest.approx(48 * (4 * 4096**2 + 2 * 4096 * 16384), rel=0.05)
     # 16 bytes over 8 devices: 18.8 GiB of 39.4; 20 for activations.
     assert 16 * parameters / 8 / GIB == pytest.approx(18.8, abs=0.1)
-    plan, told = best("vit-10b-detection-8xa100-40gb")
+    plan, prediction = best("vit-10b-detection-8xa100-40gb")
     assert plan.offload in ("none", "activations"), "the states have room"
     assert search(pinned(question("vit-10b-detection-8xa100-40gb"), offload="none")).ranked
     ranks = plan.mesh.tp * plan.mesh.pp * plan.mesh.dp_shard
     # At the peak, when backward begins, the first micro-batch has no gradients yet.
     each = 16 if plan.grad_accum > 1 else 12
-    states = sum(told.memory.get(term, 0) for term in ("weights", "gradients", "optimizer"))
+    states = sum(prediction.memory.get(term, 0) for term in ("weights", "gradients", "optimizer"))
     assert states == pytest.approx(each * parameters / ranks, rel=0.08)
 
 
 @pytest.mark.parametrize("path", sorted(CASES.glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_case_has_an_answer_that_explains_itself(path: Path) -> None:
-    told = answer(path.stem)
-    assert isinstance(told.question.recipe, Recipe)
-    assert told.misses
-    assert all(miss.why and miss.plan.prediction for miss in told.misses)
-    assert told.hints
+def test_every_case_has_an_explained_answer(path: Path) -> None:
+    prediction = answer(path.stem)
+    assert isinstance(prediction.question.recipe, Recipe)
+    assert prediction.misses
+    assert all(miss.why and miss.plan.prediction for miss in prediction.misses)
+    assert prediction.hints

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from trimaran.cost.collective import (
-    NETWORK_GATHER_EFFICIENCY,
     NETWORK_EFFICIENCY,
-    RING_EFFICIENCY,
+    NETWORK_GATHER_EFFICIENCY,
     REDUCE_HOP_FACTOR,
+    RING_EFFICIENCY,
     Ring,
     all_gather_seconds,
     all_reduce_seconds,
@@ -25,27 +25,27 @@ def test_an_all_reduce_goes_round_the_ring_twice() -> None:
     assert all_reduce_seconds(400, FOUR) == 2 * 3 * (REDUCE_HOP_FACTOR * 1.0 + 100 / 100)
 
 
-def test_an_all_reduce_of_many_ranks_climbs_a_tree() -> None:
+def test_an_all_reduce_of_many_ranks_uses_a_tree() -> None:
     many = FOUR._replace(num_ranks=1024, tree_bandwidth=20.0)
     assert all_reduce_seconds(400, many) == 2 * (10 * 1.0 + 400 / 20)
 
 
-def test_a_gather_passes_each_link_once_with_a_hop_for_each_other_rank() -> None:
+def test_an_all_gather_uses_each_link_once_with_a_hop_per_other_rank() -> None:
     assert all_gather_seconds(400, FOUR) == 3 * 1.0 + 3 / 4 * 400 / 50
 
 
-def test_an_exchange_leaves_all_but_ones_own_share_and_a_send_everything() -> None:
+def test_an_all_to_all_sends_all_but_its_own_part_and_a_send_everything() -> None:
     assert all_to_all_seconds(400, FOUR) == 3 * 1.0 + 3 / 4 * 400 / 25
     assert send_seconds(400, FOUR) == 1.0 + 400 / 10
 
 
-def test_what_stays_in_a_node_does_not_wait_for_the_network() -> None:
+def test_traffic_inside_a_node_does_not_wait_for_the_network() -> None:
     two_nodes = FOUR._replace(inside=2, near_bandwidth=5.0)
     assert all_to_all_seconds(400, two_nodes) == 3 * 1.0 + max(400 / 2 / 25, 400 / 2 / 5)
     assert all_to_all_seconds(400, two_nodes, crossing=0.25) == 2 * 1.0 + 0.25 * 400 / 2 / 25 + 400 / 2 / 5
 
 
-def test_one_rank_talks_to_nobody() -> None:
+def test_one_rank_communicates_with_nobody() -> None:
     alone = FOUR._replace(num_ranks=1)
     functions = (all_reduce_seconds, all_gather_seconds, all_to_all_seconds, send_seconds)
     assert [function(400, alone) for function in functions] == [0, 0, 0, 0]
@@ -62,13 +62,13 @@ def test_a_ring_inside_a_node_uses_its_links() -> None:
     assert ring.gather_bandwidth == ring.reduce_bandwidth == pytest.approx(RING_EFFICIENCY * 300e9)
 
 
-def test_switches_that_add_up_make_sums_faster_than_gathers() -> None:
+def test_nvlink_switches_make_all_reduce_faster_than_all_gather() -> None:
     ring = ring_of(parse_cluster("8xH100").levels, 8, 1)
     assert ring.reduce_bandwidth / 1e9 == pytest.approx(436, rel=0.02)  # nccl_busbw_ultrascale.csv
     assert ring.gather_bandwidth < ring.reduce_bandwidth
 
 
-def test_a_ring_across_nodes_has_the_network_card_of_each_rank_in_them() -> None:
+def test_a_ring_across_nodes_uses_the_network_card_of_each_rank() -> None:
     levels = parse_cluster("4x8xA100").levels
     replicas, pairs, everyone = ring_of(levels, 4, 8), ring_of(levels, 8, 4), ring_of(levels, 32, 1)
     assert replicas.link == pairs.link == everyone.link == "InfiniBand"
@@ -78,30 +78,30 @@ def test_a_ring_across_nodes_has_the_network_card_of_each_rank_in_them() -> None
     assert replicas.latency > ring_of(levels, 8, 1).latency
 
 
-def test_a_message_to_one_rank_elsewhere_has_one_card() -> None:
+def test_a_message_to_one_rank_uses_one_card() -> None:
     ring = ring_of(parse_cluster("4x8xA100").levels, 4, 8)
     assert ring.send_bandwidth == pytest.approx(NETWORK_EFFICIENCY * 25e9)
 
 
-def test_three_levels_are_crossed_by_those_who_have_to() -> None:
+def test_a_ring_crosses_no_more_link_levels_than_it_must() -> None:
     links = [("pairs", 2, 400e9), ("sockets", 8, 50e9), ("network", 16, 10e9)]
     levels = tuple(Link(name=name, devices=num, bandwidth=rate, latency=1e-5) for name, num, rate in links)
     assert [ring_of(levels, num, 1).link for num in (2, 4, 8, 16)] == ["pairs", "sockets", "sockets", "network"]
     assert ring_of(levels, 4, 2).link == "sockets"
 
 
-def test_what_was_measured_of_a_link_is_believed() -> None:
+def test_measured_bandwidth_replaces_the_default() -> None:
     near, far = parse_cluster("2x8xH100").levels
     measured = (near, replace(far, reached={"all_reduce": 123e9, "all_to_all": 45e9}))
     assert ring_of(measured, 16, 1).reduce_bandwidth == 123e9
-    assert ring_of(measured, 4, 4).reduce_bandwidth == pytest.approx(123e9 / 4)  # two of a node's eight cards
-    assert ring_of(measured, 4, 4).exchange_bandwidth == 45e9  # of each rank's own card
+    assert ring_of(measured, 4, 4).reduce_bandwidth == pytest.approx(123e9 / 4)  # two of the eight cards of a node
+    assert ring_of(measured, 4, 4).exchange_bandwidth == 45e9  # per rank
     assert ring_of(measured, 16, 1).gather_bandwidth == ring_of((near, far), 16, 1).gather_bandwidth
 
 
 # Bus bandwidths of 256 MB on nodes of 8 H100, GB/s (nccl_busbw_ultrascale.csv).
 @pytest.mark.parametrize(("nodes", "summed", "gathered"), [(4, 160, 119), (8, 100, 69), (16, 85, 55), (32, 65, 28)])
-def test_collectives_reach_about_what_was_published(nodes: int, summed: float, gathered: float) -> None:
+def test_collectives_reach_about_the_published_bandwidth(nodes: int, summed: float, gathered: float) -> None:
     ring, size = ring_of(parse_cluster(f"{nodes}x8xH100").levels, 8 * nodes, 1), 256e6
     passed = (ring.num_ranks - 1) / ring.num_ranks * size / 1e9
     assert 2 * passed / all_reduce_seconds(size, ring) == pytest.approx(summed, rel=0.3)

@@ -10,7 +10,7 @@ NEVER = Faults(device_hours=math.inf, restart=600)
 
 
 def cost_of(interval: float, *, write: float, between: float) -> float:
-    """Return what is lost by Daly's own model of failures that come at random, with no time to restart."""
+    """Return the loss by Daly's model of random failures without a restart time."""
     return between * math.expm1((interval + write) / between) / interval
 
 
@@ -20,7 +20,7 @@ def test_twice_the_devices_fail_twice_as_often() -> None:
     assert faults.seconds_between(2000) == 25 * 3600
 
 
-def test_short_writes_are_as_often_as_youngs_rule_says() -> None:
+def test_short_writes_follow_youngs_rule() -> None:
     assert best_interval(2, 40_000, restart=0) == pytest.approx(math.sqrt(2 * 2 * 40_000), rel=0.01)
 
 
@@ -32,22 +32,22 @@ def test_no_other_interval_loses_less(write: float, between: float) -> None:
     assert lost == pytest.approx(min(tried), rel=1e-3)
 
 
-def test_a_run_that_cannot_last_until_its_checkpoint_is_told_the_longest_it_can() -> None:
+def test_an_interval_is_at_most_the_time_between_failures() -> None:
     assert best_interval(30_000, 10_000, restart=0) == 10_000
 
 
-def test_a_checkpoint_is_weights_and_moments_at_the_disks_rate() -> None:
+def test_a_checkpoint_writes_weights_and_moments_at_disk_speed() -> None:
     assert checkpoint_bytes(7_000_000_000) == 84_000_000_000
     assert write_seconds(84e9, disk_bandwidth=2e9) == 42
     assert write_seconds(84e9, disk_bandwidth=2e9, stalls=0.1) == pytest.approx(4.2)
 
 
-def test_shares_add_up_and_what_never_fails_needs_no_checkpoints() -> None:
+def test_fractions_add_up_and_a_run_without_failures_needs_no_checkpoints() -> None:
     found = expected_goodput(Faults(device_hours=40_000, restart=600), 1024, write=30, step=10, data=11)
-    assert found.share + sum(found.lost.values()) == pytest.approx(1)
-    assert found.lost["data"] == pytest.approx(found.share / 10)  # each second too late in ten that work
+    assert found.fraction + sum(found.lost.values()) == pytest.approx(1)
+    assert found.lost["data"] == pytest.approx(found.fraction / 10)  # one second late per ten seconds of work
     calm = expected_goodput(NEVER, 1024, write=30, step=10)
-    assert calm.share == 1
+    assert calm.fraction == 1
     assert calm.interval == math.inf
 
 
@@ -60,9 +60,9 @@ def test_a_failure_costs_the_restart_and_half_an_interval() -> None:
     assert found.lost["checkpoints"] == pytest.approx((1 - found.lost["failures"]) * 50 / (found.interval + 50))
 
 
-def test_more_devices_leave_a_smaller_share() -> None:
+def test_more_devices_reduce_goodput() -> None:
     shares = [
-        expected_goodput(Faults(device_hours=30_000, restart=900), num, write=60, step=5).share
+        expected_goodput(Faults(device_hours=30_000, restart=900), num, write=60, step=5).fraction
         for num in (8, 512, 16_384)
     ]
     assert shares[0] > 0.99 > shares[1] > shares[2] > 0.3

@@ -204,7 +204,7 @@ def test_out_of_memory_gets_the_cheapest_plan_that_fits() -> None:
             {"sites": {"1": "is at a.py:3"}},
         ),
         ("F065", "crash", "rank 1 died of SIGABRT", {}),
-        ("F065", "exit", "rank 1 exited early (exit code 0)", {}),
+        ("F065", "exit", "rank 1 exited with code 0 before training was done", {}),
         ("F067", "network", "ranks 0 and 1 lost their connection, and no rank had failed before", {}),
     ],
 )

@@ -31,7 +31,7 @@ from tests.hf_models import CONFIGS, NARROW, SMALL, UNDROPPED
 from trimaran.core import Plan
 from trimaran.models import outline_from_hf
 from trimaran.nets.hf import HfNetwork, hf_network
-from trimaran.nets.hf_attention import is_sighted
+from trimaran.nets.hf_attention import takes_scope
 from trimaran.train.loss.head_loss import build_loss_head
 
 ENDS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -76,7 +76,7 @@ def test_a_head_is_told_only_where_the_logits_are_its_output(name: str) -> None:
     model = model_of(name)
     network = hf_network(model, None)
     assert network.head is (None if name in CHANGED else model.get_output_embeddings())
-    assert is_sighted(model) == (name not in OWN)
+    assert takes_scope(model) == (name not in OWN)
     if network.head is None:
         return
     mark = torch.zeros(1 + TOKENS.numel())  # what a head that ends in the loss returns
@@ -153,5 +153,5 @@ def test_a_model_that_cannot_be_tried_out_keeps_its_own_ways(caplog: pytest.LogC
     with caplog.at_level("INFO"):
         network = hf_network(model, None)
     assert network.head is None
-    assert not is_sighted(model)
+    assert not takes_scope(model)
     assert "cannot be tried out" in caplog.text

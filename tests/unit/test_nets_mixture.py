@@ -72,7 +72,7 @@ def test_the_mixture_is_its_formula(fields: dict[str, float]) -> None:
         wanted, cost, dropped = slowly(module, x)
     torch.testing.assert_close(out, wanted, atol=1e-5, rtol=1e-5)
     assert loss.item() == pytest.approx(cost, rel=1e-5)
-    assert module.take_tally()[-2] == dropped
+    assert module.take_routing_stats()[-2] == dropped
     assert (dropped > 0) == ("capacity" in fields), "a capacity that drops nothing proves nothing"
 
 
@@ -122,15 +122,15 @@ def test_the_capacity_is_what_was_written_and_holds_in_training_only() -> None:
 def test_a_census_counts_training_and_nothing_else() -> None:
     module, x = mixture(capacity=0.5), stream(2, 8)
     module(x)
-    first = module.take_tally()
+    first = module.take_routing_stats()
     assert first[:6].sum() == 2 * 8 * 2
     assert first[-1] == pytest.approx(module.gate(x).logsumexp(-1).square().sum().item(), rel=1e-5)
     with torch.no_grad():
         module(x)
     module.eval()(x)
-    assert not module.take_tally().any()
+    assert not module.take_routing_stats().any()
     checkpoint(module.train(), x.requires_grad_(), use_reentrant=False)[0].sum().backward()
-    assert torch.equal(module.take_tally(), 2 * first)
+    assert torch.equal(module.take_routing_stats(), 2 * first)
 
 
 def small(**fields: Any) -> ModelSpec:
@@ -148,8 +148,8 @@ def test_statistics_are_what_a_hand_counts() -> None:
     first, second = (layer.mlp for layer in network.blocks)
     assert isinstance(first, MoeLayer)
     assert isinstance(second, MoeLayer)
-    first.tally[:] = torch.tensor([0.0, 0, 8, 0, 4, 24])
-    second.tally[:] = torch.tensor([4.0, 4, 4, 4, 0, 16])
+    first.routing_stats[:] = torch.tensor([0.0, 0, 8, 0, 4, 24])
+    second.routing_stats[:] = torch.tensor([4.0, 4, 4, 4, 0, 16])
     numbers = router_statistics((network,), alone())()["router"]
     assert numbers == {
         "imbalance": (4 + 1) / 2,
@@ -160,7 +160,7 @@ def test_statistics_are_what_a_hand_counts() -> None:
     }
     network.forward({"tokens": torch.arange(16).reshape(2, 8)})
     assert 0 < router_statistics((network,), alone())()["router"]["dropped"] < 1
-    assert not first.tally.any()
+    assert not first.routing_stats.any()
 
 
 def test_a_dense_network_has_no_statistics() -> None:
@@ -178,10 +178,10 @@ def alone() -> RankMesh:
 def test_the_tally_follows_the_weights_and_is_no_part_of_the_state() -> None:
     with torch.device("meta"):
         module = MoeLayer(EXPERTS, HIDDEN)
-    assert module.tally.is_meta
+    assert module.routing_stats.is_meta
     module.to_empty(device="cpu")
-    assert module.tally.tolist() == [0.0] * 8
-    assert not [name for name in module.state_dict() if "tally" in name]
+    assert module.routing_stats.tolist() == [0.0] * 8
+    assert not [name for name in module.state_dict() if "stats" in name]
 
 
 def test_config_json_keeps_what_transformers_does_not_know() -> None:

@@ -1,4 +1,4 @@
-"""Recompute and offload change where activations are, and no bit of what comes out."""
+"""Recompute and activation offload change memory use and no bit of the results."""
 
 import copy
 from collections import Counter
@@ -21,7 +21,7 @@ from trimaran.models import PRESETS, ModelSpec
 from trimaran.nets import Network, decoder_network, initialise
 from trimaran.nets.hf import hf_network
 from trimaran.optim.split_weights import split_weights
-from trimaran.parallel.memory.activation_offload import SynchronousCopies, ActivationOffload, offload_blocks
+from trimaran.parallel.memory.activation_offload import ActivationOffload, SynchronousCopies, offload_blocks
 from trimaran.parallel.memory.recompute import apply_recompute
 
 MODES = ("selective", "full", 2)
@@ -42,32 +42,32 @@ def llama() -> Network:
     return hf_network(LlamaForCausalLM(HF), None)
 
 
-class Sieve(nn.Module):
-    """A block whose dropout must fall alike both times, called with keywords."""
+class DropoutBlock(nn.Module):
+    """A block with dropout, which must be equal in the recompute. Called with keyword arguments."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(32, 32)
 
-    def forward(self, x: Tensor, *, share: float) -> Tensor:
-        return x + F.dropout(self.inner(x), share).sin()
+    def forward(self, x: Tensor, *, rate: float) -> Tensor:
+        return x + F.dropout(self.inner(x), rate).sin()
 
 
-class Sieves(nn.Module):
+class DropoutModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.layers = nn.Embedding(320, 32), nn.ModuleList([Sieve(), Sieve()])
+        self.embed, self.layers = nn.Embedding(320, 32), nn.ModuleList([DropoutBlock(), DropoutBlock()])
 
     def forward(self, tokens: Tensor, documents: Tensor | None = None) -> tuple[Tensor, Tensor]:
         x = self.embed(tokens)
         for layer in self.layers:
-            x = layer(x, share=0.5)
+            x = layer(x, rate=0.5)
         return x @ self.embed.weight.T, torch.zeros(())
 
 
-def sieves() -> Network:
+def dropout_network() -> Network:
     torch.manual_seed(0)
-    module = Sieves()
+    module = DropoutModel()
     return Network(module, tuple(module.layers), None)
 
 
@@ -75,7 +75,7 @@ NETWORKS: dict[str, Callable[[], Network]] = {
     "dense": lambda: decoder(DENSE),
     "mixed": lambda: decoder(MIXED),
     "hf": llama,
-    "dropout": sieves,
+    "dropout": dropout_network,
 }
 
 
@@ -85,7 +85,7 @@ def loss_of(network: Network, tokens: Tensor) -> Tensor:
 
 
 def gradients(network: Network, *, precision: torch.dtype = torch.float32) -> list[Tensor]:
-    """Return the gradients of two micro-batches that are in flight together; the last is the loss."""
+    """Return the gradients of two micro-batches in flight at the same time; the last entry is the losses."""
     torch.manual_seed(1)
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == torch.bfloat16):
         losses = [loss_of(network, tokens) for tokens in TOKENS.chunk(2)]
@@ -102,7 +102,7 @@ def assert_same_bits(ours: list[Tensor], theirs: list[Tensor]) -> None:
 
 
 class Operators(TorchDispatchMode):
-    """Counts every operator that is computed."""
+    """Counts every operator that runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,43 +125,43 @@ def test_recompute_changes_no_bit_and_no_name(name: str, mode: Any, precision: t
     assert_same_bits(gradients(network, precision=precision), gradients(plain, precision=precision))
 
 
-# Of a block's seven products backward recomputes six: nobody needs the last one's output.
+# Backward recomputes six of a block's seven matmuls: the output of the last one is not needed.
 @pytest.mark.parametrize(
-    ("mode", "products", "attentions"),
+    ("mode", "matmuls", "attentions"),
     [("none", 0, 0), ("selective", 4 * 3, 0), ("full", 4 * 6, 4), (2, 2 * 6, 2), (3, 2 * 6, 2), (1, 4 * 6, 4)],
 )
-def test_each_mode_computes_again_what_it_says(mode: Any, products: int, attentions: int) -> None:
+def test_each_mode_recomputes_the_expected_operators(mode: Any, matmuls: int, attentions: int) -> None:
     network = decoder(DENSE)
     apply_recompute(network, Plan(recompute=mode), None)
     with Operators() as seen:
         loss_of(network, TOKENS).backward()
-    assert seen.calls["mm"] == 3 * (4 * 7 + 1) + products
+    assert seen.calls["mm"] == 3 * (4 * 7 + 1) + matmuls
     assert seen.calls["_scaled_dot_product_flash_attention_for_cpu"] == 4 + attentions
 
 
-def kept_and_peak(mode: Any) -> tuple[int, int]:
-    """Return the bytes alive between forward and backward, and at most."""
+def saved_and_peak(mode: Any) -> tuple[int, int]:
+    """Return the bytes allocated between forward and backward, and the peak."""
     network, tracker = decoder(DENSE), MemTracker()
     apply_recompute(network, Plan(recompute=mode), None)
     tracker.track_external(network.module)
     cpu = torch.device("cpu")
     with tracker:
         loss = loss_of(network, TOKENS)
-        kept = tracker.get_tracker_snapshot()[cpu]["Total"]
+        saved = tracker.get_tracker_snapshot()[cpu]["Total"]
         loss.backward()
-    return kept, tracker.get_tracker_snapshot("peak")[cpu]["Total"]
+    return saved, tracker.get_tracker_snapshot("peak")[cpu]["Total"]
 
 
-def test_the_more_is_recomputed_the_less_is_kept() -> None:
-    kept, peak = zip(*(kept_and_peak(mode) for mode in ("full", "selective", 2, "none")), strict=True)
-    assert list(kept) == sorted(kept)
-    assert len(set(kept)) == len(kept)
-    assert kept[0] < 0.5 * kept[-1]
+def test_more_recompute_saves_less_memory() -> None:
+    saved, peak = zip(*(saved_and_peak(mode) for mode in ("full", "selective", 2, "none")), strict=True)
+    assert list(saved) == sorted(saved)
+    assert len(set(saved)) == len(saved)
+    assert saved[0] < 0.5 * saved[-1]
     assert peak[0] < peak[2] < peak[-1]
     assert peak[1] < peak[-1]
 
 
-def test_a_copy_of_a_recomputed_network_has_weights_of_its_own() -> None:
+def test_a_copy_of_a_recomputed_network_has_its_own_weights() -> None:
     network, plain = decoder(DENSE), decoder(DENSE)
     apply_recompute(network, Plan(recompute="full"), None)
     twin = copy.deepcopy(network)
@@ -172,30 +172,30 @@ def test_a_copy_of_a_recomputed_network_has_weights_of_its_own() -> None:
 
 
 class Graphs:
-    """A compiler that runs its graphs as they are, and remembers how many products each has."""
+    """A compile backend that runs graphs unchanged and counts the matmuls of each."""
 
     def __init__(self) -> None:
-        self.products: list[int] = []
+        self.matmuls: list[int] = []
         self.backend = aot_autograd(fw_compiler=self._compile, partition_fn=min_cut_rematerialization_partition)
 
     def _compile(self, graph: Any, _: Any) -> Any:
         names = [str(node.target) for node in graph.graph.nodes]
-        self.products.append(sum("mm.default" in name or "joint_product.default" in name for name in names))
+        self.matmuls.append(sum("mm.default" in name or "joint_matmul.default" in name for name in names))
         return make_boxed_func(graph.forward)
 
 
 @pytest.mark.parametrize(("mode", "again"), [("none", 0), ("selective", 3), ("full", 6)])
-def test_a_compiled_block_keeps_what_the_mode_says(mode: Any, again: int) -> None:
+def test_a_compiled_block_saves_what_the_mode_says(mode: Any, again: int) -> None:
     torch.compiler.reset()
     network, plain, graphs = decoder(DENSE), decoder(DENSE), Graphs()
     apply_recompute(network, Plan(recompute=mode, compile=True), None)
     for block in network.blocks:
         block.compile(backend=graphs.backend)
     assert_same_bits(gradients(network), gradients(plain))
-    assert graphs.products == [7, 14 + again], "alike blocks share one graph forward and one backward"
+    assert graphs.matmuls == [7, 14 + again], "equal blocks share one forward and one backward graph"
 
 
-def test_a_compiled_block_of_joint_products_computes_them_again() -> None:
+def test_a_compiled_block_recomputes_joint_projections() -> None:
     torch.compiler.reset()
     plan, network, graphs = Plan(recompute="full", compile=True, precision="bf16"), decoder(DENSE), Graphs()
     split_weights([network], plan)
@@ -203,38 +203,38 @@ def test_a_compiled_block_of_joint_products_computes_them_again() -> None:
     for block in network.blocks:
         block.compile(backend=graphs.backend)
     gradients(network, precision=torch.bfloat16)
-    assert graphs.products == [4, 8 + 3], "the last, which no backward needs, is not computed again"
+    assert graphs.matmuls == [4, 8 + 3], "the last one, which no backward needs, is not recomputed"
 
 
-def test_dropout_falls_alike_when_a_compiled_block_is_computed_again() -> None:
+def test_dropout_is_equal_when_a_compiled_block_is_recomputed() -> None:
     torch.compiler.reset()
-    plain, network = sieves(), sieves()
+    plain, network = dropout_network(), dropout_network()
     apply_recompute(network, Plan(recompute="full", compile=True), None)
     for block in network.blocks:
         block.compile(backend=Graphs().backend)
     assert_same_bits(gradients(network), gradients(plain))
 
 
-class Record(SynchronousCopies):
-    """Writes down which bytes went where, and which storages are away."""
+class RecordingCopies(SynchronousCopies):
+    """Records every copy to and from the host."""
 
     def __init__(self) -> None:
         self.log: list[tuple[str, int]] = []
 
     def to_host(self, source: Tensor) -> tuple[Tensor, Any]:
-        self.log.append(("away", source.data_ptr()))
+        self.log.append(("to_host", source.data_ptr()))
         return super().to_host(source)
 
     def to_device(self, host: Tensor) -> tuple[Tensor, Any]:
-        self.log.append(("back", host.data_ptr()))
+        self.log.append(("to_device", host.data_ptr()))
         return super().to_device(host)
 
-    def count(self, what: str) -> int:
-        return sum(each == what for each, _ in self.log)
+    def count(self, event: str) -> int:
+        return sum(each == event for each, _ in self.log)
 
 
-def offloaded(network: Network, *, min_bytes: int = 1024) -> Record:
-    record = Record()
+def offloaded(network: Network, *, min_bytes: int = 1024) -> RecordingCopies:
+    record = RecordingCopies()
     offload_blocks(network, ActivationOffload(record, device="cpu", min_bytes=min_bytes))
     return record
 
@@ -250,11 +250,11 @@ def test_offload_changes_no_bit_and_no_name(name: str, mode: Any, precision: tor
         each for each, _ in plain.module.named_parameters()
     ]
     assert_same_bits(gradients(network, precision=precision), gradients(plain, precision=precision))
-    assert record.count("away") > record.count("back") > 0
+    assert record.count("to_host") > record.count("to_device") > 0
 
 
 @pytest.mark.parametrize("mode", ["none", "full"])
-def test_a_compiled_block_is_offloaded_as_a_whole(mode: Any) -> None:
+def test_a_compiled_block_is_offloaded(mode: Any) -> None:
     torch.compiler.reset()
     network, plain, graphs = decoder(DENSE), decoder(DENSE), Graphs()
     apply_recompute(network, Plan(recompute=mode), None)
@@ -262,33 +262,33 @@ def test_a_compiled_block_is_offloaded_as_a_whole(mode: Any) -> None:
     for block in network.blocks:
         block.compile(backend=graphs.backend)
     assert_same_bits(gradients(network), gradients(plain))
-    assert len(graphs.products) == 2
-    assert record.count("back") > 0
+    assert len(graphs.matmuls) == 2
+    assert record.count("to_device") > 0
 
 
-def test_full_recompute_leaves_only_the_inputs_of_blocks_to_offload() -> None:
+def test_full_recompute_offloads_only_block_inputs() -> None:
     network = decoder(DENSE)
     apply_recompute(network, Plan(recompute="full"), None)
     record = offloaded(network)
     loss_of(network, TOKENS[:2]).backward()
-    assert record.count("away") == 4
-    assert record.count("back") == 3, "backward begins with the last block, which is still there"
+    assert record.count("to_host") == 4
+    assert record.count("to_device") == 3, "backward starts with the last block, which is still on the device"
 
 
-def test_what_all_blocks_share_goes_once_and_weights_not_at_all() -> None:
-    num_away = []
+def test_shared_tensors_are_offloaded_once_and_weights_never() -> None:
+    num_copies = []
     for layers in (2, 3):
         network = decoder(replace(DENSE, layers=layers))
         weights = {each.untyped_storage().data_ptr() for each in network.module.parameters()}
         record = offloaded(network, min_bytes=0)
         loss_of(network, TOKENS[:2]).backward()
-        assert not weights & {pointer for what, pointer in record.log if what == "away"}
-        num_away.append(record.count("away"))
-    two, three = num_away
-    assert two - 2 * (three - two) == 2, "the cosines and sines of the rotation"
+        assert not weights & {pointer for what, pointer in record.log if what == "to_host"}
+        num_copies.append(record.count("to_host"))
+    two, three = num_copies
+    assert two - 2 * (three - two) == 2, "the rotary cosines and sines"
 
 
-def test_a_block_comes_back_while_the_one_after_it_is_in_backward() -> None:
+def test_a_block_is_prefetched_during_the_backward_of_the_next_block() -> None:
     network = decoder(DENSE)
     record = offloaded(network)
     for number, block in enumerate(network.blocks):
@@ -299,10 +299,10 @@ def test_a_block_comes_back_while_the_one_after_it_is_in_backward() -> None:
     def number_of(what: str, start: tuple[str, int], end: tuple[str, int]) -> int:
         return sum(each == what for each, _ in record.log[record.log.index(start) : record.log.index(end)])
 
-    of_block_2 = number_of("away", ("forward", 1), ("forward", 2))
+    of_block_2 = number_of("to_host", ("forward", 1), ("forward", 2))
     rotation = 2
-    assert number_of("back", ("forward", 3), ("backward", 3)) == of_block_2 + rotation
-    assert number_of("back", ("backward", 1), ("backward", 0)) == 0, "block 0 is there before its turn"
+    assert number_of("to_device", ("forward", 3), ("backward", 3)) == of_block_2 + rotation
+    assert number_of("to_device", ("backward", 1), ("backward", 0)) == 0, "block 0 is already on the device"
 
 
 def test_only_the_last_block_is_on_the_device_after_forward() -> None:
@@ -316,13 +316,13 @@ def test_only_the_last_block_is_on_the_device_after_forward() -> None:
         call = call.previous
     assert len(calls) == 4
     assert all(each() is not None for call in calls for each in call.storages)
-    here = [any(each().on_device is not None for each in call.storages) for call in calls]
-    assert here == [True, False, False, False]
+    on_device = [any(each().on_device is not None for each in call.storages) for call in calls]
+    assert on_device == [True, False, False, False]
     del loss
-    assert all(each() is None for call in calls for each in call.storages), "they live as long as the graph"
+    assert all(each() is None for call in calls for each in call.storages), "storages live as long as the graph"
 
 
-def test_what_needs_no_gradient_goes_nowhere() -> None:
+def test_nothing_is_offloaded_without_gradients() -> None:
     network = decoder(DENSE)
     record = offloaded(network)
     with torch.no_grad():

@@ -22,7 +22,7 @@ from trimaran.models import module_names, outline_for, spec_of
 from trimaran.models.perception_spec import PERCEPTION_PRESETS, PerceptionSpec, perception_config
 from trimaran.nets import initialise
 from trimaran.nets.perception import PerceptionNetwork, perception_network
-from trimaran.nets.perception.geometry import sight_bias
+from trimaran.nets.perception.model import camera_bias
 from trimaran.train.loss.perception_objective import PerceptionObjective, box_targets
 
 TINY = PERCEPTION_PRESETS["tiny"]
@@ -92,7 +92,7 @@ def test_of_two_boxes_in_line_a_ray_hits_the_nearer() -> None:
 def test_a_cell_looks_for_its_object_where_the_cameras_show_it() -> None:
     boxes = ((6.5, 1.5), (-4.5, 5.5), (0.5, -8.5), (-9.5, -2.5))
     rows, columns = TINY.grid
-    bias = sight_bias(RULES, TINY.grid, torch.device("cpu")).view(RULES.cells, RULES.cells, -1)
+    bias = camera_bias(RULES, TINY.grid, torch.device("cpu")).view(RULES.cells, RULES.cells, -1)
     for x, y in boxes:
         box = np.array([[x, y, 0.8, 1.0, 1.0, 1.6, 0.0, 0]], dtype=np.float32)
         _, hits, _ = cast(_cameras(RULES), box)

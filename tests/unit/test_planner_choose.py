@@ -1,4 +1,4 @@
-"""The plan that is chosen keeps the pins, fits, and is always the same."""
+"""The chosen plan keeps the pins, fits, and is deterministic."""
 
 import subprocess
 import sys
@@ -25,24 +25,24 @@ def recipe(*, global_batch: int = 32, seq_len: int = 256, plan: dict[str, Any] |
     )
 
 
-def refusal(wish: Recipe, spec: ModelSpec | None, cluster: Cluster) -> UserError:
+def refusal(wanted: Recipe, spec: ModelSpec | None, cluster: Cluster) -> UserError:
     with pytest.raises(UserError) as caught:
-        choose(wish, spec, cluster)
+        choose(wanted, spec, cluster)
     return caught.value
 
 
-def test_two_cores_become_two_replicas_with_the_whole_share_at_once() -> None:
+def test_two_cores_become_two_replicas_without_accumulation() -> None:
     plan = choose(recipe(), TINY, TWO_CORES)
     assert plan.mesh == Mesh(dp_replicate=2)
     assert (plan.micro_batch, plan.grad_accum, plan.precision, plan.compile) == (16, 1, "fp32", False)
 
 
-def test_gpus_compute_in_bf16_and_compiled() -> None:
+def test_gpus_use_bf16_and_compile() -> None:
     plan = choose(recipe(), TINY, parse_cluster("8xH100"))
     assert (plan.precision, plan.compile) == ("bf16", True)
 
 
-def test_gpus_without_bf16_compute_in_fp16_unless_it_is_refused() -> None:
+def test_gpus_without_bf16_use_fp16_unless_it_is_illegal() -> None:
     for cluster in (parse_cluster("8xV100"), parse_cluster("4xT4")):
         assert choose(recipe(), TINY, cluster).precision == "fp16"
         alone = recipe(plan={"comm": {"local_steps": 2}, "sharding": "none"})
@@ -52,10 +52,10 @@ def test_gpus_without_bf16_compute_in_fp16_unless_it_is_refused() -> None:
         assert choose(recipe(), None, cluster).precision == "fp16"
 
 
-def test_what_the_host_lacks_is_not_told_of_the_device() -> None:
+def test_missing_host_memory_is_not_reported_as_device_memory() -> None:
     cluster = replace(parse_cluster("8xH100"), host_bytes=Bytes(64 * GIB))
-    wish = recipe(global_batch=8, seq_len=1024, plan={"offload": "parameters", "sharding": "parameters"})
-    error = refusal(wish, PRESETS["llama-3-70b"], cluster)
+    wanted = recipe(global_batch=8, seq_len=1024, plan={"offload": "parameters", "sharding": "parameters"})
+    error = refusal(wanted, PRESETS["llama-3-70b"], cluster)
     assert error.code == "P007"
     assert "GiB too big for the 57.6 GiB of host memory a node" in error.what
     assert "H100" not in error.what
@@ -63,31 +63,31 @@ def test_what_the_host_lacks_is_not_told_of_the_device() -> None:
 
 @pytest.mark.parametrize("text", ["H100", "8xH100", "2x8xA100", "2x8xH200", "GB200"])
 @pytest.mark.parametrize("spec", [TINY, SMALL])
-def test_what_is_chosen_is_legal_and_fits(text: str, spec: ModelSpec) -> None:
-    cluster, wish = parse_cluster(text), recipe(global_batch=64, seq_len=2048)
-    plan = choose(wish, spec, cluster)
-    check_plan(plan, wish, spec, cluster)
+def test_the_chosen_plan_is_legal_and_fits(text: str, spec: ModelSpec) -> None:
+    cluster, wanted = parse_cluster(text), recipe(global_batch=64, seq_len=2048)
+    plan = choose(wanted, spec, cluster)
+    check_plan(plan, wanted, spec, cluster)
     assert plan.global_batch == 64
     assert plan.prediction is not None
     assert plan.prediction.fits
 
 
-def test_parameters_are_sharded_only_when_less_does_not_do() -> None:
+def test_parameters_are_sharded_only_if_they_must_be() -> None:
     assert choose(recipe(), SMALL, parse_cluster("8xH100")).sharding != "parameters"
     roomy = choose(recipe(global_batch=64, seq_len=4096), LARGE, parse_cluster("8xH100"))
     assert (roomy.mesh, roomy.sharding) == (Mesh(dp_shard=8), "gradients")
-    wish = recipe(global_batch=64, seq_len=4096, plan={"mesh": {"dp_shard": 8}})
-    assert choose(wish, LARGE, parse_cluster("8xA100-40GB")).sharding == "parameters"
+    wanted = recipe(global_batch=64, seq_len=4096, plan={"mesh": {"dp_shard": 8}})
+    assert choose(wanted, LARGE, parse_cluster("8xA100-40GB")).sharding == "parameters"
 
 
-def test_what_talks_most_stays_inside_a_node() -> None:
+def test_the_axis_with_the_most_communication_stays_inside_a_node() -> None:
     pins = {"sharding": "parameters", "mesh": {"pp": 1, "cp": 1}}
     plan = choose(recipe(global_batch=16, seq_len=2048, plan=pins), LARGE, parse_cluster("2x8xH100"))
     assert plan.mesh.dp_replicate == 2
     assert plan.mesh.dp_shard * plan.mesh.tp == 8
 
 
-def test_shards_span_the_nodes_when_they_must() -> None:
+def test_shards_span_nodes_only_if_they_must() -> None:
     small = replace(DEVICES["H100"], memory_bytes=24 * GIB)
     cluster = Cluster(device=small, num_nodes=4, devices_per_node=8)
     pins = {"mesh": {"tp": 1, "pp": 1, "cp": 1}, "offload": "none"}
@@ -95,7 +95,7 @@ def test_shards_span_the_nodes_when_they_must() -> None:
     assert plan.mesh.dp_shard > 8
 
 
-def test_a_micro_batch_never_grows_past_what_helps() -> None:
+def test_a_micro_batch_does_not_grow_beyond_what_helps() -> None:
     assert choose(recipe(global_batch=256, seq_len=64), TINY, parse_cluster("H100")).micro_batch == 64
     assert choose(recipe(global_batch=256, seq_len=2048), TINY, parse_cluster("H100")).micro_batch == 16
     assert choose(recipe(global_batch=256, seq_len=64), TINY, TWO_CORES).micro_batch == 16
@@ -121,7 +121,7 @@ def test_a_micro_batch_never_grows_past_what_helps() -> None:
         ({"sharding": "parameters", "mesh": {"dp_replicate": 4}}, Mesh(dp_replicate=4, dp_shard=2), "parameters"),
     ],
 )
-def test_pinned_degrees_stay_and_the_rest_follows(pins: dict[str, Any], mesh: Mesh, sharding: str) -> None:
+def test_pinned_degrees_stay_and_the_others_follow(pins: dict[str, Any], mesh: Mesh, sharding: str) -> None:
     plan = choose(recipe(plan=pins), TINY, parse_cluster("8xH100"))
     assert (plan.mesh, plan.sharding) == (mesh, sharding)
 
@@ -135,7 +135,7 @@ def test_pinned_degrees_stay_and_the_rest_follows(pins: dict[str, Any], mesh: Me
         ({}, 4, 1),
     ],
 )
-def test_pinned_batches_stay_and_the_rest_follows(pins: dict[str, Any], micro_batch: int, grad_accum: int) -> None:
+def test_pinned_batches_stay_and_the_others_follow(pins: dict[str, Any], micro_batch: int, grad_accum: int) -> None:
     plan = choose(recipe(plan=pins), TINY, parse_cluster("8xH100"))
     assert (plan.micro_batch, plan.grad_accum) == (micro_batch, grad_accum)
 
@@ -174,7 +174,7 @@ def test_sharding_on_one_device_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("global_batch", "fix"), [(30, "24 or 32"), (4, "set it to 8, or use 4 of the devices")])
-def test_a_batch_that_does_not_split_comes_back_with_numbers_that_work(global_batch: int, fix: str) -> None:
+def test_the_error_for_an_uneven_batch_suggests_sizes_that_work(global_batch: int, fix: str) -> None:
     pins = {"mesh": {"tp": 1, "pp": 1, "cp": 1}}
     error = refusal(recipe(global_batch=global_batch, plan=pins), TINY, parse_cluster("8xH100"))
     assert error.code == "P006"
@@ -182,24 +182,24 @@ def test_a_batch_that_does_not_split_comes_back_with_numbers_that_work(global_ba
     assert choose(recipe(global_batch=global_batch), TINY, parse_cluster("8xH100")).mesh.dp < 8
 
 
-def test_nothing_fits_says_how_much_is_missing_and_where_it_would_fit() -> None:
+def test_the_error_says_how_much_memory_is_missing_and_where_a_plan_fits() -> None:
     pins = {"offload": "none"}
-    wish = recipe(global_batch=8, seq_len=1024, plan=pins)
-    error = refusal(wish, PRESETS["llama-3-70b"], parse_cluster("8xH100"))
+    wanted = recipe(global_batch=8, seq_len=1024, plan=pins)
+    error = refusal(wanted, PRESETS["llama-3-70b"], parse_cluster("8xH100"))
     assert error.code == "P007"
     assert "GiB too big for the 79.1 GiB of H100, the most for" in error.what
     words = error.fix.split()
     assert words[:2] == ["add", "devices:"]
-    assert choose(wish, PRESETS["llama-3-70b"], parse_cluster(words[2])).prediction
+    assert choose(wanted, PRESETS["llama-3-70b"], parse_cluster(words[2])).prediction
     smaller = f"{int(words[2].split('x')[0]) - 1}x8xH100"
-    assert refusal(wish, PRESETS["llama-3-70b"], parse_cluster(smaller)).code == "P007"
+    assert refusal(wanted, PRESETS["llama-3-70b"], parse_cluster(smaller)).code == "P007"
     assert "leave plan.offload out" in error.fix
     assert (
         choose(recipe(global_batch=8, seq_len=1024), PRESETS["llama-3-70b"], parse_cluster("8xH100")).offload != "none"
     )
 
 
-def test_states_go_to_the_host_only_when_they_must() -> None:
+def test_states_are_offloaded_only_if_they_must_be() -> None:
     plan = choose(recipe(seq_len=2048), LARGE, parse_cluster("H100"))
     assert plan.offload in ("optimizer", "parameters")
     pinned = refusal(recipe(seq_len=2048, plan={"offload": "none"}), LARGE, parse_cluster("H100"))
@@ -207,19 +207,19 @@ def test_states_go_to_the_host_only_when_they_must() -> None:
     assert choose(recipe(global_batch=64, seq_len=2048), LARGE, parse_cluster("8xH100")).offload == "none"
 
 
-def test_layers_are_computed_again_only_when_they_must() -> None:
+def test_layers_are_recomputed_only_if_they_must_be() -> None:
     cluster = parse_cluster("4x8xH100")
     assert choose(recipe(global_batch=64, seq_len=4096), LARGE, cluster).recompute == "none"
-    wish = recipe(global_batch=64, seq_len=4096, plan={"offload": "none", "mesh": {"tp": 1, "pp": 1, "cp": 1}})
-    plan = choose(wish, PRESETS["llama-3-70b"], cluster)
+    wanted = recipe(global_batch=64, seq_len=4096, plan={"offload": "none", "mesh": {"tp": 1, "pp": 1, "cp": 1}})
+    plan = choose(wanted, PRESETS["llama-3-70b"], cluster)
     assert (plan.mesh, plan.sharding) == (Mesh(dp_shard=32), "parameters")
     assert plan.recompute != "none"
 
 
-def test_shards_over_the_parts_of_a_sequence_come_when_replicas_do_not_fit() -> None:
-    wish = {"mesh": {"cp": 8}}
-    assert choose(recipe(plan=wish), TINY, parse_cluster("8xH100")).sharding == "none"
-    plan = choose(recipe(global_batch=8, seq_len=8192, plan=wish), LARGE, parse_cluster("8xH100"))
+def test_context_parallel_ranks_shard_if_replicas_do_not_fit() -> None:
+    wanted = {"mesh": {"cp": 8}}
+    assert choose(recipe(plan=wanted), TINY, parse_cluster("8xH100")).sharding == "none"
+    plan = choose(recipe(global_batch=8, seq_len=8192, plan=wanted), LARGE, parse_cluster("8xH100"))
     assert (plan.mesh, plan.sharding) == (Mesh(cp=8), "gradients")
 
 
@@ -243,34 +243,34 @@ def test_shards_over_the_parts_of_a_sequence_come_when_replicas_do_not_fit() -> 
     ],
 )
 def test_pins_of_every_kind_become_a_legal_predicted_plan(text: str, pins: dict[str, Any]) -> None:
-    wish, cluster = recipe(plan=pins), parse_cluster(text)
-    plan = choose(wish, TINY, cluster)
-    check_plan(plan, wish, TINY, cluster)
+    wanted, cluster = recipe(plan=pins), parse_cluster(text)
+    plan = choose(wanted, TINY, cluster)
+    check_plan(plan, wanted, TINY, cluster)
     assert plan.prediction is not None
     assert all(row.meaning for rows in (explain(plan).memory, explain(plan).time) for row in rows)
 
 
-def test_a_pipeline_is_cut_by_cost_and_says_so() -> None:
-    wish = recipe(seq_len=4096, plan={"mesh": {"pp": 4}, "pipeline": {"schedule": "1f1b"}})
-    assert choose(wish, LARGE, parse_cluster("8xH100")).pipeline.stages == (9, 9, 8, 6)
+def test_the_plan_lists_stages_split_by_cost() -> None:
+    wanted = recipe(seq_len=4096, plan={"mesh": {"pp": 4}, "pipeline": {"schedule": "1f1b"}})
+    assert choose(wanted, LARGE, parse_cluster("8xH100")).pipeline.stages == (9, 9, 8, 6)
     by_hand = recipe(plan={"mesh": {"pp": 2}, "pipeline": {"stages": (3, 1)}})
     assert choose(by_hand, TINY, TWO_CORES).pipeline.stages == (3, 1)
     assert choose(recipe(), TINY, TWO_CORES).pipeline.stages == ()
 
 
 @pytest.mark.parametrize("global_batch", [32, 6, 4, 2, 3])
-def test_a_pipeline_gets_micro_batches_that_keep_it_full(global_batch: int) -> None:
+def test_a_pipeline_gets_enough_micro_batches_to_stay_full(global_batch: int) -> None:
     plan = choose(recipe(global_batch=global_batch, plan={"mesh": {"pp": 2}}), TINY, TWO_CORES)
     assert plan.grad_accum >= min(global_batch, 3)
 
 
-def test_what_a_backward_cut_in_two_cannot_do_is_not_chosen() -> None:
+def test_zero_bubble_is_chosen_without_compile_and_recompute() -> None:
     pins = {"mesh": {"pp": 2}, "pipeline": {"schedule": "zero-bubble"}}
     plan = choose(recipe(plan=pins), TINY, parse_cluster("8xH100"))
     assert (plan.compile, plan.recompute, plan.num_stages) == (False, "none", 4)
 
 
-def test_small_optimizer_states_are_predicted_small() -> None:
+def test_low_precision_moments_reduce_the_predicted_memory() -> None:
     exact = choose(recipe(), SMALL, parse_cluster("8xH100"))
     small = Recipe.model_validate({"train": {"global_batch": 32, "optimizer": {"states": "8bit"}}})
     packed = choose(small, SMALL, parse_cluster("8xH100"))
@@ -279,30 +279,30 @@ def test_small_optimizer_states_are_predicted_small() -> None:
     assert packed.prediction.memory["optimizer"] < 0.3 * exact.prediction.memory["optimizer"]
 
 
-def test_a_foreign_model_gets_replicas_and_no_prediction() -> None:
+def test_an_unknown_model_gets_replicas_and_no_prediction() -> None:
     plan = choose(recipe(seq_len=4096), None, parse_cluster("8xH100"))
     assert (plan.mesh, plan.micro_batch, plan.prediction) == (Mesh(dp_replicate=8), 4, None)
     assert explain(plan).memory == explain(plan).time == ()
 
 
 @pytest.mark.parametrize("global_batch", [5040, 42 * 10**15])
-def test_choosing_is_quick_and_always_ends_the_same(global_batch: int) -> None:
-    wish, cluster = recipe(global_batch=global_batch, seq_len=2048), parse_cluster("6x7xH100")
+def test_choosing_takes_less_than_a_second_and_is_deterministic(global_batch: int) -> None:
+    wanted, cluster = recipe(global_batch=global_batch, seq_len=2048), parse_cluster("6x7xH100")
     start = time.perf_counter()
-    first = choose(wish, SMALL, cluster)
+    first = choose(wanted, SMALL, cluster)
     assert time.perf_counter() - start < 1
-    assert choose(wish, SMALL, cluster) == first
+    assert choose(wanted, SMALL, cluster) == first
 
 
-def test_an_explanation_ranks_the_terms_and_says_what_they_are() -> None:
+def test_an_explanation_ranks_and_describes_all_terms() -> None:
     for plan in (
         choose(recipe(), TINY, TWO_CORES),
         choose(recipe(global_batch=8, seq_len=2048), LARGE, parse_cluster("8xH100")),
     ):
-        told = explain(plan)
+        explanation = explain(plan)
         assert plan.prediction is not None
-        assert {row.term: row.value for row in told.memory} == plan.prediction.memory
-        for rows in (told.memory, told.time):
+        assert {row.term: row.value for row in explanation.memory} == plan.prediction.memory
+        for rows in (explanation.memory, explanation.time):
             assert sum(row.fraction for row in rows) == pytest.approx(1)
             assert [row.value for row in rows] == sorted((row.value for row in rows), reverse=True)
             assert all(row.meaning for row in rows)
@@ -313,18 +313,18 @@ def test_the_planner_imports_neither_torch_nor_numpy() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-def test_a_way_that_the_pins_rule_out_is_passed_over() -> None:
-    # Sixteen experts' ranks do not lie inside a node of eight, but all sixteen devices together do for them.
-    wish = recipe(seq_len=4096, plan={"mesh": {"ep": 16}})
-    assert choose(wish, PRESETS["qwen3-30b-a3b"], parse_cluster("2x8xH100")).mesh.ep == 16
-    # Replicas gather nothing, so this pin means shards.
+def test_layouts_that_the_pins_rule_out_are_skipped() -> None:
+    # ep 16 does not fit into a node of eight, but it does over all sixteen devices.
+    wanted = recipe(seq_len=4096, plan={"mesh": {"ep": 16}})
+    assert choose(wanted, PRESETS["qwen3-30b-a3b"], parse_cluster("2x8xH100")).mesh.ep == 16
+    # Replicas gather nothing, so this pin implies shards.
     plan = choose(recipe(plan={"comm": {"reshard": 4}}), TINY, parse_cluster("8xH100"))
     assert (plan.mesh.shards % 4, plan.sharding) == (0, "parameters")
 
 
-def test_a_way_that_is_ruled_out_does_not_hide_that_the_others_are_too_big() -> None:
-    wish = recipe(plan={"mesh": {"tp": 2}, "compile": True})
-    assert refusal(wish, PRESETS["llama-3-70b"], TWO_CORES).code == "P007"
+def test_an_illegal_layout_does_not_hide_that_the_others_do_not_fit() -> None:
+    wanted = recipe(plan={"mesh": {"tp": 2}, "compile": True})
+    assert refusal(wanted, PRESETS["llama-3-70b"], TWO_CORES).code == "P007"
 
 
 @pytest.mark.parametrize(("offload", "sharding"), [("optimizer", "optimizer"), ("parameters", "parameters")])

@@ -1,4 +1,4 @@
-"""The emitted YAML goes through accelerate's own launcher and comes out as the plugins of the plan."""
+"""accelerate's own launcher turns the emitted YAML into plugins that match the plan."""
 
 import os
 import shlex
@@ -26,7 +26,7 @@ def changed(**fields: Any) -> Plan:
 
 @pytest.fixture
 def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A function that gives the emitted command to accelerate's parser, in the folder with the emitted files."""
+    """A function that parses the emitted command with accelerate, in the folder of the emitted files."""
 
     def launch(plan: Plan, cluster: str = "8xH100") -> Namespace:
         emission = emit("accelerate", plan, question("llama-3.1-8b", cluster, plan))
@@ -42,7 +42,7 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def plugins(args: Namespace, monkeypatch: pytest.MonkeyPatch) -> FullyShardedDataParallelPlugin:
-    """Return the FSDP plugin that a process builds from the environment which the launcher prepares."""
+    """Return the FSDP plugin that a process builds from the environment of the launcher."""
     for name, value in prepare_multi_gpu_env(args).items():
         if os.environ.get(name) != value:
             monkeypatch.setenv(name, value)
@@ -68,7 +68,7 @@ def test_sharded_gradients_keep_the_gathered_weights(launched: Any, monkeypatch:
     assert not plugin.activation_checkpointing
 
 
-def test_what_goes_to_the_host_is_the_input_of_a_block(launched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offloaded_activations_are_the_inputs_of_blocks(launched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plugin = plugins(launched(changed(recompute="full", offload="activations")), monkeypatch)
     assert plugin.activation_checkpointing_offload
     assert not isinstance(plugin.cpu_offload, CPUOffloadPolicy)
@@ -88,7 +88,7 @@ def test_axes_become_a_parallelism_config(mesh: dict[str, int], launched: Any, m
     assert (sizes.tp_size, sizes.cp_size, sizes.total_size) == (wanted.tp, wanted.cp, 8)
 
 
-def test_slices_alone_need_no_shards(launched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tp_alone_needs_no_shards(launched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     args = launched(changed(mesh={"tp": 8}, sharding="none"))
     monkeypatch.setattr(os, "environ", prepare_multi_gpu_env(args))
     assert args.multi_gpu
@@ -104,16 +104,16 @@ def test_replicas_on_two_nodes_become_ddp(launched: Any) -> None:
     assert args.training_script_args == ["--per_device_train_batch_size", "2", "--gradient_checkpointing"]
 
 
-def test_the_engine_deepspeed_becomes_deepspeeds_own_file(launched: Any) -> None:
+def test_engine_deepspeed_emits_a_deepspeed_file(launched: Any) -> None:
     args = launched(changed(engine="deepspeed", sharding="optimizer", offload="optimizer"))
-    args.deepspeed_fields_from_accelerate_config = ""  # the launcher notes them here, for its warnings
+    args.deepspeed_fields_from_accelerate_config = ""  # the launcher stores them here for its warnings
     _, environment = prepare_deepspeed_cmd_env(args)
     assert args.use_deepspeed
     assert environment["ACCELERATE_DEEPSPEED_CONFIG_FILE"] == "ds_config.json"
     assert environment["ACCELERATE_USE_DEEPSPEED"] == "true"
 
 
-def test_fp8_is_torchaos(launched: Any) -> None:
+def test_fp8_uses_torchao(launched: Any) -> None:
     args = launched(changed(precision="fp8"))
     assert (args.mixed_precision, args.fp8_backend) == ("fp8", "AO")
 
@@ -136,7 +136,7 @@ def test_fp8_is_torchaos(launched: Any) -> None:
         ({"engine": "deepspeed", "mesh": {"dp_shard": 4, "tp": 2}}, "plan.mesh.tp"),
     ],
 )
-def test_what_accelerate_cannot_say_is_refused(change: dict[str, Any], where: str) -> None:
+def test_plans_that_accelerate_cannot_express_are_refused(change: dict[str, Any], where: str) -> None:
     plan = changed(**change)
     with pytest.raises(UserError, match="P061: accelerate cannot express") as caught:
         emit("accelerate", plan, question("llama-3.1-8b", "8xH100", plan))

@@ -1,4 +1,4 @@
-"""The emitted JSON is read by DeepSpeed itself, on as many data ranks as the command starts."""
+"""DeepSpeed itself reads the emitted JSON, with as many data ranks as the command starts."""
 
 import json
 from typing import Any
@@ -15,7 +15,7 @@ SHARDED = Plan(mesh=Mesh(dp_shard=8), sharding="parameters", precision="bf16", m
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A function that gives the emitted JSON to DeepSpeed, which counts the ranks that the command starts."""
+    """A function that lets DeepSpeed read the emitted JSON for as many ranks as the command starts."""
 
     def configure(plan: Plan, cluster: str = "8xH100") -> DeepSpeedConfig:
         emission = emit("deepspeed", plan, question("llama-3.1-8b", cluster, plan))
@@ -36,7 +36,7 @@ def test_deepspeed_reads_the_plans_batch_stage_and_precision(sharding: str, stag
     assert config.bfloat16_config.enabled
 
 
-def test_a_plan_of_our_own_engine_is_read_too_and_compiling_is_left_to_the_script() -> None:
+def test_a_plan_for_engine_torch_is_emitted_too_and_compile_is_left_to_the_script() -> None:
     plan = SHARDED.model_copy(update={"compile": True, "recompute": "full"})
     emission = emit("deepspeed", plan, question("llama-3.1-8b", "8xH100", plan))
     assert emission.command == (
@@ -45,7 +45,7 @@ def test_a_plan_of_our_own_engine_is_read_too_and_compiling_is_left_to_the_scrip
     assert any("engine.compile()" in note for note in emission.notes)
 
 
-def test_several_nodes_are_named_in_a_file(read: Any) -> None:
+def test_several_nodes_are_listed_in_a_hostfile(read: Any) -> None:
     plan = SHARDED.model_copy(update={"mesh": Mesh(dp_shard=32)})
     assert read(plan, "4x8xH100").train_batch_size == 256
     emission = emit("deepspeed", plan, question("llama-3.1-8b", "4x8xH100", plan))
@@ -66,7 +66,7 @@ def test_several_nodes_are_named_in_a_file(read: Any) -> None:
         ({"recompute": "selective"}, "plan.recompute"),
     ],
 )
-def test_what_deepspeed_cannot_say_is_refused(change: dict[str, Any], where: str) -> None:
+def test_plans_that_deepspeed_cannot_express_are_refused(change: dict[str, Any], where: str) -> None:
     plan = SHARDED.model_copy(update=change)
     with pytest.raises(UserError, match=r"P061: deepspeed cannot express .+: ") as caught:
         emit("deepspeed", plan, question("llama-3.1-8b", "8xH100", plan))

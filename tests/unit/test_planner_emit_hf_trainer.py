@@ -26,8 +26,8 @@ def changed(**fields: Any) -> Plan:
 
 @pytest.fixture
 def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A function that runs the emitted script's `arguments` on the emitted JSON, as far as a CPU lets it."""
-    before = dict(os.environ)  # TrainingArguments speak to accelerate through it
+    """A function that runs the emitted script's `arguments` on the emitted JSON, as far as a CPU allows."""
+    before = dict(os.environ)  # TrainingArguments set variables for accelerate
 
     def build(plan: Plan, **train: Any) -> TrainingArguments:
         emission = emit("hf-trainer", plan, question("llama-3.1-8b", "8xH100", plan, **train))
@@ -42,7 +42,7 @@ def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     os.environ.update(before)
 
 
-def test_the_trainer_takes_the_plans_batch_and_shards(built: Any) -> None:
+def test_the_arguments_have_the_batch_and_sharding_of_the_plan(built: Any) -> None:
     args = built(changed(recompute="full", offload="parameters", compile=True))
     assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (2, 4)
     plugin = args.fsdp_plugin_args
@@ -54,19 +54,19 @@ def test_the_trainer_takes_the_plans_batch_and_shards(built: Any) -> None:
     assert args.dataloader_num_workers == 0
 
 
-def test_replicas_of_shards_and_parts_of_sequences_become_a_parallelism_config(built: Any) -> None:
+def test_hybrid_sharding_and_cp_become_a_parallelism_config(built: Any) -> None:
     sizes = built(changed(mesh={"dp_replicate": 2, "dp_shard": 2, "cp": 2})).parallelism_config
     assert (sizes.dp_replicate_size, sizes.dp_shard_size, sizes.cp_size, sizes.total_size) == (2, 2, 2, 8)
 
 
-def test_whole_replicas_compute_blocks_again_by_themselves(built: Any) -> None:
+def test_with_replicas_the_model_recomputes_its_blocks(built: Any) -> None:
     args = built(changed(mesh={"dp_replicate": 8}, sharding="none", recompute="full"))
     assert not args.fsdp
     assert args.gradient_checkpointing
     assert args.ddp_bucket_cap_mb == 25
 
 
-def test_the_engine_deepspeed_agrees_with_the_arguments(built: Any) -> None:
+def test_the_deepspeed_file_agrees_with_the_arguments(built: Any) -> None:
     args = built(changed(engine="deepspeed", sharding="gradients", offload="optimizer"), lr=3e-4)
     config = args.hf_deepspeed_config
     assert config.is_zero2()
@@ -75,12 +75,12 @@ def test_the_engine_deepspeed_agrees_with_the_arguments(built: Any) -> None:
     assert [each for each in config.mismatches if "train_batch_size" not in each] == []  # one process here, not 8
 
 
-def test_moments_of_eight_bits_are_torchaos(built: Any) -> None:
+def test_8_bit_moments_use_torchao(built: Any) -> None:
     assert built(SHARDED, optimizer={"states": "8bit"}).optim == "adamw_torch_8bit"
 
 
 @pytest.mark.parametrize("kind", ["cosine", "linear", "wsd", "constant"])
-def test_the_learning_rate_goes_the_same_way(kind: str, built: Any) -> None:
+def test_the_learning_rate_schedule_matches_ours(kind: str, built: Any) -> None:
     train = {"steps": 50, "lr": 1e-3, "schedule": {"kind": kind, "warmup_steps": 5, "floor": 0.1}}
     args = built(SHARDED, **train)
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=args.learning_rate)
@@ -89,7 +89,7 @@ def test_the_learning_rate_goes_the_same_way(kind: str, built: Any) -> None:
     )
     recipe = question("llama-3.1-8b", "8xH100", SHARDED, **train).recipe
     for step in range(50):
-        if step >= 5:  # on the way up theirs begins at 0, and ours with the first step
+        if step >= 5:  # their warm-up starts at 0, ours with the first step
             assert optimizer.param_groups[0]["lr"] == pytest.approx(learning_rate(step, recipe.train), rel=1e-6)
         optimizer.step()
         scheduler.step()
@@ -106,14 +106,14 @@ def test_the_learning_rate_goes_the_same_way(kind: str, built: Any) -> None:
         ({"recompute": 2}, "plan.recompute"),
     ],
 )
-def test_what_the_trainer_cannot_say_is_refused(change: dict[str, Any], where: str) -> None:
+def test_plans_that_the_trainer_cannot_express_are_refused(change: dict[str, Any], where: str) -> None:
     plan = changed(**change)
     with pytest.raises(UserError, match="P061: hf-trainer cannot express") as caught:
         emit("hf-trainer", plan, question("llama-3.1-8b", "8xH100", plan))
     assert caught.value.where == where
 
 
-def test_on_a_cpu_there_are_replicas_alone_since_accelerate_would_drop_the_shards_in_silence() -> None:
+def test_shards_on_a_cpu_are_refused_because_accelerate_would_ignore_them() -> None:
     plan = Plan(mesh=Mesh(dp_replicate=2), micro_batch=2)
     emission = emit("hf-trainer", plan, question("tiny", "2xcpu", plan))
     assert json.loads(emission.files["training_args.json"])["use_cpu"]
@@ -122,7 +122,7 @@ def test_on_a_cpu_there_are_replicas_alone_since_accelerate_would_drop_the_shard
             emit("hf-trainer", plan.model_copy(update=change), question("tiny", "2xcpu", plan))
 
 
-def test_the_command_names_the_model_by_its_whole_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_has_the_absolute_path_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     asked = question("llama-3.1-8b", "8xH100", SHARDED)
     for path in ("./llama", "llama/config.json"):

@@ -1,4 +1,4 @@
-"""The emitted script has Megatron's arguments, and its layout holds every layer."""
+"""The emitted script has Megatron's arguments, and its layout contains every layer."""
 
 import re
 from dataclasses import replace
@@ -55,13 +55,13 @@ def options(plan: Plan, preset: str = "llama-3.1-8b", cluster: str = "8xH100", *
         {"mesh": {"dp_replicate": 2, "dp_shard": 2, "cp": 2}},
     ],
 )
-def test_all_arguments_are_megatrons(preset: str, kind: str, change: dict[str, Any]) -> None:
+def test_all_arguments_exist_in_megatron(preset: str, kind: str, change: dict[str, Any]) -> None:
     for name, value in options(changed(**change), preset, schedule={"kind": kind}).items():
         if name.startswith("--"):
             assert name.removeprefix("--") in (VALUES if value else FLAGS).split()
 
 
-def test_the_shape_is_the_models() -> None:
+def test_the_arguments_have_the_shape_of_the_model() -> None:
     given = options(SLICED, "qwen2.5-7b")
     assert (given["--num-layers"], given["--hidden-size"], given["--ffn-hidden-size"]) == ("28", "3584", "18944")
     assert (given["--num-attention-heads"], given["--num-query-groups"], given["--kv-channels"]) == ("28", "4", "128")
@@ -71,7 +71,7 @@ def test_the_shape_is_the_models() -> None:
     assert options(SLICED, "llama-3.2-1b")["--rope-scaling-factor"] == "32.0"
 
 
-def test_experts_are_routed_as_ours_are() -> None:
+def test_expert_routing_matches_ours() -> None:
     given = options(changed(mesh={"dp_shard": 4, "tp": 2, "ep": 4}), "qwen3-30b-a3b")
     assert (given["--num-experts"], given["--moe-router-topk"], given["--moe-ffn-hidden-size"]) == ("128", "8", "768")
     assert (given["--expert-model-parallel-size"], given["--expert-tensor-parallel-size"]) == ("4", "2")
@@ -86,7 +86,7 @@ def test_experts_are_routed_as_ours_are() -> None:
         ((9, 8, 8, 7), [["E"] + ["t"] * 9, ["t"] * 8, ["t"] * 8, ["t"] * 7 + ["L"]]),
     ],
 )
-def test_uneven_stages_are_laid_out(stages: tuple[int, ...], layout: list[list[str]]) -> None:
+def test_uneven_stages_become_a_layout(stages: tuple[int, ...], layout: list[list[str]]) -> None:
     schedule = "1f1b" if len(stages) == 2 else "interleaved"
     given = options(changed(pipeline=Pipeline(schedule=schedule, stages=stages)))["--pipeline-model-parallel-layout"]
     unrolled = re.sub(r"(.)\*(\d+)", lambda found: found[1] * int(found[2]), given.replace(",", ""))
@@ -100,7 +100,7 @@ def test_even_stages_need_no_layout() -> None:
     assert woven["--num-layers-per-virtual-pipeline-stage"] == "8"
 
 
-def test_a_round_of_the_interleaved_schedule_is_as_long_as_ours() -> None:
+def test_interleaved_rounds_match_ours() -> None:
     plan = changed(mesh={"dp_shard": 2, "pp": 4}, pipeline={"schedule": "interleaved"}, grad_accum=10)
     assert options(plan)["--microbatch-group-size-per-virtual-pipeline-stage"] == "5"
     assert "--microbatch-group-size-per-virtual-pipeline-stage" not in options(
@@ -108,14 +108,14 @@ def test_a_round_of_the_interleaved_schedule_is_as_long_as_ours() -> None:
     )
 
 
-def test_slices_want_one_connection() -> None:
+def test_tp_sets_one_cuda_connection() -> None:
     for mesh, wanted in ((Mesh(dp_shard=4, tp=2), True), (Mesh(dp_shard=4, cp=2), True), (Mesh(dp_shard=8), False)):
         plan = changed(mesh=mesh)
         text = emit("megatron", plan, question("llama-3.1-8b", "8xH100", plan)).files["pretrain.sh"]
         assert ("export CUDA_DEVICE_MAX_CONNECTIONS=1" in text) is wanted
 
 
-def test_low_precision_moments_and_offload_are_the_precision_aware_optimizers() -> None:
+def test_low_precision_moments_and_offload_use_the_precision_aware_optimizer() -> None:
     given = options(changed(offload="optimizer"), optimizer={"states": "bf16"})
     assert (given["--exp-avg-dtype"], given["--exp-avg-sq-dtype"]) == ("bf16", "bf16")
     assert {"--use-precision-aware-optimizer", "--optimizer-cpu-offload"} <= given.keys()
@@ -135,13 +135,13 @@ def test_low_precision_moments_and_offload_are_the_precision_aware_optimizers() 
         ({"recompute": 3, "pipeline": {"stages": (17, 15)}}, "plan.recompute"),
     ],
 )
-def test_what_megatron_cannot_say_is_refused(change: dict[str, Any], where: str) -> None:
+def test_plans_that_megatron_cannot_express_are_refused(change: dict[str, Any], where: str) -> None:
     with pytest.raises(UserError, match="P061: megatron cannot express") as caught:
         options(changed(**change))
     assert caught.value.where == where
 
 
-def test_networks_that_it_does_not_have_are_refused() -> None:
+def test_models_that_the_tool_does_not_have_are_refused() -> None:
     with pytest.raises(UserError, match="P062: megatron has no model for tiny-moe: its shared expert has no gate"):
         options(changed(mesh={"dp_shard": 8}), "tiny-moe")
     foreign = replace(question("llama-3.1-8b", "8xH100", SLICED), spec=None)

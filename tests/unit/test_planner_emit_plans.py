@@ -1,4 +1,4 @@
-"""Every legal plan is emitted as it is, or refused with a code: nothing is changed or left out in silence."""
+"""Every legal plan is emitted unchanged or refused with a code: nothing is silently dropped."""
 
 import math
 from typing import Any
@@ -17,7 +17,7 @@ PRESETS = ("llama-2-7b", "llama-3.1-8b", "llama-3.2-1b", "qwen2.5-7b", "qwen3-0.
 SHARDED = Plan(mesh=Mesh(dp_shard=8), sharding="parameters", precision="bf16", micro_batch=2, grad_accum=4)
 
 
-# Half of the plans of a tool are drawn from what it is likely to take, lest nearly all are refused.
+# Half of the plans are drawn from what the tool is likely to support; otherwise nearly all would be refused.
 ZERO = {"axes": ("dp_replicate",), "recompute": ("none", "full"), "reshard": ("auto",)}
 HOME: dict[str, dict[str, tuple[Any, ...]]] = {
     "accelerate": ZERO | {"axes": ("cp", "tp", "dp_replicate"), "context": ("gather",), "offload": ("none",)},
@@ -42,7 +42,7 @@ ANYWHERE: dict[str, tuple[Any, ...]] = {
 
 @st.composite
 def meshes(draw: st.DrawFn, world_size: int, axes: tuple[str, ...]) -> Mesh:
-    """Draw degrees that multiply to the world, seldom many at once."""
+    """Draw degrees that multiply to the world size, seldom many at once."""
     left, split = world_size, {}
     for axis in draw(st.permutations(axes)):
         split[axis] = draw(st.sampled_from([1, 1, *(2**power for power in range(1, int(math.log2(left)) + 1))]))
@@ -97,7 +97,7 @@ def test_a_legal_plan_is_emitted_as_it_is_or_refused(tool: str) -> None:
     assert len(emitted) > 10, "too few were emitted to prove much"
 
 
-def test_what_fsdp_does_every_tool_of_the_family_can_express() -> None:
+def test_every_fsdp_tool_can_express_an_fsdp_plan() -> None:
     for tool in ("accelerate", "hf-trainer", "torchtitan", "deepspeed"):
         assert READERS[tool](emit(tool, SHARDED, question("llama-3.1-8b", "8xH100", SHARDED))) == expected(SHARDED)
 
@@ -109,7 +109,7 @@ def test_an_unknown_tool_is_refused_with_the_nearest_name() -> None:
 
 
 @pytest.mark.parametrize("tool", EMITTERS)
-def test_what_no_tool_can_say_is_refused_by_all(tool: str) -> None:
+def test_settings_that_no_tool_has_are_refused_by_all(tool: str) -> None:
     sharding = "optimizer" if tool == "megatron" else "parameters"
     plan = SHARDED.model_copy(update={"sharding": sharding})
     ask = question("llama-3.1-8b", "8xH100", plan, precision={"lm_head": "fp32"})
@@ -123,7 +123,7 @@ def test_what_no_tool_can_say_is_refused_by_all(tool: str) -> None:
 
 
 @pytest.mark.parametrize("tool", EMITTERS)
-def test_moments_in_low_precision_are_refused_where_the_plan_leaves_no_way_to_say_them(tool: str) -> None:
+def test_low_precision_moments_are_refused_where_the_tool_cannot_express_them(tool: str) -> None:
     plan = SHARDED.model_copy(update={"sharding": "optimizer" if tool == "megatron" else "parameters"})
     states = "bf16" if tool == "hf-trainer" else "8bit"
     with pytest.raises(UserError, match="P063") as caught:

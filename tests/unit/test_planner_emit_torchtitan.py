@@ -1,4 +1,4 @@
-"""The emitted TOML has torchtitan's names, and the network its shape."""
+"""The emitted TOML has torchtitan's fields and the shape of the model."""
 
 import tomllib
 from typing import Any
@@ -11,7 +11,7 @@ from trimaran.models import PRESETS
 from trimaran.planner.emit import emit
 
 # The fields of torchtitan 0.2.2's JobConfig (torchtitan/config/job_config.py of the wheel on PyPI), section by section;
-# those that nobody needs here are left out. Its own ConfigManager has read these files as well, once and by hand.
+# fields not needed here are left out. torchtitan's ConfigManager has also read these files once, by hand.
 FIELDS = {
     "job": "config_file dump_folder description print_config save_config_file custom_config_module",
     "model": "name flavor hf_assets_path tokenizer_path converters print_after_conversion",
@@ -43,14 +43,14 @@ def job(plan: Plan, preset: str = "llama-3.1-8b", **train: Any) -> dict[str, Any
 
 
 @pytest.mark.parametrize("kind", ["cosine", "linear", "wsd", "constant"])
-def test_all_names_are_torchtitans(kind: str) -> None:
+def test_all_fields_exist_in_torchtitan(kind: str) -> None:
     for plan, preset in ((SHARDED, "llama-2-7b"), (PIPED, "llama-3.1-8b"), (changed(mesh=Mesh(dp_shard=8, ep=4)),
                          "qwen3-30b-a3b")):  # fmt: skip
         for section, fields in job(plan, preset, schedule={"kind": kind}).items():
             assert fields.keys() <= set(FIELDS[section].split())
 
 
-def test_a_pipeline_gets_its_micro_batches_from_the_rank_s_batch_and_its_stages_by_name() -> None:
+def test_a_pipeline_has_the_ranks_batch_and_lists_its_stages_by_name() -> None:
     piped = job(PIPED.model_copy(update={"pipeline": Pipeline(schedule="interleaved", stages=(9, 8, 8, 7))}))
     assert (piped["training"]["local_batch_size"], piped["training"]["global_batch_size"]) == (8, 16)
     assert piped["parallelism"]["pipeline_parallel_microbatch_size"] == 2
@@ -69,25 +69,25 @@ def test_a_pipeline_gets_its_micro_batches_from_the_rank_s_batch_and_its_stages_
         (3, {"mode": "selective", "selective_ac_option": "3"}),
     ],
 )
-def test_recompute_has_a_mode(recompute: str | int, section: dict[str, str]) -> None:
+def test_recompute_becomes_a_mode(recompute: str | int, section: dict[str, str]) -> None:
     assert job(changed(recompute=recompute))["activation_checkpoint"] == section
 
 
-def test_fp8_is_a_converter_that_spares_head_and_router() -> None:
+def test_fp8_is_a_converter_that_skips_head_and_router() -> None:
     asked = job(changed(precision="fp8", compile=True))
     assert asked["model"]["converters"] == ["quantize.linear.float8"]
     assert asked["quantize"]["linear"]["float8"] == {"filter_fqns": ["output", "router.gate"]}
     assert asked["compile"]["enable"]
 
 
-def test_a_known_shape_is_a_flavor_and_another_comes_with_a_module() -> None:
+def test_a_known_shape_is_a_flavor_and_another_one_becomes_a_module() -> None:
     assert (job(SHARDED)["model"]["name"], job(SHARDED)["model"]["flavor"]) == ("llama3", "8B")
     emission = emit("torchtitan", SHARDED, question("llama-2-7b", "8xH100", SHARDED))
     assert job(SHARDED, "llama-2-7b")["experimental"] == {"custom_import": "trimaran_model"}
     assert 'register_train_spec("trimaran_model"' in emission.files["trimaran_model.py"]
 
 
-def test_the_module_gives_the_feed_forward_its_exact_width() -> None:
+def test_the_module_has_the_exact_feed_forward_width() -> None:
     for preset in ("llama-2-7b", "llama-2-13b", "llama-2-70b", "llama-3-8b"):
         spec = PRESETS[preset]
         text = emit("torchtitan", SHARDED, question(preset, "8xH100", SHARDED)).files["trimaran_model.py"]
@@ -114,13 +114,13 @@ def test_the_module_gives_the_feed_forward_its_exact_width() -> None:
         ({"comm": {"reshard": 4}}, "plan.comm.reshard"),
     ],
 )
-def test_what_torchtitan_cannot_say_is_refused(change: dict[str, Any], where: str) -> None:
+def test_plans_that_torchtitan_cannot_express_are_refused(change: dict[str, Any], where: str) -> None:
     with pytest.raises(UserError, match="P061: torchtitan cannot express") as caught:
         job(changed(**change))
     assert caught.value.where == where
 
 
-def test_networks_that_it_does_not_have_are_refused() -> None:
+def test_models_that_the_tool_does_not_have_are_refused() -> None:
     for preset in ("qwen2.5-7b", "llama-3.2-1b", "tiny-moe"):
         with pytest.raises(UserError, match="P062: torchtitan has no model"):
             job(SHARDED, preset)

@@ -1,4 +1,4 @@
-"""Every plan that cannot run is refused, with words that help."""
+"""Every plan that cannot run is refused, and the error says how to fix it."""
 
 from dataclasses import replace
 from typing import Any
@@ -34,7 +34,7 @@ def refusal(plan: dict[str, Any], **recipe: int) -> UserError:
         {"mesh": {"dp_replicate": 2, "dp_shard": 4}, "sharding": "parameters", "micro_batch": 4},
     ],
 )
-def test_plans_of_data_parallelism_are_legal(plan: dict[str, Any]) -> None:
+def test_data_parallel_plans_are_legal(plan: dict[str, Any]) -> None:
     check(plan)
 
 
@@ -49,7 +49,7 @@ def test_plans_of_data_parallelism_are_legal(plan: dict[str, Any]) -> None:
         ({"comm": {"local_steps": 4}, "precision": "fp16"}, "local_steps", "bf16"),
     ],
 )
-def test_only_whole_replicas_keep_or_compress_gradients(plan: dict[str, Any], field: str, works: str) -> None:
+def test_local_steps_and_compression_need_full_replicas(plan: dict[str, Any], field: str, works: str) -> None:
     sharding = "parameters" if "dp_shard" in plan.get("mesh", {}) else "none"
     data = plan.get("mesh", {}).get("dp_replicate", 8)
     error = refusal({"mesh": {"dp_replicate": 8}, "sharding": sharding, "micro_batch": 32 // data} | plan)
@@ -77,7 +77,7 @@ def test_only_whole_replicas_keep_or_compress_gradients(plan: dict[str, Any], fi
         },
     ],
 )
-def test_sharding_memory_and_engine_go_together_where_they_can(plan: dict[str, Any]) -> None:
+def test_supported_combinations_of_sharding_offload_and_engine_are_legal(plan: dict[str, Any]) -> None:
     check(plan)
 
 
@@ -89,12 +89,12 @@ def test_degrees_must_multiply_to_the_devices() -> None:
     assert "8 x 1 or 4 x 2 or 2 x 4 or 1 x 8" in error.fix
 
 
-def test_the_other_axes_leave_the_data_what_remains() -> None:
+def test_the_other_axes_must_divide_the_devices() -> None:
     assert "tp x pp x cp to 1 or 2 or 4 or 8, not 3" in refusal({"mesh": {"tp": 3}}).fix
-    assert "tp x pp x cp be 1 or 2 or 4 or 8, not 16" in refusal({"mesh": {"tp": 2, "pp": 8}}).fix
+    assert "tp x pp x cp to 1 or 2 or 4 or 8, not 16" in refusal({"mesh": {"tp": 2, "pp": 8}}).fix
     error = refusal({"mesh": {"tp": 2, "cp": 2, "dp_replicate": 4}})
     assert "16 ranks" in error.what
-    assert "2 x 1 or 1 x 2 beside tp x pp x cp of 4" in error.fix
+    assert "2 x 1 or 1 x 2 with tp x pp x cp of 4" in error.fix
 
 
 @pytest.mark.parametrize(
@@ -114,19 +114,21 @@ def test_mesh_and_sharding_must_agree(plan: dict[str, Any]) -> None:
     ("micro_batch", "grad_accum", "fix"),
     [(2, 1, "plan.grad_accum to 2"), (3, 1, "plan.micro_batch to 1 or 2 or 4"), (4, 2, "train.global_batch to 64")],
 )
-def test_the_parts_must_make_up_the_global_batch(micro_batch: int, grad_accum: int, fix: str) -> None:
+def test_ranks_micro_batch_and_accumulation_must_match_the_global_batch(
+    micro_batch: int, grad_accum: int, fix: str
+) -> None:
     error = refusal({"mesh": {"dp_replicate": 8}, "micro_batch": micro_batch, "grad_accum": grad_accum})
     assert error.code == "P002"
     assert fix in error.fix
 
 
-def test_a_sequence_must_fit_the_positions_of_the_model() -> None:
+def test_sequences_must_not_exceed_the_models_positions() -> None:
     error = refusal({"mesh": {"dp_replicate": 8}, "micro_batch": 4}, seq_len=4096)
     assert error.code == "P005"
     assert "2,048" in error.what
 
 
-def test_a_foreign_model_has_no_positions_to_check() -> None:
+def test_an_unknown_model_has_no_positions_to_check() -> None:
     recipe = Recipe(data=DataSection(seq_len=4096))
     check_plan(Plan.model_validate({"mesh": {"dp_replicate": 8}, "micro_batch": 4}), recipe, None, EIGHT)
 
@@ -148,7 +150,7 @@ def test_one_device_shards_only_to_offload_or_for_deepspeed() -> None:
         ("8xcpu", "fp8", "fp32 or bf16 or fp16"),
     ],
 )
-def test_a_precision_that_the_device_lacks_is_refused(text: str, precision: str, works: str) -> None:
+def test_an_unsupported_precision_is_refused(text: str, precision: str, works: str) -> None:
     plan = Plan.model_validate({"mesh": {"dp_replicate": 8}, "micro_batch": 4, "precision": precision})
     with pytest.raises(UserError, match=f"P014.*{precision}") as caught:
         check_plan(plan, Recipe(), PRESETS["llama-3-8b"], parse_cluster(text))
@@ -158,17 +160,17 @@ def test_a_precision_that_the_device_lacks_is_refused(text: str, precision: str,
 @pytest.mark.parametrize(
     ("text", "precision"), [("8xV100", "fp16"), ("8xA100", "bf16"), ("8xH100", "fp8"), ("8xcpu", "fp16")]
 )
-def test_a_precision_that_the_device_has_is_not(text: str, precision: str) -> None:
+def test_a_supported_precision_is_legal(text: str, precision: str) -> None:
     plan = Plan.model_validate({"mesh": {"dp_replicate": 8}, "micro_batch": 4, "precision": precision})
     check_plan(plan, Recipe(), PRESETS["llama-3-8b"], parse_cluster(text))
 
 
-def test_fp8_wants_large_layers_in_multiples_of_sixteen() -> None:
-    wish = {"mesh": {"dp_replicate": 8}, "micro_batch": 4, "precision": "fp8"}
-    assert refusal(wish).code == "P015"  # tiny is too small
+def test_fp8_needs_large_layers_in_multiples_of_sixteen() -> None:
+    wanted = {"mesh": {"dp_replicate": 8}, "micro_batch": 4, "precision": "fp8"}
+    assert refusal(wanted).code == "P015"  # tiny is too small
     odd = replace(PRESETS["llama-3-8b"], ffn=14344)
     with pytest.raises(UserError, match=r"P015.*feed-forward.*14344"):
-        check_plan(Plan.model_validate(wish), Recipe(), odd, EIGHT)
+        check_plan(Plan.model_validate(wanted), Recipe(), odd, EIGHT)
     narrow = replace(PRESETS["llama-3-8b"], kv_heads=8, head_dim=16)
     sliced = Plan.model_validate({"mesh": {"tp": 8}, "micro_batch": 32, "precision": "fp8"})
     check_plan(sliced, Recipe(), narrow, EIGHT)
@@ -176,12 +178,12 @@ def test_fp8_wants_large_layers_in_multiples_of_sixteen() -> None:
         check_plan(sliced, Recipe(), replace(narrow, head_dim=8), EIGHT)
 
 
-def test_parameters_are_offloaded_as_shards() -> None:
+def test_offloaded_parameters_must_be_sharded() -> None:
     error = refusal({"mesh": {"dp_replicate": 8}, "micro_batch": 4, "offload": "parameters"})
     assert (error.code, error.where) == ("P016", "plan.offload")
 
 
-def test_every_kth_layer_must_exist() -> None:
+def test_recompute_must_not_exceed_the_number_of_layers() -> None:
     error = refusal({"mesh": {"dp_replicate": 8}, "micro_batch": 4, "recompute": 5})
     assert error.code == "P017"
     assert "1 to 4" in error.fix
@@ -195,7 +197,7 @@ def test_every_kth_layer_must_exist() -> None:
         ("parameters", 16, "2 or 4"),
     ],
 )
-def test_weights_stay_split_only_over_ranks_that_share_them(sharding: str, reshard: int, fix: str) -> None:
+def test_weights_are_resharded_only_over_a_divisor_of_the_shards(sharding: str, reshard: int, fix: str) -> None:
     plan = {"mesh": {"dp_shard": 8}, "sharding": sharding, "micro_batch": 4, "comm": {"reshard": reshard}}
     error = refusal(plan)
     assert error.code == "P019"
@@ -212,7 +214,7 @@ def test_weights_stay_split_only_over_ranks_that_share_them(sharding: str, resha
         {"mesh": {"dp_shard": 8}, "sharding": "parameters", "offload": "activations"},
     ],
 )
-def test_deepspeed_is_asked_only_for_what_it_does(plan: dict[str, Any]) -> None:
+def test_settings_that_deepspeed_does_not_support_are_refused(plan: dict[str, Any]) -> None:
     assert refusal(plan | {"engine": "deepspeed"}).code == "P039"
 
 
@@ -225,14 +227,16 @@ def test_deepspeed_is_asked_only_for_what_it_does(plan: dict[str, Any]) -> None:
         ({"mesh": {"dp_shard": 8}, "sharding": "parameters", "micro_batch": 4, "engine": "deepspeed"}, "DeepSpeed"),
     ],
 )
-def test_a_head_that_is_split_or_called_by_others_ends_in_logits(plan: dict[str, Any], why: str, loss: str) -> None:
+def test_a_head_that_is_split_or_called_by_another_engine_needs_logits(
+    plan: dict[str, Any], why: str, loss: str
+) -> None:
     check(plan)
     error = refusal(plan | {"loss": loss})
     assert (error.code, error.where) == ("P056", "plan.loss")
     assert why in error.what
 
 
-def test_a_perception_model_has_no_head_for_a_loss_of_tokens() -> None:
+def test_a_perception_model_has_no_vocabulary_to_fuse() -> None:
     recipe = Recipe.model_validate({"model": {"family": "perception"}, "train": {"global_batch": 8}})
     plan = Plan.model_validate({"mesh": {"dp_replicate": 8}, "loss": "fused"})
     with pytest.raises(UserError, match="P056"):

@@ -47,7 +47,7 @@ def test_with_one_sample_selective_recompute_is_tried_before_full_recompute() ->
     assert rung[1] == "recompute none -> selective"
 
 
-def test_rungs_that_save_too_little_are_skipped() -> None:
+def test_if_no_rung_saves_enough_the_rule_decides() -> None:
     question = question_for("llama-3.1-8b", "1xH200", batch=4, seq_len=512)
     plan = plan_of(micro_batch=4, compile=True, loss="fused")
     rung = next_rung(plan, question)
@@ -84,3 +84,15 @@ def test_a_patch_changes_only_the_fields_that_it_names() -> None:
     plan = plan_of(mesh={"dp_replicate": 4}, micro_batch=2)
     changed = plan_with(plan, {"plan.mesh.dp_shard": 4, "plan.mesh.dp_replicate": 1, "train.steps": 9})
     assert (changed.mesh.dp_shard, changed.mesh.dp_replicate, changed.micro_batch) == (4, 1, 2)
+
+
+def test_rungs_that_save_too_little_or_need_more_memory_are_skipped() -> None:
+    plan = plan_of(precision="fp16", compile=True, loss="fused", micro_batch=8)
+    rung = next_rung(plan, question_for("llama-3.2-1b", "1xH200", batch=8, seq_len=1024))
+    assert rung is not None
+    assert rung[1] == "micro-batch 8 -> 2, accumulation 1 -> 4"
+    # Accumulation keeps the gradients between micro-batches, which here costs more than half a micro-batch saves.
+    rung = next_rung(plan.model_copy(update={"micro_batch": 2}),
+                     question_for("llama-3.2-1b", "1xH200", batch=2, seq_len=2048))  # fmt: skip
+    assert rung is not None
+    assert rung[1] == "recompute none -> selective"

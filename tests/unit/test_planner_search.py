@@ -1,4 +1,4 @@
-"""The plan that a search finds is legal, fits, and nothing in the whole space beats it."""
+"""The plan that a search finds is legal, fits, and no plan of the space is better."""
 
 import time
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ from trimaran.planner.least_memory import fits_on, resized_cluster, smallest_clu
 from trimaran.planner.space import Space
 
 
-def ask(spec: ModelSpec, text: str, *, batch: int, seq_len: int, **more: object) -> Question:
+def question_for(spec: ModelSpec, text: str, *, batch: int, seq_len: int, **more: object) -> Question:
     recipe = Recipe.model_validate(
         {"data": {"seq_len": seq_len}, "train": {"global_batch": batch}, "plan": more.pop("plan", "auto")}
     )
@@ -45,7 +45,7 @@ def ask(spec: ModelSpec, text: str, *, batch: int, seq_len: int, **more: object)
 
 
 def every_plan(question: Question) -> Iterator[Plan]:
-    """Yield every plan that can run, made by hand: nothing of the planner's own space is used."""
+    """Yield every plan that can run, enumerated without the planner's own space."""
     world, batch = question.cluster.world_size, question.recipe.train.global_batch
     degrees = [each for each in range(1, world + 1) if world % each == 0]
     assert question.outline is not None
@@ -54,12 +54,12 @@ def every_plan(question: Question) -> Iterator[Plan]:
         if left or not replicas or batch % (replicas * shard):
             continue
         if tp > question.cluster.devices_per_node:
-            continue  # slices talk all the time: the planner keeps them inside a node
+            continue  # the planner keeps tp inside a node
         mesh = Mesh(dp_replicate=replicas, dp_shard=shard, tp=tp, pp=pp, cp=cp, ep=ep)
         share = batch // mesh.dp
         sizes = [each for each in range(1, share + 1) if share % each == 0]
         for pipeline, size in product(pipelines(question, pp), sizes):
-            for plan in ways(mesh, pipeline, size, share // size):
+            for plan in plans_with(mesh, pipeline, size, share // size):
                 try:
                     check_plan(plan, question.recipe, question.spec, question.cluster)
                 except UserError:
@@ -79,7 +79,7 @@ def pipelines(question: Question, pp: int) -> Iterator[Pipeline]:
             yield Pipeline(schedule=schedule, stages=stages)  # type: ignore[arg-type]
 
 
-def ways(mesh: Mesh, pipeline: Pipeline, size: int, count: int) -> Iterator[Plan]:
+def plans_with(mesh: Mesh, pipeline: Pipeline, size: int, count: int) -> Iterator[Plan]:
     cut = mesh.pp > 1 and pipeline.schedule == "zero-bubble"
     losses = ("fused", "chunked") if mesh.tp == mesh.pp == 1 else ("logits",)
     for sharding, recompute, offload, context, loss in product(
@@ -115,12 +115,12 @@ SPECS = st.builds(
     batch=st.sampled_from([2, 3, 4]),
     seq_len=st.sampled_from([2048, 8192]),
 )
-def test_no_plan_of_a_small_space_beats_the_one_that_was_found(
+def test_no_plan_of_a_small_space_beats_the_search(
     spec: ModelSpec, nodes: tuple[int, int], gib: float, batch: int, seq_len: int
 ) -> None:
     device = replace(DEVICES["H100"], memory_bytes=Bytes(int(gib * GIB)))
     cluster = Cluster(device=device, num_nodes=nodes[0], devices_per_node=nodes[1], host_bytes=Bytes(64 * GIB))
-    question = replace(ask(spec, "H100", batch=batch, seq_len=seq_len), cluster=cluster)
+    question = replace(question_for(spec, "H100", batch=batch, seq_len=seq_len), cluster=cluster)
     space = Space(question)
     found = find_plans(space, PlanEvaluator(space)).ranked()
     assert [each.plan for each in found] == [each.plan for each in find_plans(space, PlanEvaluator(space)).ranked()]
@@ -135,8 +135,8 @@ def test_no_plan_of_a_small_space_beats_the_one_that_was_found(
         assert best.seconds <= TIE_RATIO * min(each.step_seconds for each in fitting) * (1 + 1e-9)
 
 
-def test_every_goal_gets_what_it_asks_for() -> None:
-    question = ask(PRESETS["llama-3-8b"], "2x8xH100", batch=64, seq_len=4096)
+def test_every_goal_is_met() -> None:
+    question = question_for(PRESETS["llama-3-8b"], "2x8xH100", batch=64, seq_len=4096)
     fast, lean, cheap, few = (search(replace(question, goal=goal)) for goal in GOALS)
     told = [answer.ranked[0].prediction for answer in (fast, lean, cheap, few)]
     assert all(each is not None and each.fits for each in told)
@@ -147,12 +147,12 @@ def test_every_goal_gets_what_it_asks_for() -> None:
     worlds = [answer.ranked[0].mesh.world_size for answer in (fast, lean, cheap, few)]
     assert worlds[:2] == [16, 16]
     assert seconds[2] * worlds[2] <= TIE_RATIO * min(time * world for time, world in zip(seconds, worlds, strict=True))
-    # One device: weights, gradients and moments are 120 GiB, and an H100 has 79; on the host they have room.
+    # One device: weights, gradients and moments are 120 GiB, and an H100 has 79. The host has enough memory.
     assert (worlds[3], few.ranked[0].offload != "none", str(few.part)) == (1, True, "1xH100")
 
 
-def test_the_ranked_plans_are_of_different_meshes_and_the_losers_say_why() -> None:
-    answer = search(ask(PRESETS["llama-3-8b"], "8xH100", batch=64, seq_len=8192))
+def test_ranked_plans_have_different_meshes_and_misses_say_why_they_lost() -> None:
+    answer = search(question_for(PRESETS["llama-3-8b"], "8xH100", batch=64, seq_len=8192))
     cuts = [(plan.mesh.tp, plan.mesh.pp, plan.mesh.cp, plan.mesh.ep) for plan in answer.ranked]
     assert len(cuts) == len(set(cuts)) >= 4
     best = answer.ranked[0]
@@ -166,8 +166,8 @@ def test_the_ranked_plans_are_of_different_meshes_and_the_losers_say_why() -> No
     assert best.prediction.step_seconds <= TIE_RATIO * min(slower)
 
 
-def test_a_hint_was_searched_and_keeps_its_word() -> None:
-    question = ask(PRESETS["llama-3-8b"], "8xH100", batch=64, seq_len=8192)
+def test_a_hint_is_true() -> None:
+    question = question_for(PRESETS["llama-3-8b"], "8xH100", batch=64, seq_len=8192)
     answer = search(question)
     words, _, told = next(hint for hint in answer.hints if hint.startswith("use ")).partition(":")
     larger = search(replace(question, cluster=parse_cluster(words.removeprefix("use "))))
@@ -177,15 +177,15 @@ def test_a_hint_was_searched_and_keeps_its_word() -> None:
     assert before.step_seconds / after.step_seconds >= float(told.split()[0]) - 0.01
 
 
-def test_nothing_fits_names_the_leanest_plan_and_the_smallest_cluster() -> None:
+def test_if_nothing_fits_the_smallest_plan_and_cluster_are_named() -> None:
     pins = {"offload": "none", "mesh": {"ep": 1}}
-    question = ask(PRESETS["llama-3-70b"], "8xH100", batch=64, seq_len=2048, plan=pins)
+    question = question_for(PRESETS["llama-3-70b"], "8xH100", batch=64, seq_len=2048, plan=pins)
     answer = search(question)
     assert answer.ranked == ()
-    leanest = answer.misses[0]
-    assert leanest.plan.prediction is not None
-    assert answer.missing_bytes == leanest.plan.prediction.device_bytes - question.cluster.device.memory_bytes > 0
-    assert leanest.why.endswith("GiB over")
+    smallest = answer.misses[0]
+    assert smallest.plan.prediction is not None
+    assert answer.missing_bytes == smallest.plan.prediction.device_bytes - question.cluster.device.memory_bytes > 0
+    assert smallest.why.endswith("GiB over")
     assert answer.smallest is not None
     assert search(replace(question, cluster=answer.smallest)).ranked
     fewer = replace(answer.smallest, num_nodes=answer.smallest.num_nodes - 1)
@@ -194,7 +194,7 @@ def test_nothing_fits_names_the_leanest_plan_and_the_smallest_cluster() -> None:
 
 
 def test_the_smallest_cluster_may_have_any_number_of_nodes() -> None:
-    question = ask(PRESETS["llama-3-70b"], "1xA100-40GB", batch=5040, seq_len=4096, plan={"offload": "none"})
+    question = question_for(PRESETS["llama-3-70b"], "1xA100-40GB", batch=5040, seq_len=4096, plan={"offload": "none"})
     found = smallest_cluster(question)
     assert found is not None
     sizes = [resized_cluster(found, num, found.devices_per_node) for num in range(1, found.num_nodes)]
@@ -204,10 +204,12 @@ def test_the_smallest_cluster_may_have_any_number_of_nodes() -> None:
     assert few.part == found
 
 
-def test_what_is_short_is_told_of_device_and_host() -> None:
+def test_missing_memory_is_reported_for_device_and_host() -> None:
     cluster = replace(parse_cluster("8xH100"), host_bytes=Bytes(64 * GIB))
     pins = {"offload": "optimizer", "mesh": {"dp_replicate": 8}, "recompute": "none", "micro_batch": 8}
-    question = replace(ask(PRESETS["llama-3-70b"], "8xH100", batch=64, seq_len=8192, plan=pins), cluster=cluster)
+    question = replace(
+        question_for(PRESETS["llama-3-70b"], "8xH100", batch=64, seq_len=8192, plan=pins), cluster=cluster
+    )
     answer = search(question)
     prediction = answer.misses[0].plan.prediction
     assert prediction is not None
@@ -217,8 +219,8 @@ def test_what_is_short_is_told_of_device_and_host() -> None:
     assert answer.misses[0].why == f"{over} over, {host} over on the host"
 
 
-def test_each_mesh_of_the_table_is_about_as_good_as_when_it_is_pinned() -> None:
-    question = ask(PRESETS["llama-3-70b"], "8x8xH100", batch=512, seq_len=4096)
+def test_each_ranked_mesh_is_about_as_fast_as_when_it_is_pinned() -> None:
+    question = question_for(PRESETS["llama-3-70b"], "8x8xH100", batch=512, seq_len=4096)
     first, *others = search(question).ranked
     times = [plan.prediction.step_seconds for plan in others if plan.prediction]
     assert times == sorted(times)
@@ -232,22 +234,24 @@ def test_each_mesh_of_the_table_is_about_as_good_as_when_it_is_pinned() -> None:
         assert len(shown) == most or 8 <= len(shown) < most
 
 
-def test_a_miss_is_faster_only_within_chance_or_against_a_pin() -> None:
+def test_a_miss_is_faster_only_in_a_tie_or_against_a_pin() -> None:
     pins = {"recompute": "full", "micro_batch": 1}
-    pinned = ask(PRESETS["llama-3.2-3b"], "8xH100", batch=64, seq_len=4096, plan=pins)
+    pinned = question_for(PRESETS["llama-3.2-3b"], "8xH100", batch=64, seq_len=4096, plan=pins)
     assert any(miss.why.endswith("faster, and plan.recompute is pinned") for miss in search(pinned).misses)
-    lean = search(ask(PRESETS["llama-3-8b"], "8xH100", batch=64, seq_len=4096, goal="memory"))
+    lean = search(question_for(PRESETS["llama-3-8b"], "8xH100", batch=64, seq_len=4096, goal="memory"))
     assert all("chance" not in miss.why for miss in lean.misses)
     assert any(miss.why.startswith("needs ") for miss in lean.misses)
 
 
-def test_the_length_of_the_data_means_nothing_to_a_network_of_fixed_positions() -> None:
+def test_the_sequence_length_does_not_matter_for_fixed_positions() -> None:
     layer = OutlineLayer(hidden=1024, heads=16, kv_heads=16, head_dim=64, ffn=4096, gated=False)
     outline = Outline(name="vit", towers=(Tower(name="vision", runs=((layer, 24),), hidden=1024, positions=257),))
     answers = []
     for seq_len in (128, 65_536):
         recipe = Recipe.model_validate({"data": {"seq_len": seq_len}, "train": {"global_batch": 4096}})
-        question = Question(recipe=recipe, spec=None, outline=outline, cluster=parse_cluster("8xH100"), for_trainer=False)
+        question = Question(
+            recipe=recipe, spec=None, outline=outline, cluster=parse_cluster("8xH100"), for_trainer=False
+        )
         answers.append(search(question))
     short, long = answers
     assert short.ranked == long.ranked
@@ -255,9 +259,9 @@ def test_the_length_of_the_data_means_nothing_to_a_network_of_fixed_positions() 
     assert short.ranked[0].micro_batch >= 32
 
 
-def test_a_full_device_is_warned_of() -> None:
+def test_a_nearly_full_device_causes_a_warning() -> None:
     pins = {"mesh": {"dp_shard": 8}, "sharding": "parameters", "recompute": "none", "offload": "none", "micro_batch": 1}
-    answer = search(ask(PRESETS["llama-3-8b"], "8xH100", batch=64, seq_len=8192, plan=pins))
+    answer = search(question_for(PRESETS["llama-3-8b"], "8xH100", batch=64, seq_len=8192, plan=pins))
     plan = answer.ranked[0]
     assert plan.prediction is not None
     occupancy = plan.prediction.device_bytes / DEVICES["H100"].memory_bytes
@@ -265,7 +269,7 @@ def test_a_full_device_is_warned_of() -> None:
 
 
 def towers(heads: int = 16) -> Outline:
-    """A small network that sees and reads; its vision has `heads` heads."""
+    """A small vision-language model; its vision tower has `heads` heads."""
     seeing = OutlineLayer(
         hidden=128 * heads, heads=heads, kv_heads=heads, head_dim=128, ffn=8192, gated=False, causal=False
     )
@@ -279,7 +283,7 @@ def towers(heads: int = 16) -> Outline:
     )
 
 
-def test_a_foreign_network_is_cut_on_paper_and_sharded_in_training() -> None:
+def test_an_unknown_model_is_split_for_other_stacks_and_sharded_in_our_trainer() -> None:
     recipe = Recipe.model_validate(
         {"model": {"family": "hf", "path": "."}, "data": {"seq_len": 4096}, "train": {"global_batch": 32}}
     )
@@ -295,18 +299,18 @@ def test_a_foreign_network_is_cut_on_paper_and_sharded_in_training() -> None:
     assert any("freeze vision" in hint for hint in paper.hints)
 
 
-def test_slices_divide_the_heads_of_every_tower() -> None:
+def test_tp_divides_the_heads_of_every_tower() -> None:
     recipe = Recipe.model_validate({"data": {"seq_len": 4096}, "train": {"global_batch": 32}})
     question = Question(
         recipe=recipe, spec=None, outline=towers(heads=5), cluster=parse_cluster("8xH100"), for_trainer=False
     )
     assert {plan.mesh.tp for plan in search(question).ranked} == {1}
-    wish = recipe.model_copy(update={"plan": Plan(mesh=Mesh(tp=2))})
+    wanted = recipe.model_copy(update={"plan": Plan(mesh=Mesh(tp=2))})
     with pytest.raises(UserError, match="tp 2 does not divide the 5 heads of tower vision"):
-        search(replace(question, recipe=wish))
+        search(replace(question, recipe=wanted))
 
 
-def test_a_block_of_which_only_totals_are_known_is_not_cut_by_slices() -> None:
+def test_an_opaque_block_is_not_split_by_tp() -> None:
     block = Opaque(
         name="block", parameters=10**8, sample_flops=Flops(10**12), saved_bytes=Bytes(10**8),
         moved_bytes=Bytes(10**9), output_bytes=Bytes(10**6),
@@ -322,15 +326,15 @@ def test_a_block_of_which_only_totals_are_known_is_not_cut_by_slices() -> None:
 @pytest.mark.parametrize(
     ("name", "text", "batch", "seq_len", "limit"),
     [
-        # Half of it on a machine at its full speed; ours has another one, which takes up to twice as long.
+        # A fast machine takes half of it; a shared one takes up to twice as long.
         ("llama-3-70b", "8x8xH100", 512, 4096, 1.5),
         ("qwen3-30b-a3b", "8x8xH100", 512, 4096, 2),
         ("llama-3.1-405b", "2048x8xH100", 2048, 8192, 5),
         ("qwen3-235b-a22b", "2048x8xH100", 16384, 4096, 8),
     ],
 )
-def test_the_answer_comes_at_once(name: str, text: str, batch: int, seq_len: int, limit: float) -> None:
-    question = ask(PRESETS[name], text, batch=batch, seq_len=seq_len)
-    start = time.process_time()  # others may be using the same cores
+def test_a_search_takes_at_most_seconds(name: str, text: str, batch: int, seq_len: int, limit: float) -> None:
+    question = question_for(PRESETS[name], text, batch=batch, seq_len=seq_len)
+    start = time.process_time()  # other processes may use the same cores
     assert search(question).ranked
     assert time.process_time() - start < limit

@@ -1,4 +1,4 @@
-"""Arithmetic: of a plan, of single modules, and the loss scale that fp16 needs."""
+"""Precision: of a plan, of single modules, and the loss scale of fp16."""
 
 import copy
 from dataclasses import replace
@@ -32,7 +32,7 @@ def network_of(spec: ModelSpec, **patterns: str) -> Network:
 
 
 def output_dtypes(network: Network, precision: str) -> dict[str, torch.dtype]:
-    """Return the dtype in which each linear layer answered."""
+    """Return the output dtype of each linear layer."""
     seen: dict[str, torch.dtype] = {}
     for name, each in network.module.named_modules():
         if isinstance(each, nn.Linear):
@@ -45,7 +45,7 @@ def output_dtypes(network: Network, precision: str) -> dict[str, torch.dtype]:
 
 
 @pytest.mark.parametrize("spec", [DENSE, MIXED, replace(MIXED, block=replace(MIXED.block, experts=SHARED))])
-def test_the_names_on_paper_are_those_of_the_decoder(spec: ModelSpec) -> None:
+def test_the_names_of_the_outline_are_those_of_the_decoder(spec: ModelSpec) -> None:
     with torch.device("meta"):
         modules = decoder_network(spec).module.named_modules()
     assert sorted(module_names(spec)) == sorted(name for name, _ in modules if name)
@@ -57,12 +57,12 @@ def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_name() -> No
         with pytest.raises(UserError, match="P033") as caught:
             refuse_unmatched([pattern], module_names(DENSE))
         assert caught.value.what == f"no module is called '{pattern}' (did you mean '{name}'?)"
-    with pytest.raises(UserError, match="P033"):  # a star is one part of a name and no more
+    with pytest.raises(UserError, match="P033"):  # a star matches exactly one part of a name
         refuse_unmatched(["*.mlp"], module_names(DENSE))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp8"])
-def test_one_module_computes_in_fp32_whatever_the_plan(precision: str) -> None:
+def test_one_module_computes_in_fp32_under_any_plan(precision: str) -> None:
     seen = output_dtypes(network_of(DENSE, lm_head="fp32", layers__1__mlp="fp32"), precision)
     low = torch.float16 if precision == "fp16" else torch.bfloat16
     for name, dtype in seen.items():
@@ -94,7 +94,7 @@ def test_the_last_pattern_wins_and_an_inner_one_wins_inside() -> None:
     assert set(seen.values()) == {torch.float16}
 
 
-def test_names_do_not_change_and_a_copy_is_a_copy() -> None:
+def test_names_do_not_change_and_a_copy_is_independent() -> None:
     plain, changed = network_of(DENSE).module, network_of(DENSE, lm_head="fp32").module
     assert [name for name, _ in plain.named_parameters()] == [name for name, _ in changed.named_parameters()]
     copied = copy.deepcopy(changed)
@@ -104,7 +104,7 @@ def test_names_do_not_change_and_a_copy_is_a_copy() -> None:
     assert changed(tokens=TOKENS)[0].abs().max() > 0
 
 
-def test_blocks_with_an_arithmetic_of_their_own_are_one_graph() -> None:
+def test_blocks_with_a_precision_override_are_one_graph() -> None:
     network = network_of(DENSE, **{"layers__*__mlp": "fp32", "layers__*__self_attn__o_proj": "fp16"})
     with autocast(Plan(precision="bf16"), CPU):
         plain, _ = network.forward({"tokens": TOKENS})
@@ -114,7 +114,7 @@ def test_blocks_with_an_arithmetic_of_their_own_are_one_graph() -> None:
     torch.testing.assert_close(compiled, plain)
 
 
-def test_weights_are_gathered_in_the_arithmetic_of_their_module() -> None:
+def test_weights_are_all_gathered_in_the_dtype_of_their_module() -> None:
     network = network_of(DENSE, lm_head="fp32", layers__0="fp16", layers__1__mlp__up_proj="fp32")
     names = {id(module): name for name, module in network.module.named_modules()}
     units = [(names[id(module)], dtype) for module, dtype in fsdp_modules(network, Plan(precision="bf16"))]
@@ -127,7 +127,7 @@ def test_weights_are_gathered_in_the_arithmetic_of_their_module() -> None:
     ]
 
 
-def test_a_tied_head_stays_with_what_it_is_tied_to() -> None:
+def test_a_tied_head_stays_in_the_unit_of_its_embedding() -> None:
     network = network_of(replace(DENSE, tied=True), lm_head="fp32")
     units = fsdp_modules(network, Plan(precision="bf16"))
     assert units == [(network.blocks[0], torch.bfloat16), (network.blocks[1], torch.bfloat16), (network.module, None)]
@@ -135,14 +135,14 @@ def test_a_tied_head_stays_with_what_it_is_tied_to() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_the_statistics_of_a_norm_are_fp32(dtype: torch.dtype) -> None:
-    x = 1000 * torch.randn(4, 512, generator=torch.Generator().manual_seed(1)).to(dtype)  # fp16 cannot hold a square
+    x = 1000 * torch.randn(4, 512, generator=torch.Generator().manual_seed(1)).to(dtype)  # squares overflow fp16
     norm = RMSNorm(512, eps=1e-5)
     with torch.autocast("cpu", dtype=dtype):
         assert torch.equal(norm(x), norm(x.float()).to(dtype))
 
 
-class Products(TorchFunctionMode):
-    """Notes the dtype of every linear product with a weight of the given shape."""
+class MatmulDtypes(TorchFunctionMode):
+    """Records the dtype of every matmul with a weight of the given shape."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__()
@@ -157,10 +157,10 @@ class Products(TorchFunctionMode):
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("patterns", [{}, {"layers__*": "bf16"}, {"layers__*__mlp__*": "bf16"}], ids=str)
-def test_the_router_is_fp32_whatever_is_asked(precision: str, patterns: dict[str, str]) -> None:
+def test_the_router_is_always_fp32(precision: str, patterns: dict[str, str]) -> None:
     network = network_of(MIXED, **patterns)
     assert MIXED.block.experts is not None
-    router = Products((MIXED.block.experts.num_experts, MIXED.hidden))
+    router = MatmulDtypes((MIXED.block.experts.num_experts, MIXED.hidden))
     with router, autocast(Plan.model_validate({"precision": precision}), CPU):
         network.forward({"tokens": TOKENS})
     assert router.seen == {torch.float32}

@@ -1,4 +1,4 @@
-"""Towers: which parameters are whose, what each learns at, and what a plan may not ask of one."""
+"""Towers: their parameters, learning rates and plan settings."""
 
 from typing import Any
 
@@ -23,14 +23,14 @@ TOWERS = {"vision": "vision.", "projector": "projector.", "language": "language.
 EIGHT = parse_cluster("8xH100")
 
 
-def seeing(**model: Any) -> Recipe:
+def vlm_recipe(**model: Any) -> Recipe:
     section = ModelSection.model_validate({"family": "vlm", "preset": "qwen2-vl-7b"} | model)
     data = DataSection.model_validate({"seq_len": 4096, "images_per_sample": 4})
     return Recipe(model=section, data=data, train=TrainSection(global_batch=64))
 
 
 def refusal(plan: dict[str, Any], recipe: Recipe | None = None) -> UserError:
-    recipe = recipe or seeing()
+    recipe = recipe or vlm_recipe()
     with pytest.raises(UserError) as caught:
         check_plan(Plan.model_validate(plan), recipe, spec_of(recipe.model), EIGHT)
     return caught.value
@@ -63,7 +63,7 @@ def test_a_frozen_tower_has_no_gradient_and_no_state() -> None:
         freeze_towers(network, ["visoin"])
 
 
-def test_a_rank_that_trains_nothing_has_an_optimizer_too() -> None:
+def test_a_rank_without_trained_parameters_has_an_optimizer() -> None:
     module = nn.Linear(4, 4).requires_grad_(False)
     for states in ("fp32", "8bit"):
         train = TrainSection.model_validate({"optimizer": {"states": states}})
@@ -73,7 +73,7 @@ def test_a_rank_that_trains_nothing_has_an_optimizer_too() -> None:
 
 
 @pytest.mark.parametrize("states", ["fp32", "bf16"])
-def test_a_tower_learns_at_its_own_rate_and_decays_by_its_own_weight(states: str) -> None:
+def test_a_tower_has_its_own_learning_rate_and_weight_decay(states: str) -> None:
     section = {"vision": {"lr": 1e-5}, "language": {"weight_decay": 0.5}}
     train = TrainSection.model_validate({"lr": 1e-3, "optimizer": {"states": states, "towers": section}})
     optimizer = build_optimizer([network_of(SPEC).module], train, Plan(), TOWERS)
@@ -102,13 +102,13 @@ def test_every_kth_block_is_counted_inside_its_tower() -> None:
     network = network_of(SPEC)  # two vision layers, the projector, two layers of language
     plan = Plan.model_validate({"recompute": 2, "towers": {"vision": {"recompute": "full"}}})
     apply_recompute(network, plan, None)  # pyrefly: ignore[bad-argument-type]
-    again = [(tower, "forward" in vars(block)) for tower, block in tower_of_blocks(network)]
-    assert again == [
+    recomputed = [(tower, "forward" in vars(block)) for tower, block in tower_of_blocks(network)]
+    assert recomputed == [
         ("vision", True), ("vision", True), ("projector", True), ("language", True), ("language", False),
     ]  # fmt: skip
 
 
-def test_pictures_are_shared_out_by_size() -> None:
+def test_images_are_split_by_size() -> None:
     assert assign_images([4, 16, 8, 4], 2) == [1, 0, 1, 1]
     assert assign_images([4], 2) == [0]
     torch.manual_seed(0)
@@ -118,12 +118,12 @@ def test_pictures_are_shared_out_by_size() -> None:
     assert max(loads) <= 1.02 * sum(counts) / 4
 
 
-def test_a_pipeline_is_cut_by_cost_with_the_tower_in() -> None:
+def test_pipeline_stages_balance_the_cost_including_the_vision_tower() -> None:
     spec = VLM_PRESETS["qwen2-vl-2b"]
-    cheap, dear = (split_by_cost(spec, 4, seq_len=seq_len) for seq_len in (16384, 1024))
-    assert sum(cheap) == sum(dear) == spec.layers == 61
-    assert cheap[0] > spec.vision.layers, "beside a long text one image is little"
-    assert dear[0] < cheap[0]
+    long_text, short_text = (split_by_cost(spec, 4, seq_len=seq_len) for seq_len in (16384, 1024))
+    assert sum(long_text) == sum(short_text) == spec.layers == 61
+    assert long_text[0] > spec.vision.layers, "an image costs little next to a long text"
+    assert short_text[0] < long_text[0]
 
 
 @pytest.mark.parametrize(
@@ -136,19 +136,19 @@ def test_a_pipeline_is_cut_by_cost_with_the_tower_in() -> None:
         ({"mesh": {"tp": 8}}, "P008", "plan.mesh.tp"),
     ],
 )
-def test_what_a_tower_cannot_do_is_refused(plan: dict[str, Any], code: str, where: str) -> None:
-    whole = {"mesh": {"dp_replicate": 8}} | plan
-    data = Plan.model_validate(whole).mesh.dp
-    error = refusal(whole | {"micro_batch": 64 // data})
+def test_an_illegal_tower_setting_is_refused(plan: dict[str, Any], code: str, where: str) -> None:
+    fields = {"mesh": {"dp_replicate": 8}} | plan
+    data = Plan.model_validate(fields).mesh.dp
+    error = refusal(fields | {"micro_batch": 64 // data})
     assert (error.code, error.where) == (code, where)
 
 
-def test_offloaded_parameters_are_shards_in_every_tower() -> None:
+def test_offloaded_parameters_are_sharded_in_every_tower() -> None:
     sharded = {"mesh": {"dp_shard": 8}, "sharding": "parameters", "micro_batch": 8, "offload": "parameters"}
     assert refusal(sharded | {"towers": {"vision": {"sharding": "none"}}}).code == "P053"
 
 
-def test_a_vision_tower_that_norms_all_heads_together_stays_whole() -> None:
+def test_a_vision_tower_that_norms_all_heads_together_cannot_use_tensor_parallelism() -> None:
     spec = VLM_PRESETS["internvl-26b"]
     split = Plan.model_validate({"mesh": {"tp": 2}})
     with pytest.raises(UserError, match="P054"):
@@ -158,14 +158,14 @@ def test_a_vision_tower_that_norms_all_heads_together_stays_whole() -> None:
             {"towers": {"vision": {"tp": 1}}}).towers}), spec)  # fmt: skip
 
 
-def test_a_model_of_scenes_has_no_sequences_to_cut() -> None:
+def test_a_perception_model_cannot_use_context_parallelism() -> None:
     recipe = Recipe(model=ModelSection(family="perception"), train=TrainSection(global_batch=64))
     error = refusal({"mesh": {"dp_replicate": 4, "cp": 2}, "micro_batch": 16}, recipe)
     assert (error.code, error.where) == ("P055", "plan.mesh.cp")
 
 
-def test_every_plan_for_a_model_that_sees_is_one_that_the_trainer_runs() -> None:
-    recipe = seeing(freeze=["vision"])
+def test_every_plan_for_a_vision_language_model_is_legal() -> None:
+    recipe = vlm_recipe(freeze=["vision"])
     outline, spec = outline_for(recipe.model, recipe.data), spec_of(recipe.model)
     answer = search(Question(recipe=recipe, spec=spec, outline=outline, cluster=EIGHT))
     assert len(answer.ranked) > 3
@@ -174,7 +174,7 @@ def test_every_plan_for_a_model_that_sees_is_one_that_the_trainer_runs() -> None
     assert choose(recipe, spec, EIGHT, outline).prediction is not None
 
 
-def test_a_tower_of_a_decoder_that_nobody_has_is_refused() -> None:
+def test_an_unknown_tower_of_a_decoder_is_refused() -> None:
     recipe = Recipe(train=train_with("vision"))
     with pytest.raises(UserError, match=r"P052.*no tower 'vision'"):
         choose(recipe, PRESETS["tiny"], EIGHT)

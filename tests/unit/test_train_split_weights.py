@@ -17,7 +17,7 @@ from trimaran.checkpoint.tensor_shards import TensorShard
 from trimaran.core import Mesh, Plan
 from trimaran.models import PRESETS, VLM_PRESETS, ModelSpec
 from trimaran.nets import Network, initialise, network_of
-from trimaran.nets.hf_weights import whole
+from trimaran.nets.hf_weights import full_tensor
 from trimaran.optim import split_weights as split_weights_module
 from trimaran.optim.split_bf16 import split_fp32
 from trimaran.optim.split_weights import SplitWeight, split_weight_of, split_weights
@@ -82,11 +82,11 @@ def test_a_parameter_with_new_memory_keeps_its_lower_half() -> None:
     network = filled()
     split_weights((network,), PLAN)
     weight = network.module.get_parameter("lm_head.weight")
-    before = whole(weight)
+    before = full_tensor(weight)
     weight.data = weight.data.clone()
-    assert torch.equal(whole(weight), before)
+    assert torch.equal(full_tensor(weight), before)
     weight.data.zero_()
-    assert not torch.equal(whole(weight), before)
+    assert not torch.equal(full_tensor(weight), before)
 
 
 def test_modules_with_their_own_dtype_and_frozen_modules_are_not_split() -> None:

@@ -1,1 +1,1 @@
-"""What people touch: the command line. Only this room prints, and nothing imports it."""
+"""The command line and its output. Only this package prints, and no other package imports it."""

@@ -24,10 +24,10 @@ class Faults:
 class Goodput:
     """The fraction of wall-clock time spent on new steps, and the checkpoint interval that maximises it.
 
-    `lost` has the fractions of failures, checkpoints and late data. With `share` they add up to 1.
+    `lost` has the fractions of failures, checkpoints and late data. With `fraction` they add up to 1.
     """
 
-    share: float
+    fraction: float
     interval: Seconds
     lost: dict[str, float]
 
@@ -77,9 +77,9 @@ def expected_goodput(
     writing = 0.0 if math.isinf(interval) or not cycle else write / cycle
     waiting = late / (step + late)
     running = 1 - failing
-    share = running * (1 - writing) * (1 - waiting)
+    fraction = running * (1 - writing) * (1 - waiting)
     lost = {"failures": failing, "checkpoints": running * writing, "data": running * (1 - writing) * waiting}
-    return Goodput(share=share, interval=interval, lost=lost)
+    return Goodput(fraction=fraction, interval=interval, lost=lost)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,9 +60,9 @@ class JsonTokenizer:
     def special(self, name: str) -> int | None:
         return self._special.get(name)
 
-    def word(self, token: int) -> str | None:
-        word = self._tokenizer.id_to_token(token) if token >= 0 else None
-        return None if word in self._special else word
+    def ordinary_token(self, token: int) -> str | None:
+        name = self._tokenizer.id_to_token(token) if token >= 0 else None
+        return None if name in self._special else name
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode([int(each) for each in ids], skip_special_tokens=True)

@@ -38,8 +38,8 @@ def find_files(section: DataSection) -> list[Path]:
     """Return the files of the source in reading order. Raises if all of them are empty."""
     if section.source in GENERATED_SOURCES and section.path is not None:
         raise UserError("T002", f"data.path is set, but the source {section.source} reads no path",
-                        where=f"data.path: {section.path}",
-                        fix="set data.source to the type of data.path: text, jsonl, chat, shards or datasets")  # fmt: skip
+                        where=f"data.path: {section.path}", fix="set data.source to the type of data.path: "
+                        "text, jsonl, chat, shards or datasets")  # fmt: skip
     if section.source == "python-stdlib":
         root = Path(sysconfig.get_path("stdlib"))
         files = [file for file in _walk(root, NOT_STDLIB) if file.suffix == ".py"]

@@ -39,7 +39,7 @@ class Tokenizer(Protocol):
         """Return the id of a special token such as `<|im_end|>`; None if the tokenizer does not have it."""
         ...
 
-    def word(self, token: int) -> str | None:
+    def ordinary_token(self, token: int) -> str | None:
         """Return the ordinary vocabulary entry with this id; None for a special token or an unused id."""
         ...
 
@@ -73,7 +73,7 @@ class ByteTokenizer:
     def special(self, name: str) -> int | None:
         return None
 
-    def word(self, token: int) -> str | None:
+    def ordinary_token(self, token: int) -> str | None:
         return bytes([token]).decode("latin-1") if 0 <= token < 256 else None
 
     def decode(self, ids: Iterable[int]) -> str:

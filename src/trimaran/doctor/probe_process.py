@@ -51,7 +51,8 @@ class ProbeProcess:
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout, self._stderr):
             if pipe:
-                pipe.close()
+                with contextlib.suppress(BrokenPipeError):  # a request that a dead process never read
+                    pipe.close()
 
     def request(self, do: str, *, within: float, **order: Any) -> dict[str, Any]:
         """Return the answer to a request. Raises `ProbeError` after `within` seconds, or if the answer is an error."""

@@ -33,7 +33,7 @@ def generate_from_run(run: RunDirectory, prompt: str, *, tokens: int, temperatur
     network = load_trained(recipe.model, run.model)
     device = next(network.module.parameters()).device
     model = NextTokenModel(
-        lambda ids: network.forward({"tokens": ids[None]})[0][0, -1].float().cpu(), network.longest, device
+        lambda ids: network.forward({"tokens": ids[None]})[0][0, -1].float().cpu(), network.max_seq_len, device
     )
     network.module.eval()
     return generate_text(model, tokenizer, prompt, tokens=tokens, temperature=temperature, seed=seed)

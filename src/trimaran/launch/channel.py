@@ -103,7 +103,7 @@ class Channel:
         return sum(connection.authenticator is None for connection in list(self._connections.values()))
 
     def end_attempt(self, attempt: int) -> None:
-        """Drop the values of `attempt` and of all before it. Pending and later requests are told that it is over."""
+        """Drop the values of `attempt` and of all before it. Their pending and later requests fail as over."""
         self._call(lambda: self._end(attempt))
 
     def close(self) -> None:

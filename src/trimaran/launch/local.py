@@ -23,12 +23,8 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH
 
 def local_command(run: RunDirectory) -> list[str]:
     """Return the command of the supervisor, which runs `run` on this machine."""
-    return [
-        sys.executable,
-        "-m",
-        "trimaran.launch",
-        str(run.path.absolute()),
-    ]  # an absolute path never looks like a flag
+    path = run.path.absolute()  # an absolute path is never parsed as an option
+    return [sys.executable, "-m", "trimaran.launch", str(path)]
 
 
 def allocator_settings(plan: Plan) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Reference networks, their first weights and their Hugging Face form. `nets.hf`, which needs an extra, is apart."""
+"""Reference networks, their initial weights and their Hugging Face format. `nets.hf` needs an extra."""
 
 from trimaran.nets.attention_context import Context
 from trimaran.nets.decoder import Decoder

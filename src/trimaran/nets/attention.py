@@ -8,21 +8,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trimaran.models import ModelSpec, Rope
-from trimaran.nets.attention_context import Context, Sight
-from trimaran.nets.joint_projections import Rotation, project, turned_heads
+from trimaran.nets.attention_context import AttentionScope, Context
+from trimaran.nets.joint_projections import Rotation, joint_linear, rotary_heads
 
 
 class RMSNorm(nn.RMSNorm):
-    """Root-mean-square norm, summed in fp32 whatever the input; the result has the input's dtype."""
+    """RMSNorm that accumulates in fp32 and returns the input's dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.weight is not None
-        # On CUDA autocast makes it fp32, result and all.
+        # On CUDA, autocast would return fp32.
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps).to(x.dtype)
 
 
 class Attention(nn.Module):
-    """Self-attention of one layer. It has as many heads as its projections, so a slice of them works too."""
+    """Self-attention of one layer. The number of heads follows from its projections, so a tensor-parallel slice works."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -38,19 +38,19 @@ class Attention(nn.Module):
 
     @property
     def projections(self) -> tuple[nn.Linear, ...]:
-        """What may be one product. It is, where `joint` says that the weights lie as `nets.joint` wants them."""
+        """The projections that may be one matmul; they are if `joint` is set (see `nets/joint_projections.py`)."""
         plain = isinstance(self.q_norm, nn.Identity)
         return (self.q_proj, self.k_proj, self.v_proj) if plain else ()
 
-    def forward(self, x: Tensor, rotation: Rotation, sight: Sight) -> Tensor:
-        """Return what each position of `x` [B, T, hidden] gathers."""
+    def forward(self, x: Tensor, rotation: Rotation, scope: AttentionScope) -> Tensor:
+        """Return the attention output for `x` [B, T, hidden]."""
         query, key, value = self._joint_heads(x, rotation) if self.joint else self._heads(x, rotation)
-        out = self.context.attend(query, key, value, sight)
+        out = self.context.attend(query, key, value, scope)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     def _joint_heads(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         heads, kv_heads = (each.out_features // self.head_dim for each in (self.q_proj, self.k_proj))
-        return turned_heads(project(x, self.projections), rotation, (heads, kv_heads))
+        return rotary_heads(joint_linear(x, self.projections), rotation, (heads, kv_heads))
 
     def _heads(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         heads = (*x.shape[:-1], -1, self.head_dim)
@@ -62,7 +62,7 @@ class Attention(nn.Module):
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Return `x` [B, heads, T, head_dim] turned by its positions, in the wider of its dtype and the rotation's."""
+    """Return `x` [B, heads, T, head_dim] with RoPE applied, in the wider of its dtype and the rotation's."""
     cos, sin = rotation
     front, back = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-back, front), dim=-1) * sin
@@ -71,7 +71,7 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
 def rotation_at(positions: Tensor, rope: Rope, head_dim: int) -> Rotation:
     """Return fp32 cosines and sines [B, 1, T, head_dim] for `positions` [B, T].
 
-    Computed anew in each forward: a few small kernels, and no table that a meta device or a cast could spoil.
+    Computed in each forward: a few small kernels, and no buffer that a meta device or a cast could corrupt.
     """
     angles = positions[:, None, :, None] * _frequencies(rope, head_dim, positions.device)
     angles = torch.cat((angles, angles), dim=-1)
@@ -79,10 +79,10 @@ def rotation_at(positions: Tensor, rope: Rope, head_dim: int) -> Rotation:
 
 
 def grid_rotation_at(positions: Tensor, rope: Rope, head_dim: int, sections: Sequence[int]) -> Rotation:
-    """Return what `rotation_at` does for `positions` [3, B, T] of time, row and column (Qwen2-VL).
+    """Return the M-RoPE rotation for `positions` [3, B, T] of time, row and column (Qwen2-VL).
 
-    Of the pairs of a head's features the first section turns by time, the next by row, and so on. Where the three are
-    equal, as in text, it is the same rotation.
+    The first section of a head's feature pairs uses time, the next row, and so on. If the three are equal, as in text,
+    the result equals `rotation_at`.
     """
     angles = positions[:, :, None, :, None] * _frequencies(rope, head_dim, positions.device)
     pairs = torch.cat([part[axis % 3] for axis, part in enumerate(angles.split(list(sections), -1))], -1)
@@ -95,8 +95,8 @@ def _frequencies(rope: Rope, head_dim: int, device: torch.device) -> Tensor:
     frequencies = 1.0 / rope.theta**exponents
     if rope.factor == 1:
         return frequencies
-    # Llama 3.1: waves that the original length held many times stay, those it held less than once stretch by
-    # `factor`, and those between blend.
+    # Llama 3.1: wavelengths much shorter than the original context stay, longer ones are scaled by `factor`, and those
+    # in between are interpolated.
     turns = rope.original_max_seq_len * frequencies / (2 * math.pi)
     kept = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
     return frequencies * (kept + (1 - kept) / rope.factor)

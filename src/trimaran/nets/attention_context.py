@@ -1,4 +1,4 @@
-"""Which positions of a sequence a rank holds, and how its queries meet the keys."""
+"""Which positions of a sequence a rank holds, and how its queries attend to the keys."""
 
 from collections.abc import Sequence
 
@@ -7,48 +7,50 @@ from torch import Tensor
 
 from trimaran.nets.varlen_attention import Segments, attention, document_mask, segment_attention
 
-Sight = Tensor | Segments | None
-"""Who may look at whom: a mask, segments whose tokens see what went before, or None: all that went before."""
+AttentionScope = Tensor | Segments | None
+"""What each query attends to: a mask, causal segments, or None for plain causal attention."""
 
 
 class Context:
-    """Every position, at home. Context parallelism puts another one in its place, which holds a part."""
+    """All positions are on this rank. Context parallelism reindices it by one that holds a part of the sequence."""
 
-    def mine(self, whole: Tensor) -> Tensor:
-        """Return this rank's positions of `whole` [B, T]."""
-        return whole
+    def shard(self, full: Tensor) -> Tensor:
+        """Return this rank's positions of `full` [B, T]."""
+        return full
 
     def mask(self, documents: Tensor) -> Tensor:
-        """Return which keys each query of this rank may see, for `documents` [B, T] of the whole sequence."""
+        """Return the attention mask of this rank's queries, for `documents` [B, T] of the full sequence."""
         return document_mask(documents)
 
-    def sight(self, documents: Tensor, lengths: Sequence[int] | None = None) -> Sight:
-        """Return the same in the form that `attend` is quickest with; `lengths` of the documents if the host knows."""
+    def scope(self, documents: Tensor, lengths: Sequence[int] | None = None) -> AttentionScope:
+        """Return the same in the form that `attend` handles fastest; `lengths` of the documents if the host has them."""
         return Segments.of_documents(documents, lengths)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, sight: Sight, scale: float | None = None) -> Tensor:
-        """Return what each query gathers, all [B, heads, T, head_dim]."""
-        return attend(query, key, value, sight, scale=scale)
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scope: AttentionScope, scale: float | None = None
+    ) -> Tensor:
+        """Return the attention output, all [B, heads, T, head_dim]."""
+        return attend(query, key, value, scope, scale=scale)
 
-    def total(self, mine: Tensor) -> Tensor:
-        """Return the sum of `mine` over the ranks that share a sequence; no gradient flows."""
-        return mine
+    def all_reduce(self, local: Tensor) -> Tensor:
+        """Return the sum of `local` over the context-parallel ranks, without gradient."""
+        return local
 
-    def whole(self, mine: Tensor) -> Tensor:
-        """Return all positions [B, T, ...] in order, of which `mine` are this rank's."""
-        return mine
+    def gather(self, local: Tensor) -> Tensor:
+        """Return all positions [B, T, ...] in order, gathered from every rank's `local`."""
+        return local
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, sight: Sight, *, scale: float | None = None) -> Tensor:
-    """Return what each query gathers of a whole sequence, all [B, heads, T, head_dim]."""
-    if isinstance(sight, Segments):
-        return segment_attention(query, key, value, sight, causal=True, scale=scale)
-    return attention(query, key, value, sight, scale=scale)
+def attend(query: Tensor, key: Tensor, value: Tensor, scope: AttentionScope, *, scale: float | None = None) -> Tensor:
+    """Return the attention output of a full sequence, all [B, heads, T, head_dim]."""
+    if isinstance(scope, Segments):
+        return segment_attention(query, key, value, scope, causal=True, scale=scale)
+    return attention(query, key, value, scope, scale=scale)
 
 
 def document_positions(documents: Tensor) -> Tensor:
     """Return the position of each token inside its document; `documents` [B, T] holds runs of equal ids."""
-    places = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
-    starts = torch.zeros_like(places)
-    starts[:, 1:] = places[:, 1:] * (documents[:, 1:] != documents[:, :-1])
-    return places - starts.cummax(dim=1).values
+    indices = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    starts = torch.zeros_like(indices)
+    starts[:, 1:] = indices[:, 1:] * (documents[:, 1:] != documents[:, :-1])
+    return indices - starts.cummax(dim=1).values

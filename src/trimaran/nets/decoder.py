@@ -8,14 +8,14 @@ from torch import Tensor, nn
 
 from trimaran.models import ModelSpec
 from trimaran.nets.attention import Attention, RMSNorm, Rotation, rotation_at
-from trimaran.nets.attention_context import Context, Sight, document_positions
-from trimaran.nets.joint_projections import normed
+from trimaran.nets.attention_context import AttentionScope, Context, document_positions
+from trimaran.nets.joint_projections import norm_and_residual
 from trimaran.nets.module_dtype import own_dtype
 from trimaran.nets.moe import FeedForward, MoeLayer, as_autocast
 
 
 class DecoderLayer(nn.Module):
-    """One block: attention, then feed-forward, each added to the stream."""
+    """One block: attention, then feed-forward, each added to the residual stream."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -26,41 +26,41 @@ class DecoderLayer(nn.Module):
         self.mlp = MoeLayer(experts, spec.hidden) if experts else FeedForward(spec.hidden, spec.ffn)
         self.joint = False
 
-    def forward(self, x: Tensor, rotation: Rotation, sight: Sight) -> tuple[Tensor, Tensor]:
-        """Return the stream after this layer and the layer's balance loss, which is zero without experts.
+    def forward(self, x: Tensor, rotation: Rotation, scope: AttentionScope) -> tuple[Tensor, Tensor]:
+        """Return the residual stream after this layer and the layer's balance loss, which is zero without experts.
 
-        The stream keeps its dtype, whatever arithmetic a module inside may have of its own.
+        The stream keeps its dtype, even if a module inside has its own precision.
         """
-        x, inner = self._normed(x, self.input_layernorm)
-        x = x + self.self_attn(inner, rotation, sight).to(x.dtype)
-        x, inner = self._normed(x, self.post_attention_layernorm)
+        x, inner = self._norm_and_residual(x, self.input_layernorm)
+        x = x + self.self_attn(inner, rotation, scope).to(x.dtype)
+        x, inner = self._norm_and_residual(x, self.post_attention_layernorm)
         if isinstance(self.mlp, MoeLayer):
             out, balance = self.mlp(inner)
             return x + out.to(x.dtype), balance
         return x + self.mlp(inner).to(x.dtype), torch.zeros((), device=x.device)
 
-    def _normed(self, x: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        return normed(x, norm) if self.joint else (x, norm(x))
+    def _norm_and_residual(self, x: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        return norm_and_residual(x, norm) if self.joint else (x, norm(x))
 
 
 class Decoder(nn.Module):
-    """Tokens in, logits out; or one stage of it, which holds only some of the layers.
+    """Maps tokens to logits; or one pipeline stage, which holds only some of the layers.
 
-    A tied head is the embedding's own parameter and stays so when the module is moved. The last stage of a tied model
-    has an embedding of its own for that, under the same name.
+    A tied head is the embedding's own parameter and stays tied when the module is moved. The last stage of a tied model
+    has its own embedding for that, under the same name.
     """
 
     def __init__(self, spec: ModelSpec, layers: range | None = None, *, embeds: bool | None = None) -> None:
-        """`embeds`: whether this stage makes the stream; without it, the stage with the first layer does."""
+        """`embeds`: whether this stage has the embedding; by default the stage with the first layer does."""
         super().__init__()
         held = range(spec.layers) if layers is None else layers
         self.spec, self.context = spec, Context()
         self.is_first, self.is_last = held.start == 0 if embeds is None else embeds, held.stop == spec.layers
-        self.place: nn.Module | None = None  # puts images into the stream, in a model that sees
+        self.place: nn.Module | None = None  # inserts image tokens into the stream, in a vision-language model
         needs_embedding = self.is_first or (self.is_last and spec.tied)
         self.embed_tokens = nn.Embedding(spec.vocab, spec.hidden) if needs_embedding else None
         self.layers = nn.ModuleList()
-        for number in range(spec.layers):  # what another stage holds is None here, so that names stay what they are
+        for number in range(spec.layers):  # layers of other stages are None, so that names do not change
             self.layers.add_module(str(number), DecoderLayer(spec) if number in held else None)
         self.norm = RMSNorm(spec.hidden, eps=spec.block.norm_eps) if self.is_last else None
         self.lm_head = nn.Linear(spec.hidden, spec.vocab, bias=False) if self.is_last else None
@@ -68,11 +68,11 @@ class Decoder(nn.Module):
 
     @property
     def blocks(self) -> tuple[DecoderLayer, ...]:
-        """The layers that are here."""
+        """The layers of this stage."""
         return tuple(layer for layer in self.layers if isinstance(layer, DecoderLayer))
 
     def use_context(self, context: Context) -> None:
-        """Hold a part of each sequence from now on."""
+        """Use `context` in every layer: from now on each rank holds a part of each sequence."""
         self.context = context
         for layer in self.blocks:
             layer.self_attn.context = context
@@ -90,37 +90,37 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return logits [B, T, vocab] and the balance loss, an fp32 scalar summed over sequences and layers.
 
-        `tokens` and `documents` [B, T] are whole under every plan. `documents` numbers the documents that share a
-        sequence; attention and positions stay inside each, and `lengths` tells how long they are, row after row, if the
-        host knows: it spares a GPU a mask. A stage that is not the last returns hidden states in place of logits, and
-        the next takes them as `stream`. The balance loss is always that of the layers that are here. A `rotation` of
-        this rank's tokens takes the place of the usual one; what `placed` has is what `place` puts into the stream.
+        `tokens` and `documents` [B, T] are unsharded under every plan. `documents` numbers the documents that share a
+        sequence; attention and positions stay inside each. `lengths` are their lengths, row after row, if the host has
+        them: a GPU then needs no mask. A stage other than the last returns hidden states instead of logits, and the
+        next takes them as `stream`. The balance loss is that of this stage's layers. `rotation` overrides that of this
+        rank's tokens; `placed` are the arguments of `place`.
         """
         if documents is None:
-            positions, sight = torch.arange(tokens.shape[1], device=tokens.device)[None], None
+            positions, scope = torch.arange(tokens.shape[1], device=tokens.device)[None], None
         else:
-            positions, sight = document_positions(documents), self.context.sight(documents, lengths)
+            positions, scope = document_positions(documents), self.context.scope(documents, lengths)
         if rotation is None:
-            rotation = rotation_at(self.context.mine(positions), self.spec.block.rope, self.spec.head_dim)
+            rotation = rotation_at(self.context.shard(positions), self.spec.block.rope, self.spec.head_dim)
         x = stream[0] if stream else self._embed(tokens)
         if placed is not None and self.place is not None:
             x = self.place(x, *placed)
         balance = torch.zeros((), device=tokens.device)
         for layer in self.blocks:
-            x, of_layer = layer(x, rotation, sight)
+            x, of_layer = layer(x, rotation, scope)
             balance = balance + of_layer
         if self.norm is None or self.lm_head is None:
             return x, balance
         return self.lm_head(self.norm(x)), balance
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        assert self.embed_tokens is not None, "a later stage is given its stream"
-        stream = self.embed_tokens(self.context.mine(tokens))
-        # From here on it has the dtype of the products, on every plan: there is nothing that memory moves more often.
+        assert self.embed_tokens is not None, "a later stage takes a stream"
+        stream = self.embed_tokens(self.context.shard(tokens))
+        # From here on the stream has the matmul dtype, on every plan: it dominates the memory traffic.
         return stream if own_dtype(self.embed_tokens) == torch.float32 else as_autocast(stream)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # Moving off the meta device makes new parameters, one for each name.
+        # Moving off the meta device creates a new parameter for each name, which unties them.
         super()._apply(fn, recurse)
         self._tie()
         return self

@@ -1,4 +1,4 @@
-"""Our attention in a Hugging Face model: it asks a context which positions are here, and documents need no mask."""
+"""Our attention inside a Hugging Face model: it supports context parallelism, and documents need no mask."""
 
 from collections.abc import Mapping
 from inspect import signature
@@ -16,54 +16,62 @@ except ImportError:
     AttentionInterface = None
 
 NAME = "trimaran"
-PACKED = "trimaran_flash"  # transformers asks a kernel of this name for all images at once, not for each by itself
-STRANGE = ("dropout", "sliding_window", "softcap", "s_aux", "position_bias")  # what our attention cannot do
+PACKED = "trimaran_flash"  # transformers calls a kernel of this name once for all images, not per image
+UNSUPPORTED_OPTIONS = (
+    "dropout",
+    "sliding_window",
+    "softcap",
+    "s_aux",
+    "position_bias",
+)  # options that our attention does not support
 CONTEXT = "trimaran_context"  # the attribute of every module that may attend
-SIGHT = "trimaran_sight"  # the argument that says who may look at whom, from the model's call down to its attention
-SIGHTED = "trimaran_sighted"  # the attribute of a model that passes this argument on
+SCOPE_ARGUMENT = (
+    "trimaran_scope"  # the argument that carries the attention scope from the model's call to its attention
+)
+SCOPE_ATTRIBUTE = "trimaran_takes_scope"  # the attribute of a model that passes this argument through
 
 
-def give_context(module: Any, context: Context) -> None:
-    """Let the model hold a part of each sequence from now on; raise when its tokens meet other than in plain attention.
+def set_context(module: Any, context: Context) -> None:
+    """Use `context` in the model's attention. Raises if tokens interact other than through plain attention.
 
-    Call it before the module's class changes: transformers looks at the source of that class.
+    Call it before the module's class changes: transformers inspects the source of that class.
     """
-    if why := unlike_ours(module):
-        raise _unshared(module, why)
+    if reason := attention_difference(module):
+        raise _cp_unsupported(module, reason)
     assert AttentionInterface is not None, "there is no model without transformers"
     AttentionInterface.register(NAME, _attend)
     module.set_attn_implementation(NAME)
     if module.config._attn_implementation != NAME:  # transformers only warns
-        raise _unshared(module, "has attention of its own")
+        raise _cp_unsupported(module, "has its own attention implementation")
     for part in module.modules():
         setattr(part, CONTEXT, context)
 
 
 def context_of(module: nn.Module) -> Context | None:
-    """Return what `give_context` gave, if anything."""
+    """Return the context set by `set_context`, if any."""
     return getattr(module, CONTEXT, None)
 
 
-def give_attention(module: Any) -> None:
-    """Give our attention to a model that passes SIGHT on to it. Then no mask is made, of documents neither."""
-    give_context(module, Context())
-    setattr(module, SIGHTED, True)
+def install_attention(module: Any) -> None:
+    """Install our attention in a model that passes SIGHT through. No mask is built then, not even for documents."""
+    set_context(module, Context())
+    setattr(module, SCOPE_ATTRIBUTE, True)
 
 
 def pack_images(vision: Any) -> None:
-    """Let a tower of a model that has our attention tell it where each image ends: `Segments` as `cu_seqlens`."""
+    """Make a vision tower pass image boundaries to our attention: `Segments` as `cu_seqlens`."""
     assert AttentionInterface is not None, "there is no model without transformers"
     AttentionInterface.register(PACKED, _attend)
-    vision.config._attn_implementation = PACKED  # its setter would look for a package that has such a kernel
+    vision.config._attn_implementation = PACKED  # its setter would look for a package with such a kernel
 
 
-def is_sighted(module: nn.Module) -> bool:
-    """Return whether the model takes the argument SIGHT in place of a mask."""
-    return getattr(module, SIGHTED, False)
+def takes_scope(module: nn.Module) -> bool:
+    """Return whether the model takes the argument SIGHT instead of a mask."""
+    return getattr(module, SCOPE_ATTRIBUTE, False)
 
 
 def has_windows(config: Any) -> bool:
-    """Return whether some layers of a model do not look all the way back."""
+    """Return whether some layers of a model have an attention window."""
     config = config.get_text_config()
     kinds = getattr(config, "layer_types", None)
     if kinds:
@@ -79,51 +87,54 @@ def _attend(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Return what each query gathers, [B, T, heads, head_dim], as transformers expects it of an attention function."""
-    # What a config does not tell, the call does.
-    if strange := strange_option(options):
-        raise _unshared(module, f"attends with {strange}")
-    context = context_of(module) or Context()  # another model of the same configuration was given none
-    query, key = query.to(value.dtype), key.to(value.dtype)  # their rotation may have made them wider than they were
-    sight, scale = options.get(SIGHT), options.get("scaling")
+    """Return the attention output [B, T, heads, head_dim], as transformers expects of an attention function."""
+    # The call shows what the config does not.
+    if option := unsupported_option(options):
+        raise _cp_unsupported(module, f"attends with {option}")
+    context = context_of(module) or Context()  # another model of the same configuration has none
+    query, key = query.to(value.dtype), key.to(value.dtype)  # RoPE may have upcast them
+    scope, scale = options.get(SCOPE_ARGUMENT), options.get("scaling")
     if isinstance(images := options.get("cu_seq_lens_q"), Segments):
         out = segment_attention(query, key, value, images, causal=False, scale=scale)
-    elif looks_ahead(module, options):
+    elif is_noncausal(module, options):
         out = attention(query, key, value, attention_mask, causal=False, scale=scale)
     else:
-        out = context.attend(query, key, value, attention_mask if sight is None else sight, scale=scale)
+        out = context.attend(query, key, value, attention_mask if scope is None else scope, scale=scale)
     return out.transpose(1, 2).contiguous(), None
 
 
-def strange_option(options: Mapping[str, Any]) -> str:
-    """Return what in the options of a call our attention cannot do, or nothing."""
-    return next((name for name in STRANGE if isinstance(options.get(name), Tensor) or options.get(name)), "")
+def unsupported_option(options: Mapping[str, Any]) -> str:
+    """Return the first option of a call that our attention does not support; empty if none."""
+    return next(
+        (name for name in UNSUPPORTED_OPTIONS if isinstance(options.get(name), Tensor) or options.get(name)), ""
+    )
 
 
-def looks_ahead(module: nn.Module, options: Mapping[str, Any]) -> bool:
-    """Return whether tokens see those behind them, as the call says, or else the module."""
+def is_noncausal(module: nn.Module, options: Mapping[str, Any]) -> bool:
+    """Return whether attention is not causal, by the call's options or else by the module."""
     causal = options.get("is_causal")
     return not (getattr(module, "is_causal", True) if causal is None else causal)
 
 
-def unlike_ours(module: Any) -> str:
-    """Return why the model's attention is not the plain one, as far as its configuration tells."""
+def attention_difference(module: Any) -> str:
+    """Return why the model's attention is not plain causal attention, from its configuration; empty if it is."""
     config = module.config.get_text_config()
     if has_windows(module.config):
-        return "does not look all the way back in every layer"
+        return "has attention windows"
     if getattr(config, "attn_logit_softcapping", None):
-        return "caps its attention scores"
+        return "has soft-capped attention scores"
     if module.training and (getattr(config, "attention_dropout", 0) or getattr(config, "attn_pdrop", 0)):
-        return "drops attention at random"
+        return "has attention dropout"
     if any(isinstance(part, nn.Conv1d) for part in module.modules()):
-        return "mixes tokens with a convolution as well"
+        return "also mixes tokens with a convolution"
     if any(name.endswith(".sinks") for name, _ in module.named_parameters()):
         return "has attention sinks"
     if "position_ids" not in signature(module.forward).parameters:
-        return "takes no positions"
-    return "" if getattr(module, "_supports_attention_backend", False) else "has attention of its own"
+        return "takes no position_ids"
+    has_backend = getattr(module, "_supports_attention_backend", False)
+    return "" if has_backend else "has its own attention implementation"
 
 
-def _unshared(module: nn.Module, why: str) -> UserError:
-    fix = "set cp to 1; plan.recompute=full and a smaller micro-batch make room for long sequences"
-    return UserError("M028", f"{type(module).__name__} {why}", where="plan.mesh.cp", fix=fix)
+def _cp_unsupported(module: nn.Module, reason: str) -> UserError:
+    fix = "set cp to 1; plan.recompute=full and a smaller micro-batch save memory for long sequences"
+    return UserError("M028", f"{type(module).__name__} {reason}", where="plan.mesh.cp", fix=fix)

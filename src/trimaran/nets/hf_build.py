@@ -1,4 +1,4 @@
-"""A Hugging Face model without memory, which gets this rank's part of its weights after a plan has split it."""
+"""Builds a Hugging Face model on the meta device, and fills this rank's shard of its weights after sharding."""
 
 import hashlib
 import logging
@@ -14,97 +14,98 @@ from torch import Tensor, nn
 from trimaran.core import UserError
 from trimaran.models import model_folder, weight_files
 from trimaran.nets.hf import blocks_of, hf_config, hf_model, load_hf_model
-from trimaran.nets.hf_read import WeightSlice, pieces_on_disk, read_pieces
+from trimaran.nets.hf_read import WeightSource, find_weight_sources, read_weights
 from trimaran.nets.local_shards import local_part, local_slices
 
-Fill = Callable[[nn.Module, torch.device], None]
+FillWeights = Callable[[nn.Module, torch.device], None]
 
 log = logging.getLogger(__name__)
 
 
-def open_hf_model(path: Path, *, trust_remote_code: bool, seed: int) -> tuple[nn.Module, Fill]:
-    """Return the model in the folder, and what gives it fp32 weights on a device once it is split.
+def open_hf_model(path: Path, *, trust_remote_code: bool, seed: int) -> tuple[nn.Module, FillWeights]:
+    """Return the model in the folder, and a function that gives it fp32 weights on a device after it is sharded.
 
-    No rank then holds more of it than its own part and one block. Weights are those on disk, or, beside a lone config,
-    random ones that depend on `seed` and their names only. What cannot be built so is read whole; the log says why.
+    A rank never holds more than its own shard and one block. The weights are those on disk; if the folder holds only a
+    config, they are random and depend only on `seed` and their names. A model that cannot be built this way is loaded
+    unsharded; the log says why.
     """
     folder = model_folder(str(path))
     has_weights = bool(weight_files(folder))
     config = hf_config(path, trust_remote_code=trust_remote_code)
-    module, pieces, flaw = _hollow(config, folder if has_weights else None, trust_remote_code)
-    if flaw:
-        log.warning("every rank reads the whole of %s before it is split: %s", path, flaw)
-        return load_hf_model(path, trust_remote_code=trust_remote_code, seed=seed), _give_memory
+    module, sources, problem = _build_on_meta(config, folder if has_weights else None, trust_remote_code)
+    if problem:
+        log.warning("every rank loads the full model %s before it is sharded: %s", path, problem)
+        return load_hf_model(path, trust_remote_code=trust_remote_code, seed=seed), _materialise
     if has_weights:
-        module.eval()  # as transformers leaves a model that it has loaded
-        return module, lambda split, device: _read(split, device, folder, pieces)
-    sketch = deepcopy(module)
-    return module, lambda split, device: _draw_all(split, device, sketch, seed)
+        module.eval()  # as transformers returns a loaded model
+        return module, lambda sharded, device: _read(sharded, device, folder, sources)
+    unsharded = deepcopy(module)
+    return module, lambda sharded, device: _initialise_all(sharded, device, unsharded, seed)
 
 
-def _hollow(config: Any, folder: Path | None, trust_remote_code: bool) -> tuple[Any, list[WeightSlice], str]:
-    """Return the model without memory, where its weights are on disk, and why that would not do, if it would not."""
+def _build_on_meta(config: Any, folder: Path | None, trust_remote_code: bool) -> tuple[Any, list[WeightSource], str]:
+    """Return the model on the meta device, where its weights are on disk, and why this does not work (or empty)."""
     if getattr(config, "quantization_config", None):
         return None, [], "its weights are quantized"
     try:
-        with _parameters_without_memory():
+        with _parameters_on_meta():
             module = hf_model(config, trust_remote_code=trust_remote_code)
-        pieces, flaw = pieces_on_disk(module, folder) if folder else ([], "")
+        sources, problem = find_weight_sources(module, folder) if folder else ([], "")
     except UserError:
         raise
-    except Exception as error:  # whatever transformers, or code that comes with the model, cannot do without memory
+    except Exception as error:  # any error of transformers or of the model's own code
         return None, [], f"{type(error).__name__}: {error}"
-    return module, pieces, flaw
+    return module, sources, problem
 
 
-def _read(module: nn.Module, device: torch.device, folder: Path, pieces: list[WeightSlice]) -> None:
-    _give_memory(module, device)
-    read_pieces(module, folder, pieces)
+def _read(module: nn.Module, device: torch.device, folder: Path, sources: list[WeightSource]) -> None:
+    _materialise(module, device)
+    read_weights(module, folder, sources)
 
 
-def _draw_all(module: nn.Module, device: torch.device, sketch: nn.Module, seed: int) -> None:
-    """Fill a split module with random weights, a block at a time, as the model's own code draws them."""
-    _give_memory(module, device)
-    homes = dict(module.named_parameters())
+def _initialise_all(module: nn.Module, device: torch.device, unsharded: nn.Module, seed: int) -> None:
+    """Fill a sharded module with random weights from the model's own initialisation, one block at a time."""
+    _materialise(module, device)
+    targets = dict(module.named_parameters())
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        for name, unit, deep in _units(sketch):
-            mine = [each for each, _ in unit.named_parameters(prefix=name, recurse=deep) if each in homes]
-            if not mine:
-                continue  # tied to what another unit draws
-            unit._apply(_as_nan, recurse=deep)
-            _draw(sketch, list(unit.named_modules(prefix=name)) if deep else [(name, unit)], seed)
-            for each in mine:
-                drawn = sketch.get_parameter(each)
-                _refuse_undrawn(each, drawn)
-                local_part(homes[each]).copy_(drawn[local_slices(homes[each])])
-            unit._apply(_without_memory, recurse=deep)
+        for name, unit, is_block in _units(unsharded):
+            names = [each for each, _ in unit.named_parameters(prefix=name, recurse=is_block) if each in targets]
+            if not names:
+                continue  # tied to parameters of another unit
+            unit._apply(_to_cpu_nan, recurse=is_block)
+            _initialise(unsharded, list(unit.named_modules(prefix=name)) if is_block else [(name, unit)], seed)
+            for each in names:
+                value = unsharded.get_parameter(each)
+                _refuse_uninitialised(each, value)
+                local_part(targets[each]).copy_(value[local_slices(targets[each])])
+            unit._apply(_to_meta, recurse=is_block)
 
 
-def _draw(sketch: nn.Module, parts: list[tuple[str, nn.Module]], seed: int) -> None:
-    """Fill one unit on the CPU. The parts come before the whole, which may draw some of theirs anew."""
+def _initialise(unsharded: nn.Module, parts: list[tuple[str, nn.Module]], seed: int) -> None:
+    """Initialise one unit on the CPU. Children come first, because a parent may initialise some of them again."""
     for path, part in reversed(parts):
         digest = hashlib.sha256(f"{seed}/{path}".encode()).digest()
-        torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)  # that of the CPU alone
-        _owner(sketch, path)._init_weights(part)
+        torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)  # of the CPU only
+        _owner(unsharded, path)._init_weights(part)
 
 
-def _refuse_undrawn(name: str, drawn: Tensor) -> None:
-    if drawn.isnan().any():
-        raise UserError("M029", f"the model does not say how its weights start: {name}", where="model.path",
+def _refuse_uninitialised(name: str, value: Tensor) -> None:
+    if value.isnan().any():
+        raise UserError("M029", f"the model's code does not initialise {name}", where="model.path",
                         fix="save the model with its weights, and name that folder")  # fmt: skip
 
 
-def _owner(sketch: nn.Module, path: str) -> Any:
-    """Return the innermost model around a module; a model made of several lets each draw its own."""
-    owner: nn.Module = sketch
+def _owner(unsharded: nn.Module, path: str) -> Any:
+    """Return the innermost model around a module; in a model of several models each initialises its own modules."""
+    owner: nn.Module = unsharded
     for depth in range(path.count(".") + 1 if path else 0):
-        around = sketch.get_submodule(".".join(path.split(".")[: depth + 1]))
+        around = unsharded.get_submodule(".".join(path.split(".")[: depth + 1]))
         owner = around if hasattr(around, "_init_weights") else owner
     return owner
 
 
 def _units(module: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Yield the blocks, and alone every other module that has parameters, with its name and whether it is a block."""
+    """Yield each block and each other module with its own parameters: its name, the module, whether it is a block."""
     blocks = set(blocks_of(module))
     inside = {part for block in blocks for part in block.modules()} - blocks
     for name, part in module.named_modules():
@@ -112,26 +113,26 @@ def _units(module: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
             yield name, part, part in blocks
 
 
-def _as_nan(each: Tensor) -> Tensor:
-    return torch.full_like(each, torch.nan, device="cpu") if each.is_meta else each
+def _to_cpu_nan(tensor: Tensor) -> Tensor:
+    return torch.full_like(tensor, torch.nan, device="cpu") if tensor.is_meta else tensor
 
 
-def _without_memory(each: Tensor) -> Tensor:
-    return each.to("meta") if isinstance(each, nn.Parameter) else each
+def _to_meta(tensor: Tensor) -> Tensor:
+    return tensor.to("meta") if isinstance(tensor, nn.Parameter) else tensor
 
 
-def _give_memory(module: nn.Module, device: torch.device) -> None:
-    """Move the module from the host to the device; what had no memory gets some there. Tied weights stay tied.
+def _materialise(module: nn.Module, device: torch.device) -> None:
+    """Move host tensors to the device, and allocate meta tensors there. Tied weights stay tied.
 
-    What a plan has put on a device stays: with parameters offloaded, that is the buffers.
+    Tensors that a plan has already put on a device stay there: with offloaded parameters, the buffers.
     """
     names: dict[int, str] = {}
     pairs = [(name, names.setdefault(id(each), name)) for name, each in module.named_parameters(remove_duplicate=False)]
 
-    def moved(each: Tensor) -> Tensor:
-        if each.device.type == "meta":
-            return torch.empty_like(each, device=device)
-        return each.to(device) if each.device.type == "cpu" else each
+    def moved(tensor: Tensor) -> Tensor:
+        if tensor.device.type == "meta":
+            return torch.empty_like(tensor, device=device)
+        return tensor.to(device) if tensor.device.type == "cpu" else tensor
 
     module._apply(moved)
     for name, first in pairs:
@@ -141,19 +142,19 @@ def _give_memory(module: nn.Module, device: torch.device) -> None:
 
 
 @contextmanager
-def _parameters_without_memory() -> Iterator[None]:
-    """Let modules be built whose parameters are on the meta device, and whose buffers have their values.
+def _parameters_on_meta() -> Iterator[None]:
+    """Build modules with parameters on the meta device and real buffers.
 
-    `torch.device("meta")` would take the buffers as well, and nobody but the constructor can fill in all of them.
+    `torch.device("meta")` would affect the buffers too, and only the constructor can compute all of them.
     """
     register = nn.Module.register_parameter
 
-    def without_memory(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and not param.is_meta:
             param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
         register(self, name, param)
 
-    nn.Module.register_parameter = without_memory
+    nn.Module.register_parameter = register_on_meta
     try:
         yield
     finally:

@@ -1,14 +1,14 @@
-"""What a Hugging Face model does with its head and its attention, found out by a call without memory."""
+"""Finds out what a Hugging Face model does with its head and its attention, by a call on the meta device."""
 
 import logging
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trimaran.nets.hf_attention import SIGHT, looks_ahead, strange_option, unlike_ours
+from trimaran.nets.hf_attention import SCOPE_ARGUMENT, attention_difference, is_noncausal, unsupported_option
 
 try:
     from transformers import AttentionInterface
@@ -16,91 +16,94 @@ except ImportError:
     AttentionInterface = None
 
 NAME = "trimaran_probe"
-TOKENS = (2, 8)
+TOKENS_SHAPE = (2, 8)
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Findings:
-    """`ends_in_head`: the logits are what the head returned, and nothing is done to them afterwards.
+class ProbeResult:
+    """`ends_in_head`: the logits are the head's output, without further processing.
 
-    `unlike`: why our attention cannot take the place of the model's, or nothing.
+    `attention_difference`: why our attention cannot replace the model's; empty if it can.
     """
 
     ends_in_head: bool
-    unlike: str
+    attention_difference: str
 
 
 @dataclass(slots=True)
-class _Notes:
-    """What is seen during the call."""
+class _CallRecord:
+    """What the hooks recorded during the call."""
 
-    heads: int = 0
-    attended: int = 0
-    unlike: str = ""
-    told: list[Any] = field(default_factory=list)
+    head_calls: int = 0
+    attention_calls: int = 0
+    attention_difference: str = ""
 
 
-def probe(module: Any) -> Findings:
-    """Return what a copy of the model without memory does with a few tokens. Nothing is computed or changed.
+def probe(module: Any) -> ProbeResult:
+    """Return what a meta-device copy of the model does with a few tokens. Nothing is computed, and `module` stays as is.
 
-    A model that cannot be called so keeps its own ways; the log says why.
+    A model that does not run on the meta device keeps its own attention and head; the log says why.
     """
-    notes = _Notes()
+    record = _CallRecord()
     try:
-        logits, mark = _call(_without_memory(module).train(), notes)
-    except Exception as error:  # whatever the model's code cannot do without memory
-        log.info("%s cannot be tried out: %s: %s", type(module).__name__, type(error).__name__, error)
-        return Findings(ends_in_head=False, unlike="cannot be tried out")
-    unlike = unlike_ours(module) or notes.unlike or ("" if notes.attended else "has attention of its own")
-    return Findings(ends_in_head=logits is mark and notes.heads == 1, unlike=unlike)
+        logits, head_output = _call(_meta_copy(module).train(), record)
+    except Exception as error:  # any error of the model's own code
+        log.info("%s does not run on the meta device: %s: %s", type(module).__name__, type(error).__name__, error)
+        return ProbeResult(ends_in_head=False, attention_difference="does not run on the meta device")
+    difference = attention_difference(module) or record.attention_difference
+    if not difference and not record.attention_calls:
+        difference = "has its own attention implementation"
+    return ProbeResult(logits is head_output and record.head_calls == 1, difference)
 
 
-def _call(hollow: Any, notes: _Notes) -> tuple[Any, Tensor]:
-    """Return the logits of a call, and what the head returned in it."""
+def _call(meta_model: Any, record: _CallRecord) -> tuple[Any, Tensor]:
+    """Return the logits of a call, and the tensor that the head returned in it."""
     assert AttentionInterface is not None, "there is no model without transformers"
-    mark = torch.empty(1 + TOKENS[0] * TOKENS[1], device="meta")  # as a head that ends in the loss returns it
-    sight = object()
+    batch, length = TOKENS_SHAPE
+    head_output = torch.empty(1 + batch * length, device="meta")  # as a head that computes the loss returns it
+    scope = object()
 
     def head(input: Tensor) -> Tensor:
-        notes.heads += 1
-        return mark
+        record.head_calls += 1
+        return head_output
 
     def attend(
         part: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, None]:
-        notes.attended += 1
+        record.attention_calls += 1
         reasons = {
-            "does not tell its attention what it is told": options.get(SIGHT) is not sight,
-            "makes masks of its own": mask is not None,
-            "looks ahead": looks_ahead(part, options),
-            "has values of another width than keys": value.shape[-1] != query.shape[-1],
-            f"attends with {strange_option(options)}": bool(strange_option(options)),
+            "does not pass extra arguments on to its attention": options.get(SCOPE_ARGUMENT) is not scope,
+            "builds its own attention masks": mask is not None,
+            "has non-causal attention": is_noncausal(part, options),
+            "has values of another head size than keys": value.shape[-1] != query.shape[-1],
+            f"attends with {unsupported_option(options)}": bool(unsupported_option(options)),
         }
-        notes.unlike = notes.unlike or next((why for why, found in reasons.items() if found), "")
+        if not record.attention_difference:
+            record.attention_difference = next((reason for reason, applies in reasons.items() if applies), "")
         return value.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
-    if isinstance(last := hollow.get_output_embeddings(), nn.Linear):
+    if isinstance(last := meta_model.get_output_embeddings(), nn.Linear):
         last.forward = head
-    where: dict[str, Any] = {SIGHT: sight}
-    if getattr(hollow, "_supports_attention_backend", False):
+    arguments: dict[str, Any] = {SCOPE_ARGUMENT: scope}
+    if getattr(meta_model, "_supports_attention_backend", False):
         AttentionInterface.register(NAME, attend)
-        hollow.set_attn_implementation(NAME)
-    else:  # a mask that is there is not made, which would take a look at values
-        where = {"attention_mask": torch.ones(TOKENS[0], 1, TOKENS[1], TOKENS[1], dtype=torch.bool, device="meta")}
-    tokens = torch.zeros(TOKENS, dtype=torch.long, device="meta")
+        meta_model.set_attn_implementation(NAME)
+    else:  # with a mask given the model does not build one, which would read values
+        arguments = {"attention_mask": torch.ones(batch, 1, length, length, dtype=torch.bool, device="meta")}
+    tokens = torch.zeros(TOKENS_SHAPE, dtype=torch.long, device="meta")
     with torch.no_grad():
-        out = hollow(input_ids=tokens, position_ids=tokens, use_cache=False, **where)
-    return out.logits, mark
+        out = meta_model(input_ids=tokens, position_ids=tokens, use_cache=False, **arguments)
+    return out.logits, head_output
 
 
-def _without_memory(module: nn.Module) -> Any:
-    """Return a copy whose tensors have shapes only. They are bf16: some kernels for experts know nothing else."""
+def _meta_copy(module: nn.Module) -> Any:
+    """Return a copy on the meta device, in bf16: some kernels for experts support nothing else."""
 
-    def hollow(tensor: Tensor) -> Tensor:
+    def on_meta(tensor: Tensor) -> Tensor:
         dtype = torch.bfloat16 if tensor.is_floating_point() else tensor.dtype
         empty = torch.empty_like(tensor, device="meta", dtype=dtype)
         return nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
 
-    return deepcopy(module, {id(each): hollow(each) for each in (*module.parameters(), *module.buffers())})
+    return deepcopy(module, {id(each): on_meta(each) for each in (*module.parameters(), *module.buffers())})

@@ -1,4 +1,4 @@
-"""How tensor parallelism splits a Hugging Face model: the plan that its config carries, in our styles."""
+"""The tensor-parallel plan of a Hugging Face model, taken from its config and mapped to our styles."""
 
 import re
 from collections.abc import Mapping
@@ -8,7 +8,8 @@ from torch import nn
 
 from trimaran.core import UserError
 
-# Their style of a module, and ours. Both leave this rank's heads or columns between a colwise and a rowwise one.
+# The style of a module in transformers, and ours. Between a colwise and a rowwise module, both hold a rank's own heads
+# or columns.
 STYLES = {
     "colwise": "colwise",
     "rowwise": "rowwise",
@@ -18,18 +19,18 @@ STYLES = {
 
 
 def hf_tensor_plan(module: Any, degree: int) -> dict[str, str]:
-    """Return the style of every module that has parameters, by pattern of its name.
+    """Return the style of every module that has parameters, by name pattern.
 
-    Between blocks the stream is whole: their attention would take a part of the sequence for all of it. The vocabulary
-    is split when the degree divides it; a model's vocabulary is what it is, so else embedding and head stay whole.
+    There is no sequence parallelism: transformers' attention would take a part of the sequence for all of it. Embedding
+    and head are sharded along the vocabulary if the degree divides it, and replicated otherwise.
     """
     theirs: Mapping[str, str] = getattr(module, "tp_plan", None) or getattr(module, "_tp_plan", None) or {}
     ends = _ends(module, degree)
     wanted = {pattern: style for pattern, style in theirs.items() if pattern not in ends}
-    if not wanted:  # a head alone is no plan
-        raise _unsplit(module, "carries no plan for tensor parallelism")
-    owners = {_pattern(name): part for name, part in module.named_modules() if _own(part)}
-    _refuse_strange(module, wanted)
+    if not wanted:  # a style for the head alone is not enough
+        raise _tp_unsupported(module, "has no tensor-parallel plan")
+    owners = {_pattern(name): part for name, part in module.named_modules() if _direct_parameters(part)}
+    _refuse_unknown_styles(module, wanted)
     named = {pattern: STYLES[wanted[pattern]] for pattern in owners if pattern in wanted}
     plan = {pattern: ends.get(pattern) or named.get(pattern) or "" for pattern in owners}
     for pattern in [pattern for pattern, style in plan.items() if not style]:
@@ -39,17 +40,17 @@ def hf_tensor_plan(module: Any, degree: int) -> dict[str, str]:
     return plan
 
 
-def _refuse_strange(module: nn.Module, wanted: Mapping[str, str]) -> None:
-    """Raise when the plan has a style that we do not know, or one for a parameter inside a module."""
+def _refuse_unknown_styles(module: nn.Module, wanted: Mapping[str, str]) -> None:
+    """Raise if the plan has an unknown style, or one for a single parameter of a module."""
     modules = {_pattern(name) for name, _ in module.named_modules()}
     parameters = {_pattern(name) for name, _ in module.named_parameters()}
     for pattern, style in wanted.items():
         if pattern in parameters or (pattern in modules and style not in STYLES):
-            raise _unsplit(module, f"splits {pattern} in a way of its own ({style})")
+            raise _tp_unsupported(module, f"shards {pattern} in an unsupported style ({style})")
 
 
 def _ends(module: Any, degree: int) -> dict[str, str]:
-    """Return the styles of the embedding and the head, which stay alike when they are tied."""
+    """Return the styles of the embedding and the head, which agree if they are tied."""
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     names = {id(part): name for name, part in module.named_modules()}
     tied = head is not None and head.weight is embedding.weight
@@ -62,20 +63,20 @@ def _ends(module: Any, degree: int) -> dict[str, str]:
 
 
 def _unnamed(module: nn.Module, pattern: str, part: nn.Module, named: Mapping[str, str]) -> str:
-    """Return the style of a module that the plan leaves out. Beside a colwise one it sees this rank's heads only."""
-    around = pattern.rpartition(".")[0]
-    beside = [style for each, style in named.items() if each.rpartition(".")[0] == around]
+    """Return the style of a module that the plan omits. With a colwise sibling it gets only this rank's heads."""
+    parent = pattern.rpartition(".")[0]
+    siblings = [style for each, style in named.items() if each.rpartition(".")[0] == parent]
     if not pattern or any(True for _ in part.children()):
-        raise _unsplit(module, f"does not say how the parameters of {pattern or 'the model itself'} are split")
-    if "colwise" not in beside:
+        raise _tp_unsupported(module, f"does not say how the parameters of {pattern or 'the model itself'} are sharded")
+    if "colwise" not in siblings:
         return "replicated"
-    if all(each.shape == (_head_dim(module),) for each in _own(part)):
+    if all(each.shape == (_head_dim(module),) for each in _direct_parameters(part)):
         return "heads"
-    raise _unsplit(module, f"does not say how {pattern} is split")
+    raise _tp_unsupported(module, f"does not say how {pattern} is sharded")
 
 
 def _refuse_degree(module: Any, degree: int, widths: Mapping[str, int]) -> None:
-    """Raise unless the degree divides the heads and every width that is split."""
+    """Raise unless the degree divides the heads and every width that is sharded."""
     config = module.config.get_text_config()
     counts = {field: getattr(config, field, None) for field in ("num_attention_heads", "num_key_value_heads")}
     heads = {field: count for field, count in counts.items() if isinstance(count, int)}
@@ -88,11 +89,11 @@ def _refuse_degree(module: Any, degree: int, widths: Mapping[str, int]) -> None:
 
 
 def _width(part: Any, style: str) -> int:
-    """Return the width of a linear layer that its style splits."""
+    """Return the width of a linear layer that its style shards."""
     return part.in_features if style == "rowwise" else part.out_features
 
 
-def _own(part: nn.Module) -> list[nn.Parameter]:
+def _direct_parameters(part: nn.Module) -> list[nn.Parameter]:
     return list(part.parameters(recurse=False))
 
 
@@ -102,10 +103,10 @@ def _head_dim(module: Any) -> int:
 
 
 def _pattern(name: str) -> str:
-    """Return the name with a star for each number between dots, as in their plans."""
+    """Return the name with a star for each number between dots, as in transformers' plans."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
-def _unsplit(module: nn.Module, why: str) -> UserError:
-    return UserError("M026", f"{type(module).__name__} {why}", where="plan.mesh.tp",
+def _tp_unsupported(module: nn.Module, reason: str) -> UserError:
+    return UserError("M026", f"{type(module).__name__} {reason}", where="plan.mesh.tp",
                      fix="set tp to 1 and shard the parameters instead: plan.mesh.dp_shard")  # fmt: skip

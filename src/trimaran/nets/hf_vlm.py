@@ -1,4 +1,4 @@
-"""What the trainer sees of a Hugging Face model that sees: Qwen2-VL, Qwen2.5-VL and LLaVA, unchanged."""
+"""The `Network` of a Hugging Face vision-language model: Qwen2-VL, Qwen2.5-VL or LLaVA, unchanged."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,79 +10,83 @@ from trimaran.core import UserError
 from trimaran.models import Spec, VlmSpec
 from trimaran.models.from_hf_vlm import vlm_from_disk
 from trimaran.nets.hf import HfNetwork, hf_network
-from trimaran.nets.hf_attention import is_sighted
+from trimaran.nets.hf_attention import takes_scope
 from trimaran.nets.hf_vision_adapter import VISION_ADAPTERS, VisionAdapter
 
 try:
     from transformers import vision_utils
-except ImportError:  # before transformers 5 a tower cannot be told where its images end
+except ImportError:  # before transformers 5 a tower takes no image boundaries
     vision_utils = None
 
 
 @dataclass(frozen=True, slots=True)
 class HfVlmNetwork(HfNetwork):
-    """A Hugging Face model that sees. Its `eye` brings the images to it."""
+    """A Hugging Face vision-language model. Its `adapter` encodes the images."""
 
     spec: VlmSpec
-    eye: VisionAdapter
+    adapter: VisionAdapter
 
     @property
     def vocabulary(self) -> int:
         return self.spec.vocab
 
     @property
-    def longest(self) -> int:
+    def max_seq_len(self) -> int:
         return self.spec.max_seq_len
 
     @property
     def towers(self) -> Mapping[str, str]:
-        return self.eye.towers
+        return self.adapter.towers
 
     def forward(self, inputs: Mapping[str, Tensor], *stream: Tensor) -> tuple[Tensor, Tensor]:
-        with self.eye.looking(inputs):
+        with self.adapter.with_images(inputs):
             return HfNetwork.forward(self, inputs)
 
-    def _where(self, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
-        where = HfNetwork._where(self, inputs)
+    def _attention_arguments(self, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
+        arguments = HfNetwork._attention_arguments(self, inputs)
         if not self.spec.sections:
-            return where
+            return arguments
         positions = inputs.get("positions")
-        return where | {"position_ids": where["position_ids"].expand(3, -1, -1) if positions is None else positions}
+        if positions is None:
+            positions = arguments["position_ids"].expand(3, -1, -1)
+        return arguments | {"position_ids": positions}
 
 
 def network_of_hf(module: nn.Module, spec: Spec | None) -> HfNetwork:
-    """Return the network around a Hugging Face model, with whatever it takes beside tokens. See `hf_network`."""
+    """Return the network of a Hugging Face model, with or without vision. See `hf_network`."""
     network = hf_network(module, spec)
     kind = module.config.model_type  # pyrefly: ignore[missing-attribute]
     if kind not in VISION_ADAPTERS:
         return network
     if not isinstance(spec, VlmSpec):
-        raise _cannot(network, f"is not built as others of its kind are ({_oddity(module)})")
+        raise _no_images(network, f"its configuration is not supported ({_difference(module)})")
     if vision_utils is None:
-        raise _cannot(network, "needs transformers 5 here")
-    if not is_sighted(module):
-        raise _cannot(network, "has attention of its own")
-    eye = VISION_ADAPTERS[kind](module, spec)
-    return HfVlmNetwork(module, _in_order(network.blocks, module, eye), spec, network.architecture, network.ending, eye)
+        raise _no_images(network, "that needs transformers 5")
+    if not takes_scope(module):
+        raise _no_images(network, "it has its own attention implementation")
+    adapter = VISION_ADAPTERS[kind](module, spec)
+    return HfVlmNetwork(
+        module, _in_order(network.blocks, module, adapter), spec, network.architecture, network.logits_head, adapter
+    )
 
 
-def _oddity(module: Any) -> str:
-    """Return what in the configuration of a model that sees is not as we know it."""
+def _difference(module: Any) -> str:
+    """Return what the vlm family does not support in the model's configuration."""
     try:
         vlm_from_disk(module.config.to_dict(), where="config.json")
     except UserError as error:
         return error.what
-    return "its shape was not told"
+    return "it has no spec"
 
 
-def _in_order(blocks: tuple[nn.Module, ...], module: nn.Module, eye: VisionAdapter) -> tuple[nn.Module, ...]:
-    """Return the blocks as the forward comes by them: vision, the projector, language."""
+def _in_order(blocks: tuple[nn.Module, ...], module: nn.Module, adapter: VisionAdapter) -> tuple[nn.Module, ...]:
+    """Return the blocks in the order of the forward: vision, the projector, language."""
     names = {id(part): name for name, part in module.named_modules()}
-    language = [block for block in blocks if names[id(block)].startswith(eye.towers["language"])]
-    vision = [block for block in blocks if block not in (*language, *eye.unused)]
-    return (*vision, eye.projector, *language)
+    language = [block for block in blocks if names[id(block)].startswith(adapter.towers["language"])]
+    vision = [block for block in blocks if block not in (*language, *adapter.unused)]
+    return (*vision, adapter.projector, *language)
 
 
-def _cannot(network: HfNetwork, why: str) -> UserError:
-    return UserError("M035", f"{network.architecture} {why}, and images cannot be brought to it", where="model.path",
+def _no_images(network: HfNetwork, reason: str) -> UserError:
+    return UserError("M035", f"{network.architecture} cannot be trained with images: {reason}", where="model.path",
                      fix="use family vlm, or train its language model alone")  # fmt: skip

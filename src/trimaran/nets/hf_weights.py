@@ -1,4 +1,4 @@
-"""Weights between a Decoder and Hugging Face's safetensors. Nothing else is read: a pickle can run any program."""
+"""Reads and writes a Decoder's weights as Hugging Face safetensors. No pickle is read: it can run any program."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -17,7 +17,7 @@ from trimaran.nets.local_shards import local_part, local_slices
 
 EMBEDDING = "embed_tokens.weight"
 HEAD = "lm_head.weight"
-STACKED = 3  # dimensions of a stack of experts; every other weight is a matrix or a vector
+STACKED_NDIM = 3  # of the stacked experts' weights; every other weight is a matrix or a vector
 
 
 def load_hf_weights(module: nn.Module, folder: Path) -> None:
@@ -26,7 +26,7 @@ def load_hf_weights(module: nn.Module, folder: Path) -> None:
     Each rank reads only the rows it holds, and a stage only its layers. Names and shapes are checked before the first
     value is written.
     """
-    assert isinstance(module, Decoder), "only our own decoder has these names"
+    assert isinstance(module, Decoder), "only our decoder has these names"
     with ExitStack() as stack, torch.no_grad():
         sources = open_weights(folder, stack)
         parameters = dict(module.named_parameters())
@@ -39,26 +39,29 @@ def load_hf_weights(module: nn.Module, folder: Path) -> None:
 
 
 def hf_tensors(module: nn.Module, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
-    """Yield every weight of a Decoder whole, on the CPU, under its Hugging Face name; a tied head is left out.
+    """Yield every weight of a Decoder unsharded, on the CPU, under its Hugging Face name; a tied head is omitted.
 
-    So is the last stage's copy of a tied embedding: the first stage has the same. Sharded weights are gathered one at a
-    time, together: every rank must take every item.
+    So is the last stage's copy of a tied embedding, which the first stage has too. Each item is a collective for
+    sharded weights: every rank must take every item.
     """
-    assert isinstance(module, Decoder), "only our own decoder has these names"
+    assert isinstance(module, Decoder), "only our decoder has these names"
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if spec.tied and (name == HEAD or (name == EMBEDDING and not module.is_first)):
             continue
-        value = whole(parameter)
+        value = full_tensor(parameter)
         names = disk_names(name, value.shape)
-        if value.ndim < STACKED:
+        if value.ndim < STACKED_NDIM:
             yield names[0], value
         else:
             yield from ((each, expert.clone()) for each, expert in zip(names, value, strict=True))
 
 
-def whole(parameter: Tensor) -> Tensor:
-    """Return the full value on the CPU. Collective for a sharded one; an engine may leave a way of its own there."""
-    gather = getattr(parameter, "gather_whole", None)
+def full_tensor(parameter: Tensor) -> Tensor:
+    """Return the unsharded value on the CPU. A collective for sharded parameters.
+
+    A parameter's own `gather_full`, if it has one, replaces the default.
+    """
+    gather = getattr(parameter, "gather_full", None)
     value = gather() if gather else parameter.detach()
     return (value.full_tensor() if isinstance(value, DTensor) else value).cpu().contiguous()
 
@@ -80,7 +83,7 @@ def open_weights(folder: Path, stack: ExitStack) -> dict[str, Any]:
 
 
 def _shapes_of_all(spec: ModelSpec) -> dict[str, torch.Size]:
-    """Return the shape of every parameter of the whole model, by name."""
+    """Return the shape of every parameter of the complete model, by name."""
     with torch.device("meta"):
         return {name: parameter.shape for name, parameter in Decoder(spec).named_parameters()}
 
@@ -92,17 +95,17 @@ def _refuse_mismatch(
     expected = {each for name, shape in others.items() for each in disk_names(name, shape)}
     for name, parameter in parameters.items():
         names = disk_names(name, parameter.shape)
-        shape = list(parameter.shape if parameter.ndim < STACKED else parameter.shape[1:])
+        shape = list(parameter.shape if parameter.ndim < STACKED_NDIM else parameter.shape[1:])
         for each in names:
             if each not in sources:
                 missing.append(each)
             elif (found := sources[each].get_slice(each).get_shape()) != shape:
                 misshapen.append(f"{each} {found} (the model has {shape})")
-    # A tied head is on some disks though nobody reads it, and the oldest Llamas wrote down their rotary tables.
+    # Some checkpoints contain a tied head, which is not read, and the oldest Llamas their rotary tables.
     unexpected = [each for each in sources if each not in expected and each != HEAD and "rotary_emb" not in each]
-    lists = {"missing": missing, "of another shape": misshapen, "unexpected": unexpected}
+    lists = {"missing": missing, "wrong shape": misshapen, "unexpected": unexpected}
     if problems := [f"{what}: {first_few(names)}" for what, names in lists.items() if names]:
-        raise UserError("M021", f"the weights are not this model's; {'; '.join(problems)}", where=str(folder),
+        raise UserError("M021", f"the weights do not match the model; {'; '.join(problems)}", where=str(folder),
                         fix="use the config.json that belongs to the weights, and leave model.shape empty")  # fmt: skip
 
 
@@ -111,7 +114,7 @@ def _copy(parameter: Tensor, name: str, sources: Mapping[str, Any]) -> None:
     names = disk_names(name, parameter.shape)
     if not local.numel():
         return
-    if local.ndim < STACKED:
+    if local.ndim < STACKED_NDIM:
         local.copy_(sources[names[0]].get_slice(names[0])[here])
     else:
         for expert, each in zip(local, names[here[0]], strict=True):
@@ -119,7 +122,7 @@ def _copy(parameter: Tensor, name: str, sources: Mapping[str, Any]) -> None:
 
 
 def disk_names(name: str, shape: torch.Size) -> list[str]:
-    """Return what Hugging Face calls the parameter: one name, or one for each expert of a stack."""
+    """Return the parameter's Hugging Face name, or one name for each expert of a stacked weight."""
     if name == HEAD:
         return [name]
     layer, experts, projection = name.rpartition(".experts.")

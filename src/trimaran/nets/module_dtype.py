@@ -1,11 +1,11 @@
-"""The arithmetic that a recipe may give a module of its own, whatever the plan's."""
+"""The dtype that a recipe's `train.precision` gives a module instead of the plan's."""
 
 import torch
 from torch import nn
 
-MARK = "_own_dtype"
+DTYPE_ATTRIBUTE = "_own_dtype"
 
 
 def own_dtype(module: nn.Module) -> torch.dtype | None:
-    """Return the arithmetic that the recipe gave this module; None where it is the plan's."""
-    return getattr(module, MARK, None)
+    """Return the dtype that the recipe gave this module; None if it has the plan's."""
+    return getattr(module, DTYPE_ATTRIBUTE, None)

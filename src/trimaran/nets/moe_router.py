@@ -1,4 +1,4 @@
-"""What a router decides from its scores: which experts each token passes, what is dropped, and what that costs."""
+"""Top-k routing: the experts of each token, tokens dropped by the capacity, and the router's losses."""
 
 import math
 from dataclasses import dataclass
@@ -12,56 +12,57 @@ from trimaran.nets.attention_context import Context
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Where this rank's tokens go. A choice that is dropped weighs nothing and is sorted behind the last expert."""
+    """The experts of this rank's tokens. A dropped choice has weight 0 and the expert number `num_experts`."""
 
-    weights: Tensor  # [B, T, top_k]: what each choice adds to the output
-    choices: Tensor  # [B, T, top_k]: experts; num_experts is no expert
-    counts: Tensor  # [num_experts]: the choices that are kept
+    weights: Tensor  # [B, T, top_k]: the weight of each choice in the output
+    choices: Tensor  # [B, T, top_k]: expert numbers; num_experts means dropped
+    counts: Tensor  # [num_experts]: choices that are not dropped
     loss: Tensor  # balance and z-loss, summed over the tokens
-    census: Tensor  # see `CENSUS`
+    stats: Tensor  # see `NUM_EXTRA_STATS`
 
 
-CENSUS = 2  # columns behind the choices of each expert: choices dropped, squared logsumexp summed over the tokens
+# Statistics after the number of choices of each expert: dropped choices, and the squared logsumexp summed over tokens.
+NUM_EXTRA_STATS = 2
 
 
 def route(logits: Tensor, experts: ExpertSpec, context: Context, *, limited: bool) -> Routing:
-    """Return where `logits` [B, T, num_experts] send each token. `limited` says whether the capacity holds.
+    """Return the routing for `logits` [B, T, num_experts]. The capacity applies only if `limited`.
 
-    Nothing here depends on the plan: the balance is that of each whole sequence, though this rank may hold a part.
+    The result does not depend on the plan: the balance loss covers full sequences, even if this rank holds a part.
     """
     probabilities = logits.softmax(-1)
     weights, choices = probabilities.topk(experts.top_k)
     if experts.normalize_top_k:
         weights = weights / weights.sum(-1, keepdim=True)
     chosen = torch.zeros_like(probabilities).scatter_(-1, choices, 1.0)
-    loads = context.total(chosen.sum(1))  # [B, num_experts]
-    shares = loads / loads.sum(-1, keepdim=True)
+    loads = context.all_reduce(chosen.sum(1))  # [B, num_experts]
+    fractions = loads / loads.sum(-1, keepdim=True)
     squares = logits.logsumexp(-1).square()
-    loss = experts.balance * experts.num_experts * (shares * probabilities.sum(1)).sum()
+    loss = experts.balance * experts.num_experts * (fractions * probabilities.sum(1)).sum()
     if experts.z_loss:
         loss = loss + experts.z_loss * squares.sum()
-    asked = counts = chosen.sum((0, 1))
+    requested = counts = chosen.sum((0, 1))
     if limited and experts.capacity:
-        room = within_capacity(choices, experts, context)
-        counts, kept = (chosen * room).sum((0, 1)), room.gather(-1, choices)
+        fits = within_capacity(choices, experts, context)
+        counts, kept = (chosen * fits).sum((0, 1)), fits.gather(-1, choices)
         weights, choices = weights * kept, choices.masked_fill(~kept, experts.num_experts)
-    dropped = (asked - counts).sum()
-    census = torch.cat([asked, dropped.reshape(1), squares.detach().sum().reshape(1)])
-    return Routing(weights, choices, counts.int(), loss, census)
+    dropped = (requested - counts).sum()
+    stats = torch.cat([requested, dropped.reshape(1), squares.detach().sum().reshape(1)])
+    return Routing(weights, choices, counts.int(), loss, stats)
 
 
 def within_capacity(choices: Tensor, experts: ExpertSpec, context: Context) -> Tensor:
-    """Return which experts have room for a token that chooses them, [B, T, num_experts].
+    """Return which experts have capacity left for a token that chooses them, [B, T, num_experts].
 
-    Each takes the earliest tokens of each sequence, of which `choices` [B, T, top_k] are this rank's.
+    Each expert takes the earliest tokens of each sequence. `choices` [B, T, top_k] are those of this rank's positions.
     """
-    whole = context.whole(choices)
-    limit = capacity_of(experts, whole.shape[1])
-    chosen = torch.zeros(*whole.shape[:2], experts.num_experts, dtype=torch.int32, device=whole.device)
-    return context.mine(chosen.scatter_(-1, whole, 1).cumsum(1) <= limit)
+    full = context.gather(choices)
+    limit = capacity_of(experts, full.shape[1])
+    chosen = torch.zeros(*full.shape[:2], experts.num_experts, dtype=torch.int32, device=full.device)
+    return context.shard(chosen.scatter_(-1, full, 1).cumsum(1) <= limit)
 
 
 def capacity_of(experts: ExpertSpec, seq_len: int) -> int:
-    """Return how many tokens of a sequence an expert takes."""
-    # Rounded first, since 1.1 * 10 is a little more than 11.
+    """Return the maximum number of tokens of a sequence for each expert."""
+    # Rounded first, because 1.1 * 10 is slightly more than 11.
     return math.ceil(round(experts.capacity * seq_len * experts.top_k / experts.num_experts, 6))

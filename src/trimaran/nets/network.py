@@ -1,4 +1,4 @@
-"""What the trainer sees of a network, whoever wrote it."""
+"""The interface between the trainer and a network, ours or Hugging Face's."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,37 +17,37 @@ from trimaran.nets.varlen_attention import run_lengths
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """A module with what the trainer must know of it. `blocks` are sharded, compiled and recomputed one by one."""
+    """A module and what the trainer needs to know about it. `blocks` are sharded, compiled and recomputed one by one."""
 
     module: nn.Module
     blocks: tuple[nn.Module, ...]
     spec: Spec | None
 
     def forward(self, inputs: Mapping[str, Tensor], *stream: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what the network, or a stage of it, makes of one micro-batch, and the balance loss, an fp32 scalar.
+        """Return the output for one micro-batch, and the balance loss, an fp32 scalar.
 
-        Sequences go in whole under every plan. Out come the logits [B, T, vocab] of this rank's positions, a DTensor
-        where tensor parallelism has split the vocabulary; a stage but the last returns its stream instead, and a later
-        one than the first takes the stream that came. `inputs` may have more than the network asks for.
+        `inputs` are unsharded sequences under every plan; other entries are ignored. The output is the logits
+        [B, T, vocab] of this rank's positions, a DTensor if tensor parallelism shards the vocabulary. A pipeline stage
+        other than the last returns its hidden states instead, and the next takes them as `stream`.
         """
-        known = {"lengths": run_lengths(inputs["host_documents"])} if "host_documents" in inputs else {}
-        return self.module(*stream, tokens=inputs["tokens"], documents=inputs.get("documents"), **known)
+        lengths = {"lengths": run_lengths(inputs["host_documents"])} if "host_documents" in inputs else {}
+        return self.module(*stream, tokens=inputs["tokens"], documents=inputs.get("documents"), **lengths)
 
     @property
     def towers(self) -> Mapping[str, str]:
-        """The parts that can be trained differently: the prefix of its parameters' names, by the name of each tower."""
+        """The parts that can be trained differently: the prefix of the parameter names, by the name of each tower."""
         return {"language": ""}
 
     def stream_shape(self, inputs: Mapping[str, Tensor], *, tp: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the shapes of what comes into this stage of a pipeline and of what leaves it, for one micro-batch."""
-        assert self.spec is not None, "only our own networks are cut into stages"
+        """Return the shapes of the input and output streams of this pipeline stage, for one micro-batch."""
+        assert self.spec is not None, "only our own networks are split into stages"
         tokens = inputs["tokens"]
-        shape = (len(tokens), self.context.mine(tokens).shape[1] // tp, self.spec.hidden)
+        shape = (len(tokens), self.context.shard(tokens).shape[1] // tp, self.spec.hidden)
         return shape, shape
 
     @property
     def context(self) -> Context:
-        """Which positions of each sequence are this rank's."""
+        """Says which positions of each sequence this rank holds."""
         return self.module.context  # pyrefly: ignore[bad-return]
 
     def use_context(self, context: Context) -> None:
@@ -55,48 +55,48 @@ class Network:
         self.module.use_context(context)  # pyrefly: ignore[not-callable]
 
     def tensor_plan(self, degree: int) -> Mapping[str, str]:
-        """Return how tensor parallelism of that degree splits the modules: a style of `parallel.axes.tp` by pattern."""
-        return tensor_plan(self._decoder)
+        """Return the tensor-parallel plan for that degree: a style of `parallel.axes.tp` by module name pattern."""
+        return tensor_plan(self._decoder_spec)
 
     @property
-    def fringe(self) -> tuple[nn.Module, ...]:
-        """Modules outside of the blocks that are compiled as well: of many small steps, each of which costs a pass."""
+    def compiled_outside_blocks(self) -> tuple[nn.Module, ...]:
+        """Modules outside the blocks that are also compiled, because they are many small elementwise kernels."""
         return ()
 
     @property
     def head(self) -> nn.Module | None:
-        """The module whose product is the logits, as they leave the network; None where there is none such."""
+        """The module whose output is the logits, unchanged; None if there is no such module."""
         return self.module.lm_head  # pyrefly: ignore[bad-return]
 
     @property
     def vocabulary(self) -> int:
-        """How many token ids the network knows."""
-        return self._decoder.vocab
+        """The number of token ids."""
+        return self._decoder_spec.vocab
 
     @property
-    def longest(self) -> int:
-        """How many positions a sequence may have."""
-        return self._decoder.max_seq_len
+    def max_seq_len(self) -> int:
+        """The maximum length of a sequence."""
+        return self._decoder_spec.max_seq_len
 
     def disk_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight whole, on the CPU, under its Hugging Face name. Every rank must take every item."""
-        return hf_tensors(self.module, self._decoder)
+        """Yield every weight unsharded, on the CPU, under its Hugging Face name. Every rank must take every item."""
+        return hf_tensors(self.module, self._decoder_spec)
 
     def disk_config(self) -> dict[str, Any]:
-        """Return the config.json that belongs to `disk_tensors`."""
-        return spec_to_hf(self._decoder)
+        """Return the config.json for `disk_tensors`."""
+        return spec_to_hf(self._decoder_spec)
 
     def load(self, folder: Path) -> None:
-        """Fill the module in place from the safetensors in `folder`; each rank reads what it holds."""
+        """Fill the module in place from the safetensors in `folder`; each rank reads its own shards."""
         load_hf_weights(self.module, folder)
 
     @property
-    def _decoder(self) -> ModelSpec:
-        assert isinstance(self.spec, ModelSpec), "a network that is not our decoder has these from elsewhere"
+    def _decoder_spec(self) -> ModelSpec:
+        assert isinstance(self.spec, ModelSpec), "other networks override these methods"
         return self.spec
 
 
 def decoder_network(spec: ModelSpec, layers: range | None = None) -> Network:
-    """Return our own decoder, or the stage of it with these layers, on the default device, its weights not yet set."""
+    """Return our decoder, or the stage with these layers, on the default device, uninitialised."""
     module = Decoder(spec, layers)
     return Network(module, module.blocks, spec)

@@ -1,4 +1,4 @@
-"""Between the towers: patches that become a token, side by side, and two products; and where those tokens go."""
+"""The projector between the towers, and the module that inserts its image tokens into the text."""
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +9,7 @@ from trimaran.nets.vision import VisionLayerNorm, norm_of
 
 
 class Projector(nn.Module):
-    """Features of patches in, the language's image tokens out."""
+    """Maps patch features to image tokens of the language model."""
 
     def __init__(self, spec: VlmSpec) -> None:
         super().__init__()
@@ -22,27 +22,27 @@ class Projector(nn.Module):
         self.linear_2 = nn.Linear(spec.projector_middle, spec.hidden)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Return the tokens [M, hidden] of `features` [M, width]: the merged patches of each, side by side."""
+        """Return the tokens [M, hidden] of `features` [M, width]: the merged patches of each token, concatenated."""
         if self.norm is not None:
             features = self.norm(features.unflatten(1, (-1, self.patch_width))).flatten(1)
         return self.linear_2(F.gelu(self.linear_1(features)))
 
 
-class TokenSlots(nn.Module):
-    """Puts image tokens into a stream of text. It has no parameters; it is a module so that a plan can change it."""
+class InsertImageTokens(nn.Module):
+    """Inserts image tokens into the text stream. It has no parameters; it is a module so that a TP plan can name it."""
 
-    def forward(self, stream: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
-        """Return `stream` [B, T, hidden] with row `slots` [B, T] of `rows` [M, hidden] wherever that is not negative.
+    def forward(self, stream: Tensor, rows: Tensor, index: Tensor) -> Tensor:
+        """Return `stream` [B, T, hidden] with row `index` [B, T] of `rows` [M, hidden] wherever it is not negative.
 
-        There is at least one row, if nobody wants it: then it gets a gradient of zero, so that the towers before take
-        part in whatever the ranks do together.
+        M is at least 1. A row that no position uses gets a zero gradient, so that the vision tower and the projector
+        take part in the collectives of backward.
         """
-        chosen = rows[slots.clamp(min=0)].to(stream.dtype)
-        return torch.where((slots >= 0).unsqueeze(-1), chosen, stream)
+        chosen = rows[index.clamp(min=0)].to(stream.dtype)
+        return torch.where((index >= 0).unsqueeze(-1), chosen, stream)
 
 
-def slots_of(tokens: Tensor, image_token: int) -> Tensor:
-    """Return which image token stands at each position of `tokens` [B, T], counted row by row; -1: it is text."""
-    pictured = tokens == image_token
-    counted = pictured.flatten().cumsum(0).view_as(tokens) - 1
-    return counted.masked_fill(~pictured, -1)
+def image_token_index(tokens: Tensor, image_token: int) -> Tensor:
+    """Return the number of the image token at each position of `tokens` [B, T], counted row by row; -1 for text."""
+    is_image = tokens == image_token
+    counted = is_image.flatten().cumsum(0).view_as(tokens) - 1
+    return counted.masked_fill(~is_image, -1)

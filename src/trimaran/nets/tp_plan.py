@@ -1,7 +1,7 @@
-"""How tensor parallelism splits our networks, as data: names of modules, and styles of `parallel.axes.tp`.
+"""The tensor-parallel plans of our networks: for each module name pattern a style of `parallel.axes.tp`.
 
-Between the split products the stream is split along the sequence (sequence parallelism), so norms and residuals cost
-each rank its share only.
+Between the sharded matmuls the stream is sharded along the sequence (sequence parallelism), so each rank computes only
+its part of the norms and residuals.
 """
 
 from trimaran.models import ModelSpec
@@ -29,25 +29,25 @@ FEED_FORWARD = {
     "layers.*.mlp.up_proj": "colwise",
     "layers.*.mlp.down_proj": "rowwise-to-sequence",
 }
-# A mixture takes the whole sequence as a plain tensor and gives back this rank's addend. `parallel.axes.ep` splits the
-# experts themselves.
-MIXTURE = {
-    "layers.*.mlp": "mixture",
+# An MoE layer takes the full sequence as a plain tensor and returns this rank's partial sum. `parallel.axes.ep` shards
+# the experts.
+MOE = {
+    "layers.*.mlp": "moe",
     "layers.*.mlp.gate": "parameters",
-    "layers.*.mlp.shared_expert.gate_proj": "addend-colwise",
-    "layers.*.mlp.shared_expert.up_proj": "addend-colwise",
-    "layers.*.mlp.shared_expert.down_proj": "addend-rowwise",
-    "layers.*.mlp.shared_expert_gate": "addend-replicated",
+    "layers.*.mlp.shared_expert.gate_proj": "partial-colwise",
+    "layers.*.mlp.shared_expert.up_proj": "partial-colwise",
+    "layers.*.mlp.shared_expert.down_proj": "partial-rowwise",
+    "layers.*.mlp.shared_expert_gate": "partial-replicated",
 }
 
 
 def tensor_plan(spec: ModelSpec) -> dict[str, str]:
     """Return the style of every module of a decoder that has parameters or moves the stream."""
-    return ENDS | ATTENTION | (MIXTURE if spec.block.experts else FEED_FORWARD)
+    return ENDS | ATTENTION | (MOE if spec.block.experts else FEED_FORWARD)
 
 
-# The stream of a vision tower is whole on every rank: what is neither here nor named `language` is computed by all of
-# them alike, and its weights stay plain tensors.
+# The stream of a vision tower is replicated. Modules outside the language model that are not listed here run on every
+# rank, with plain tensors as weights.
 VISION = {
     "vision.layers.*.self_attn.q_proj": "colwise",
     "vision.layers.*.self_attn.k_proj": "colwise",
@@ -61,6 +61,6 @@ PROJECTOR = {"projector.linear_1": "colwise", "projector.linear_2": "rowwise-cop
 
 
 def vlm_tensor_plan(spec: VlmSpec) -> dict[str, str]:
-    """Return the style of every module of a model that sees which tensor parallelism splits or which moves a stream."""
+    """Return the style of every module of a vision-language model that is sharded or moves the stream."""
     language = {f"language.{name}": style for name, style in tensor_plan(spec.language).items()}
-    return VISION | PROJECTOR | language | {"language.place": "place"}
+    return VISION | PROJECTOR | language | {"language.place": "scatter-rows"}

@@ -1,4 +1,4 @@
-"""A vision transformer for images of any shape, packed one behind the other, or for square tiles."""
+"""A vision transformer for concatenated images of any shape, or for square tiles."""
 
 import torch
 import torch.nn.functional as F
@@ -9,11 +9,11 @@ from trimaran.nets.attention import RMSNorm, Rotation, rotate
 from trimaran.nets.patch_layout import PatchLayout
 from trimaran.nets.varlen_attention import Segments, segment_attention
 
-FULL_BRIGHTNESS = 255.0
+MAX_PIXEL = 255.0
 
 
 class VisionLayerNorm(nn.LayerNorm):
-    """Norm of mean and deviation, summed in fp32 whatever the input; the result has the input's dtype."""
+    """LayerNorm that accumulates in fp32 and returns the input's dtype."""
 
     def forward(self, input: Tensor) -> Tensor:
         weight, bias = (each.to(input.dtype) for each in (self.weight, self.bias))
@@ -21,19 +21,19 @@ class VisionLayerNorm(nn.LayerNorm):
 
 
 def norm_of(spec: VisionSpec, width: int) -> nn.Module:
-    """Return the kind of norm that this tower has, of so many features."""
+    """Return the tower's kind of norm, over `width` features."""
     return (RMSNorm if spec.block.rms_norm else VisionLayerNorm)(width, eps=spec.block.norm_eps)
 
 
 def activate(x: Tensor, kind: str) -> Tensor:
     """Return `x` after the activation that a spec calls `kind`."""
     if kind == "quick-gelu":
-        return F.silu(1.702 * x) / 1.702  # x times the sigmoid of 1.702 x, with less to keep for backward
+        return F.silu(1.702 * x) / 1.702  # x * sigmoid(1.702 x), which saves less for backward
     return F.silu(x) if kind == "silu" else F.gelu(x)
 
 
 class VisionAttention(nn.Module):
-    """Attention of the patches of each segment to each other. It has as many heads as its projections."""
+    """Attention inside each segment. The number of heads follows from its projections, so a TP slice works."""
 
     def __init__(self, spec: VisionSpec) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class VisionAttention(nn.Module):
         self.k_norm = norm_of(spec, width) if block.qk_norm else nn.Identity()
 
     def forward(self, x: Tensor, rotation: Rotation | None, segments: Segments) -> Tensor:
-        """Return what each position of `x` [1, T, hidden] gathers from its own segment."""
+        """Return the attention output for `x` [1, T, hidden]; each position attends to its own segment."""
         heads = (*x.shape[:-1], -1, self.head_dim)
         query = self.q_norm(self.q_proj(x)).view(heads).transpose(1, 2)
         key = self.k_norm(self.k_proj(x)).view(heads).transpose(1, 2)
@@ -60,7 +60,7 @@ class VisionAttention(nn.Module):
 
 
 class VisionFeedForward(nn.Module):
-    """Two products around an activation, or three, one of which gates."""
+    """Two linear layers around an activation; a third one gates it if the spec says so."""
 
     def __init__(self, spec: VisionSpec) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class VisionFeedForward(nn.Module):
 
 
 class VisionLayer(nn.Module):
-    """One block: attention, then feed-forward, each added to the stream."""
+    """One block: attention, then feed-forward, each added to the residual stream."""
 
     def __init__(self, spec: VisionSpec) -> None:
         super().__init__()
@@ -99,16 +99,16 @@ def _scaled(x: Tensor, scale: Tensor | None) -> Tensor:
     return x if scale is None else x * scale.to(x.dtype)
 
 
-def normed(patches: Tensor, ends: VisionEnds) -> Tensor:
-    """Return `patches` u8 [P, channel x row x column] in fp32, as a tower takes them: around 0, with a spread of 1."""
-    # With numbers in place of tensors: a tensor of three numbers would have to be copied to the device each time.
-    channels = patches.unflatten(1, (CHANNELS, -1)).float().div(FULL_BRIGHTNESS).unbind(1)
-    each = [(channel - mean) / std for channel, mean, std in zip(channels, ends.mean, ends.std, strict=True)]
-    return torch.stack(each, 1).flatten(1)
+def normalise_patches(patches: Tensor, ends: VisionEnds) -> Tensor:
+    """Return `patches` u8 [P, channel x row x column] in fp32, normalised per channel with the tower's mean and std."""
+    # Python numbers instead of tensors: a tensor of three values would be copied to the device each time.
+    channels = patches.unflatten(1, (CHANNELS, -1)).float().div(MAX_PIXEL).unbind(1)
+    scaled = [(channel - mean) / std for channel, mean, std in zip(channels, ends.mean, ends.std, strict=True)]
+    return torch.stack(scaled, 1).flatten(1)
 
 
 class Stem(nn.Module):
-    """Pixels in, the stream out: patches normed and multiplied, and in a tiled tower the class token and positions."""
+    """Embeds patches; a tiled tower also adds the class token and learnt positions."""
 
     def __init__(self, spec: VisionSpec, merge: int) -> None:
         super().__init__()
@@ -123,33 +123,33 @@ class Stem(nn.Module):
     def forward(self, patches: Tensor, layout: PatchLayout) -> Tensor:
         """Return the stream [1, T, hidden] of `patches` u8 [P, channel x row x column], in the layout's order."""
         weight = self._weight()
-        x = F.linear(normed(patches, self.spec.ends).to(weight.dtype), weight, self.patch_embed.bias)
+        x = F.linear(normalise_patches(patches, self.spec.ends).to(weight.dtype), weight, self.patch_embed.bias)
         if self.class_token is None and self.positions is None:
-            x = layout.ordered(x)
+            x = layout.permuted(x)
         else:
-            x = self._tiled(x.unflatten(0, (layout.images, -1)), layout.tile_patches)
+            x = self._tiled(x.unflatten(0, (layout.num_tiles, -1)), layout.patches_per_tile)
         if self.norm is not None:
             x = self.norm(x)
         return x.unsqueeze(0)
 
     def _weight(self) -> Tensor:
-        """Return what an image is multiplied with: a film that stands still is the same in every frame."""
+        """Return the weight for an image: a video of equal frames, so the weights of the frames add up."""
         weight = self.patch_embed.weight
         if self.spec.frames == 1:
             return weight
         return weight.unflatten(1, (CHANNELS, self.spec.frames, -1)).sum(2).flatten(1)
 
     def _tiled(self, x: Tensor, patches: int) -> Tensor:
-        """Return tiles [tiles, patches, hidden] with their places, and the class token before each, flat."""
-        places = self._places(patches)
+        """Return tiles [tiles, patches, hidden] with positions added and a class token before each, flattened."""
+        positions = self._position_table(patches)
         if self.class_token is not None:
             x = torch.cat([self.class_token.to(x.dtype).expand(len(x), 1, -1), x], 1)
-        if places is not None:
-            x = x + places.to(x.dtype)
+        if positions is not None:
+            x = x + positions.to(x.dtype)
         return x.flatten(0, 1)
 
-    def _places(self, patches: int) -> Tensor | None:
-        """Return the learnt positions of one tile, in the order of its patches; the class token's come first."""
+    def _position_table(self, patches: int) -> Tensor | None:
+        """Return the learnt positions of one tile in the order of its patches, after that of the class token."""
         if self.positions is None:
             return None
         first = self.positions[: int(self.spec.ends.class_token)]
@@ -164,26 +164,26 @@ class Stem(nn.Module):
 
 
 class VisionTower(nn.Module):
-    """Patches in, a stream of patches out; or some layers of it, which take the stream that came."""
+    """Maps patches to the vision stream; or some of its layers, which take the stream of the previous stage."""
 
     def __init__(self, spec: VisionSpec, merge: int, held: range) -> None:
         super().__init__()
-        self.spec, self.is_whole = spec, held == range(spec.layers)
+        self.spec, self.is_complete = spec, held == range(spec.layers)
         self.stem = Stem(spec, merge) if held.start == 0 else None
         self.layers = nn.ModuleList()
-        for number in range(spec.layers):  # what another stage holds is None here, so that names stay what they are
+        for number in range(spec.layers):  # layers of other stages are None, so that names do not change
             self.layers.add_module(str(number), VisionLayer(spec) if number in held else None)
 
     @property
     def blocks(self) -> tuple[VisionLayer, ...]:
-        """The layers that are here."""
+        """The layers of this stage."""
         return tuple(layer for layer in self.layers if isinstance(layer, VisionLayer))
 
     def forward(self, *stream: Tensor, patches: Tensor, layout: PatchLayout) -> Tensor:
-        """Return the stream [1, T, hidden] after the layers that are here. Attention stays inside each image."""
+        """Return the stream [1, T, hidden] after the layers of this stage. Attention stays inside each image."""
         x = stream[0] if self.stem is None else self.stem(patches, layout)
         for number, layer in self.layers.named_children():
             if isinstance(layer, VisionLayer):
-                whole = layout.windows is None or int(number) in self.spec.full_layers
-                x = layer(x, layout.rotation, layout.whole if whole else layout.windows)
+                full = layout.window_segments is None or int(number) in self.spec.full_layers
+                x = layer(x, layout.rotation, layout.image_segments if full else layout.window_segments)
         return x

@@ -1,4 +1,4 @@
-"""What the parameters of our model that sees are called on disk, in each form that we write and read."""
+"""The names of our vision-language model's parameters on disk, in each format that we read and write."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -9,10 +9,10 @@ from trimaran.models.vlm_spec import CHANNELS, VlmSpec
 
 
 @dataclass(frozen=True, slots=True)
-class OnDisk:
-    """Where a parameter lies: in the tensor `name`, of which it is one of several equal parts, row by row.
+class DiskTensor:
+    """The tensor on disk that holds a parameter: part number `part` of `parts` equal ones, split along the rows.
 
-    `shape` is the whole tensor's where it has other dimensions than the parameter.
+    `shape` is the shape on disk, if the parameter's is different.
     """
 
     name: str
@@ -21,20 +21,20 @@ class OnDisk:
     shape: tuple[int, ...] | None = None
 
 
-def on_disk(name: str, spec: VlmSpec, form: Form) -> OnDisk:
-    """Return where the parameter `name` lies in that form."""
+def on_disk(name: str, spec: VlmSpec, form: Form) -> DiskTensor:
+    """Return the tensor on disk that holds the parameter `name` in that format."""
     return FORMS[form](name, spec)
 
 
 def canonical(name: str, form: Form) -> str:
-    """Return the name that `on_disk` would give to a tensor: releases of transformers have had several for the same."""
+    """Return the name that `on_disk` gives a tensor; transformers releases have had several names for the same one."""
     for pattern, better in OTHER_NAMES.get(form, {}).items():
         name = re.sub(pattern, better, name)
     return name
 
 
-def expendable(name: str, form: Form) -> bool:
-    """Return whether a tensor may lie there without being read: a tied head, and what LLaVA does not look at."""
+def may_be_ignored(name: str, form: Form) -> bool:
+    """Return whether a tensor may be on disk without being read: a tied head, or one that LLaVA does not use."""
     return "rotary" in name or name.endswith(("lm_head.weight", "position_ids")) or (
         form == "llava" and bool(re.match(r"vision_tower\.(post_layernorm|encoder\.layers)\.", name))
     )  # fmt: skip
@@ -52,44 +52,44 @@ OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
 }
 
 
-def _own(name: str, spec: VlmSpec) -> OnDisk:
-    return OnDisk(name)
+def _own(name: str, spec: VlmSpec) -> DiskTensor:
+    return DiskTensor(name)
 
 
-def _qwen(name: str, spec: VlmSpec) -> OnDisk:
+def _qwen(name: str, spec: VlmSpec) -> DiskTensor:
     tower, _, rest = name.partition(".")
     if tower == "language":
-        return OnDisk(rest if rest.startswith("lm_head") else f"model.{rest}")
+        return DiskTensor(rest if rest.startswith("lm_head") else f"model.{rest}")
     if tower == "projector":
-        return OnDisk("visual.merger." + _renamed(rest, {"norm": "ln_q", "linear_1": "mlp.0", "linear_2": "mlp.2"}))
+        return DiskTensor("visual.merger." + _renamed(rest, {"norm": "ln_q", "linear_1": "mlp.0", "linear_2": "mlp.2"}))
     if rest == "stem.patch_embed.weight":
         vision = spec.vision
         shape = (vision.hidden, CHANNELS, vision.frames, vision.patch, vision.patch)
-        return OnDisk("visual.patch_embed.proj.weight", shape=shape)
-    place = f"visual.blocks.{rest.removeprefix('layers.')}"
-    if found := re.search(r"\.self_attn\.([qkv])_proj\.", place):
-        return OnDisk(place.replace(found[0], ".attn.qkv."), part="qkv".index(found[1]), parts=3)
+        return DiskTensor("visual.patch_embed.proj.weight", shape=shape)
+    layer_name = f"visual.blocks.{rest.removeprefix('layers.')}"
+    if found := re.search(r"\.self_attn\.([qkv])_proj\.", layer_name):
+        return DiskTensor(layer_name.replace(found[0], ".attn.qkv."), part="qkv".index(found[1]), parts=3)
     names = {"input_layernorm": "norm1", "post_attention_layernorm": "norm2", "self_attn.o_proj": "attn.proj"}
     if not spec.vision.block.gated:
         names |= {"mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"}
-    return OnDisk(_renamed(place, names))
+    return DiskTensor(_renamed(layer_name, names))
 
 
-def _llava(name: str, spec: VlmSpec) -> OnDisk:
+def _llava(name: str, spec: VlmSpec) -> DiskTensor:
     tower, _, rest = name.partition(".")
     if tower == "language":
-        return OnDisk(f"language_model.{rest}" if rest.startswith("lm_head") else f"language_model.model.{rest}")
+        return DiskTensor(f"language_model.{rest}" if rest.startswith("lm_head") else f"language_model.model.{rest}")
     if tower == "projector":
-        return OnDisk(f"multi_modal_projector.{rest}")
+        return DiskTensor(f"multi_modal_projector.{rest}")
     vision = spec.vision
     match rest:
         case "stem.patch_embed.weight":
             shape = (vision.hidden, CHANNELS, vision.patch, vision.patch)
-            return OnDisk("vision_tower.embeddings.patch_embedding.weight", shape=shape)
+            return DiskTensor("vision_tower.embeddings.patch_embedding.weight", shape=shape)
         case "stem.class_token":
-            return OnDisk("vision_tower.embeddings.class_embedding", shape=(vision.hidden,))
+            return DiskTensor("vision_tower.embeddings.class_embedding", shape=(vision.hidden,))
         case "stem.positions":
-            return OnDisk("vision_tower.embeddings.position_embedding.weight")
+            return DiskTensor("vision_tower.embeddings.position_embedding.weight")
     names = {
         "stem.norm": "pre_layrnorm",
         "layers.": "encoder.layers.",
@@ -99,7 +99,7 @@ def _llava(name: str, spec: VlmSpec) -> OnDisk:
         "mlp.up_proj": "mlp.fc1",
         "mlp.down_proj": "mlp.fc2",
     }
-    return OnDisk(f"vision_tower.{_renamed(rest, names)}")
+    return DiskTensor(f"vision_tower.{_renamed(rest, names)}")
 
 
 def _renamed(name: str, parts: Mapping[str, str]) -> str:
@@ -108,7 +108,7 @@ def _renamed(name: str, parts: Mapping[str, str]) -> str:
     return name
 
 
-FORMS: Mapping[Form, Callable[[str, VlmSpec], OnDisk]] = {
+FORMS: Mapping[Form, Callable[[str, VlmSpec], DiskTensor]] = {
     "qwen2_vl": _qwen,
     "qwen2_5_vl": _qwen,
     "llava": _llava,

@@ -1,4 +1,4 @@
-"""What the trainer sees of our model that sees."""
+"""The `Network` of our vision-language model."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ from trimaran.nets.varlen_attention import run_lengths
 from trimaran.nets.vlm_model import Vlm
 from trimaran.nets.vlm_weights import load_vlm_weights, vlm_tensors
 
-IMAGES = ("positions", "patches", "grids", "features")
+IMAGE_INPUTS = ("positions", "patches", "grids", "features")
 
 
 @dataclass(frozen=True, slots=True)
 class VlmNetwork(Network):
-    """Our own model that sees, or a stage of it."""
+    """Our vision-language model, or a stage of it."""
 
     module: Vlm
     spec: VlmSpec
@@ -34,18 +34,20 @@ class VlmNetwork(Network):
         return self.spec.vocab
 
     @property
-    def longest(self) -> int:
+    def max_seq_len(self) -> int:
         return self.spec.max_seq_len
 
     def forward(self, inputs: Mapping[str, Tensor], *stream: Tensor) -> tuple[Tensor, Tensor]:
-        host, grids = inputs.get("host_documents"), inputs.get("host_grids")
+        host_documents, host_grids = inputs.get("host_documents"), inputs.get("host_grids")
         return self.module(
             *stream,
             tokens=inputs["tokens"],
             documents=inputs.get("documents"),
-            lengths=None if host is None else run_lengths(host),
-            host_grids=None if grids is None else grids.numpy(),  # DDP and FSDP would move a tensor to the device
-            **{name: inputs.get(name) for name in IMAGES},
+            lengths=None if host_documents is None else run_lengths(host_documents),
+            host_grids=None
+            if host_grids is None
+            else host_grids.numpy(),  # DDP and FSDP would move a tensor to the device
+            **{name: inputs.get(name) for name in IMAGE_INPUTS},
         )
 
     @property
@@ -53,11 +55,11 @@ class VlmNetwork(Network):
         return {"vision": "vision.", "projector": "projector.", "language": "language."}
 
     def stream_shape(self, inputs: Mapping[str, Tensor], *, tp: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """See `Network`. Up to the projector it is patches that pass: as many as could be seen at most."""
-        tokens, held, bridge = inputs["tokens"], self.module.held, self.spec.vision.layers
-        seen = (1, self.module.bound(tokens), self.spec.vision.hidden)
-        spoken = (len(tokens), self.context.mine(tokens).shape[1] // tp, self.spec.hidden)
-        return seen if held.start <= bridge else spoken, seen if held.stop <= bridge else spoken
+        """See `Network`. Up to the projector it is the vision stream, padded to its maximum length."""
+        tokens, held, projector = inputs["tokens"], self.module.held, self.spec.vision.layers
+        vision = (1, self.module.max_vision_length(tokens), self.spec.vision.hidden)
+        language = (len(tokens), self.context.shard(tokens).shape[1] // tp, self.spec.hidden)
+        return vision if held.start <= projector else language, vision if held.stop <= projector else language
 
     def tensor_plan(self, degree: int) -> Mapping[str, str]:
         return vlm_tensor_plan(self.spec)
@@ -73,6 +75,6 @@ class VlmNetwork(Network):
 
 
 def vlm_network(spec: VlmSpec, blocks: range | None = None) -> VlmNetwork:
-    """Return our model that sees, or the stage of it with these blocks, its weights not yet set."""
+    """Return our vision-language model, or the stage with these blocks, on the default device, uninitialised."""
     module = Vlm(spec, blocks)
     return VlmNetwork(module, module.blocks, spec)

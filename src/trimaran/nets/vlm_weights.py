@@ -1,4 +1,4 @@
-"""Weights between our model that sees and safetensors, in Hugging Face's form or our own."""
+"""Reads and writes the weights of our vision-language model as safetensors, in Hugging Face's format or our own."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -13,15 +13,15 @@ from trimaran.core import UserError
 from trimaran.models import read_json
 from trimaran.models.to_hf_vlm import Form, disk_form
 from trimaran.models.vlm_spec import VlmSpec
-from trimaran.nets.hf_weights import damaged, first_few, open_weights, whole
+from trimaran.nets.hf_weights import damaged, first_few, full_tensor, open_weights
 from trimaran.nets.local_shards import local_part, local_slices
 from trimaran.nets.vlm_model import Vlm
-from trimaran.nets.vlm_names import OnDisk, canonical, expendable, on_disk
+from trimaran.nets.vlm_names import DiskTensor, canonical, may_be_ignored, on_disk
 
 EMBEDDING, HEAD = "language.embed_tokens.weight", "language.lm_head.weight"
 MAX_CONFIG_BYTES = 10_000_000
 
-Sources = Mapping[str, tuple[Any, str]]  # by the name that we give a tensor: its open file, and its name there
+Sources = Mapping[str, tuple[Any, str]]  # by a tensor's canonical name: its open file, and its name in that file
 
 
 def load_vlm_weights(module: Vlm, folder: Path) -> None:
@@ -43,10 +43,10 @@ def load_vlm_weights(module: Vlm, folder: Path) -> None:
 
 
 def vlm_tensors(module: Vlm) -> Iterator[tuple[str, Tensor]]:
-    """Yield every weight of a Vlm whole, on the CPU, under its name on disk; a tied head is left out.
+    """Yield every weight of a Vlm unsharded, on the CPU, under its name on disk; a tied head is omitted.
 
-    So is the last stage's copy of a tied embedding. Sharded weights are gathered one at a time, together: every rank
-    must take every item.
+    So is the last stage's copy of a tied embedding. Each item is a collective for sharded weights: every rank must take
+    every item.
     """
     form, spec = disk_form(module.spec), module.spec
     embeds = module.language is not None and module.language.is_first
@@ -54,16 +54,16 @@ def vlm_tensors(module: Vlm) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if spec.tied and (name == HEAD or (name == EMBEDDING and not embeds)):
             continue
-        place, value = on_disk(name, spec, form), whole(parameter)
-        parts = waiting.setdefault(place.name, [])
+        stored, value = on_disk(name, spec, form), full_tensor(parameter)
+        parts = waiting.setdefault(stored.name, [])
         parts.append(value)
-        if len(parts) == place.parts:  # the parts of one tensor come in order: queries, keys, values
-            tensor = torch.cat(waiting.pop(place.name)) if place.parts > 1 else value
-            yield place.name, tensor.view(place.shape) if place.shape else tensor
+        if len(parts) == stored.parts:  # the parts of one tensor come in order: queries, keys, values
+            tensor = torch.cat(waiting.pop(stored.name)) if stored.parts > 1 else value
+            yield stored.name, tensor.view(stored.shape) if stored.shape else tensor
 
 
 def _form_in(folder: Path) -> Form:
-    """Return the form that config.json says the weights have."""
+    """Return the format of the weights, as given by config.json."""
     return read_json(folder / "config.json", limit_bytes=MAX_CONFIG_BYTES)["model_type"]
 
 
@@ -72,35 +72,35 @@ def _refuse_mismatch(
 ) -> None:
     missing, misshapen = [], []
     for name, parameter in parameters.items():
-        place = on_disk(name, spec, form)
+        stored = on_disk(name, spec, form)
         rows, *rest = parameter.shape
-        wanted = list(place.shape or (rows * place.parts, *rest))
-        if place.name not in sources:
-            missing.append(place.name)
-        elif (found := _shape(sources, place.name)) != wanted:
-            misshapen.append(f"{place.name} {found} (the model has {wanted})")
+        wanted = list(stored.shape or (rows * stored.parts, *rest))
+        if stored.name not in sources:
+            missing.append(stored.name)
+        elif (found := _shape(sources, stored.name)) != wanted:
+            misshapen.append(f"{stored.name} {found} (the model has {wanted})")
     with torch.device("meta"):
         expected = {on_disk(name, spec, form).name for name, _ in Vlm(spec).named_parameters()}
-    unexpected = [each for each in sources if each not in expected and not expendable(each, form)]
-    lists = {"missing": missing, "of another shape": misshapen, "unexpected": unexpected}
+    unexpected = [each for each in sources if each not in expected and not may_be_ignored(each, form)]
+    lists = {"missing": missing, "wrong shape": misshapen, "unexpected": unexpected}
     if problems := [f"{what}: {first_few(names)}" for what, names in lists.items() if names]:
-        raise UserError("M021", f"the weights are not this model's; {'; '.join(problems)}", where=str(folder),
+        raise UserError("M021", f"the weights do not match the model; {'; '.join(problems)}", where=str(folder),
                         fix="use the config.json that belongs to the weights, and leave model.shape empty")  # fmt: skip
 
 
 def _shape(sources: Sources, name: str) -> list[int]:
-    file, stored = sources[name]
-    return file.get_slice(stored).get_shape()
+    file, name_in_file = sources[name]
+    return file.get_slice(name_in_file).get_shape()
 
 
-def _copy(parameter: Tensor, place: OnDisk, sources: Sources) -> None:
+def _copy(parameter: Tensor, stored: DiskTensor, sources: Sources) -> None:
     local, here = local_part(parameter), local_slices(parameter)
     if not local.numel():
         return
-    file, stored = sources[place.name]
-    if place.shape is not None:  # a small one, read whole
-        local.copy_(file.get_tensor(stored).view(parameter.shape)[here])
+    file, name_in_file = sources[stored.name]
+    if stored.shape is not None:  # a small one, read completely
+        local.copy_(file.get_tensor(name_in_file).view(parameter.shape)[here])
         return
-    first = place.part * parameter.shape[0]
+    first = stored.part * parameter.shape[0]
     rows = slice(here[0].start + first, here[0].stop + first)
-    local.copy_(file.get_slice(stored)[(rows, *here[1:])])
+    local.copy_(file.get_slice(name_in_file)[(rows, *here[1:])])

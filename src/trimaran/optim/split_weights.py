@@ -34,7 +34,7 @@ def split_weights(networks: Sequence[Network], plan: Plan) -> dict[nn.Parameter,
 
     Call it after the weights are initialised and before anything computes with them. Returns nothing if the plan does
     not split weights. With more than one micro-batch a step, gradients are summed in fp32, as `main_grad`. A split
-    parameter has a method `gather_whole` that returns it in fp32, see `nets.hf_weights.whole`.
+    parameter has a method `gather_full` that returns it in fp32, see `nets.hf_weights.full_tensor`.
     """
     lower_halves: dict[nn.Parameter, Tensor] = {}
     matrices = [each for network in networks for each in _matrices(network)] if plan.splits_weights else []
@@ -43,7 +43,7 @@ def split_weights(networks: Sequence[Network], plan: Plan) -> dict[nn.Parameter,
         upper, lower = split_fp32(parameter.detach())
         parameter.data = slices[parameter].copy_(upper) if parameter in slices else upper
         # A weak reference, since a parameter that refers to itself would outlive its network.
-        _set_attributes(parameter, low=lower, gather_whole=partial(_joined, ref(parameter)))
+        _set_attributes(parameter, low=lower, gather_full=partial(_joined, ref(parameter)))
         if plan.grad_accum > 1:
             parameter.register_post_accumulate_grad_hook(_accumulate_in_fp32)
         lower_halves[parameter] = lower

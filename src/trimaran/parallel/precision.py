@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 from trimaran.core import Plan
 from trimaran.models import matches_module
 from trimaran.nets import Network
-from trimaran.nets.module_dtype import MARK, own_dtype
+from trimaran.nets.module_dtype import DTYPE_ATTRIBUTE, own_dtype
 from trimaran.nets.moe import MoeLayer
 
 # With fp8, all other operators and the inputs and outputs of fp8 matmuls are bf16.
@@ -39,7 +39,7 @@ def override_precision(network: Network, patterns: Mapping[str, str], device: to
             if matches_module(name, pattern):
                 override = DTYPES[precision]
         if override is not None:
-            setattr(module, MARK, override)
+            setattr(module, DTYPE_ATTRIBUTE, override)
         if override != outer and not isinstance(module, CONTAINERS):
             assert override is not None, "submodules inherit the override"
             _compute_in(module, override, device.type)

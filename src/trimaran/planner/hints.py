@@ -90,8 +90,8 @@ def _unpinned(question: Question) -> Iterator[Hint]:
     """Yield the question with one pin less."""
     pins = question.pins
     for name in sorted(pins.model_fields_set):
-        kept = {each: getattr(pins, each) for each in pins.model_fields_set - {name}}
-        yield Hint(f"leave plan.{name} out", _with(question, plan=Plan(**kept)))
+        pinned = {each: getattr(pins, each) for each in pins.model_fields_set - {name}}
+        yield Hint(f"leave plan.{name} out", _with(question, plan=Plan(**pinned)))
 
 
 def with_frozen_tower(outline: Outline, name: str) -> Outline:
@@ -131,5 +131,5 @@ def _with(question: Question, **sections: object) -> Question:
 
 def _pinned(pins: Plan, **fields: Any) -> Plan:
     """Return the pins with these fields added."""
-    kept: dict[str, Any] = {name: getattr(pins, name) for name in pins.model_fields_set}
-    return Plan(**kept | fields)
+    pinned: dict[str, Any] = {name: getattr(pins, name) for name in pins.model_fields_set}
+    return Plan(**pinned | fields)

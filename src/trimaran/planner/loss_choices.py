@@ -28,14 +28,14 @@ class LossChoices(NamedTuple):
         """Whether the user pinned a loss that neither tp nor pp allows."""
         return self.pinned in (FUSED, CHUNKED)
 
-    def on(self, tp: int, pp: int, wish: str = "") -> str:
+    def on(self, tp: int, pp: int, wanted: str = "") -> str:
         """Return how the loss is computed on such a mesh: as pinned, else as wished, else fused if possible.
 
         A tensor-parallel rank has no complete row of logits, and a pipeline stage must return them.
         """
         if self.pinned:
             return self.pinned
-        return (wish or FUSED) if self.can_fuse and tp == pp == 1 else "logits"
+        return (wanted or FUSED) if self.can_fuse and tp == pp == 1 else "logits"
 
     def can_chunk(self, micro_batch: int, *, tp: int, pp: int, cp: int) -> bool:
         """Return whether a chunked loss is possible, and the logits of a micro-batch exceed one chunk."""

@@ -97,25 +97,25 @@ def _runnable(plan: Plan, job: Job) -> tuple[Plan, str]:
     (layer, _), *_ = job.outline.main.runs
     assert isinstance(layer, OutlineLayer), "a line describes a decoder"
     experts = layer.experts.num_experts if layer.experts else 1
-    stages, cut = plan.pipeline.stages, ()
+    stages, valid_stages = plan.pipeline.stages, ()
     degrees: dict[str, int] = {}
     why = ""
-    for axis, degree, whole, what in (
+    for axis, degree, size, what in (
         ("tp", mesh.tp, layer.heads, "heads"),
         ("cp", mesh.cp, job.seq_len, "positions"),
         ("ep", mesh.ep, math.gcd(experts, mesh.world_size // mesh.pp), "experts and ranks"),
     ):
-        if whole % degree:
-            degrees[axis], why = math.gcd(degree, whole), f"{axis} {degree} does not divide {whole} {what}"
+        if size % degree:
+            degrees[axis], why = math.gcd(degree, size), f"{axis} {degree} does not divide {size} {what}"
     if mesh.pp > 1 and stages and (sum(stages) != layers or min(stages) < 0 or len(stages) % mesh.pp):
         why = f"the {len(stages)} listed stages do not split {layers} layers over {mesh.pp} ranks"
     elif plan.num_stages > layers:
         why, degrees["pp"] = f"{plan.num_stages} stages are more than {layers} layers", min(mesh.pp, layers // 2 or 1)
     else:
-        cut = stages
+        valid_stages = stages
     if not why:
         return plan, ""
-    pipeline = plan.pipeline.model_copy(update={"stages": cut})
+    pipeline = plan.pipeline.model_copy(update={"stages": valid_stages})
     return plan.model_copy(update={"mesh": mesh.model_copy(update=degrees), "pipeline": pipeline}), why
 
 

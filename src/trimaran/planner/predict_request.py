@@ -160,11 +160,11 @@ def plan_of(text: str, world_size: int) -> tuple[Plan, str]:
         raise UserError("P051", f"the mesh ({mesh}) has {mesh.world_size} ranks, the cluster {world_size} GPUs",
                         where="plan.mesh", fix="set dp x tp x pp x cp to that, or leave dp out")  # fmt: skip
     asked = fields.pop("global_batch", None)
-    share = (asked or 0) // mesh.dp
+    batch_per_rank = (asked or 0) // mesh.dp
     if asked and "micro_batch" not in fields:
-        fields["micro_batch"] = max(1, share // fields["grad_accum"]) if "grad_accum" in fields else 1
+        fields["micro_batch"] = max(1, batch_per_rank // fields["grad_accum"]) if "grad_accum" in fields else 1
     if asked and "grad_accum" not in fields:
-        fields["grad_accum"] = max(1, share // fields["micro_batch"])
+        fields["grad_accum"] = max(1, batch_per_rank // fields["micro_batch"])
     fields = {"precision": "bf16"} | fields | {"mesh": mesh.model_dump()}
     plan = _read(Plan, json.dumps(fields), "plan", known=PLAN_FIELDS)
     if asked in (None, plan.global_batch):

@@ -34,17 +34,17 @@ def first_legal_plan(question: Question) -> Plan:
 def simple_plans(question: Question) -> Iterator[Plan]:
     """Yield plans that keep the pins: replicas, shards in each node, shards over all; then with full recompute."""
     pins = question.pins
-    kept = pins.model_fields_set - {"mesh"}  # the meshes already keep its pins
+    pinned = pins.model_fields_set - {"mesh"}  # the meshes already keep its pins
     for recompute in recomputes(pins):
         for mesh in meshes(question):
             for sharding in shardings(pins, mesh):
                 fill = {"mesh": mesh, "sharding": sharding, "recompute": recompute}
                 fill["loss"] = losses_of(question).on(mesh.tp, mesh.pp)
                 fill |= device_defaults(question, mesh, sharding)
-                split = pins.model_copy(update={field: value for field, value in fill.items() if field not in kept})
+                split = pins.model_copy(update={field: value for field, value in fill.items() if field not in pinned})
                 check_mesh(split, question.cluster)
                 split = with_stages(split, question)
-                for micro_batch, grad_accum in batches(split, kept, question):
+                for micro_batch, grad_accum in batches(split, pinned, question):
                     yield split.model_copy(update={"micro_batch": micro_batch, "grad_accum": grad_accum})
 
 

@@ -195,9 +195,9 @@ def _init_device(plan: Plan, rank_info: RankInfo) -> torch.device:
 
 def _check_seq_len(network: Network, seq_len: int) -> None:
     """Raise if the sequences are longer than the positions of a Hugging Face model without a spec."""
-    if seq_len > network.longest:
-        raise UserError("P005", f"seq_len is {seq_len:,}, and the model is made for at most {network.longest:,}",
-                        where="data.seq_len", fix=f"set data.seq_len to {network.longest} or less")  # fmt: skip
+    if seq_len > network.max_seq_len:
+        raise UserError("P005", f"seq_len is {seq_len:,}, and the model is made for at most {network.max_seq_len:,}",
+                        where="data.seq_len", fix=f"set data.seq_len to {network.max_seq_len} or less")  # fmt: skip
 
 
 def _open_hf_network(section: ModelSection, seed: int) -> tuple[Network, Callable[[nn.Module, torch.device], None]]:

@@ -199,7 +199,7 @@ def _write_sample(parts: WorkerParts, journal: Journal, rank_info: RankInfo, ste
             _write_sample_answers(parts, parts.training_data.holdout, tokenizer, journal, step)
         return
     text = generate_text(
-        NextTokenModel(stepper.next_token_logits, parts.networks[0].longest, rank_info.device),
+        NextTokenModel(stepper.next_token_logits, parts.networks[0].max_seq_len, rank_info.device),
         tokenizer,
         sample.prompt,
         tokens=sample.tokens,

@@ -262,7 +262,7 @@ def _damages(path: Path) -> list[str] | None:
 
     with progress_bar(Console(stderr=True)) as progress:
         try:
-            found = verify_all(path, lambda share: progress(f"verifying {path.name}", share))
+            found = verify_all(path, lambda fraction: progress(f"verifying {path.name}", fraction))
         except (OSError, UserError):
             found = []
             if path.exists():

@@ -54,7 +54,7 @@ def export(
 
         def write(path: Path) -> Path:
             target = out or directory.path / "exports" / f"{path.name}-{to}"
-            if damages := verify_all(path, lambda share: progress("verifying", share)):
+            if damages := verify_all(path, lambda fraction: progress("verifying", fraction)):
                 raise DamagedError(path, damages)
             _write(directory, path, target, dtype or "fp32" if to == "hf" else None, progress)
             return target

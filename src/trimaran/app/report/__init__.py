@@ -1,1 +1,1 @@
-"""A run as one HTML page that needs no network: what it did, beside what was expected of it."""
+"""A run as one self-contained HTML page: measurements beside the prediction."""

@@ -1,1 +1,1 @@
-"""From what was typed to a plan: recipe, model, cluster, options."""
+"""Resolves the command line to a recipe, model, cluster and plan."""

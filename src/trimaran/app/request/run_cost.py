@@ -72,8 +72,8 @@ class RunCost:
             assumed = (
                 f"a node writes {NODE_DISK_BANDWIDTH / 1e9:g} GB/s, a restart takes {show_seconds(RESTART_SECONDS)}"
             )
-            if good.share > 0:
-                rows.append(("goodput", f"{good.share:.1%} of the time: {save}; {lost} (assumed: {assumed})"))
+            if good.fraction > 0:
+                rows.append(("goodput", f"{good.fraction:.1%} of the time: {save}; {lost} (assumed: {assumed})"))
             else:
                 rows.append(("goodput", f"the run would never end: failures come faster than it recovers ({assumed})"))
         if bill := self.bill:
@@ -103,7 +103,7 @@ def run_cost_of(plan: Plan, question: Question, cluster: Cluster, terms: CostTer
         write = write_seconds(states, disk_bandwidth=NODE_DISK_BANDWIDTH * cluster.num_nodes)
         faults = Faults(device_hours=terms.mtbf_hours, restart=RESTART_SECONDS)
         goodput = expected_goodput(faults, cluster.world_size, write=write, step=found.step_seconds)
-    share = goodput.share if goodput else 1.0
+    share = goodput.fraction if goodput else 1.0
     if found and terms.tokens is not None and share > 0:
         bill = bill_of(terms.tokens, found.tokens_per_second, num_devices=cluster.world_size,
                        hour_price=terms.price or 0.0, goodput=share)  # fmt: skip

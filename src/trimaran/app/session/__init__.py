@@ -1,1 +1,1 @@
-"""One run started and followed from this terminal."""
+"""Runs that are started and shown from this terminal."""

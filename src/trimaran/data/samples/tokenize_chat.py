@@ -224,10 +224,10 @@ def _valid_text(text: str) -> str:
 def _image_ids(tokenizer: Tokenizer, rules: ImageRules) -> np.ndarray:
     """Return the tokens of one image: the delimiters of `rules`, or by default those of the tokenizer."""
     name = next((each for each in IMAGE_TOKENS if tokenizer.special(each) is not None), None)
-    if (word := tokenizer.word(rules.image_token)) is not None or rules.image_token == tokenizer.end_id:
+    if (token := tokenizer.ordinary_token(rules.image_token)) is not None or rules.image_token == tokenizer.end_id:
         hint = f": {name} is {tokenizer.special(name)}" if name else " that is not an ordinary token"
         raise UserError("T036", f"token {rules.image_token} is the image token, but in this tokenizer it is "
-                        f"{'the end of a document' if word is None else repr(word)}", where="data.tokenizer",
+                        f"{'the end of a document' if token is None else repr(token)}", where="data.tokenizer",
                         fix=f"set model.shape.image_token to an id{hint}")  # fmt: skip
     before, after = rules.before, rules.after
     if name in IMAGE_DELIMITERS and not (before or after) and tokenizer.special(name) == rules.image_token:

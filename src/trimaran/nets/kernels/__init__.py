@@ -1,1 +1,1 @@
-"""Kernels of our own for what the networks compute, in Triton. Imported where there is a GPU."""
+"""Triton kernels of the networks. Imported only on a GPU."""

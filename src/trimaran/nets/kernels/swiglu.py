@@ -1,4 +1,4 @@
-"""The way back through a gated feed-forward whose two halves lie in one tensor, in one pass over memory."""
+"""Backward of SwiGLU, whose two inputs are halves of one tensor, in one pass over memory."""
 
 import torch
 import triton  # pyrefly: ignore[missing-import]
@@ -8,27 +8,29 @@ from torch import Tensor
 BLOCK = 2048
 
 
-def gated_backward(packed: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradient of `packed` [rows, gate | up], and silu(gate) * up, of which `gradient` [rows, width] is."""
-    rows, width = gradient.shape
-    back, inner = torch.empty_like(packed), torch.empty_like(gradient)
-    _gated_backward[(rows, triton.cdiv(width, BLOCK))](packed, gradient, back, inner, width, BLOCK=BLOCK, num_warps=8)
-    return back, inner
+def gated_backward(packed: Tensor, grad_inner: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradient of `packed` [rows, gate | up], and silu(gate) * up, given its gradient [rows, width]."""
+    rows, width = grad_inner.shape
+    grad_packed, inner = torch.empty_like(packed), torch.empty_like(grad_inner)
+    _gated_backward[(rows, triton.cdiv(width, BLOCK))](
+        packed, grad_inner, grad_packed, inner, width, BLOCK=BLOCK, num_warps=8
+    )
+    return grad_packed, inner
 
 
 @triton.jit
-def _gated_backward(packed, gradient, back, inner, width, BLOCK: tl.constexpr):  # noqa: N803
+def _gated_backward(packed, grad_inner, grad_packed, inner, width, BLOCK: tl.constexpr):  # noqa: N803
     row = tl.program_id(0).to(tl.int64)
-    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    here = place < width
-    at = row * width + place
-    of_gate = row * 2 * width + place
-    gate = tl.load(packed + of_gate, mask=here).to(tl.float32)
-    up = tl.load(packed + of_gate + width, mask=here).to(tl.float32)
-    wanted = tl.load(gradient + at, mask=here).to(tl.float32)
-    share = tl.sigmoid(gate)
-    silu = gate * share
-    kind = packed.dtype.element_ty
-    tl.store(inner + at, (silu * up).to(kind), mask=here)
-    tl.store(back + of_gate, (wanted * up * (share + silu * (1 - share))).to(kind), mask=here)
-    tl.store(back + of_gate + width, (wanted * silu).to(kind), mask=here)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < width
+    offset = row * width + column
+    gate_offset = row * 2 * width + column
+    gate = tl.load(packed + gate_offset, mask=mask).to(tl.float32)
+    up = tl.load(packed + gate_offset + width, mask=mask).to(tl.float32)
+    gradient = tl.load(grad_inner + offset, mask=mask).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    silu = gate * sigmoid
+    dtype = packed.dtype.element_ty
+    tl.store(inner + offset, (silu * up).to(dtype), mask=mask)
+    tl.store(grad_packed + gate_offset, (gradient * up * (sigmoid + silu * (1 - sigmoid))).to(dtype), mask=mask)
+    tl.store(grad_packed + gate_offset + width, (gradient * silu).to(dtype), mask=mask)

@@ -1,4 +1,4 @@
-"""The blocks of the perception model. Their norms look at one scene at a time, so that no plan changes them."""
+"""The blocks of the perception model. Their norms cover one scene at a time, so results do not depend on the plan."""
 
 import torch
 import torch.nn.functional as F
@@ -7,12 +7,12 @@ from torch import Tensor, nn
 from trimaran.core.scene_rules import SceneRules
 from trimaran.models.perception_spec import BOX_OUTPUTS, GROUPS, POINT_FEATURES, PerceptionSpec
 
-HEAT_AT_FIRST = -2.0  # few cells hold an object: a network that begins at one half would learn that alone for long
+INITIAL_HEAT = -2.0  # added to the heat logits: few cells hold an object, and learning that first would take long
 PIXEL_MEAN, PIXEL_STD = 0.5, 0.25
 
 
 class GroupNorm(nn.GroupNorm):
-    """Norm over groups of channels of one image; the result has the input's dtype."""
+    """GroupNorm that returns the input's dtype."""
 
     def forward(self, input: Tensor) -> Tensor:
         x = input
@@ -20,7 +20,7 @@ class GroupNorm(nn.GroupNorm):
 
 
 class SceneLayerNorm(nn.LayerNorm):
-    """Norm over the features of one position; the result has the input's dtype."""
+    """LayerNorm that returns the input's dtype."""
 
     def forward(self, input: Tensor) -> Tensor:
         x = input
@@ -32,16 +32,16 @@ def norm_of(channels: int) -> GroupNorm:
 
 
 class Residual(nn.Module):
-    """Two convolutions beside the stream; a `stride` of 2 halves the image."""
+    """A residual block of two convolutions; a `stride` of 2 halves the image."""
 
-    def __init__(self, taken: int, given: int, *, stride: int = 1) -> None:
+    def __init__(self, in_channels: int, out_channels: int, *, stride: int = 1) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(taken, given, 3, stride=stride, padding=1, bias=False)
-        self.norm1 = norm_of(given)
-        self.conv2 = nn.Conv2d(given, given, 3, padding=1, bias=False)
-        self.norm2 = norm_of(given)
-        same = taken == given and stride == 1
-        self.skip = None if same else nn.Conv2d(taken, given, 1, stride=stride, bias=False)
+        self.conv1 = nn.Conv2d(in_channels, out_channels, 3, stride=stride, padding=1, bias=False)
+        self.norm1 = norm_of(out_channels)
+        self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1, bias=False)
+        self.norm2 = norm_of(out_channels)
+        same = in_channels == out_channels and stride == 1
+        self.skip = None if same else nn.Conv2d(in_channels, out_channels, 1, stride=stride, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the images [N, channels, rows, columns] after this block."""
@@ -50,7 +50,7 @@ class Residual(nn.Module):
 
 
 class CameraStem(nn.Module):
-    """From bytes to features, at half the size."""
+    """Maps u8 images to features at half the resolution."""
 
     def __init__(self, spec: PerceptionSpec) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class CameraStem(nn.Module):
 
 
 class CameraNeck(nn.Module):
-    """From images to tokens: one for each place of each camera, which it tells apart by a learnt embedding."""
+    """Maps image features to tokens, one for each position of each camera, with learnt position embeddings."""
 
     def __init__(self, spec: PerceptionSpec) -> None:
         super().__init__()
@@ -81,9 +81,9 @@ class CameraNeck(nn.Module):
 
 
 class LidarStem(nn.Module):
-    """From points to pillars: a small network looks at each point by itself, and a cell keeps the largest answers.
+    """Maps points to pillars: an MLP for each point, and the maximum over the points of each cell.
 
-    The largest of several does not depend on their order, so the same comes out wherever it is computed.
+    A maximum does not depend on the order of the points, so results are the same on every device.
     """
 
     def __init__(self, spec: PerceptionSpec) -> None:
@@ -96,27 +96,28 @@ class LidarStem(nn.Module):
 
     def forward(self, points: Tensor, rows: Tensor, num_scenes: int) -> Tensor:
         """Return pillars [num_scenes, hidden, cells, cells] of `points` [P, 4] of the scenes `rows` [P]; P may be 0."""
-        features, places = point_features(points, self.rules)
+        features, cell_numbers = point_features(points, self.rules)
         x = F.relu(self.norm2(self.fc2(F.relu(self.norm1(self.fc1(features))))))
         cells = self.rules.cells
-        places = places + rows.long() * cells * cells
+        cell_numbers = cell_numbers + rows.long() * cells * cells
         pillars = x.new_zeros(num_scenes * cells * cells, x.shape[1])
-        pillars = pillars.scatter_reduce(0, places[:, None].expand_as(x), x, "amax")  # none is negative: 0 is nothing
+        # No value is negative after the ReLU, so 0 means no points.
+        pillars = pillars.scatter_reduce(0, cell_numbers[:, None].expand_as(x), x, "amax")
         return pillars.view(num_scenes, cells, cells, -1).permute(0, 3, 1, 2).contiguous()
 
 
 def point_features(points: Tensor, rules: SceneRules) -> tuple[Tensor, Tensor]:
-    """Return what is known of each point, about 1 in size, and the number of its cell. All points are inside."""
+    """Return the features of each point, scaled to about 1, and its cell number. All points must be inside the grid."""
     flat = (points[:, :2] + rules.reach) / rules.cell
     cells = flat.floor().clamp(0, rules.cells - 1)
     inside = 2 * (flat - cells) - 1
-    known = torch.cat([points[:, :2] / rules.reach, points[:, 2:] - 0.5, inside], dim=1)
+    features = torch.cat([points[:, :2] / rules.reach, points[:, 2:] - 0.5, inside], dim=1)
     index = cells.long()
-    return known, index[:, 0] * rules.cells + index[:, 1]
+    return features, index[:, 0] * rules.cells + index[:, 1]
 
 
 class FusionStem(nn.Module):
-    """The queries: what LiDAR found in each cell, and a learnt embedding of the cell."""
+    """Makes the queries: the LiDAR pillar of each cell plus a learnt embedding of the cell."""
 
     def __init__(self, spec: PerceptionSpec) -> None:
         super().__init__()
@@ -125,12 +126,12 @@ class FusionStem(nn.Module):
 
     def forward(self, pillars: Tensor) -> Tensor:
         """Return queries [B, cells * cells, hidden] of pillars [B, hidden, cells, cells]."""
-        found = pillars.flatten(2).transpose(1, 2)
-        return self.norm(found + self.queries.weight.to(found.dtype))
+        x = pillars.flatten(2).transpose(1, 2)
+        return self.norm(x + self.queries.weight.to(x.dtype))
 
 
 class CrossAttention(nn.Module):
-    """Queries gather from the tokens. It has as many heads as its projections, so a slice of them works too."""
+    """Queries attend to the tokens. The number of heads follows from its projections, so a TP slice works."""
 
     def __init__(self, spec: PerceptionSpec) -> None:
         super().__init__()
@@ -140,7 +141,7 @@ class CrossAttention(nn.Module):
         )
 
     def forward(self, x: Tensor, tokens: Tensor, bias: Tensor) -> Tensor:
-        """Return what the queries `x` [B, Q, hidden] gather; `bias` [Q, num_tokens] is added to every score."""
+        """Return the attention output for queries `x` [B, Q, hidden]; `bias` [Q, num_tokens] is added to the scores."""
         query, key, value = (
             each.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for each in (self.q_proj(x), self.k_proj(tokens), self.v_proj(tokens))
@@ -176,7 +177,7 @@ class FusionLayer(nn.Module):
 
 
 class Head(nn.Module):
-    """What is to be told of each cell, from the cell and its neighbours."""
+    """Predicts the outputs of each cell from the cell and its neighbours."""
 
     def __init__(self, hidden: int, outputs: int) -> None:
         super().__init__()
@@ -189,7 +190,7 @@ class Head(nn.Module):
 
 
 class Heads(nn.Module):
-    """Boxes and ground: [B, outputs, cells, cells], of which the first are heat, one for each class of objects."""
+    """Boxes and segmentation [B, outputs, cells, cells]; the first outputs are heat, one for each object class."""
 
     def __init__(self, spec: PerceptionSpec) -> None:
         super().__init__()
@@ -198,8 +199,8 @@ class Heads(nn.Module):
         self.segmentation = Head(spec.hidden, spec.num_grounds)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the answers for queries [B, cells * cells, hidden]."""
-        above = x.transpose(1, 2).unflatten(2, (self.cells, self.cells)).contiguous()
-        boxes = self.boxes(above).float()
-        heat, numbers = boxes[:, : self.num_heats] + HEAT_AT_FIRST, boxes[:, self.num_heats :]
-        return torch.cat([heat, numbers, self.segmentation(above).float()], dim=1)
+        """Return the predictions for queries [B, cells * cells, hidden]."""
+        grid = x.transpose(1, 2).unflatten(2, (self.cells, self.cells)).contiguous()
+        boxes = self.boxes(grid).float()
+        heat, numbers = boxes[:, : self.num_heats] + INITIAL_HEAT, boxes[:, self.num_heats :]
+        return torch.cat([heat, numbers, self.segmentation(grid).float()], dim=1)

@@ -1,14 +1,15 @@
 """The perception model, or one stage of it."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from trimaran.core.scene_rules import CAMERA_METRES, SceneRules
 from trimaran.models.perception_spec import PerceptionSpec
 from trimaran.nets.attention_context import Context
-from trimaran.nets.perception.geometry import sight_bias
 from trimaran.nets.perception.layers import (
     CameraNeck,
     CameraStem,
@@ -19,86 +20,116 @@ from trimaran.nets.perception.layers import (
     Residual,
 )
 
+TARGET_METRES = 0.6  # above the ground: the middle of most objects
+MIN_BIAS = -20.0  # effectively no attention; much lower scores would give denormals, which are slow on a CPU
+ROW_TOLERANCE = 2.0  # a cell's bias is wider over rows than over columns, because objects differ in height
+
 
 class Perception(nn.Module):
-    """Cameras and points in, answers for every cell of the ground out; or one stage, which holds some of the blocks.
+    """Maps camera images and points to predictions for every ground cell; or one stage, which holds some of the blocks.
 
-    The towers are parts of one line of blocks: cameras, LiDAR, fusion, heads. Between blocks of the camera passes what
-    it sees, and behind it its tokens with, as soon as there are any, the pillars or queries of the ground: one tensor.
+    The towers are a sequence of blocks: camera, LiDAR, fusion, heads. The stream between two blocks of the camera is its
+    features. After the camera it is one tensor: the camera tokens, followed by the pillars or queries of the cells, if
+    there are any yet.
     """
 
     def __init__(self, spec: PerceptionSpec, blocks: range | None = None) -> None:
         super().__init__()
         self.spec, self.context = spec, Context()
         self.held = range(spec.layers) if blocks is None else blocks
-        # Dictionaries, which are never called: what is asked of a tower is asked of the blocks in it.
+        # Containers that are never called; only the blocks in them are.
         self.camera, self.lidar, self.fusion = (nn.ModuleDict({"layers": nn.ModuleList()}) for _ in range(3))
-        for number, name in enumerate(spec.block_names):  # what another stage holds is None here: names stay
+        for number, name in enumerate(spec.block_names):  # blocks of other stages are None, so that names do not change
             owner, _, leaf = name.rpartition(".")
             block = _block(spec, name) if number in self.held else None
             self.get_submodule(owner).add_module(leaf, block)
 
     @property
     def blocks(self) -> tuple[nn.Module, ...]:
-        """The blocks that are here, in the order of the forward."""
+        """The blocks of this stage, in the order of the forward."""
         return tuple(self.get_submodule(self.spec.block_names[number]) for number in self.held)
 
     def forward(self, *stream: Tensor, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return answers [B, outputs, cells, cells], or the stream of a stage but the last, and a balance loss of 0."""
+        """Return predictions [B, outputs, cells, cells], or a stage's stream, and a balance loss of 0."""
         names = self.spec.block_names
-        seen, ground = self._unpacked(stream[0]) if stream else (inputs["cameras"], None)
+        camera, cells = self._unpack(stream[0]) if stream else (inputs["cameras"], None)
         bias = None
         for number, block in zip(self.held, self.blocks, strict=True):
             name = names[number]
             if name.startswith("camera."):
-                seen = block(seen)
+                camera = block(camera)
             elif name == "lidar.stem":
-                ground = block(inputs["points"], inputs["point_rows"], len(inputs["cameras"]))
+                cells = block(inputs["points"], inputs["point_rows"], len(inputs["cameras"]))
             elif name.startswith("fusion.layers."):
                 if bias is None:
-                    bias = sight_bias(self.spec.scenes(), self.spec.grid, seen.device)
-                ground = block(ground, seen, bias)
+                    bias = camera_bias(self.spec.scenes(), self.spec.grid, camera.device)
+                cells = block(cells, camera, bias)
             else:
-                ground = block(ground)
-        out = ground if names[self.held[-1]] == "heads" else self._packed(seen, ground)
-        assert out is not None, "the stem of the LiDAR comes before all that works on the ground"
+                cells = block(cells)
+        out = cells if names[self.held[-1]] == "heads" else self._pack(camera, cells)
+        assert out is not None, "the LiDAR stem precedes all blocks that use the cells"
         return out, torch.zeros((), device=out.device)
 
     def stream_shape(self, num_scenes: int, before: int) -> tuple[int, ...]:
-        """Return the shape of what comes into block number `before` for so many scenes."""
+        """Return the shape of the stream before block number `before`."""
         spec = self.spec
         name = spec.block_names[min(before, spec.layers - 1)]
         if name.startswith("camera"):
-            number = max(0, before - 2)  # of the residual block that it came out of; all but the first halve
+            number = max(0, before - 2)  # of the previous residual block; all but the first halve the image
             size = [each // 2 ** (1 + number) for each in (spec.height, spec.width)]
             return (num_scenes * spec.cameras, spec.camera_widths[number], *size)
-        ground = 0 if name == "lidar.stem" else spec.cells * spec.cells
-        return (num_scenes, spec.num_tokens + ground, spec.hidden)
+        num_cells = 0 if name == "lidar.stem" else spec.cells * spec.cells
+        return (num_scenes, spec.num_tokens + num_cells, spec.hidden)
 
-    def _packed(self, seen: Tensor, ground: Tensor | None) -> Tensor:
-        if ground is None:
-            return seen
-        if ground.ndim == 4:  # pillars
-            ground = ground.flatten(2).transpose(1, 2)
-        return torch.cat([seen.to(ground.dtype), ground], dim=1)
+    def _pack(self, camera: Tensor, cells: Tensor | None) -> Tensor:
+        if cells is None:
+            return camera
+        if cells.ndim == 4:  # pillars
+            cells = cells.flatten(2).transpose(1, 2)
+        return torch.cat([camera.to(cells.dtype), cells], dim=1)
 
-    def _unpacked(self, stream: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return what the cameras see and what is known of the ground, where there is any yet."""
+    def _unpack(self, stream: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the camera features or tokens, and the pillars or queries of the cells, if there are any yet."""
         spec, name = self.spec, self.spec.block_names[self.held[0]]
         if name.startswith("camera") or name == "lidar.stem":
             return stream, None
-        seen, ground = stream.split([spec.num_tokens, spec.cells * spec.cells], dim=1)
+        camera, cells = stream.split([spec.num_tokens, spec.cells * spec.cells], dim=1)
         if name.startswith("lidar") or name == "fusion.stem":
-            ground = ground.transpose(1, 2).unflatten(2, (spec.cells, spec.cells)).contiguous()
-        return seen, ground
+            cells = cells.transpose(1, 2).unflatten(2, (spec.cells, spec.cells)).contiguous()
+        return camera, cells
+
+
+def camera_bias(rules: SceneRules, grid: tuple[int, int], device: torch.device) -> Tensor:
+    """Return the fp32 attention bias of each cell and camera token [cells * cells, cameras * rows * columns].
+
+    It is a Gaussian, about one token wide, of the angle between the direction of the cell and that of the token.
+    Computed in each forward: no buffer that a meta device or a cast could corrupt.
+    """
+    rows, columns = grid
+    right = (torch.arange(columns, device=device) + 0.5) * (rules.width / columns) - rules.width / 2
+    down = (torch.arange(rows, device=device) + 0.5) * (rules.height / rows) - rules.horizon
+    headings = torch.tensor(rules.headings, device=device)
+    azimuths = headings[:, None, None] - (right / rules.focal).atan()[None, None, :]
+    # Pixels of an outer column are farther from the camera than those of the middle one.
+    slopes = down[:, None] / (right**2 + rules.focal**2).sqrt()[None, :]
+    azimuths, slopes = torch.broadcast_tensors(azimuths, slopes[None])
+    centres = (torch.arange(rules.cells, device=device) + 0.5) * rules.cell - rules.reach
+    x, y = torch.meshgrid(centres, centres, indexing="ij")
+    distances = torch.hypot(x, y).flatten().clamp(min=rules.cell)
+    turned = torch.atan2(y, x).flatten()[:, None] - azimuths.flatten()[None]
+    turned = (turned + math.pi).remainder(2 * math.pi) - math.pi
+    lower = ((CAMERA_METRES - TARGET_METRES) / distances)[:, None] - slopes.flatten()[None]
+    wide = rules.width / columns / rules.focal
+    tall = ROW_TOLERANCE * rules.height / rows / rules.focal
+    return (-((turned / wide) ** 2 + (lower / tall) ** 2) / 2).clamp(min=MIN_BIAS)
 
 
 def _block(spec: PerceptionSpec, name: str) -> nn.Module:
     owner, _, leaf = name.rpartition(".")
     if owner == "camera.layers":
         number = int(leaf)
-        taken = spec.camera_widths[max(0, number - 1)]
-        return Residual(taken, spec.camera_widths[number], stride=2 if number else 1)
+        in_channels = spec.camera_widths[max(0, number - 1)]
+        return Residual(in_channels, spec.camera_widths[number], stride=2 if number else 1)
     if owner == "lidar.layers":
         return Residual(spec.hidden, spec.hidden)
     kinds: dict[str, Any] = {

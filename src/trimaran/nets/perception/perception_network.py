@@ -1,4 +1,4 @@
-"""What the trainer sees of the perception model, and its weights on disk: under their own names."""
+"""The `Network` of the perception model, and its weights on disk, under their parameter names."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -13,14 +13,14 @@ from torch import Tensor
 from trimaran.core import UserError
 from trimaran.models.perception_spec import PerceptionSpec, perception_config
 from trimaran.nets.attention_context import Context
-from trimaran.nets.hf_weights import damaged, open_weights, whole
+from trimaran.nets.hf_weights import damaged, full_tensor, open_weights
 from trimaran.nets.local_shards import local_part, local_slices
 from trimaran.nets.network import Network
 from trimaran.nets.perception.model import Perception
 
 TOWERS = {"camera": "camera.", "lidar": "lidar.", "fusion": "fusion.", "heads": "heads."}
 
-# Between these the queries and tokens are whole on every rank, and all else is computed on each.
+# Between these modules queries and tokens are replicated, and every rank computes all the rest.
 TENSOR_PLAN = {
     "fusion.layers.*.attention.q_proj": "colwise",
     "fusion.layers.*.attention.k_proj": "colwise",
@@ -33,13 +33,13 @@ TENSOR_PLAN = {
 
 @dataclass(frozen=True, slots=True)
 class PerceptionNetwork(Network):
-    """See `Network`. Its samples are scenes: it has neither tokens to know nor sequences to cut."""
+    """See `Network`. Its samples are scenes: it has no vocabulary and no sequences."""
 
     module: Perception
     spec: PerceptionSpec
 
     def forward(self, inputs: Mapping[str, Tensor], *stream: Tensor) -> tuple[Tensor, Tensor]:
-        """Return answers [B, outputs, cells, cells], or a stage's stream, and a balance loss of 0."""
+        """Return predictions [B, outputs, cells, cells], or a stage's stream, and a balance loss of 0."""
         return self.module(*stream, inputs=inputs)
 
     @property
@@ -51,7 +51,7 @@ class PerceptionNetwork(Network):
         return module.stream_shape(num_scenes, module.held.start), module.stream_shape(num_scenes, module.held.stop)
 
     def use_context(self, context: Context) -> None:
-        raise AssertionError("a legal plan does not cut a scene into parts")
+        raise AssertionError("a legal plan does not split a scene")
 
     def tensor_plan(self, degree: int) -> Mapping[str, str]:
         return TENSOR_PLAN
@@ -65,12 +65,12 @@ class PerceptionNetwork(Network):
         return 0
 
     @property
-    def longest(self) -> int:
+    def max_seq_len(self) -> int:
         return 0
 
     def disk_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight whole, on the CPU, under its own name. Every rank must take every item."""
-        return ((name, whole(each)) for name, each in self.module.named_parameters())
+        """Yield every weight unsharded, on the CPU, under its parameter name. Every rank must take every item."""
+        return ((name, full_tensor(each)) for name, each in self.module.named_parameters())
 
     def disk_config(self) -> dict[str, Any]:
         return perception_config(self.spec)
@@ -80,13 +80,13 @@ class PerceptionNetwork(Network):
 
 
 def perception_network(spec: PerceptionSpec, blocks: range | None = None) -> PerceptionNetwork:
-    """Return the model, or the stage of it with these blocks, on the default device, its weights not yet set."""
+    """Return the model, or the stage with these blocks, on the default device, uninitialised."""
     module = Perception(spec, blocks)
     return PerceptionNetwork(module, module.blocks, spec)
 
 
 def load_perception_weights(module: Perception, folder: Path) -> None:
-    """Fill the model, or a stage of it, in place from the safetensors in `folder`. Each rank reads only what it holds.
+    """Fill the model, or a stage of it, in place from the safetensors in `folder`. Each rank reads only its shards.
 
     Names and shapes are checked before the first value is written.
     """
@@ -108,8 +108,8 @@ def _refuse_mismatch(module: Perception, sources: Mapping[str, Any], folder: Pat
     wrong += [f"{name} is unexpected" for name in sources if name not in shapes]
     for name, shape in shapes.items():
         if name in sources and (found := sources[name].get_slice(name).get_shape()) != shape:
-            wrong.append(f"{name} is {found} and not {shape}")
+            wrong.append(f"{name} has shape {found} instead of {shape}")
     if wrong:
         more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise UserError("M021", f"the weights are not this model's: {', '.join(wrong[:3])}{more}", where=str(folder),
+        raise UserError("M021", f"the weights do not match the model: {', '.join(wrong[:3])}{more}", where=str(folder),
                         fix="use the config.json that belongs to the weights, and leave model.shape empty")  # fmt: skip

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from trimaran.core import Plan
 from trimaran.nets import Context, Network
-from trimaran.nets.attention_context import Sight, attend
+from trimaran.nets.attention_context import AttentionScope, attend
 from trimaran.parallel.mesh import RankMesh
 
 try:
@@ -38,22 +38,24 @@ class AllGatherContext(Context):
         self._group, self._rank, self._size = group, group.rank(), group.size()
         self._chunks = (self._rank, 2 * self._size - 1 - self._rank)
 
-    def mine(self, whole: Tensor) -> Tensor:
-        chunks = whole.chunk(2 * self._size, dim=1)
+    def shard(self, full: Tensor) -> Tensor:
+        chunks = full.chunk(2 * self._size, dim=1)
         return torch.cat([chunks[each] for each in self._chunks], dim=1)
 
     def mask(self, documents: Tensor) -> Tensor:
         positions = torch.arange(documents.shape[1], device=documents.device)[None]
-        same = self.mine(documents)[:, :, None] == documents[:, None, :]
-        return (same & (positions[:, None, :] <= self.mine(positions)[:, :, None])).unsqueeze(1)
+        same = self.shard(documents)[:, :, None] == documents[:, None, :]
+        return (same & (positions[:, None, :] <= self.shard(positions)[:, :, None])).unsqueeze(1)
 
-    def sight(self, documents: Tensor, lengths: Sequence[int] | None = None) -> Sight:
+    def scope(self, documents: Tensor, lengths: Sequence[int] | None = None) -> AttentionScope:
         return self.mask(documents)  # a document may span several ranks
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, sight: Sight, scale: float | None = None) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scope: AttentionScope, scale: float | None = None
+    ) -> Tensor:
         key, value = (self._in_order(_gather(each, 2, self._group), dim=2) for each in (key, value))
-        if sight is not None:
-            return attend(query, key, value, sight, scale=scale)
+        if scope is not None:
+            return attend(query, key, value, scope, scale=scale)
         repeats = query.shape[1] // key.shape[1]
         key, value = (each.repeat_interleave(repeats, dim=1) for each in (key, value))
         length = query.shape[2] // 2
@@ -65,11 +67,11 @@ class AllGatherContext(Context):
             outs.append(scaled_dot_product_attention(part, keys, values, attn_mask=bias, scale=scale))
         return torch.cat(outs, dim=2)
 
-    def total(self, mine: Tensor) -> Tensor:
-        return _total(mine, self._group)
+    def all_reduce(self, local: Tensor) -> Tensor:
+        return _all_reduced(local, self._group)
 
-    def whole(self, mine: Tensor) -> Tensor:
-        return self._in_order(_gather(mine, 1, self._group), dim=1)
+    def gather(self, local: Tensor) -> Tensor:
+        return self._in_order(_gather(local, 1, self._group), dim=1)
 
     def _in_order(self, gathered: Tensor, *, dim: int) -> Tensor:
         """Return the chunks in sequence order. They are gathered as front and back chunk of each rank in turn."""
@@ -91,18 +93,20 @@ class UlyssesContext(Context):
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._rank, self._size = group, group.rank(), group.size()
 
-    def mine(self, whole: Tensor) -> Tensor:
-        return whole.chunk(self._size, dim=1)[self._rank]
+    def shard(self, full: Tensor) -> Tensor:
+        return full.chunk(self._size, dim=1)[self._rank]
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, sight: Sight, scale: float | None = None) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scope: AttentionScope, scale: float | None = None
+    ) -> Tensor:
         query, key, value = (self._exchange(each, split=1, join=2) for each in (query, key, value))
-        return self._exchange(attend(query, key, value, sight, scale=scale), split=2, join=1)
+        return self._exchange(attend(query, key, value, scope, scale=scale), split=2, join=1)
 
-    def total(self, mine: Tensor) -> Tensor:
-        return _total(mine, self._group)
+    def all_reduce(self, local: Tensor) -> Tensor:
+        return _all_reduced(local, self._group)
 
-    def whole(self, mine: Tensor) -> Tensor:
-        return _gather(mine, 1, self._group)
+    def gather(self, local: Tensor) -> Tensor:
+        return _gather(local, 1, self._group)
 
     def _exchange(self, x: Tensor, *, split: int, join: int) -> Tensor:
         """Return `x` with dim `split` sharded over the ranks and dim `join` gathered from them."""
@@ -118,7 +122,7 @@ def _gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     return all_gather(x.contiguous(), dim, group)
 
 
-def _total(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _all_reduced(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     total = x.detach().clone()
     dist.all_reduce(total, group=group)
     return total

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from trimaran.core import Plan
 from trimaran.nets import Network
-from trimaran.nets.image_balancing import ImageBalancer, Pictures
+from trimaran.nets.image_assignment import ImageAssignment, ImagePatches
 from trimaran.nets.local_shards import local_part
 from trimaran.parallel.mesh import RankMesh
 from trimaran.parallel.tower_plan import tp_replicated_towers
@@ -28,9 +28,9 @@ def apply_image_split(network: Network, plan: Plan, ranks: RankMesh) -> None:
     if not axes:
         return
     mesh = ranks.axes[axes]
-    network.module.deal = ImageSplit(  # pyrefly: ignore[bad-argument-type]
+    network.module.image_assignment = ImageSplit(  # pyrefly: ignore[bad-argument-type]
         mesh.get_group() if mesh.ndim == 1 else mesh._flatten("images").get_group(),
-        past_projector=not towers or "projector" in towers,
+        gathers_after_projector=not towers or "projector" in towers,
         parts=ranks.group("cp") if cp else None,
     )
 
@@ -48,10 +48,10 @@ def image_split_towers(network: Network, plan: Plan) -> list[str]:
 
 def _takes_images(network: Network) -> bool:
     """Return whether the network takes images."""
-    return isinstance(getattr(network.module, "deal", None), ImageBalancer)
+    return isinstance(getattr(network.module, "image_assignment", None), ImageAssignment)
 
 
-class ImageSplit(ImageBalancer):
+class ImageSplit(ImageAssignment):
     """Splits the images of a micro-batch over the ranks of `group`. The assignment depends only on the image sizes.
 
     The gradient of the gathered rows is complete on every rank, except for context-parallel ranks (`parts`): theirs is
@@ -59,12 +59,12 @@ class ImageSplit(ImageBalancer):
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, *, past_projector: bool, parts: dist.ProcessGroup | None = None
+        self, group: dist.ProcessGroup, *, gathers_after_projector: bool, parts: dist.ProcessGroup | None = None
     ) -> None:
         self._group, self._parts, self._rank, self._size = group, parts, group.rank(), group.size()
-        self.past_projector = past_projector
+        self.gathers_after_projector = gathers_after_projector
 
-    def mine(self, images: Pictures, empty: Pictures) -> Pictures:
+    def local_images(self, images: ImagePatches, empty: ImagePatches) -> ImagePatches:
         counts = _patches(images)
         ours = [number for number, rank in enumerate(assign_images(counts, self._size)) if rank == self._rank]
         if not ours:
@@ -72,17 +72,17 @@ class ImageSplit(ImageBalancer):
         ends = torch.tensor(counts).cumsum(0).tolist()
         patches = torch.cat([images.patches[ends[each] - counts[each] : ends[each]] for each in ours])
         grids = torch.stack([images.grids[each] for each in ours])
-        host = None if images.host is None else torch.stack([images.host[each] for each in ours])
-        return Pictures(patches, grids, host)
+        host_grids = None if images.host_grids is None else torch.stack([images.host_grids[each] for each in ours])
+        return ImagePatches(patches, grids, host_grids)
 
-    def whole(self, mine: Tensor, images: Pictures, *, per_token: int) -> Tensor:
+    def gather(self, local: Tensor, images: ImagePatches, *, per_token: int) -> Tensor:
         rows = [count // per_token for count in _patches(images)]
         owners = assign_images(_patches(images), self._size)
         by_rank = [[number for number, owner in enumerate(owners) if owner == rank] for rank in range(self._size)]
         totals = tuple(sum(rows[each] for each in numbers) for numbers in by_rank)
         row_ids = torch.arange(sum(rows)).split(rows)
         order = torch.cat([row_ids[each] for numbers in by_rank for each in numbers])  # the index of each gathered row
-        all_rows = _GatherRows.apply(mine, totals, order.to(mine.device, non_blocking=True), self._group)
+        all_rows = _GatherRows.apply(local, totals, order.to(local.device, non_blocking=True), self._group)
         return all_rows if self._parts is None else _SumGradient.apply(all_rows, self._parts)
 
 
@@ -107,9 +107,9 @@ def sum_partial_gradients(parameters: Sequence[nn.Parameter], group: dist.Proces
     torch._foreach_copy_(gradients, [part.view_as(each) for part, each in zip(parts, gradients, strict=True)])
 
 
-def _patches(images: Pictures) -> list[int]:
+def _patches(images: ImagePatches) -> list[int]:
     """Return the number of patches of each image. Synchronizes with the device if the host has no copy of the grids."""
-    grids = images.grids if images.host is None else images.host
+    grids = images.grids if images.host_grids is None else images.host_grids
     return [rows * columns for rows, columns in grids.tolist()]
 
 
@@ -117,12 +117,12 @@ class _GatherRows(torch.autograd.Function):
     """All-gathers and reorders the rows of all ranks. `totals` are the valid rows per rank, the rest is padding."""
 
     @staticmethod
-    def forward(ctx: Any, mine: Tensor, totals: tuple[int, ...], order: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.totals, ctx.rank, ctx.shape = totals, group.rank(), mine.shape
+    def forward(ctx: Any, local: Tensor, totals: tuple[int, ...], order: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.totals, ctx.rank, ctx.shape = totals, group.rank(), local.shape
         ctx.save_for_backward(order)
-        padded = mine.new_zeros(max(totals), mine.shape[1])
+        padded = local.new_zeros(max(totals), local.shape[1])
         ours = totals[group.rank()]
-        padded[:ours] = mine[:ours]
+        padded[:ours] = local[:ours]
         gathered = [torch.empty_like(padded) for _ in totals]
         dist.all_gather(gathered, padded, group=group)
         rows = torch.cat([each[:total] for each, total in zip(gathered, totals, strict=True)])

@@ -151,7 +151,7 @@ def _reduce_scatter_sequence(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 # The styles of a network's tensor plan. Modules exchange plain tensors, which are replicated unless the name says
-# otherwise: `sequence` is a sequence shard, `colwise` a column shard, `addend` a partial sum.
+# otherwise: `sequence` is a sequence shard, `colwise` a column shard, `partial` a partial sum.
 STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
@@ -166,13 +166,13 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "heads": partial(DTensorParameters, _from_local(Shard(2)), _to_local),
     "replicated": partial(DTensorParameters, _from_local(Replicate()), _to_local),
     "parameters": DTensorParameters,
-    "place": ScatterRows,
-    "mixture": partial(DTensorParameters, _all_gather_sequence_partial_gradient, _reduce_scatter_sequence),
-    "addend-colwise": partial(
+    "scatter-rows": ScatterRows,
+    "moe": partial(DTensorParameters, _all_gather_sequence_partial_gradient, _reduce_scatter_sequence),
+    "partial-colwise": partial(
         DTensorParameters, _from_local(Replicate(), gradient=Partial()), _to_local, weight=Shard(0)
     ),
-    "addend-rowwise": partial(DTensorParameters, _from_local(Shard(-1)), _to_local, weight=Shard(1)),
-    "addend-replicated": partial(
+    "partial-rowwise": partial(DTensorParameters, _from_local(Shard(-1)), _to_local, weight=Shard(1)),
+    "partial-replicated": partial(
         DTensorParameters, _from_local(Replicate(), gradient=Partial()), _to_local_partial_gradient
     ),
 }

@@ -12,6 +12,6 @@ def apply_compile(network: Network, plan: Plan, ranks: RankMesh) -> None:
     offload wraps the compiled block, in either order.
     """
     if plan.compile:
-        fringe = network.fringe if ranks.degrees.tp == 1 else ()
-        for block in (*network.blocks, *fringe):
+        others = network.compiled_outside_blocks if ranks.degrees.tp == 1 else ()
+        for block in (*network.blocks, *others):
             block.compile()

@@ -23,7 +23,7 @@ from trimaran.data.vision.patches import fill_patches
 from trimaran.models import model_folder, spec_of, weight_files
 from trimaran.models.vlm_spec import VlmSpec
 from trimaran.nets import Network, initialise, network_of
-from trimaran.nets.patch_layout import empty_group
+from trimaran.nets.patch_layout import black_image
 from trimaran.nets.vlm_model import Vlm
 from trimaran.parallel import override_precision
 from trimaran.parallel.precision import autocast
@@ -78,7 +78,7 @@ class VisionEncoder:
         """Return the features of one empty group of patches. They have the width and dtype of all features."""
         module = self.network.module
         assert isinstance(module, Vlm)
-        return self.encode(*empty_group(module.spec.vision, self.rules.merge, self.rank_info.device))
+        return self.encode(*black_image(module.spec.vision, self.rules.merge, self.rank_info.device))
 
     def digest(self) -> str:
         """Return a hash of the weights of this tower."""

@@ -54,7 +54,7 @@ class LanguageObjective:
         self.score_names = ("tokens", "answers") if scored else ()
 
     def losses(self, network: Network, output: Tensor, inputs: Inputs) -> LossSums:
-        labels = network.context.mine(inputs["labels"])
+        labels = network.context.shard(inputs["labels"])
         if not self.part_names or "sources" not in inputs:
             return LossSums(summed_loss(output, labels))
         losses = token_losses(output, labels)
@@ -67,7 +67,7 @@ class LanguageObjective:
         """
         if not self.part_names or "sources" not in inputs:
             return LossSums(total)
-        labels, sources = (network.context.mine(inputs[name]).flatten() for name in ("labels", "sources"))
+        labels, sources = (network.context.shard(inputs[name]).flatten() for name in ("labels", "sources"))
         sums = torch.stack([losses, (labels != IGNORED).float()], dim=1)
         return LossSums(total, sums.new_zeros(len(self.part_names), 2).index_add_(0, sources.long(), sums))
 
@@ -95,7 +95,7 @@ class LanguageObjective:
 def predicted_tokens(network: Network, logits: Tensor) -> Tensor:
     """Return the most likely token at each position, [B, T]. Positions and vocabulary may be sharded."""
     logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
-    return network.context.whole(logits.argmax(-1))
+    return network.context.gather(logits.argmax(-1))
 
 
 def mean_losses(sums: Tensor, names: tuple[str, ...]) -> Mapping[str, float]:

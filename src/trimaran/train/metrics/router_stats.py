@@ -11,7 +11,7 @@ from torch import Tensor
 from trimaran.models import ExpertSpec
 from trimaran.nets import Decoder, Network
 from trimaran.nets.moe import MoeLayer
-from trimaran.nets.moe_router import CENSUS
+from trimaran.nets.moe_router import NUM_EXTRA_STATS
 from trimaran.parallel import RankMesh
 
 
@@ -25,11 +25,11 @@ def router_statistics(networks: Sequence[Network], ranks: RankMesh) -> Callable[
     module = networks[0].module
     if not isinstance(module, Decoder) or (experts := module.spec.block.experts) is None:
         return dict
-    tallies = {layer: moe_layer.take_tally() for layer, moe_layer in _moe_layers(networks)}
-    device = next(iter(tallies.values())).device  # the device of the counts; weights may be offloaded
-    table = torch.zeros(module.spec.layers, experts.num_experts + CENSUS, dtype=torch.float64, device=device)
-    for layer, tally in tallies.items():
-        table[layer] = tally
+    stats = {layer: moe_layer.take_routing_stats() for layer, moe_layer in _moe_layers(networks)}
+    device = next(iter(stats.values())).device  # the device of the counts; weights may be offloaded
+    table = torch.zeros(module.spec.layers, experts.num_experts + NUM_EXTRA_STATS, dtype=torch.float64, device=device)
+    for layer, layer_stats in stats.items():
+        table[layer] = layer_stats
     if ranks.degrees.world_size > 1:
         dist.all_reduce(table)  # layers of other stages are zero rows on this rank
     copy = table.to("cpu", non_blocking=True)
@@ -59,9 +59,9 @@ def _router_metrics(table: Tensor, experts: ExpertSpec) -> dict[str, float]:
 
     Loads count the router's choices, before the capacity drops any of them.
     """
-    loads = table[:, :-CENSUS]
+    loads = table[:, :-NUM_EXTRA_STATS]
     choices = loads.sum(1).clamp(min=1)
-    dropped, squares = table[:, -CENSUS:].unbind(1)
+    dropped, squares = table[:, -NUM_EXTRA_STATS:].unbind(1)
     fractions = loads / choices[:, None]
     max_entropy = math.log(experts.num_experts)
     entropy = -torch.special.xlogy(fractions, fractions).sum(1)

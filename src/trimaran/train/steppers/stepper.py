@@ -240,7 +240,7 @@ def compute_losses_in_head(
     head: LossHead, objective: LanguageObjective, network: Network, inputs: Inputs
 ) -> tuple[LossSums, Tensor]:
     """Return the same as `compute_losses`, without full logits: the head computes the losses."""
-    with head.computing_losses(network.context.mine(inputs["labels"])):
+    with head.computing_losses(network.context.shard(inputs["labels"])):
         losses, balance = network.forward(inputs)
     return objective.split_by_source(network, losses[0], losses[1:].detach(), inputs), balance
 
@@ -292,7 +292,7 @@ def gather_logits_row(logits: Tensor, position: int, network: Network, ranks: Ra
     """Return the unsharded logits at `position` of one sequence, in fp32, on all ranks that share the sequence."""
     logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
     length = logits.shape[1] * ranks.degrees.cp
-    here = network.context.mine(torch.arange(length, device=logits.device)[None])[0] == position
+    here = network.context.shard(torch.arange(length, device=logits.device)[None])[0] == position
     row = logits[0][here].float().sum(0)
     if ranks.degrees.cp > 1:
         dist.all_reduce(row, group=ranks.group("cp"))

@@ -6,6 +6,7 @@ from trimaran.core import Finding
 from trimaran.doctor.evidence import Evidence
 from trimaran.doctor.evidence_queries import incident_severity, incidents_of, plural, rank_names
 
+EXIT_CALLED = "something in the rank called exit: look for sys.exit or os._exit"
 # (text in the incident's message, fix); the first match counts.
 FIXES = (
     ("SIGKILL", "another process sent it: check the kernel log (OOM killer), the batch system and other users"),
@@ -13,7 +14,8 @@ FIXES = (
     ("SIGABRT", "native code aborted: the last lines of the rank's log say why"),
     ("SIGBUS", "a memory-mapped file was truncated, often /dev/shm: check its size with `trimaran doctor`"),
     ("unused", "a parameter gets no gradient: use it in forward, or set requires_grad to False"),
-    ("exit code 0", "something in the rank called exit: look for sys.exit or os._exit"),
+    ("exited with code 0", EXIT_CALLED),
+    ("exit code 0", EXIT_CALLED),  # the message of earlier versions
 )
 
 

@@ -1,4 +1,4 @@
-"""Lines of `predict`: what is tolerated, what is an error, and that nothing stops the rest."""
+"""Lines of `predict`: which ones are accepted, which get an error, and that no line stops the rest."""
 
 import json
 from typing import Any
@@ -19,7 +19,7 @@ CONTRACT = {
 
 
 def line(*, model: Any = (), cluster: Any = (), plan: Any = (), **rest: Any) -> dict[str, Any]:
-    """Return a good line with changes to its sections."""
+    """Return a valid line with changes to its sections."""
     return {
         "id": 7,
         "model": MODEL | dict(model),
@@ -29,13 +29,13 @@ def line(*, model: Any = (), cluster: Any = (), plan: Any = (), **rest: Any) -> 
     }
 
 
-def said(text: str | bytes, number: int = 1) -> dict[str, Any]:
+def answer_to(text: str | bytes, number: int = 1) -> dict[str, Any]:
     answer = answer_line(text.encode() if isinstance(text, str) else text, number)
     return json.loads(json.dumps(answer, allow_nan=False))
 
 
-def mistake(told: dict[str, Any]) -> dict[str, str]:
-    answer = said(json.dumps(told))
+def error_of(asked: dict[str, Any]) -> dict[str, str]:
+    answer = answer_to(json.dumps(asked))
     assert answer.keys() == {"id", "error"}
     assert answer["id"] == 7
     assert answer["error"].keys() == {"code", "what", "where", "fix"}
@@ -43,7 +43,7 @@ def mistake(told: dict[str, Any]) -> dict[str, str]:
 
 
 def test_the_answer_has_the_fields_of_the_contract_and_its_terms_add_up() -> None:
-    answer = said(json.dumps(line()))
+    answer = answer_to(json.dumps(line()))
     assert answer.keys() >= CONTRACT
     assert answer["id"] == 7
     assert answer["fits"] is True
@@ -58,7 +58,7 @@ def test_the_answer_has_the_fields_of_the_contract_and_its_terms_add_up() -> Non
     [
         line(plan={"mesh": {"tp": 2.0, "dp_shard": 8, "pp": None}, "micro_batch": 1.0, "recompute": None}),
         line(plan={"mesh": {"tp": 2, "dp": 8}}),
-        line(plan={"mesh": {"tp": 2, "dp_replicate": 8}}),  # ZeRO shards over all data ranks, whatever they are called
+        line(plan={"mesh": {"tp": 2, "dp_replicate": 8}}),  # ZeRO shards over all data ranks, whatever their name
         line(plan={"mesh": {"tp": 2, "dp_shard": 8}, "sharding": None}),
         line(plan={"grad_accum": 8, "global_batch": None}),
         line(plan={"grad_accum": 8, "micro_batch": None}),
@@ -66,7 +66,7 @@ def test_the_answer_has_the_fields_of_the_contract_and_its_terms_add_up() -> Non
         line(stack=None, measured={"anything": [1, 2]}),
     ],
 )
-def test_a_line_may_be_written_in_several_ways(same: dict[str, Any]) -> None:
+def test_equivalent_lines_get_the_same_answer(same: dict[str, Any]) -> None:
     assert predict_line(same) == predict_line(line())
 
 
@@ -76,13 +76,13 @@ def test_without_shards_the_data_ranks_are_replicas() -> None:
     assert plain["peak_bytes"] > predict_line(line())["peak_bytes"]
 
 
-def test_nodes_are_as_large_as_the_gpus_fill() -> None:
+def test_nodes_are_the_largest_that_the_gpus_fill() -> None:
     assert predict_line(line(cluster={"gpus": 12}, plan={"mesh": {"tp": 2}, "global_batch": 48}))["fits"]
     assert predict_line(line(cluster={"gpus": 4}))["step_seconds"] > 0
 
 
 @pytest.mark.parametrize(
-    ("told", "where", "words"),
+    ("asked", "where", "expected"),
     [
         (line(model={"heads": 33, "kv_heads": None}), "model.heads", "33 heads do not divide hidden 4096"),
         (line(model={"kv_heads": 5}), "model.kv_heads", "5 kv_heads do not divide 32 heads"),
@@ -115,14 +115,14 @@ def test_nodes_are_as_large_as_the_gpus_fill() -> None:
         ({"id": 7, "model": "llama", "cluster": CLUSTER, "plan": PLAN}, "model", "no object 'model'"),
     ],
 )
-def test_what_is_wrong_is_named_with_its_place(told: dict[str, Any], where: str, words: str) -> None:
-    error = mistake(told)
+def test_an_error_names_the_field(asked: dict[str, Any], where: str, expected: str) -> None:
+    error = error_of(asked)
     assert error["where"] == where
-    assert words in error["what"]
+    assert expected in error["what"]
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "expected"),
     [
         ("{", "not JSON"),
         ("[1]", "not an object"),
@@ -135,14 +135,14 @@ def test_what_is_wrong_is_named_with_its_place(told: dict[str, Any], where: str,
         ('{"id": "' + "x" * MAX_LINE_BYTES + '"}', "longer than 1 MiB"),
     ],
 )
-def test_what_is_no_question_is_an_error_object(text: str | bytes, words: str) -> None:
-    answer = said(text, number=3)
-    assert words in answer["error"]["what"]
+def test_a_line_that_is_not_a_request_gets_an_error_object(text: str | bytes, expected: str) -> None:
+    answer = answer_to(text, number=3)
+    assert expected in answer["error"]["what"]
     assert answer["error"]["code"] == "P051"
 
 
 @pytest.mark.parametrize(
-    ("told", "why"),
+    ("asked", "why"),
     [
         (line(model={"layers": 4}, plan={"mesh": {"pp": 8}}), "8 stages are more than 4 layers"),
         (line(plan={"mesh": {"pp": 2}, "pipeline": {"stages": [3, 4]}}), "2 listed stages do not split 32"),
@@ -156,19 +156,19 @@ def test_what_is_no_question_is_an_error_object(text: str | bytes, words: str) -
         (line(plan={"micro_batch": 64, "global_batch": 4096}), "GiB over"),
     ],
 )
-def test_a_plan_that_cannot_run_does_not_fit_and_says_why(told: dict[str, Any], why: str) -> None:
-    answer = said(json.dumps(told))
+def test_a_plan_that_cannot_run_does_not_fit_and_says_why(asked: dict[str, Any], why: str) -> None:
+    answer = answer_to(json.dumps(asked))
     assert answer["fits"] is False
     assert why in answer["why"]
     assert answer["peak_bytes"] > 0
     assert answer["step_seconds"] > 0
 
 
-def test_a_line_is_no_other_line_in_disguise() -> None:
-    """True equals 1 and hashes like it: what was read of one line must not be taken for the next."""
+def test_equal_hashes_do_not_mix_up_two_lines() -> None:
+    """True equals 1 and has the same hash, so a cache must not confuse the two."""
     good = line(model={"layers": 1})
-    assert said(json.dumps(good))["fits"]
-    assert mistake(line(model={"layers": True}))["where"] == "model.layers"
+    assert answer_to(json.dumps(good))["fits"]
+    assert error_of(line(model={"layers": True}))["where"] == "model.layers"
 
 
 json_values = st.recursive(
@@ -220,8 +220,8 @@ stacks = st.sampled_from(["trimaran", "megatron", "nanotron", "torchtitan", "llm
         {"model": models | st.just(MODEL), "cluster": clusters | st.just(CLUSTER), "plan": plans, "stack": stacks}
     )
 )
-def test_any_question_is_answered_or_refused(told: dict[str, Any]) -> None:
-    answer = said(json.dumps({"id": 1} | told))
+def test_any_request_is_answered_or_refused(asked: dict[str, Any]) -> None:
+    answer = answer_to(json.dumps({"id": 1} | asked))
     assert answer["id"] == 1
     assert answer.keys() >= CONTRACT or answer["error"].keys() == {"code", "what", "where", "fix"}
 
@@ -229,13 +229,13 @@ def test_any_question_is_answered_or_refused(told: dict[str, Any]) -> None:
 @settings(max_examples=200, deadline=None)
 @given(json_values | st.fixed_dictionaries({"model": json_values, "cluster": json_values, "plan": json_values}))
 def test_any_json_is_answered_or_refused(value: Any) -> None:
-    assert "error" in said(json.dumps(value))
+    assert "error" in answer_to(json.dumps(value))
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=64))
 def test_any_bytes_are_refused(text: bytes) -> None:
-    assert "error" in said(text)
+    assert "error" in answer_to(text)
 
 
 def test_predict_line_raises_what_a_caller_can_show() -> None:

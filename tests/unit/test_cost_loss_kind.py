@@ -1,11 +1,11 @@
-"""What a fused loss costs: bytes and seconds of head and loss in one, whole or in pieces, and of the update."""
+"""Memory and time of a fused or chunked loss, and time of the optimizer update."""
 
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tests.unit.test_cost_memory import PAGE, memory, plan_of
+from tests.unit.test_cost_peak_memory import PAGE, memory, plan_of
 from trimaran.cost import STATE_BYTES, Job, find_stack, predict
 from trimaran.cost.loss_kind import chunk_rows
 from trimaran.cost.step_time import step_time_of
@@ -14,7 +14,7 @@ from trimaran.models import PRESETS, outline_of
 from trimaran.train.loss.head_loss import chunk_rows as trained_rows
 
 
-def test_a_fused_loss_has_one_buffer_of_logits_and_leaves_the_gradients_of_the_head() -> None:
+def test_a_fused_loss_holds_one_buffer_of_logits_and_the_gradients_of_the_head() -> None:
     wide = outline_of(replace(PAGE, vocab=2_000))
     plan = plan_of(precision="bf16", micro_batch=64)  # 4096 tokens
     logits, fused = (
@@ -30,29 +30,29 @@ def test_a_fused_loss_has_one_buffer_of_logits_and_leaves_the_gradients_of_the_h
     assert tied.terms["casts"] == 2 * 2_000 * 4
 
 
-def test_a_chunked_loss_has_some_rows_at_a_time_and_adds_up_in_fp32() -> None:
+def test_a_chunked_loss_holds_some_rows_at_a_time_and_accumulates_in_fp32() -> None:
     wide = outline_of(replace(PAGE, vocab=128_000))
     plan = plan_of(precision="bf16", micro_batch=64, loss="chunked")
     terms = memory(plan, wide, seq_len=64).terms
     assert terms["logits"] == 2 * 1024 * 128_000
     assert terms["gradients"] == 4 * 128_000 * 4 + 2 * 4096 * 4
-    few = memory(plan.model_copy(update={"micro_batch": 16}), wide, seq_len=64).terms  # one piece
+    few = memory(plan.model_copy(update={"micro_batch": 16}), wide, seq_len=64).terms  # one chunk
     assert few["gradients"] == 2 * 128_000 * 4 + 2 * 1024 * 4
 
 
 @pytest.mark.parametrize(("vocab", "width"), [(128_256, 2), (32_000, 2), (256, 4), (262_144, 4)])
-def test_pieces_are_those_that_the_trainer_makes(vocab: int, width: int) -> None:
+def test_chunks_match_those_of_the_trainer(vocab: int, width: int) -> None:
     assert chunk_rows(10**9, vocab, width) == trained_rows(vocab, width)
 
 
-def test_other_systems_and_cut_networks_have_their_own_loss() -> None:
+def test_other_stacks_and_split_models_ignore_the_plans_loss() -> None:
     bf16 = {"precision": "bf16", "micro_batch": 8}
     for stack, fields in (("megatron", {}), ("trimaran", {"mesh": {"tp": 2}}), ("trimaran", {"mesh": {"pp": 2}})):
-        told = [
+        memories = [
             memory(plan_of(**bf16, **fields, loss=loss), outline_of(PAGE), seq_len=64, stack=stack)
             for loss in ("logits", "fused", "chunked")
         ]
-        assert told[0] == told[1] == told[2]
+        assert memories[0] == memories[1] == memories[2]
 
 
 def terms_of(
@@ -65,26 +65,26 @@ def terms_of(
     return dict(step_time_of(job, parse_cluster("H200"), plan).terms)
 
 
-def test_a_fused_loss_makes_its_gradients_in_forward_and_is_faster_than_logits() -> None:
+def test_a_fused_loss_computes_gradients_in_forward_and_is_faster_than_logits() -> None:
     logits, fused, chunked = (terms_of(loss=each) for each in ("logits", "fused", "chunked"))
     assert fused["forward"] > logits["forward"]
     assert fused["backward"] < logits["backward"]
     totals = [sum(each.values()) for each in (fused, chunked, logits)]
     assert totals == sorted(totals)
-    # 30 bytes less for each score: a cast to fp32, log-softmax and its gradient in passes of their own.
+    # 30 bytes less per logit: cast to fp32, log-softmax and its gradient as separate operators.
     saved = 30 * 4 * 4096 * 128_256 / 4.08e12
     assert totals[2] - totals[0] == pytest.approx(saved, rel=0.05)
 
 
-def test_only_our_own_plans_of_one_piece_are_timed_as_fused() -> None:
+def test_only_our_trainer_without_tp_and_pp_is_timed_as_fused() -> None:
     for fields in ({"stack": "torchtitan"}, {"mesh": {"tp": 2}}):
         assert terms_of(loss="fused", **fields) == terms_of(loss="logits", **fields)
 
 
-def test_an_update_moves_its_bytes_at_the_memorys_speed() -> None:
+def test_an_update_moves_its_bytes_at_memory_bandwidth() -> None:
     parameters, speed = PRESETS["llama-3.2-1b"].num_parameters, 0.82 * 4.8e12
-    for states, moments in (("fp32", 16), ("bf16", 8), ("8bit", 40)):  # eight bits are found by arithmetic
-        moved = 10 + 3.4 + moments  # a weight in two halves, and its 16-bit gradient, which is also measured
+    for states, moments in (("fp32", 16), ("bf16", 8), ("8bit", 40)):  # 8-bit moments are compute-bound
+        moved = 10 + 3.4 + moments  # a split weight and its 16-bit gradient, with the gradient norm
         assert terms_of(states=states)["optimizer"] == pytest.approx(moved * parameters / speed)
     whole = terms_of(precision="fp16")["optimizer"]
     assert whole == pytest.approx((12 + 3.4 + 16) * parameters / speed)
@@ -92,9 +92,9 @@ def test_an_update_moves_its_bytes_at_the_memorys_speed() -> None:
     assert torchs == pytest.approx(40 * parameters / (0.72 * 4.8e12))
 
 
-def test_halves_are_not_cast_but_a_shared_embedding_is() -> None:
+def test_split_weights_are_not_cast() -> None:
     cluster, plan = parse_cluster("H200"), plan_of(precision="bf16", micro_batch=4, compile=True)
-    other = plan.model_copy(update={"offload": "optimizer"})  # the same work, with whole weights
+    other = plan.model_copy(update={"offload": "optimizer"})  # the same work with fp32 weights
     spec = PRESETS["llama-3.1-8b"]
     halves, whole = (
         predict(Job(outline=outline_of(spec), seq_len=4096), cluster, each).time["backward"] for each in (plan, other)

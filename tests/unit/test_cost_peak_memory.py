@@ -1,4 +1,4 @@
-"""Bytes, worked by hand for a decoder that fits on a page, counted on the real one, and as others measured them."""
+"""Memory, worked by hand for a tiny decoder, counted on the real layer, and compared with measurements."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 
 from trimaran.core import GIB, Bytes, Comm, Flops, Mesh, Plan
 from trimaran.cost import STATE_BYTES, Job, find_stack
-from trimaran.cost.activation_memory import LayerBytes, saved_layer_bytes, saved_on_rank, layer_bytes
+from trimaran.cost.activation_memory import LayerBytes, layer_bytes, saved_layer_bytes, saved_on_rank
 from trimaran.cost.memory_inputs import MemoryInputs, memory_inputs_of
 from trimaran.cost.peak_memory import CONTEXT_BYTES, PROCESS_BYTES, Memory, peak_memory_of
 from trimaran.cost.rank_part import parts_of
@@ -53,7 +53,7 @@ def memory(plan: Plan, outline: Outline, *, seq_len: int, gpu: str = "H200", sta
     )
 
 
-def test_a_replica_holds_sixteen_bytes_a_parameter() -> None:
+def test_a_replica_holds_16_bytes_per_parameter() -> None:
     held = states(plan_of())
     assert (held.weights, held.gradients, held.optimizer, held.masters) == (4 * 388, 4 * 388, 8 * 388, 0)
 
@@ -61,15 +61,13 @@ def test_a_replica_holds_sixteen_bytes_a_parameter() -> None:
 @pytest.mark.parametrize(
     ("sharding", "grad_accum", "expected"),
     [
-        ("optimizer", 1, (388, 388, 776)),  # each layer's gradients are reduced as soon as they are there
+        ("optimizer", 1, (388, 388, 776)),  # each layer's gradients are reduced at once
         ("optimizer", 2, (388, 1552, 776)),
         ("gradients", 2, (388, 388, 776)),
         ("parameters", 2, (388, 388, 776)),
     ],
 )
-def test_a_shard_keeps_its_share_and_zero_1_whole_gradients_while_they_accumulate(
-    sharding: str, grad_accum: int, expected: tuple[int, int, int]
-) -> None:
+def test_zero_1_accumulates_unsharded_gradients(sharding: str, grad_accum: int, expected: tuple[int, int, int]) -> None:
     held = states(plan_of(sharding=sharding, mesh={"dp_shard": 4}, grad_accum=grad_accum))
     assert (held.weights, held.gradients, held.optimizer) == expected
 
@@ -85,27 +83,29 @@ def test_a_distributed_optimizer_shards_masters_and_moments_first(
     assert (held.masters, held.optimizer) == (4 * 97, 8 * 97)
 
 
-def test_under_deepspeed_weights_are_16_bit_and_their_masters_are_sharded() -> None:
+def test_deepspeed_has_16_bit_weights_and_sharded_masters() -> None:
     plan = plan_of(sharding="optimizer", mesh={"dp_shard": 4}, precision="bf16", engine="deepspeed")
     held = states(plan)
     assert (held.weights, held.masters, held.optimizer, held.gradients) == (2 * 388, 388, 776, 4 * 388)
     assert states(plan.model_copy(update={"engine": "torch"})).masters == 0
 
 
-def test_shards_lie_on_the_parts_of_a_sequence_too() -> None:
+def test_context_parallel_ranks_hold_shards() -> None:
     assert states(Plan(mesh=Mesh(dp_shard=2, cp=2), sharding="parameters")).weights == 388
 
 
-def test_a_pipeline_accumulates_whole_gradients_whatever_is_sharded() -> None:
+def test_a_pipeline_accumulates_unsharded_gradients() -> None:
     held = states(Plan(mesh=Mesh(dp_shard=2, pp=2), sharding="parameters", grad_accum=2))
     assert (held.weights, held.gradients, held.optimizer) == (4 * 96, 4 * 192, 8 * 96)
 
 
-def test_at_the_loss_a_sharded_rank_has_its_root_whole_and_in_backward_two_layers_more() -> None:
+def test_a_sharded_rank_gathers_its_root_at_the_loss_and_two_layers_more_in_backward() -> None:
     held = states(Plan(mesh=Mesh(dp_shard=4), sharding="parameters", precision="bf16"))
     root, one = 80, (388 - 80) / 2
     assert held.gathered_at_loss == 2 * root
-    assert held.gathered_in_backward == 2 * root + 2 * 2 * one + (2 + 4) * one + 2 * root  # with gradients, and one to be reduced
+    assert (
+        held.gathered_in_backward == 2 * root + 2 * 2 * one + (2 + 4) * one + 2 * root
+    )  # with gradients, one of them in fp32 for the reduction
     assert states(Plan(precision="bf16")).gathered_at_loss == 0
 
 
@@ -120,12 +120,14 @@ def test_at_the_loss_a_sharded_rank_has_its_root_whole_and_in_backward_two_layer
         ("parameters", {"reshard": 2}, 4),
     ],
 )
-def test_weights_are_whole_for_as_long_as_the_plan_keeps_them(sharding: str, comm: dict[str, Any], layers: int) -> None:
+def test_weights_stay_gathered_as_long_as_the_plan_says(sharding: str, comm: dict[str, Any], layers: int) -> None:
     held = states(plan_of(mesh={"dp_shard": 4}, sharding=sharding, comm=comm), replace(PAGE, layers=8))
-    assert held.gathered_at_loss == pytest.approx(4 * (80 + layers * (152 + 0.5)), abs=20)  # the last norm is in no layer
+    assert held.gathered_at_loss == pytest.approx(
+        4 * (80 + layers * (152 + 0.5)), abs=20
+    )  # the last norm belongs to no layer
 
 
-def test_autocast_keeps_a_bf16_copy_of_every_matrix_that_multiplies() -> None:
+def test_autocast_keeps_a_16_bit_copy_of_every_matrix() -> None:
     for precision in ("bf16", "fp16"):
         plan = plan_of(precision=precision, micro_batch=8, mesh={"dp_replicate": 2})
         assert memory(plan, outline_of(PAGE), seq_len=64).terms["casts"] == 2 * (2 * (48 + 96) + 40)
@@ -141,27 +143,27 @@ def test_autocast_keeps_a_bf16_copy_of_every_matrix_that_multiplies() -> None:
         (Plan(precision="bf16", compile=True), 16 + 16 + (2 * 12 + 8) + 2 * 16),
     ],
 )
-def test_a_layer_keeps_what_its_operators_save(plan: Plan, expected: int) -> None:
+def test_a_layer_saves_what_its_operators_save(plan: Plan, expected: int) -> None:
     assert layer(plan).none == expected
-    assert layer(plan, cpu=True).none == expected + 8 * 4  # norms are not fused there
+    assert layer(plan, cpu=True).none == expected + 8 * 4  # norms are not fused on a CPU
 
 
-def test_experts_keep_the_rows_of_the_tokens_they_were_sent() -> None:
+def test_experts_save_the_tokens_that_they_receive() -> None:
     routed = replace(PAGE, block=replace(PAGE.block, experts=ExpertSpec(num_experts=4, top_k=2, ffn=6, shared_ffn=3)))
     dense = layer(Plan()).none - 4 * 4 * 8
     assert layer(Plan(), routed).none == dense + 4 * (2 * (4 * 6 + 2 * 4) + 4 * 3)
 
 
-def test_normed_queries_and_keys_are_kept_before_and_after() -> None:
+def test_queries_and_keys_are_saved_before_and_after_their_norm() -> None:
     normed = replace(PAGE, block=replace(PAGE.block, qk_norm=True))
     assert layer(Plan(precision="bf16"), normed).none - layer(Plan(precision="bf16")).none == 2 * (4 + 2)
 
 
-def test_slices_split_all_but_the_gathered_input_of_the_projections() -> None:
+def test_tp_splits_all_but_the_gathered_input_of_the_projections() -> None:
     assert layer(Plan(mesh=Mesh(tp=2))).none == 32 + (32 + (4 * 16 + 8) + 4 * 32) / 2
 
 
-def test_megatron_splits_no_norm_unless_asked_and_nanotron_every_one() -> None:
+def test_megatron_splits_no_norm_and_nanotron_every_one() -> None:
     bf16 = plan_of(mesh={"tp": 2}, precision="bf16")
     whole = plan_of(precision="bf16")
     megatron, nanotron = layer(bf16, stack="megatron").none, layer(bf16, stack="nanotron").none
@@ -169,7 +171,7 @@ def test_megatron_splits_no_norm_unless_asked_and_nanotron_every_one() -> None:
     assert nanotron == layer(whole, stack="nanotron").none / 2
 
 
-def test_the_parts_of_a_sequence_split_its_tokens_but_gathered_keys_are_all_there() -> None:
+def test_cp_splits_tokens_but_gathers_all_keys() -> None:
     gather = Plan(mesh=Mesh(cp=2), precision="bf16")
     exchange = gather.model_copy(update={"comm": Comm(context="exchange")})
     alone = layer(Plan(precision="bf16", mesh=Mesh(dp_replicate=2))).none
@@ -188,11 +190,11 @@ def test_the_parts_of_a_sequence_split_its_tokens_but_gathered_keys_are_all_ther
         ("selective", 4 * (16 + 4 * (4 + 2 + 4 + 8) + 8)),
     ],
 )
-def test_a_layer_that_is_computed_again_keeps_its_input(recompute: str | int, expected: int) -> None:
+def test_a_recomputed_layer_saves_its_input(recompute: str | int, expected: int) -> None:
     assert saved_layer_bytes(layer(Plan()), recompute, 4) == expected
 
 
-def test_torchtitan_keeps_every_first_product_and_megatron_all_of_them() -> None:
+def test_selective_recompute_in_torchtitan_saves_the_first_matmul_and_in_megatron_all() -> None:
     bf16 = plan_of(precision="bf16", recompute="selective")
     assert layer(bf16, stack="torchtitan").selective == 2 * (4 + 4 + 2 + 4 + 8 + 4) + 8
     assert layer(bf16, stack="megatron").selective == layer(bf16, stack="megatron").none
@@ -204,25 +206,29 @@ def test_activations_and_logits_grow_with_the_tokens_of_a_micro_batch() -> None:
     assert terms["logits"] == 12 * 4000 * 10
 
 
-def test_the_layer_at_work_is_there_when_backward_computes_it_again() -> None:
+def test_a_recomputed_layer_is_in_memory_during_its_backward() -> None:
     small_loss = replace(PAGE, vocab=1)
     terms = memory(Plan(micro_batch=8, recompute="full"), outline_of(small_loss), seq_len=64).terms
-    assert terms["activations"] == 512 * (2 * 16 + 264 + 4 * (3 * 8 + 2 * 4))  # and its gradients: of 8 and 4 features
+    assert terms["activations"] == 512 * (2 * 16 + 264 + 4 * (3 * 8 + 2 * 4))  # and its gradients: 8 and 4 features
     assert "logits" not in terms
 
 
-def test_a_device_of_its_own_keeps_matrices_in_two_halves_and_gradients_as_products_leave_them() -> None:
+def test_one_device_stores_split_weights_and_16_bit_gradients() -> None:
     alone, sums = (states(plan_of(precision="bf16", grad_accum=num)) for num in (1, 4))
     assert (alone.weights, alone.masters, alone.optimizer) == (2 * 388, 2 * 388, 8 * 388)
     assert (alone.gradients, alone.gradients_at_loss, alone.duplicate_gradients) == (2 * 388, 0, 0)
-    assert (sums.gradients, sums.gradients_at_loss, sums.duplicate_gradients) == (4 * 388, 4 * 388, 2 * 40)  # one 16-bit gradient at a time
+    assert (sums.gradients, sums.gradients_at_loss, sums.duplicate_gradients) == (
+        4 * 388,
+        4 * 388,
+        2 * 40,
+    )  # one 16-bit gradient at a time
     assert "casts" not in memory(plan_of(precision="bf16", micro_batch=8), outline_of(PAGE), seq_len=64).terms
     for whole in (plan_of(), plan_of(precision="fp16"), plan_of(precision="bf16", offload="optimizer")):
         assert (states(whole).weights, states(whole).masters) == (4 * 388, 0)
     assert states(plan_of(precision="bf16"), stack="torchtitan").weights == 4 * 388
 
 
-def test_a_tied_embedding_and_what_is_frozen_stay_whole_beside_halves() -> None:
+def test_tied_and_frozen_weights_stay_in_fp32_beside_split_weights() -> None:
     tied = states(plan_of(precision="bf16"), replace(PAGE, tied=True))
     assert (tied.weights, tied.masters) == (2 * 308 + 4 * 40, 2 * 308)
     assert (tied.gradients, tied.duplicate_gradients) == (2 * 308 + 4 * 40, 4 * 40)
@@ -238,48 +244,52 @@ def test_the_peak_is_the_loss_for_long_batches_and_the_last_gradient_for_short_o
     short = memory(Plan(), ONE_B, seq_len=16).terms
     assert long.keys() == {"weights", "optimizer", "activations", "logits", "workspace"}
     assert short.keys() == {"weights", "optimizer", "gradients", "workspace"}
-    assert short["gradients"] == 4 * (1_235_814_400 + 128_256 * 2048)  # the tied embedding's is there twice
+    assert short["gradients"] == 4 * (1_235_814_400 + 128_256 * 2048)  # the tied embedding has two gradients
 
 
-def test_replicas_keep_their_gradient_buckets_through_the_loss() -> None:
+def test_replicas_hold_gradient_buckets_during_the_loss() -> None:
     terms = memory(Plan(micro_batch=8, mesh=Mesh(dp_replicate=2)), outline_of(PAGE), seq_len=64).terms
     assert terms["gradients"] == 1552
 
 
-def test_what_is_offloaded_is_on_the_host_instead() -> None:
-    def told(gpu: str, **fields: Any) -> Memory:
+def test_offloaded_tensors_are_on_the_host() -> None:
+    def predicted(gpu: str, **fields: Any) -> Memory:
         return memory(plan_of(micro_batch=8, **fields), outline_of(PAGE), seq_len=64, gpu=gpu)
 
-    assert "optimizer" not in told("H200", offload="optimizer").terms
-    assert told("H200", offload="optimizer").host == 8 * 388
-    up = told("H200", offload="parameters", sharding="parameters")
+    assert "optimizer" not in predicted("H200", offload="optimizer").terms
+    assert predicted("H200", offload="optimizer").host == 8 * 388
+    up = predicted("H200", offload="parameters", sharding="parameters")
     assert not up.terms.keys() & {"weights", "optimizer", "gradients"}
-    assert up.terms["gathered"] == (4 + 4) * 80  # and in fp32 before they are cast
+    assert up.terms["gathered"] == (4 + 4) * 80  # fp32 copies before the cast
     assert up.host == int(8 * 388 + 1.33 * 8 * 388)
-    assert told("H200", offload="activations").terms["activations"] == 512 * (264 + 32)
-    assert told("cpu", offload="optimizer").terms == told("cpu").terms  # there is nowhere else
+    assert predicted("H200", offload="activations").terms["activations"] == 512 * (264 + 32)
+    assert predicted("cpu", offload="optimizer").terms == predicted("cpu").terms  # a CPU has no other memory
 
 
-def test_a_frozen_tower_in_front_keeps_its_weights_and_nothing_else() -> None:
-    eye = OutlineLayer(hidden=4, heads=2, kv_heads=2, head_dim=2, ffn=8, gated=False, causal=False)
-    vision = Tower(name="vision", runs=((eye, 3),), hidden=4, positions=16)
+def test_a_frozen_first_tower_holds_only_its_weights() -> None:
+    vision = OutlineLayer(hidden=4, heads=2, kv_heads=2, head_dim=2, ffn=8, gated=False, causal=False)
+    vision = Tower(name="vision", runs=((vision, 3),), hidden=4, positions=16)
     language = outline_of(PAGE).main
 
-    def told(*towers: Tower) -> dict[str, int]:
+    def predicted(*towers: Tower) -> dict[str, int]:
         return dict(memory(Plan(micro_batch=8), Outline(name="vlm", towers=towers), seq_len=64).terms)
 
-    alone, frozen, trained = told(language), told(replace(vision, frozen=True), language), told(vision, language)
+    alone, frozen, trained = (
+        predicted(language),
+        predicted(replace(vision, frozen=True), language),
+        predicted(vision, language),
+    )
     assert frozen["activations"] == alone["activations"] < trained["activations"]
-    assert frozen["weights"] == alone["weights"] + 4 * 3 * eye.parameters == trained["weights"]
+    assert frozen["weights"] == alone["weights"] + 4 * 3 * vision.parameters == trained["weights"]
     assert frozen["optimizer"] == alone["optimizer"]
-    assert told(language, replace(vision, frozen=True, outputs=1))["activations"] > alone["activations"]
+    assert predicted(language, replace(vision, frozen=True, outputs=1))["activations"] > alone["activations"]
 
 
-def test_each_tower_is_sharded_and_computed_again_as_its_own_plan_says() -> None:
-    eye = OutlineLayer(hidden=4, heads=2, kv_heads=2, head_dim=2, ffn=8, gated=False, causal=False)
+def test_each_tower_is_sharded_and_recomputed_by_its_own_settings() -> None:
+    vision = OutlineLayer(hidden=4, heads=2, kv_heads=2, head_dim=2, ffn=8, gated=False, causal=False)
     vlm = Outline(
         name="vlm",
-        towers=(Tower(name="vision", runs=((eye, 3),), hidden=4, positions=64), outline_of(PAGE).main),
+        towers=(Tower(name="vision", runs=((vision, 3),), hidden=4, positions=64), outline_of(PAGE).main),
     )
     job, whole = Job(outline=vlm, seq_len=64), {"mesh": {"dp_shard": 4}, "sharding": "parameters"}
 
@@ -289,24 +299,24 @@ def test_each_tower_is_sharded_and_computed_again_as_its_own_plan_says() -> None
         return states_of(inputs, part).weights, saved_on_rank(inputs, part, gathered=0).layers
 
     weights, kept = held()
-    assert held(vision={"sharding": "none"})[0] - weights == 3 * 3 * eye.parameters
+    assert held(vision={"sharding": "none"})[0] - weights == 3 * 3 * vision.parameters
     assert held(vision={"recompute": "full"})[1] < kept
 
 
-def test_all_towers_of_a_rank_share_buckets_of_a_size() -> None:
+def test_all_towers_of_a_rank_share_fixed_size_buckets() -> None:
     layer = OutlineLayer(hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=256)
-    eye, mouth = (Tower(name=name, runs=((layer, 2),), hidden=64, vocab=64, outputs=64) for name in ("eye", "mouth"))
+    vision, mouth = (Tower(name=name, runs=((layer, 2),), hidden=64, vocab=64, outputs=64) for name in ("eye", "mouth"))
     plan = Plan.model_validate({"mesh": {"dp_shard": 8}, "sharding": "gradients", "precision": "bf16"})
     one, two = (
         peak_memory_of(
             Job(outline=Outline(name="n", towers=towers), seq_len=64, stack=find_stack("deepspeed")), H200, plan
         ).peak
-        for towers in ((mouth,), (eye, mouth))
+        for towers in ((mouth,), (vision, mouth))
     )
     assert 2 * 10**9 < one <= two < 1.01 * one
 
 
-def test_of_an_opaque_block_its_own_totals_count() -> None:
+def test_an_opaque_block_counts_by_its_totals() -> None:
     block = Opaque(
         name="head", parameters=5, sample_flops=Flops(1), saved_bytes=Bytes(1000), moved_bytes=Bytes(1),
         output_bytes=Bytes(10),
@@ -318,7 +328,7 @@ def test_of_an_opaque_block_its_own_totals_count() -> None:
 
 
 @pytest.mark.parametrize(("precision", "joint"), [("fp32", False), ("bf16", False), ("bf16", True)])
-def test_the_operator_list_is_what_the_reference_layer_saves(precision: str, joint: bool) -> None:
+def test_the_model_agrees_with_what_the_real_layer_saves(precision: str, joint: bool) -> None:
     spec = replace(PRESETS["tiny"], hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=160)
     real, (rows, length) = RealLayer(spec), (4, 128)
     if joint:
@@ -328,7 +338,7 @@ def test_the_operator_list_is_what_the_reference_layer_saves(precision: str, joi
     saved: dict[int, torch.Tensor] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        saved[tensor.untyped_storage().data_ptr()] = tensor  # holding it keeps its address from being used again
+        saved[tensor.untyped_storage().data_ptr()] = tensor  # a reference keeps its address from being reused
         return tensor
 
     watched = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
@@ -338,13 +348,13 @@ def test_the_operator_list_is_what_the_reference_layer_saves(precision: str, joi
     weight_casts = {2 * each.numel() for each in real.parameters()} if precision == "bf16" else set()
     sizes = [each.untyped_storage().nbytes() for where, each in saved.items() if where not in known]
     per_token = sum(size for size in sizes if size not in weight_casts) / (rows * length)
-    mesh = {} if joint else {"dp_replicate": 2}  # weights in halves, or whole
-    told = layer(plan_of(precision=precision, mesh=mesh), spec, cpu=not joint)
-    assert per_token == pytest.approx(told.none, rel=0.02)
+    mesh = {} if joint else {"dp_replicate": 2}  # split weights or fp32 weights
+    predicted = layer(plan_of(precision=precision, mesh=mesh), spec, cpu=not joint)
+    assert per_token == pytest.approx(predicted.none, rel=0.02)
 
 
 def join(real: RealLayer) -> None:
-    """Make the layer what a device of its own has: weights of 16 bits, side by side."""
+    """Convert the layer as on a single device: 16-bit weights with joint projections."""
     for linear in (each for each in real.modules() if isinstance(each, torch.nn.Linear)):
         linear.weight.data = linear.weight.data.bfloat16()
     assert isinstance(real.mlp, FeedForward)
@@ -355,14 +365,14 @@ def join(real: RealLayer) -> None:
     real.joint = True
 
 
-def test_on_a_cpu_the_process_and_the_holes_in_its_heap_count() -> None:
+def test_on_a_cpu_the_process_and_heap_fragmentation_count() -> None:
     found = memory(Plan(micro_batch=8), outline_of(PAGE), seq_len=64, gpu="cpu")
     assert found.terms["process"] == PROCESS_BYTES
     assert found.terms["heap"] == int(0.6 * (found.terms["activations"] + found.terms["logits"]))
     assert found.device == found.reserved
 
 
-def test_a_device_must_hold_more_than_its_tensors_and_groups_of_ranks_more_still() -> None:
+def test_a_device_needs_memory_for_its_context_and_communicators() -> None:
     alone = memory(Plan(micro_batch=8), outline_of(PAGE), seq_len=64)
     many = memory(Plan(micro_batch=8, mesh=Mesh(dp_replicate=8)), outline_of(PAGE), seq_len=64)
     assert alone.device == alone.reserved + CONTEXT_BYTES
@@ -390,7 +400,9 @@ def test_nanotron_logs_its_first_rank_and_megatron_its_last() -> None:
         ("llama-3.1-8b", "fp32", {"micro_batch": 2}, 119.97),
     ],
 )
-def test_one_h200_needed_what_is_said(preset: str, states: str, fields: dict[str, Any], measured: float) -> None:
+def test_predictions_match_measurements_on_one_h200(
+    preset: str, states: str, fields: dict[str, Any], measured: float
+) -> None:
     plan = plan_of(**{"micro_batch": 4, "precision": "bf16", "compile": True, "loss": "fused", **fields})
     outline = outline_of(replace(PRESETS[preset], tied=False))
     job = Job(outline=outline, seq_len=4096, stack=find_stack("trimaran"), state_bytes=STATE_BYTES[states])
@@ -400,7 +412,7 @@ def test_one_h200_needed_what_is_said(preset: str, states: str, fields: dict[str
 @pytest.mark.parametrize(
     ("shards", "micro_batch", "traced"), [(8, 1, 39.15), (8, 2, 66.68), (128, 2, 56.16)]
 )  # fmt: skip
-def test_torchtitan_holds_what_was_traced(shards: int, micro_batch: int, traced: float) -> None:
+def test_predictions_match_torchtitan_traces(shards: int, micro_batch: int, traced: float) -> None:
     plan = plan_of(
         mesh={"dp_shard": shards}, sharding="parameters", micro_batch=micro_batch, precision="bf16",
         recompute="selective",

@@ -1,11 +1,11 @@
-"""The planner says how the head meets the loss: fused, in pieces where memory is short, or as was pinned."""
+"""The planner chooses how the loss is computed: fused, chunked if memory is short, or as pinned."""
 
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tests.unit.test_planner_search import ask
+from tests.unit.test_planner_search import question_for
 from trimaran.core import GIB, Bytes, Plan, Recipe, UserError
 from trimaran.cost import find_stack, predict
 from trimaran.hardware import Cluster, parse_cluster
@@ -28,7 +28,7 @@ def plan_for(spec: ModelSpec, text: str, *, batch: int, seq_len: int = 4096, **p
     return choose(recipe, spec, parse_cluster(text))
 
 
-def test_a_whole_language_model_fuses_its_loss_and_one_that_is_cut_keeps_its_logits() -> None:
+def test_the_loss_is_fused_unless_tp_or_pp_split_the_model() -> None:
     one_b = PRESETS["llama-3.2-1b"]
     assert plan_for(one_b, "H200", batch=4).loss == "fused"
     assert plan_for(PRESETS["tiny"], "2xcpu", batch=4, seq_len=64).loss == "fused"
@@ -39,14 +39,14 @@ def test_a_whole_language_model_fuses_its_loss_and_one_that_is_cut_keeps_its_log
 
 
 @pytest.mark.parametrize("loss", ["logits", "fused", "chunked"])
-def test_a_pinned_loss_stays_and_cuts_nothing_that_it_cannot_have(loss: str) -> None:
+def test_a_pinned_loss_stays_and_rules_out_tp_and_pp(loss: str) -> None:
     plan = plan_for(PRESETS["llama-3-70b"], "8x8xH100", batch=64, loss=loss)
     assert plan.loss == loss
     assert loss == "logits" or plan.mesh.tp == plan.mesh.pp == 1
 
 
-def test_other_systems_keep_their_logits() -> None:
-    question = replace(ask(EIGHT_B, "8xH100", batch=64, seq_len=4096), for_trainer=False, stack=find_stack("megatron"))
+def test_other_stacks_compute_logits() -> None:
+    question = replace(question_for(EIGHT_B, "8xH100", batch=64, seq_len=4096), for_trainer=False, stack=find_stack("megatron"))
     assert {plan.loss for plan in search(question).ranked} == {"logits"}
 
 
@@ -60,8 +60,8 @@ def about(outline: Outline, **pins: Any) -> Question:
     return Question(recipe=recipe, spec=None, outline=outline, cluster=parse_cluster("H200"))
 
 
-@pytest.mark.parametrize("trains", [True, False], ids=["trainer", "paper"])
-def test_a_network_that_caps_its_scores_is_planned_and_costed_with_logits(trains: bool) -> None:
+@pytest.mark.parametrize("trains", [True, False], ids=["trainer", "any stack"])
+def test_a_model_with_capped_logits_is_planned_and_costed_with_logits(trains: bool) -> None:
     question = replace(about(gemma(), micro_batch=1), for_trainer=trains)
     best = search(question).ranked[0]
     assert best.loss == "logits"
@@ -71,18 +71,20 @@ def test_a_network_that_caps_its_scores_is_planned_and_costed_with_logits(trains
 
 
 @pytest.mark.parametrize("loss", ["fused", "chunked"])
-@pytest.mark.parametrize("trains", [True, False], ids=["trainer", "paper"])
-def test_a_loss_that_a_capped_head_cannot_end_in_is_refused(loss: str, trains: bool) -> None:
+@pytest.mark.parametrize("trains", [True, False], ids=["trainer", "any stack"])
+def test_a_fused_loss_is_refused_for_a_model_with_capped_logits(loss: str, trains: bool) -> None:
     question = replace(about(gemma(), loss=loss), for_trainer=trains)
     with pytest.raises(UserError, match=r"P056.*logits are more than one matmul"):
         search(question)
     assert search(replace(question, outline=gemma(final_logit_softcapping=None))).ranked[0].loss == loss
-    assert search(replace(question, for_trainer=False, stack=find_stack("torchtitan"))).ranked, "it has a loss of its own"
+    assert search(replace(question, for_trainer=False, stack=find_stack("torchtitan"))).ranked, (
+        "it has a loss of its own"
+    )
 
 
-def test_pieces_are_taken_where_whole_logits_would_fill_the_device() -> None:
+def test_the_loss_is_chunked_if_full_logits_would_fill_the_device() -> None:
     pins = {"micro_batch": 4, "offload": "none", "recompute": "none"}
-    question = ask(PRESETS["llama-3.2-3b"], "H200", batch=4, seq_len=4096, plan=pins)
+    question = question_for(PRESETS["llama-3.2-3b"], "H200", batch=4, seq_len=4096, plan=pins)
     job, plan = question.job, plan_for(PRESETS["llama-3.2-3b"], "H200", batch=4, **pins)
     whole, pieces = (
         predict(job, question.cluster, plan.model_copy(update={"loss": each})).device_bytes
@@ -95,30 +97,30 @@ def test_pieces_are_taken_where_whole_logits_would_fill_the_device() -> None:
         return search(replace(question, cluster=Cluster(device=device))).ranked[0]
 
     assert best(whole / 0.85).loss == "fused"
-    assert best(whole / 0.99).loss == "chunked"  # where a step would wait for the allocator
+    assert best(whole / 0.99).loss == "chunked"  # where the allocator would slow down a step
     assert best(pieces / 0.99).loss == "chunked"  # where nothing else fits
 
 
-def test_8b_trains_on_one_h200_with_nothing_on_the_host() -> None:
+def test_8b_trains_on_one_h200_without_offload() -> None:
     for batch in (1, 2, 4, 8):
         plan = plan_for(EIGHT_B, "H200", batch=batch)
         assert plan.prediction is not None
         assert (plan.offload, plan.mesh.world_size) == ("none", 1)
         assert plan.prediction.device_bytes < 0.9 * 150.1e9, "room for what was not foreseen"
-        # Weights in halves, moments and gradients: 14 bytes; no more micro-batches than must be, which add 2 more.
+        # Split weights, moments and gradients take 14 bytes. Accumulation would add 2 more.
         held = sum(plan.prediction.memory[term] for term in ("weights", "masters", "optimizer"))
         assert held == 12 * EIGHT_B.num_parameters
     assert plan_for(EIGHT_B, "H200", batch=1).recompute == "none"
 
 
-def test_an_answer_names_the_loss_and_what_another_would_cost() -> None:
-    answer = search(ask(PRESETS["llama-3.2-1b"], "H200", batch=4, seq_len=4096))
+def test_an_answer_shows_the_loss_and_the_cost_of_another_one() -> None:
+    answer = search(question_for(PRESETS["llama-3.2-1b"], "H200", batch=4, seq_len=4096))
     assert "loss fused" in str(answer.ranked[0])
     (miss,) = (each for each in answer.misses if each.plan.loss == "logits" and each.plan.mesh == answer.ranked[0].mesh)
     assert "loss logits" in miss.why
 
 
-def test_a_line_of_predict_may_name_the_loss_and_means_logits_without_it() -> None:
+def test_a_line_of_predict_defaults_to_logits() -> None:
     model = {"layers": 16, "hidden": 2048, "heads": 32, "kv_heads": 8, "ffn": 8192, "vocab": 128_256, "seq_len": 4096}
     line = {"model": model, "cluster": {"gpu": "H200", "gpus": 1}}
     told = [predict_line(line | {"plan": {"micro_batch": 4} | loss})["peak_bytes"]
@@ -126,7 +128,7 @@ def test_a_line_of_predict_may_name_the_loss_and_means_logits_without_it() -> No
     assert told[0] == told[1] > told[2] > told[3]
 
 
-def test_a_line_of_predict_whose_head_cannot_end_in_the_loss_is_answered_with_logits_and_why() -> None:
+def test_a_line_of_predict_with_an_impossible_loss_is_answered_with_logits_and_why() -> None:
     model = {"layers": 16, "hidden": 2048, "heads": 32, "kv_heads": 8, "ffn": 8192, "vocab": 128_256, "seq_len": 4096}
     line = {"model": model, "cluster": {"gpu": "H200", "gpus": 2}}
     cut = {"mesh": {"tp": 2}, "micro_batch": 4}

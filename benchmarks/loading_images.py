@@ -1,7 +1,7 @@
-"""Images with captions, for `benchmarks.loading`: from JPEG files, or MDS shards of them, to pixels of one size.
+"""Image loading for `benchmarks.loading`: from JPEG files, or MDS shards of them, to pixels of one size.
 
-Peers do what their users write: open, convert to RGB, resize with the same filter, make a tensor. Ours cuts patches,
-places them in the text and packs rows besides.
+The peers open, convert to RGB, resize with the same filter and make a tensor. Ours also cuts patches, inserts image
+tokens into the text and packs rows.
 """
 
 import importlib.util
@@ -23,7 +23,7 @@ from trimaran.data.samples.prepare_samples import prepare_samples
 from trimaran.data.samples.sample_index import SampleIndex
 
 WIDTH, HEIGHT, BATCH = 640, 480, 16
-TARGET = (504, 364)  # what the rules below make of WIDTH x HEIGHT
+TARGET = (504, 364)  # the size of a WIDTH x HEIGHT image under RULES
 RULES = ImageRules(patch=14, merge=2, image_token=257, max_pixels=448 * 448)
 
 
@@ -46,7 +46,7 @@ def pixels(image: Image.Image) -> torch.Tensor:
 
 
 def write_images(folder: Path, count: int) -> None:
-    """Write noise that is smooth enough to compress as photographs do."""
+    """Write noise that is smooth enough to compress like photographs."""
     (folder / "pictures").mkdir(parents=True)
     draw = np.random.default_rng(0)
     for number in range(count):
@@ -114,7 +114,7 @@ IMAGES: dict[str, Callable[[Path, int], Iterable[int]]] = {
 
 
 def images_per_second(name: str, folder: Path, workers: int, seconds: float) -> float:
-    """Return how many images come in a second, after two batches to get going."""
+    """Return the images per second after two warm-up batches."""
     batches = iter(IMAGES[name](folder, workers))
     next(batches), next(batches)
     began, count = time.perf_counter(), 0

@@ -1,4 +1,4 @@
-"""What each rank of a pipeline has, worked by hand."""
+"""The part of each pipeline rank, worked by hand."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,7 +8,7 @@ import pytest
 from trimaran.core import Plan
 from trimaran.cost import Job, find_stack, predict
 from trimaran.cost.peak_memory import peak_memory_of
-from trimaran.cost.rank_part import nanotron_stages, distinct_parts, parts_of
+from trimaran.cost.rank_part import distinct_parts, nanotron_stages, parts_of
 from trimaran.cost.states import num_owned
 from trimaran.hardware import Cluster, find_device
 from trimaran.models import PRESETS, ModelSpec, Outline, OutlineLayer, Tower, outline_of
@@ -33,7 +33,7 @@ def pipeline(schedule: str, *, pp: int, count: int, **fields: Any) -> Plan:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_one_rank_has_all_parameters(tied: bool) -> None:
+def test_one_rank_holds_all_parameters(tied: bool) -> None:
     for spec in (replace(TINY, tied=tied), replace(MIXTURE, tied=tied), PRESETS["qwen2.5-0.5b"]):
         (part,) = parts_of(outline_of(spec), Plan(), seq_len=64)
         assert part.parameters == part.trained == spec.num_parameters
@@ -42,7 +42,7 @@ def test_one_rank_has_all_parameters(tied: bool) -> None:
 
 @pytest.mark.parametrize(("tied", "copies"), [(True, 1), (False, 0)])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero-bubble"])
-def test_stages_have_every_parameter_once_but_a_tied_embedding_twice(schedule: str, tied: bool, copies: int) -> None:
+def test_stages_hold_every_parameter_once_but_a_tied_embedding_twice(schedule: str, tied: bool, copies: int) -> None:
     spec = replace(TINY, tied=tied)
     parts = parts_of(outline_of(spec), pipeline(schedule, pp=2, count=4), seq_len=64)
     assert sum(part.layers for part in parts) == 4
@@ -51,28 +51,28 @@ def test_stages_have_every_parameter_once_but_a_tied_embedding_twice(schedule: s
     assert heads == ([True, False] if schedule == "zero-bubble" else [False, True])
 
 
-def test_a_tower_that_is_cut_has_what_is_in_no_block_once() -> None:
+def test_a_split_tower_holds_parameters_outside_its_blocks_once() -> None:
     layer = OutlineLayer(hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=256)
-    eye = Tower(name="vision", runs=((layer, 6),), hidden=64, extras=1000, positions=64)
+    vision = Tower(name="vision", runs=((layer, 6),), hidden=64, extras=1000, positions=64)
     mouth = Tower(name="language", runs=((layer, 2),), hidden=64, vocab=100, outputs=100, extras=64)
-    outline = Outline(name="both", towers=(eye, mouth))
+    outline = Outline(name="both", towers=(vision, mouth))
     parts = parts_of(outline, pipeline("1f1b", pp=4, count=4, pipeline={"stages": (2, 2, 2, 2)}), seq_len=64)
     assert sum(part.parameters for part in parts) == outline.num_parameters
 
 
-def test_slices_and_experts_divide_what_they_split() -> None:
+def test_tp_and_ep_divide_the_parameters() -> None:
     plan = Plan.model_validate({"mesh": {"tp": 2, "ep": 4, "dp_shard": 8}, "sharding": "parameters"})
     outline = outline_of(MIXTURE)
     (part,) = parts_of(outline, plan, seq_len=64)
     assert part.experts == 4 * 3 * 128 * 96 * 8 // 8
     assert num_owned(plan.mesh, part.holdings[0], "parameters") == part.dense / 8 + part.experts / 2
     (alone,) = parts_of(outline, Plan(), seq_len=64)
-    assert part.dense < alone.dense < 2 * part.dense  # norms and routers are whole
+    assert part.dense < alone.dense < 2 * part.dense  # norms and routers are not split
 
 
 def test_a_frozen_tower_is_not_trained_and_counts_apart() -> None:
-    eye = OutlineLayer(hidden=8, heads=2, kv_heads=2, head_dim=4, ffn=16, gated=False, extras=16)
-    towers = (Tower(name="vision", runs=((eye, 3),), hidden=8, extras=5, frozen=True), outline_of(TINY).main)
+    vision = OutlineLayer(hidden=8, heads=2, kv_heads=2, head_dim=4, ffn=16, gated=False, extras=16)
+    towers = (Tower(name="vision", runs=((vision, 3),), hidden=8, extras=5, frozen=True), outline_of(TINY).main)
     (part,) = parts_of(Outline(name="vlm", towers=towers), Plan(), seq_len=64)
     assert [holding.tower.name for holding in part.holdings] == ["vision", "language"]
     assert part.frozen == towers[0].parameters
@@ -85,7 +85,7 @@ def test_a_frozen_tower_is_not_trained_and_counts_apart() -> None:
         ("gpipe", 8, [8, 8, 8, 8]),
         ("1f1b", 8, [4, 3, 2, 1]),
         ("1f1b", 4, [4, 3, 2, 1]),
-        ("interleaved", 8, [5.5, 4.5, 3.5, 2.5]),  # 11, 9, 7 and 5 stages of two a rank
+        ("interleaved", 8, [5.5, 4.5, 3.5, 2.5]),  # 11, 9, 7 and 5 stages with two per rank
         ("interleaved", 7, [7, 6, 5, 4]),  # one round of seven
         ("zero-bubble", 8, [4, 4, 4, 4]),
     ],
@@ -97,7 +97,7 @@ def test_as_many_micro_batches_are_in_flight_as_the_schedule_starts(
     assert [part.in_flight for part in parts_of(deep, pipeline(schedule, pp=4, count=count), seq_len=64)] == in_flight
 
 
-def test_gpipe_has_the_logits_of_all_micro_batches_waiting() -> None:
+def test_gpipe_holds_the_logits_of_all_micro_batches() -> None:
     def logits(schedule: str) -> int:
         wide = Job(outline=outline_of(replace(TINY, vocab=32_000)), seq_len=64)
         return peak_memory_of(wide, H100, pipeline(schedule, pp=2, count=4)).terms["logits"]
@@ -106,7 +106,7 @@ def test_gpipe_has_the_logits_of_all_micro_batches_waiting() -> None:
     assert logits("gpipe") == (12 + 3 * 8) * 64 * 32_000
 
 
-def test_ranks_that_hold_no_more_than_another_are_not_looked_at() -> None:
+def test_ranks_that_hold_no_more_than_another_are_skipped() -> None:
     deep = outline_of(replace(TINY, layers=8, vocab=16))
     parts, has_work = distinct_parts(deep, pipeline("1f1b", pp=8, count=8), 64, "cheapest")
     assert [(part.in_flight, part.head_tower is not None) for part in parts] == [(8, False), (1, True)]
@@ -122,7 +122,7 @@ def test_the_peak_is_that_of_the_fullest_rank() -> None:
     assert "logits" in terms(replace(TINY, vocab=32_000))  # the last one, which has the vocabulary
 
 
-def test_nanotron_deals_layers_until_a_stage_has_more_than_its_share() -> None:
+def test_nanotron_fills_a_stage_until_it_exceeds_its_fraction() -> None:
     # Weights are 16 layers and a head of 4: half is 10, and the eleventh layer is the first to exceed it.
     assert nanotron_stages(LLAMA, 2) == ((11, 5), (12, 9))
     # Of 16 shares of 1.25 the first takes two layers. Norm and head make the 13th, cast and loss the next two.
@@ -131,7 +131,7 @@ def test_nanotron_deals_layers_until_a_stage_has_more_than_its_share() -> None:
     assert modules[12:] == (2, 1, 1, 0)
 
 
-def test_a_stage_with_nothing_to_do_does_not_run_and_so_does_not_fit() -> None:
+def test_a_plan_with_an_empty_stage_does_not_fit() -> None:
     nanotron = Job(outline=LLAMA, seq_len=4096, stack=find_stack("nanotron"))
     cluster = Cluster(device=find_device("H100"), num_nodes=2, devices_per_node=8)
 

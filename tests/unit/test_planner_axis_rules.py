@@ -1,4 +1,4 @@
-"""Degrees that do not divide what they split are refused, with those that do."""
+"""Degrees that do not divide what they split are refused, and the error suggests some that do."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,7 +15,7 @@ EIGHT = parse_cluster("8xH100")
 
 
 def check(mesh: dict[str, int], *, spec: ModelSpec | None = TINY, seq_len: int = 256, **rest: Any) -> None:
-    """Check a plan on eight devices whose remaining ranks are replicas, and whose batch is made to fit."""
+    """Check a plan on eight devices whose remaining ranks are replicas, with a matching batch."""
     filled = dict(mesh)
     for axis in ("tp", "pp", "cp"):
         filled.setdefault(axis, 1)
@@ -37,7 +37,7 @@ def refusal(mesh: dict[str, int], **rest: Any) -> UserError:
 @pytest.mark.parametrize(
     "mesh", [{"tp": 2}, {"cp": 2}, {"pp": 2}, {"tp": 2, "pp": 2, "cp": 2}, {"tp": 2, "pp": 4}, {"cp": 8}]
 )
-def test_products_that_divide_are_legal(mesh: dict[str, int]) -> None:
+def test_degrees_that_divide_the_model_are_legal(mesh: dict[str, int]) -> None:
     check(mesh)
 
 
@@ -50,7 +50,7 @@ def test_products_that_divide_are_legal(mesh: dict[str, int]) -> None:
         ({"vocab": 322}, "322 tokens of the vocabulary"),
     ],
 )
-def test_tensor_parallelism_names_what_it_does_not_divide(change: dict[str, int], name: str) -> None:
+def test_an_illegal_tp_names_what_it_does_not_divide(change: dict[str, int], name: str) -> None:
     spec = replace(TINY, **({"heads": 8, "kv_heads": 4} | change))
     error = refusal({"tp": 4}, spec=spec)
     assert (error.code, error.where, error.fix) == ("P008", "plan.mesh.tp", "use tp of 1 or 2")
@@ -58,13 +58,13 @@ def test_tensor_parallelism_names_what_it_does_not_divide(change: dict[str, int]
 
 
 @pytest.mark.parametrize(("ffn", "shared", "name"), [(90, 192, "90 features of an expert"), (96, 190, "190 features")])
-def test_experts_are_sliced_as_well(ffn: int, shared: int, name: str) -> None:
+def test_tp_must_divide_the_features_of_experts(ffn: int, shared: int, name: str) -> None:
     experts = ExpertSpec(num_experts=8, top_k=2, ffn=ffn, shared_ffn=shared)
     spec = replace(MIXTURE, kv_heads=4, block=replace(MIXTURE.block, experts=experts))
     assert name in refusal({"tp": 4}, spec=spec).what
 
 
-def test_slices_share_the_positions_of_their_piece() -> None:
+def test_tp_must_divide_the_positions_of_a_rank() -> None:
     error = refusal({"tp": 2}, seq_len=255)
     assert (error.code, error.where) == ("P008", "data.seq_len")
     assert "254 or 256" in error.fix
@@ -73,11 +73,11 @@ def test_slices_share_the_positions_of_their_piece() -> None:
     check({"tp": 2, "cp": 2}, seq_len=252)
 
 
-def test_a_hugging_face_model_slices_no_positions() -> None:
+def test_tp_does_not_split_the_positions_of_a_hugging_face_model() -> None:
     check({"tp": 2}, seq_len=255, model=ModelSection(family="hf", path="somewhere"))
 
 
-def test_gathering_keys_takes_two_pieces_a_rank_and_exchanging_one() -> None:
+def test_gathering_keys_needs_two_chunks_per_rank_and_exchanging_one() -> None:
     error = refusal({"cp": 4}, seq_len=252)
     assert (error.code, error.where) == ("P009", "data.seq_len")
     assert error.fix == "set it to 248 or 256, or use cp of 1 or 2"
@@ -86,7 +86,7 @@ def test_gathering_keys_takes_two_pieces_a_rank_and_exchanging_one() -> None:
     assert refusal({"cp": 2}, seq_len=255).fix == "set it to 252 or 256, or use cp of 1"
 
 
-def test_exchanged_heads_must_divide_after_the_slices() -> None:
+def test_cp_must_divide_the_heads_that_tp_leaves() -> None:
     error = refusal({"cp": 4}, comm={"context": "exchange"})
     assert (error.code, error.where) == ("P009", "plan.mesh.cp")
     assert error.fix == "use cp of 1 or 2, or set comm.context to gather"
@@ -94,7 +94,7 @@ def test_exchanged_heads_must_divide_after_the_slices() -> None:
     assert "1 KV heads" in refusal({"cp": 2, "tp": 2}, comm={"context": "exchange"}).what
 
 
-def test_experts_lie_on_ranks_that_see_different_tokens() -> None:
+def test_experts_are_spread_over_ranks_with_different_tokens() -> None:
     check({"ep": 8}, spec=MIXTURE)
     check({"ep": 4, "dp_shard": 4}, spec=MIXTURE, sharding="parameters")
     error = refusal({"ep": 8, "dp_shard": 4}, spec=MIXTURE, sharding="parameters")
@@ -103,7 +103,7 @@ def test_experts_lie_on_ranks_that_see_different_tokens() -> None:
     assert "2 ranks of dp_replicate x cp" in refusal({"ep": 4, "tp": 2, "pp": 2}, spec=MIXTURE).what
 
 
-def test_experts_must_be_there_and_divide() -> None:
+def test_ep_needs_experts_that_it_divides() -> None:
     assert "tiny has none" in refusal({"ep": 2}).what
     three = replace(MIXTURE, block=replace(MIXTURE.block, experts=ExpertSpec(num_experts=6, top_k=2, ffn=96)))
     error = refusal({"ep": 4}, spec=three)
@@ -111,7 +111,7 @@ def test_experts_must_be_there_and_divide() -> None:
     assert error.fix == "use ep of 1 or 2"
 
 
-def test_a_foreign_models_degrees_are_left_to_the_worker() -> None:
+def test_degrees_of_an_unknown_model_are_left_to_the_worker() -> None:
     check({"tp": 4}, spec=None)
     check({"ep": 2}, spec=None)
 
@@ -128,7 +128,9 @@ def test_a_foreign_models_degrees_are_left_to_the_worker() -> None:
         ("1f1b", (4, 0), "stages of 4, 0 layers do not add up to the 4 of tiny"),
     ],
 )
-def test_stages_by_hand_must_be_what_the_schedule_takes(schedule: str, stages: tuple[int, ...], what: str) -> None:
+def test_pinned_stages_must_match_the_schedule_and_the_layers(
+    schedule: str, stages: tuple[int, ...], what: str
+) -> None:
     error = refusal({"pp": 2}, pipeline={"schedule": schedule, "stages": stages})
     assert (error.code, error.where) == ("P011", "plan.pipeline.stages")
     assert what in error.what
@@ -138,7 +140,7 @@ def test_stages_without_a_pipeline_are_refused() -> None:
     assert "set mesh.pp to 2" in refusal({}, pipeline={"stages": (2, 2)}).fix
 
 
-def test_there_are_never_more_stages_than_layers() -> None:
+def test_more_stages_than_layers_are_refused() -> None:
     assert refusal({"pp": 8}).fix == "use pp of at most 4"
     assert refusal({"pp": 4}, pipeline={"schedule": "interleaved"}).fix == "use pp of at most 2"
     check({"pp": 2}, pipeline={"schedule": "interleaved", "stages": (1, 1, 1, 1)})
@@ -146,37 +148,37 @@ def test_there_are_never_more_stages_than_layers() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero-bubble"])
-def test_a_pipeline_has_at_least_as_many_micro_batches_as_ranks(schedule: str) -> None:
+def test_a_pipeline_needs_at_least_as_many_micro_batches_as_ranks(schedule: str) -> None:
     check({"pp": 2}, grad_accum=2, pipeline={"schedule": schedule})
     error = refusal({"pp": 2}, grad_accum=1, micro_batch=4, pipeline={"schedule": schedule})
     assert (error.code, error.where) == ("P012", "plan.grad_accum")
     assert error.fix == "set plan.micro_batch to 1 or 2 and leave plan.grad_accum out"
 
 
-def test_a_batch_that_fills_no_pipeline_comes_back_with_one_that_does() -> None:
+def test_the_error_suggests_a_batch_that_fills_the_pipeline() -> None:
     assert refusal({"pp": 4}, grad_accum=3).fix.startswith("set train.global_batch to 8 or a multiple of it")
 
 
-def test_interleaved_rounds_are_all_alike() -> None:
+def test_interleaved_rounds_must_be_equal() -> None:
     deep, rounds = replace(TINY, layers=8), {"schedule": "interleaved"}
-    check({"pp": 4}, spec=deep, grad_accum=10, pipeline=rounds)  # two rounds of five, as torch has it
+    check({"pp": 4}, spec=deep, grad_accum=10, pipeline=rounds)  # two rounds of five, as in torch
     error = refusal({"pp": 4}, spec=deep, grad_accum=13, pipeline=rounds)
     assert "not a multiple of its 3 rounds" in error.what
     check({"pp": 4}, spec=deep, grad_accum=13)
 
 
-def test_a_hugging_face_model_is_not_cut_into_stages() -> None:
+def test_a_hugging_face_model_cannot_be_split_into_stages() -> None:
     error = refusal({"pp": 2}, model=ModelSection(family="hf", path="somewhere"), spec=None)
     assert (error.code, error.where) == ("P013", "plan.mesh.pp")
 
 
 @pytest.mark.parametrize("extra", [{"compile": True}, {"recompute": "full"}, {"recompute": "selective"}])
-def test_a_backward_cut_in_two_is_neither_compiled_nor_computed_again(extra: dict[str, Any]) -> None:
+def test_a_split_backward_is_neither_compiled_nor_recomputed(extra: dict[str, Any]) -> None:
     assert refusal({"pp": 2}, pipeline={"schedule": "zero-bubble"}, **extra).code == "P018"
     check({"pp": 2}, pipeline={"schedule": "interleaved"}, **extra)
 
 
 @pytest.mark.parametrize("spec", [None, MIXTURE])
-def test_the_experts_of_a_hugging_face_model_stay_together(spec: ModelSpec | None) -> None:
+def test_the_experts_of_a_hugging_face_model_cannot_be_spread(spec: ModelSpec | None) -> None:
     error = refusal({"ep": 2}, model=ModelSection(family="hf", path="somewhere"), spec=spec)
     assert (error.code, error.where) == ("P013", "plan.mesh.ep")

@@ -1,4 +1,4 @@
-"""The arithmetic that recompute adds, block by block."""
+"""The FLOPs that recompute adds, block by block."""
 
 from typing import Any
 
@@ -27,24 +27,24 @@ def test_nothing_is_repeated_unless_the_plan_recomputes() -> None:
     assert repeated(towers={"language": {"recompute": "none"}}) == 0
 
 
-def test_full_recompute_repeats_every_layer_but_for_its_last_product() -> None:
+def test_full_recompute_repeats_every_layer_except_its_last_matmul() -> None:
     last = 2.0 * POSITIONS * LAYER.ffn * LAYER.hidden
     assert repeated(recompute="full") == pytest.approx(forward(LAYERS) - LAYERS * last)
     others = Job(outline=JOB.outline, seq_len=2048, stack=find_stack("megatron"))
-    assert repeated(others, recompute="full") == pytest.approx(forward(LAYERS)), "Megatron does the whole layer again"
+    assert repeated(others, recompute="full") == pytest.approx(forward(LAYERS)), "Megatron repeats the full layer"
 
 
-def test_every_second_layer_is_half_of_them() -> None:
+def test_every_second_layer_repeats_half() -> None:
     assert repeated(recompute=2) == pytest.approx(repeated(recompute="full") / 2)
     assert repeated(recompute=LAYERS) == pytest.approx(repeated(recompute="full") / LAYERS)
 
 
-def test_selective_recompute_repeats_the_products_that_it_does_not_keep() -> None:
+def test_selective_recompute_repeats_the_matmuls_that_it_does_not_save() -> None:
     heads, hidden = LAYER.heads * LAYER.head_dim, LAYER.hidden
     values = LAYER.kv_heads * LAYER.head_dim
-    again = 2.0 * POSITIONS * hidden * (heads + values + LAYER.ffn)  # queries, values and one half of the gate
+    again = 2.0 * POSITIONS * hidden * (heads + values + LAYER.ffn)  # queries, values and one feed-forward matmul
     assert repeated(recompute="selective") == pytest.approx(LAYERS * again)
 
 
-def test_a_global_batch_of_twice_the_samples_repeats_twice_as_much() -> None:
+def test_twice_the_global_batch_repeats_twice_as_much() -> None:
     assert repeated(recompute="full", grad_accum=2) == pytest.approx(2 * repeated(recompute="full"))

@@ -1,4 +1,4 @@
-"""The ladder of memory: rows that can run, and a table of what was measured beside what is said."""
+"""The memory benchmark: its configurations are legal, and its table shows measured and predicted memory."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ ROWS = configurations() | configurations(held_out=True)
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_every_row_is_a_plan_that_runs_on_one_h200_and_is_said_to_fit(name: str) -> None:
+def test_every_row_is_legal_on_one_h200_and_predicted_to_fit(name: str) -> None:
     row, cluster = ROWS[name], parse_cluster("1xH200")
     batch = row["micro_batch"] * row["grad_accum"]
     recipe = Recipe.model_validate(
@@ -35,7 +35,7 @@ def test_every_row_is_a_plan_that_runs_on_one_h200_and_is_said_to_fit(name: str)
     assert predict(job, cluster, asked).fits
 
 
-def test_the_rows_span_the_ladder_of_three_models() -> None:
+def test_the_rows_cover_the_memory_options_of_three_models() -> None:
     by_model: dict[str, list[dict[str, Any]]] = {}
     for name, row in configurations().items():
         by_model.setdefault(name.split()[0], []).append(row)
@@ -48,26 +48,26 @@ def test_the_rows_span_the_ladder_of_three_models() -> None:
     assert spanned["offload"] == {"none", "optimizer", "activations", "parameters"}
 
 
-def test_the_table_has_a_line_for_each_rung_and_says_what_did_not_fit() -> None:
+def test_the_table_has_a_line_per_configuration_and_marks_oom() -> None:
     measured = [("1b 4x4096", 40.0, 64_000.0), ("1b 4x4096 loss=chunked", 37.0, 62_720.0)]
-    rows = [ROWS[name] | {"peak_bytes": gib * 2**30, "tokens_per_second": pace} for name, gib, pace in measured]
+    rows = [ROWS[name] | {"peak_bytes": gib * 2**30, "tokens_per_second": speed} for name, gib, speed in measured]
     rows.append(ROWS["1b 4x4096 loss=logits"] | {"failed": "torch.OutOfMemoryError: CUDA out of memory. Tried"})
-    told = ladders([rows[1], rows[0], rows[2]]).splitlines()
-    assert told[0] == "### 1b"
-    plain, pieces, logits = (line.split(" | ") for line in told[4:7])
+    lines = ladders([rows[1], rows[0], rows[2]]).splitlines()
+    assert lines[0] == "### 1b"
+    plain, pieces, logits = (line.split(" | ") for line in lines[4:7])
     assert (plain[2], plain[3], plain[7], plain[9], plain[11]) == ("none", "fused", "40.0", "64,000", "1.00 |")
     assert (pieces[3], pieces[7], pieces[11]) == ("chunked", "37.0", "0.98 |")
     assert logits[7].startswith("out of memory")
 
 
-def test_a_row_that_is_measured_again_takes_its_place_and_that_of_an_older_one() -> None:
+def test_a_new_measurement_replaces_the_row_and_its_older_version() -> None:
     plain, full = ROWS["1b 4x4096"], ROWS["1b 4x4096 recompute=full loss=chunked"]
     before = plain | {"peak_bytes": 1}
     older = [{key: value for key, value in row.items() if key != "loss"} | {"shape": {}, "name": name, "peak_bytes": 2}
              for row, name in ((plain, "old"), (full, "old full"))]  # fmt: skip
     fresh = [plain | {"peak_bytes": 3}, full | {"failed": "out of memory"}]
-    kept = merged([before, *older], fresh)
-    assert [(row["name"], row["peak_bytes"], row.get("older")) for row in kept] == [
+    rows_after = merged([before, *older], fresh)
+    assert [(row["name"], row["peak_bytes"], row.get("older")) for row in rows_after] == [
         ("1b 4x4096", 3, None), ("old full", 2, True)
     ]  # fmt: skip
-    assert merged(kept, [], forget_older=True) == kept[:1]
+    assert merged(rows_after, [], forget_older=True) == rows_after[:1]

@@ -1,11 +1,11 @@
-"""What attention inside documents and images costs: under a T x T mask, our way, and all of the row as the bound.
+"""Cost of attention inside documents and images: with a T x T mask, with our kernels, and over full rows as the bound.
 
 usage: python benchmarks/attention.py [--json RESULTS.json] [--flex]
 
-One layer's attention, forward and backward. Documents have the lengths of web text (log-normal, median 400 tokens),
-images the grids of photographs at native resolution. On a GPU in bf16 with the heads of Llama-3.1-8B and of
-Qwen2-VL's tower; on a CPU all is smaller, in fp32. `--flex` also measures torch's flex_attention, compiled for each
-shape.
+Measures the attention of one layer, forward and backward. Documents have the lengths of web text (log-normal, median
+400 tokens), images the grids of photographs at native resolution. On a GPU it runs in bf16 with the heads of
+Llama-3.1-8B and of Qwen2-VL's vision tower; on a CPU everything is smaller and in fp32. `--flex` also measures torch's
+flex_attention, compiled for each shape.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from trimaran.nets.varlen_attention import Segments, attention, segment_attention
 
 GPU = torch.device("cuda")
-SPREAD = 1.2  # of the logarithm of a document's length
+SPREAD = 1.2  # standard deviation of the logarithm of a document's length
 TURNS = 7
 
 
@@ -46,7 +46,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One way to compute one case: a layer's forward and backward, and the memory beyond its inputs."""
+    """One implementation of one case: forward and backward of a layer, and the memory beyond its inputs."""
 
     case: str
     segments: int
@@ -66,7 +66,7 @@ SMALL = (
 
 
 def document_lengths(case: Case) -> list[int]:
-    """Return the lengths of documents that fill the rows; what does not fit into a row is cut off there."""
+    """Return the lengths of documents that fill the rows; the last document of a row is truncated."""
     drawn, lengths = torch.Generator().manual_seed(0), []
     for _ in range(case.rows):
         left = case.length
@@ -78,7 +78,7 @@ def document_lengths(case: Case) -> list[int]:
 
 
 def image_lengths(case: Case) -> list[int]:
-    """Return the patches of images whose sides vary threefold and stand four to three."""
+    """Return the number of patches of each image; sides vary by a factor of three, with an aspect ratio of 4:3."""
     drawn, lengths, left = torch.Generator().manual_seed(0), [], case.length
     while left:
         side = int(case.typical**0.5 * torch.empty(()).uniform_(0.4, 1.2, generator=drawn))
@@ -89,7 +89,7 @@ def image_lengths(case: Case) -> list[int]:
 
 
 def ways(case: Case, device: torch.device, *, flex: bool) -> Iterator[tuple[str, Callable[..., Tensor]]]:
-    """Yield each way to compute the case. What layers share is made when a way is first asked for."""
+    """Yield each implementation of the case. What layers share is built when an implementation is first called."""
     lengths = document_lengths(case) if case.causal else image_lengths(case)
     ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).view(case.rows, case.length)
     found = Segments.of_documents(ids.to(device), lengths)
@@ -100,11 +100,11 @@ def ways(case: Case, device: torch.device, *, flex: bool) -> Iterator[tuple[str,
     def ours(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return segment_attention(query, key, value, found, causal=case.causal)
 
-    def whole(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def full_rows(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return attention(query, key, value, None, causal=case.causal)
 
     yield "ours", ours
-    yield "whole rows", whole
+    yield "full rows", full_rows
     if flex:
         yield "flex", flexed(found.ids, causal=case.causal)
     yield "mask", masked
@@ -130,7 +130,7 @@ def inputs_of(case: Case, device: torch.device) -> list[Tensor]:
 
 
 def measure(work: Callable[..., Tensor], tensors: list[Tensor]) -> tuple[float, float | None]:
-    """Return the median milliseconds of a forward and backward, and on a GPU the MiB that it takes at most."""
+    """Return the median milliseconds of a forward and backward, and on a GPU its peak memory in MiB."""
     *inputs, weight = tensors
     on_gpu = weight.is_cuda
 
@@ -184,8 +184,8 @@ def main() -> None:
                 sys.stdout.write(f"{row.case:16}{row.segments:9}  {row.way:12}{numbers}\n")
             sys.stdout.flush()
     if asked.json:
-        told = {"device": name, "torch": torch.__version__, "date": str(date.today())}
-        asked.json.write_text(json.dumps(told | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+        result = {"device": name, "torch": torch.__version__, "date": str(date.today())}
+        asked.json.write_text(json.dumps(result | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

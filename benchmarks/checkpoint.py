@@ -2,10 +2,10 @@
 
 `python -m benchmarks.checkpoint [--million 100] [--ranks 2] [--rounds 5] [--json]`: a stack of square layers with
 AdamW's moments, sharded by FSDP2 over forked ranks, on the CPU or, with one rank, on a GPU. *Stall* is how long the
-call blocks training, *total* is until everything is on disk; both are the slowest rank's, the median over the rounds,
-in which the four take turns. All are synced to the disk, since ours is: torch's writers leave that to the operating
-system, so this script syncs their files and counts the time. Ours also computes a SHA-256 of every file, and reads all
-files back. *Copy* is the cost of a copy in memory in each step.
+call blocks training, *total* is until everything is on disk. Both are of the slowest rank, as medians over the rounds,
+in which the four alternate. All are synced to disk, since ours is: torch's writers leave that to the operating system,
+so this script syncs their files and counts the time. Ours also computes a SHA-256 of every file, and reads all files
+back. *Copy* is the cost of a memory copy in each step.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from trimaran.train.process.rank_info import join_process_group, read_rank_info
 
 WIDTH = 2048
 Saving = Callable[[Path], Callable[[], None]]
-"""Blocks as long as it stalls training, and returns a function that waits for the rest."""
+"""Blocks while it stalls training, and returns a function that waits for the rest."""
 
 
 class Subject:
@@ -95,7 +95,7 @@ class Subject:
 
 
 class Ours:
-    """The work of the checkpointer for a checkpoint, and for a copy in memory."""
+    """The work of the checkpointer for a checkpoint, and for a memory copy."""
 
     def __init__(self, subject: Subject, folder: Path) -> None:
         self.subject, self.number = subject, 0
@@ -175,7 +175,7 @@ def measure(million: int, rounds: int, folder: Path) -> dict[str, Any]:
 
 
 def _copies(subject: Subject, number: int) -> tuple[list[float], list[float]]:
-    """Return how long each copy in memory stalled a step, and how long a step takes without a copy."""
+    """Return how long each memory copy stalled a step, and how long a step takes without a copy."""
     copier, stalls, steps = subject.ours.copier, [], []
     for _ in range(number):
         _synchronize(subject)

@@ -1,12 +1,12 @@
-"""The loss on real text in fp8 and with small optimizer states, beside bf16 and what its seeds make of it.
+"""Compares the loss on real text in fp8 and with small optimizer states with bf16 and its variation over seeds.
 
 usage: python benchmarks/curves.py OUT.jsonl [--shape small|tiny] [--steps 500] [--arms fp8,states-8bit] [--seeds 1,2,3]
        python benchmarks/curves.py OUT.jsonl --table [--plot docs/images/curves.svg]      (of results that exist)
 
-Every arm is a run of the real trainer on the text that the default recipe reads, Python's own standard library byte by
-byte: all at once on one GPU, since only their losses matter. bf16 runs with each seed, which draws other first weights
-and another order of the text: how far those lie apart is the noise. The other arms run with the first `--others` seeds.
-The held-out sequences are the same in every run.
+Every arm is a run of the real trainer on the text of the default recipe, Python's standard library as bytes. All run
+at once on one GPU, since only their losses matter. bf16 runs with every seed; a seed determines the initial weights and
+the order of the text, so the differences between seeds are the noise. The other arms run with the first `--others`
+seeds. The held-out sequences are the same in every run.
 """
 
 import argparse
@@ -27,7 +27,7 @@ SETTINGS: dict[str, list[str]] = {
     "states-bf16": ["plan.precision=bf16", "train.optimizer.states=bf16"],
     "states-8bit": ["plan.precision=bf16", "train.optimizer.states=8bit"],
 }
-# 104 M parameters, each layer large enough for fp8; and one that a CPU trains in seconds.
+# 104 M parameters, with layers large enough for fp8; and a model that a CPU trains in seconds.
 SHAPES: dict[str, dict[str, Any]] = {
     "small": {
         "model.shape": {"layers": 12, "hidden": 768, "heads": 12, "kv_heads": 4, "head_dim": 64, "ffn": 3072},
@@ -43,8 +43,8 @@ ROOT = Path(__file__).resolve().parents[1]
 Line = dict[str, Any]
 
 
-def words_of(arm: str, seed: int, shape: str, steps: int) -> list[str]:
-    """Return the settings of one run, as the command line takes them."""
+def arguments_of(arm: str, seed: int, shape: str, steps: int) -> list[str]:
+    """Return the settings of one run as command-line arguments."""
     shared = SHAPES[shape] | {
         "train.steps": steps,
         "train.seed": seed,
@@ -62,16 +62,16 @@ def words_of(arm: str, seed: int, shape: str, steps: int) -> list[str]:
 
 
 def measure(runs: Sequence[tuple[str, int]], shape: str, steps: int, out: Path) -> list[Line]:
-    """Return a line for each run, and write it to `out` when it is there; all runs are under way together."""
+    """Return a line for each run, and append it to `out` when the run ends. All runs train at the same time."""
     lines = []
     with tempfile.TemporaryDirectory() as folder:
         homes = {(arm, seed): Path(folder) / f"{arm}-{seed}" for arm, seed in runs}
-        children = {run: start(home, words_of(*run, shape, steps)) for run, home in homes.items()}
+        children = {run: start(home, arguments_of(*run, shape, steps)) for run, home in homes.items()}
         try:
             for (arm, seed), child in children.items():
-                _, told = child.communicate()
+                _, errors = child.communicate()
                 line: Line = {"arm": arm, "seed": seed, "shape": shape, "date": time.strftime("%Y-%m-%d")}
-                failed = {"failed": (told.strip().splitlines() or ["?"])[0]}
+                failed = {"failed": (errors.strip().splitlines() or ["?"])[0]}
                 lines.append(line | (failed if child.returncode else course(homes[arm, seed])))
                 with out.open("a") as file:
                     file.write(json.dumps(lines[-1]) + "\n")
@@ -84,7 +84,7 @@ def measure(runs: Sequence[tuple[str, int]], shape: str, steps: int, out: Path) 
 
 
 def start(home: Path, words: Sequence[str]) -> subprocess.Popen[str]:
-    """Start the run that keeps its files in `home`."""
+    """Start a run with the run directory `home`."""
     found = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return subprocess.Popen(
         [sys.executable, "-m", "trimaran", "train", "--run-dir", str(home), "--json", "--quiet", *words],
@@ -96,7 +96,7 @@ def start(home: Path, words: Sequence[str]) -> subprocess.Popen[str]:
 
 
 def course(run: Path) -> Line:
-    """Return what a finished run tells: the loss of every step, and the held-out loss as [step, loss]."""
+    """Return the results of a finished run: the loss of every step, and the held-out losses as [step, loss]."""
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     events = [json.loads(line) for line in (run / "events" / "rank-0.jsonl").read_text().splitlines()]
     return {
@@ -112,26 +112,26 @@ def loss_at(line: Line, step: int) -> float:
 
 
 def table(lines: Iterable[Line]) -> str:
-    """Return the losses of every run, and how far each arm is from bf16, in its own units and in bf16's spreads."""
+    """Return the losses of every run, and its distance from bf16, absolute and in standard deviations of bf16."""
     lines = list(lines)
     done = [line for line in lines if "losses" in line]
     plain = [line for line in done if line["arm"] == "bf16"]
     last = max((len(line["losses"]) for line in done), default=0)
     marks = [mark for mark in MARKS if mark < last] + [last]
-    columns = ["arm", "seed", *(f"step {mark}" for mark in marks), "held out", "from bf16's mean", "in spreads",
-               "from bf16 of its seed"]  # fmt: skip
-    told = [_row(columns), _row(["---"] * len(columns))]
+    columns = ["arm", "seed", *(f"step {mark}" for mark in marks), "held out", "from bf16's mean",
+               "in standard deviations", "from bf16 with the same seed"]  # fmt: skip
+    rows = [_row(columns), _row(["---"] * len(columns))]
     for line in lines:
         if "failed" in line:
-            told.append(_row([line["arm"], line["seed"], line["failed"]]))
+            rows.append(_row([line["arm"], line["seed"], line["failed"]]))
             continue
         losses = [f"{loss_at(line, mark):.4f}" for mark in marks]
-        told.append(_row([line["arm"], line["seed"], *losses, f"{held_out(line):.4f}", *distances(line, plain)]))
+        rows.append(_row([line["arm"], line["seed"], *losses, f"{held_out(line):.4f}", *distances(line, plain)]))
     if len(plain) > 1:
         found = [held_out(line) for line in plain]
-        told.append(f"\nHeld out, {len(plain)} seeds of bf16: mean {statistics.fmean(found):.4f}, "
-                    f"spread (standard deviation) {statistics.stdev(found):.4f}.")  # fmt: skip
-    return "\n".join(told)
+        rows.append(f"\nHeld out, {len(plain)} seeds of bf16: mean {statistics.fmean(found):.4f}, "
+                    f"standard deviation {statistics.stdev(found):.4f}.")  # fmt: skip
+    return "\n".join(rows)
 
 
 def held_out(line: Line) -> float:
@@ -139,7 +139,9 @@ def held_out(line: Line) -> float:
 
 
 def distances(line: Line, plain: Sequence[Line]) -> tuple[str, str, str]:
-    """Return how far the held-out loss is from the mean of bf16, in its spreads, and from bf16 with the same seed."""
+    """Return the distance of the held-out loss from the mean of bf16, absolute and in standard deviations of bf16,
+    and from bf16 with the same seed.
+    """
     found = [held_out(each) for each in plain]
     if len(found) < 2:
         return "", "", ""
@@ -154,7 +156,7 @@ def _row(cells: Sequence[object]) -> str:
 
 
 def plot(lines: Sequence[Line]) -> str:
-    """Return an SVG: the smoothed losses, and beside them how far each run is from the mean of bf16's seeds."""
+    """Return an SVG: the smoothed losses, and the distance of each run from the mean of bf16's seeds."""
     done = [line for line in lines if "losses" in line]
     last = min(len(line["losses"]) for line in done)
     steps = list(range(MEAN_OVER, last + 1))
@@ -213,9 +215,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--arms", default=",".join(each for each in SETTINGS if each != "bf16"))
     parser.add_argument("--seeds", default="1,2,3")
-    parser.add_argument("--others", type=int, default=1, help="with how many of the seeds the other arms run")
-    parser.add_argument("--table", action="store_true", help="run nothing: show what is in OUT")
-    parser.add_argument("--plot", type=Path, help="an SVG of all that is in OUT")
+    parser.add_argument("--others", type=int, default=1, help="how many of the seeds the other arms use")
+    parser.add_argument("--table", action="store_true", help="run nothing: print the results in OUT")
+    parser.add_argument("--plot", type=Path, help="write an SVG of the results in OUT")
     asked = parser.parse_args()
     if strange := [each for each in asked.arms.split(",") if each and each not in SETTINGS]:
         parser.error(f"there is no arm {strange[0]}; there are {', '.join(SETTINGS)}")
@@ -227,7 +229,7 @@ def main() -> None:
         runs += [(arm, seed) for arm in asked.arms.split(",") if arm for seed in seeds[: asked.others]]
         began = time.monotonic()
         measure(runs, asked.shape, asked.steps, asked.out)
-        print(f"{len(runs)} runs of {asked.steps} steps side by side, {time.monotonic() - began:.0f} s\n")
+        print(f"{len(runs)} runs of {asked.steps} steps at once, {time.monotonic() - began:.0f} s\n")
     lines = [json.loads(line) for line in asked.out.read_text().splitlines()]
     print(table(lines))
     if asked.plot:

@@ -1,4 +1,4 @@
-"""What single kernels reach on this machine's GPU: products, attention, memory, copies, launches, the optimizer.
+"""Measures single kernels on this machine's GPU: matmuls, attention, memory, copies, launches, the optimizer.
 
 usage: python benchmarks/kernels.py RESULTS.json
 """
@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional as F
 
 TOKENS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
-# outputs x inputs of the linear layers of llama-3.2-1b, -3b, llama-3.1-8b, and slices of the last for tp 2, 4 and 8
+# outputs x inputs of the linear layers of llama-3.2-1b, -3b, llama-3.1-8b, and shards of the last for tp 2, 4 and 8
 WEIGHTS = (
     (2048, 2048), (512, 2048), (8192, 2048), (2048, 8192), (3072, 3072), (1024, 3072), (8192, 3072), (3072, 8192),
     (4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336), (7168, 4096), (3584, 4096), (1792, 4096),
@@ -48,19 +48,19 @@ def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def products() -> Iterator[dict[str, Any]]:
-    """Yield the rate of a linear layer's three products: forward, to its input, to its weight."""
+    """Yield the rate of a linear layer's three matmuls: forward, gradient of the input, gradient of the weight."""
     shapes = [(tokens, *weight) for weight in WEIGHTS for tokens in TOKENS]
     shapes += [(8192, 8192, 8192), (16384, 8192, 8192)]
     shapes += [(tokens, 128256, hidden) for hidden in (2048, 3072, 4096) for tokens in (1024, 4096, 16384)]
     for tokens, outputs, inputs in shapes:
         x, weight, grad = random(tokens, inputs), random(outputs, inputs), random(tokens, outputs)
-        told = {
+        seconds = {
             "forward": seconds_of(lambda: x @ weight.T),  # noqa: B023
             "to_input": seconds_of(lambda: grad @ weight),  # noqa: B023
             "to_weight": seconds_of(lambda: grad.T @ x),  # noqa: B023
         }
         flops = 2 * tokens * outputs * inputs
-        rates = {key: round(flops / value / 1e12, 1) for key, value in told.items()}
+        rates = {key: round(flops / value / 1e12, 1) for key, value in seconds.items()}
         yield {"tokens": tokens, "outputs": outputs, "inputs": inputs, "tflops": rates}
 
 
@@ -78,7 +78,7 @@ def fp8_products() -> Iterator[dict[str, Any]]:
 
 
 def attention() -> Iterator[dict[str, Any]]:
-    """Yield causal attention's rate, forward and backward (2.5 times the operations), over 16k tokens and over one."""
+    """Yield causal attention's rate, forward and backward (2.5 times the FLOPs), for 16k tokens and one sequence."""
     for heads, kv_heads, head_dim in HEADS:
         for length in LENGTHS:
             for batch in sorted({1, 16384 // length}):
@@ -103,7 +103,7 @@ def attention() -> Iterator[dict[str, Any]]:
 
 
 def memory() -> dict[str, Any]:
-    """Return bytes a second, read and written: of copies by size, of a sum of two, and to and from the host."""
+    """Return the bandwidth (bytes read and written) of copies by size, of an addition, and to and from the host."""
     copies = {}
     for power in range(20, 33, 2):
         source = torch.empty(2**power, dtype=torch.uint8, device="cuda")
@@ -124,7 +124,7 @@ def memory() -> dict[str, Any]:
 
 
 def launches() -> dict[str, Any]:
-    """Return how long the host takes for one small operation: alone, with autograd, a linear layer, a module call."""
+    """Return the host time of one small operation: alone, with autograd, a linear layer, a backward, a CUDA graph."""
     x = random(8, 8)
     weight = random(8, 8).requires_grad_()
     layer = torch.nn.Linear(8, 8, device="cuda", dtype=torch.bfloat16)
@@ -156,7 +156,7 @@ def launches() -> dict[str, Any]:
 
 
 def optimizer() -> dict[str, Any]:
-    """Return AdamW's seconds over 1e9 fp32 parameters, fused, and those of the clipping norm before it."""
+    """Return the seconds of fused AdamW over 1e9 fp32 parameters, and those of the gradient norm before it."""
     parameters = [torch.nn.Parameter(torch.randn(2**24, device="cuda")) for _ in range(60)]
     for each in parameters:
         each.grad = torch.randn_like(each)
@@ -177,16 +177,16 @@ def optimizer() -> dict[str, Any]:
 
 def main() -> None:
     into = Path(sys.argv[1])
-    told: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     parts: dict[str, Callable[[], Any]] = {
         "memory": memory, "launches": launches, "optimizer": optimizer, "products": lambda: list(products()),
         "fp8_products": lambda: list(fp8_products()), "attention": lambda: list(attention()),
     }  # fmt: skip
     for name, part in parts.items():
         began = time.monotonic()
-        told[name] = part()
+        results[name] = part()
         torch.cuda.empty_cache()
-        into.write_text(json.dumps(told, indent=1))
+        into.write_text(json.dumps(results, indent=1))
         print(name, round(time.monotonic() - began, 1), "s", flush=True)
 
 

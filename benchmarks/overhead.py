@@ -1,13 +1,12 @@
-"""What Trimaran costs over a bare loop of the same parts: the same network, loss, optimizer and batches on one device.
+"""Overhead of Trimaran over a bare loop with the same network, loss, optimizer and batches on one device.
 
 usage: python benchmarks/overhead.py [--steps 60] [--preset tiny] [--seq-len 256] [--batch 8] [--turn 4] [--json]
 
-On a GPU the default is a 1B decoder with a head of its own, 4 x 4096 tokens a step. The two take turns of a few steps
-in one process, so that whatever the machine does meanwhile meets both, and the device is waited for only where turns
-change. Printed is the median of the ratios of neighbouring turns, and the ratio of all turns together, which has the
-rare steps in it, too. A step of ours is all between two batches: loading, the journal, the guard and copies of the
-state to memory, as under a supervisor. The peer is `BareLoop` below: forward, backward, clip, update, and nothing else;
-the batches it gets are loaded already.
+On a GPU the default is a 1B decoder with an untied head, 4 x 4096 tokens a step. The two alternate every few steps in
+one process, so that disturbances of the machine affect both, and the device is synchronised only between turns. The
+script prints the median ratio of adjacent turns, and the ratio of all turns together, which includes rare slow steps.
+A step of ours is everything between two batches: loading, the journal, the guard and memory copies, as under a
+supervisor. The peer is `BareLoop` below: only forward, backward, clip and update; its batches are already loaded.
 """
 
 import argparse
@@ -36,15 +35,14 @@ from trimaran.parallel import autocast, build_mesh
 from trimaran.parallel.gradient_norm import gradient_norm
 from trimaran.planner import choose
 from trimaran.run import Journal, RunDirectory, create_run
-from trimaran.train.build import build_stepper, build_worker_parts
+from trimaran.train.build import build_networks, build_stepper, build_worker_parts
 from trimaran.train.metrics.step_clock import StepClock
-from trimaran.train.build import build_networks
 from trimaran.train.process.rank_info import RankInfo, join_process_group, read_rank_info
 from trimaran.train.process.supervisor_link import SupervisorLink
 from trimaran.train.steppers.stepper import PlainStepper
 from trimaran.train.steppers.update import multiply_gradients
 
-WARM_STEPS = 16  # by then all is compiled, and what a copy of the state costs is known
+WARM_STEPS = 16  # by then everything is compiled, and the cost of a memory copy is known
 DEFAULTS: dict[str, dict[str, Any]] = {
     "cuda": {"steps": 80, "preset": "llama-3.2-1b", "seq_len": 4096, "batch": 4, "turn": 4},
     "cpu": {"steps": 60, "preset": "tiny", "seq_len": 256, "batch": 8, "turn": 1},
@@ -52,7 +50,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 class BareLoop:
-    """A training script's loop around the same parts, one step at a call."""
+    """The loop of a plain training script around the same parts, one step per call."""
 
     def __init__(self, recipe: Recipe, plan: Plan, rank_info: RankInfo) -> None:
         self.train, self.plan, self.device = recipe.train, plan, rank_info.device
@@ -72,7 +70,7 @@ class BareLoop:
             ((losses.total + balance) / batch.num_valid).backward()
         factor = (self.train.clip_norm / (gradient_norm(self.parameters) + 1e-6)).clamp(max=1.0)
         if hasattr(self.optimizer, "factor"):
-            self.optimizer.factor = factor  # it multiplies on its way through the gradients
+            self.optimizer.factor = factor  # applied in the same pass over the gradients
         else:
             multiply_gradients(self.parameters, factor)
         for group in self.optimizer.param_groups:
@@ -82,7 +80,7 @@ class BareLoop:
 
 
 class TakingTurns:
-    """A loader that lets the peer take the steps of a turn before the trainer takes them, and times both."""
+    """A loader that runs the peer on the batches of a turn before the trainer gets them, and times both."""
 
     def __init__(self, loader: Loader, peer: BareLoop, turn: int) -> None:
         self.loader, self.peer, self.turn = loader, peer, turn
@@ -112,10 +110,10 @@ class TakingTurns:
 
 
 def plan_of(recipe: Recipe) -> Plan:
-    """Return the plan for one device that takes the global batch in one micro-batch."""
+    """Return the plan for one device with the global batch as one micro-batch."""
     cluster = parse_cluster("1xH200" if torch.cuda.is_available() else "1xcpu")
-    whole = recipe.model_copy(update={"plan": Plan(micro_batch=recipe.train.global_batch)})
-    return choose(whole, spec_of(recipe.model), cluster)
+    pinned = recipe.model_copy(update={"plan": Plan(micro_batch=recipe.train.global_batch)})
+    return choose(pinned, spec_of(recipe.model), cluster)
 
 
 def measure(recipe: Recipe, folder: Path, turn: int) -> tuple[TakingTurns, RunDirectory]:
@@ -124,7 +122,7 @@ def measure(recipe: Recipe, folder: Path, turn: int) -> tuple[TakingTurns, RunDi
     with Journal(run, 0) as journal:
         link = SupervisorLink(
             rank_memories=(os.memfd_create("rank-memory"),)
-        )  # what a supervisor owns, so that copies are made
+        )  # memory that a supervisor would own, so that memory copies are made
         agent = build_worker_parts(run, rank_info, journal, cache=cache_folder(os.environ), link=link)
         peer = BareLoop(recipe, run.read_plan(), rank_info)
         with agent.trainer.loader_from(0) as loader:

@@ -1,13 +1,13 @@
-"""From the command to the first step: `trimaran train` with an empty compile cache and with a warm one, by phase.
+"""Time from `trimaran train` to the first step, by phase, with an empty compile cache and with a filled one.
 
 usage: python -m benchmarks.start [RECIPE.yaml] [--set a.b=c]... [--bare] [--json]
 
-Without a recipe it is a 1B decoder with a head of its own, 4 x 4096 tokens a step, on a GPU, and the smallest one
-elsewhere. Data is packed beforehand. The phases: `command` (the command line, the plan, the supervisor), `import`
-(torch in the process that forks the ranks), then what the events `ready` and `started` of rank 0 tell: join, network,
-data, optimizer, keep (what there is of the run is looked for), and the first step, of which `compile` is a part. The
-run is killed when the first step is done. With `--bare` a plain script of the same network follows, once cold and once
-warm: import, build, and the first step of `overhead.BareLoop`.
+Without a recipe the model is a 1B decoder with an untied head, 4 x 4096 tokens a step, on a GPU, and a tiny one on a
+CPU. Data is packed beforehand. The phases are `command` (the command line, the plan, the supervisor), `import` (torch
+in the fork server), then those of rank 0's events `ready` and `started`: join, network, data, optimizer, keep (looks
+for an existing state of the run), and the first step, of which `compile` is a part. The run is killed after the first
+step. With `--bare` a plain script with the same network follows, once cold and once warm: import, build, and the first
+step of `overhead.BareLoop`.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from trimaran.run import RunDirectory
 from trimaran.run.attempts import read_attempts
 from trimaran.run.journal import parse_lines
 
-LONGEST = 560.0  # seconds that a start may take
+MAX_START_SECONDS = 560.0
 LARGE = {
     "model": {"preset": "llama-3.2-1b", "shape": {"tied": False}},
     "data": {"seq_len": 4096},
@@ -70,13 +70,13 @@ print(f"{imported - began} {built - imported} {time.time() - built} {time.time()
 
 def started(recipe: Path, settings: list[str], folder: Path, environment: dict[str, str]) -> dict[str, float]:
     """Return the seconds of one start, by phase; `all` is from the command to the end of the first step."""
-    words = [word for each in settings for word in ("--set", each)]
-    command = [sys.executable, "-m", "trimaran", "train", str(recipe), "--run-dir", str(folder), "--quiet", *words]
+    overrides = [word for each in settings for word in ("--set", each)]
+    command = [sys.executable, "-m", "trimaran", "train", str(recipe), "--run-dir", str(folder), "--quiet", *overrides]
     run, began = RunDirectory(folder), time.time()
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         while not (events := events_of(run)).keys() >= {"start", "ready", "started"}:
-            if process.poll() is not None or time.time() > began + LONGEST:
+            if process.poll() is not None or time.time() > began + MAX_START_SECONDS:
                 raise RuntimeError(
                     f"no first step: {process.communicate()[1][-2000:] if process.poll() else 'too late'}"
                 )
@@ -102,22 +102,22 @@ def events_of(run: RunDirectory) -> dict[str, dict[str, Any]]:
 
 
 def kill(process: subprocess.Popen[str]) -> None:
-    """End the command and all that it has started: a run that is only stopped would write a checkpoint first."""
-    doomed = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-    for each in [process, *doomed]:
+    """Kill the command and all its children: a run that is only stopped would write a checkpoint first."""
+    children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+    for each in [process, *children]:
         try:
             each.kill()
         except psutil.NoSuchProcess:
             continue
     process.wait()
-    psutil.wait_procs(doomed, timeout=30)  # the device is free again
+    psutil.wait_procs(children, timeout=30)  # then the device is free again
 
 
 def bare(recipe: Path, environment: dict[str, str]) -> dict[str, float]:
     """Return the seconds of a plain script, by phase."""
     began = time.time()
     command = [sys.executable, "-c", BARE, str(recipe)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LONGEST)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=MAX_START_SECONDS)
     if done.returncode:
         raise RuntimeError(done.stderr[-2000:])
     imported, built, stepped, ended = map(float, done.stdout.split())
@@ -125,7 +125,7 @@ def bare(recipe: Path, environment: dict[str, str]) -> dict[str, float]:
 
 
 def measure(recipe: Recipe, path: Path, settings: list[str], *, with_bare: bool) -> dict[str, dict[str, float]]:
-    """Return the phases of each start, by its name."""
+    """Return the seconds by phase of each start, by its name."""
     with tempfile.TemporaryDirectory(prefix="start-") as folder:
         cold = os.environ | {"TRIMARAN_CACHE": f"{folder}/cache"}
         prepare(recipe.data, cache=cache_folder(cold))
@@ -151,11 +151,11 @@ def main() -> None:
         found = measure(recipe, path, options.settings, with_bare=options.bare)
     if options.json:
         print(
-            json.dumps({name: {phase: round(each, 2) for phase, each in told.items()} for name, told in found.items()})
+            json.dumps({name: {key: round(each, 2) for key, each in phases.items()} for name, phases in found.items()})
         )
         return
-    for name, told in found.items():
-        print(f"{name:18}", ", ".join(f"{phase} {each:.1f}" for phase, each in told.items()), "s")
+    for name, phases in found.items():
+        print(f"{name:18}", ", ".join(f"{phase} {each:.1f}" for phase, each in phases.items()), "s")
 
 
 if __name__ == "__main__":

@@ -1,19 +1,19 @@
-"""Tokens a second and peak memory of Trimaran and of its peers on the same work, in one run on this machine's GPU.
+"""Tokens per second and peak memory of Trimaran and its peers on the same work, in one run on this machine's GPU.
 
 usage: python benchmarks/throughput.py OUT.jsonl [--only CONTEST[/PEER],...] [--rounds 2] [--windows 3] [--steps 6]
                                        [--seconds 560] [--set FIELD=VALUE ...] [--shape tiny] [--layers 1] [--eager]
        python benchmarks/throughput.py --table OUT.jsonl [MORE.jsonl ...]
 
-Every peer is a process of its own that trains random tokens, drawn from a seed on the host at every step, with AdamW
-(fused, fp32 states, decay 0.1) and gradients clipped at 1.0. The peers of a contest take turns, in the other order in
-every other round; while one has the device the next one imports. A step lasts from one mark on the device's clock to
-the next, so that nothing waits between steps; a peer's figure is the median over windows of steps of all its rounds.
-Each process appends its line to OUT.jsonl when it ends, a failed one with the end of its error; none is started after
-`--seconds`. `--set` is for Trimaran alone. All share one compile cache, so the second round starts warm; a run with
-`--layers 1` and the same `--folder` fills it beforehand, since peers compile a layer once, however many there are.
+Every peer is a separate process that trains on random tokens, drawn from a seed on the host at every step, with AdamW
+(fused, fp32 states, decay 0.1) and gradients clipped at 1.0. The peers of a contest alternate, in reverse order in
+every other round; while one uses the device the next one imports. A step is timed between two CUDA events, so nothing
+synchronises between steps; a peer's figure is the median over the windows of steps of all its rounds. Each process
+appends its line to OUT.jsonl when it ends, a failed one with the end of its error; none is started after `--seconds`.
+`--set` applies to Trimaran only. All share one compile cache, so the second round starts warm. A run with `--layers 1`
+and the same `--folder` fills it beforehand, since peers compile a layer once, however many there are.
 
-torchtitan comes with this, where there is no package index: its wheel and the pure Python that it needs travel in
-`.gpu-peers` (4 MB; it stays out of git through .git/info/exclude). Pack it with
+For machines without a package index, torchtitan and the pure Python packages that it needs are in `.gpu-peers` (4 MB;
+excluded from git by .git/info/exclude). Create it with
 
     pip install --no-deps --no-compile --only-binary=:all: --target .gpu-peers \
         torchtitan==0.2.2 torchdata==0.11.0 tyro==1.0.16 docstring-parser typeguard
@@ -34,28 +34,28 @@ from typing import Any
 
 ROOT = Path(__file__).absolute().parents[1]
 if __name__ == "__main__":
-    sys.path[0] = str(ROOT)  # in place of this folder, whose files have the names of libraries
+    sys.path[0] = str(ROOT)  # instead of this folder, whose file names shadow libraries
 
 from benchmarks.peers.contests import CONTESTS, works  # noqa: E402
 from benchmarks.peers.table import speed, tables  # noqa: E402
 from benchmarks.peers.work import Work  # noqa: E402
 
-AHEAD = 4  # processes that have started: the others import while one has the device
+MAX_STARTED = 4  # processes; the next ones import while one uses the device
 EXCEPTION = re.compile(r"(\[rank\d+\]: )?[\w.]*(Error|Exception)\b: ")
 TINY: dict[str, Any] = {"shape": "tiny", "seq_len": 64}
-# What torchtitan's own start script sets, and what anybody does whose layers are computed again.
-GROWING = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+# torchtitan's own start script sets this, and it is usual with recompute.
+EXPANDABLE_SEGMENTS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
 def in_turn(peers: Iterable[Work], rounds: int) -> Iterator[Work]:
-    """Yield the peers of one contest in every round, backwards in every other one."""
+    """Yield the peers of one contest for every round, in reverse order in every other one."""
     order = list(peers)
     for number in range(rounds):
         yield from order[:: -1 if number % 2 else 1]
 
 
 def wanted(only: str, asked: dict[str, Any]) -> dict[str, list[Work]]:
-    """Return the work of each contest that `only` names; a peer that is `extra` must be named itself."""
+    """Return the work of each contest that `only` names; `extra` peers must be named explicitly."""
     chosen: dict[str, list[Work]] = {}
     for word in filter(None, only.split(",")) if only else CONTESTS:
         name, _, peer = word.partition("/")
@@ -68,7 +68,7 @@ def wanted(only: str, asked: dict[str, Any]) -> dict[str, list[Work]]:
 
 
 def with_settings(work: Work, settings: list[str]) -> Work:
-    """Return the work, for Trimaran with `settings` on top of its recipe."""
+    """Return the work; for Trimaran, `settings` override its recipe."""
     if not work.peer.startswith("trimaran") or not settings:
         return work
     return replace(work, options=work.options | {"set": [*work.options.get("set", ()), *settings]})
@@ -87,14 +87,14 @@ def start(work: Work, folder: Path, number: int) -> subprocess.Popen[str]:
         "PYTHONPATH": os.pathsep.join(found),
     }
     if work.peer.startswith("torchtitan") or (work.peer == "loop" and work.recompute != "none"):
-        outer |= GROWING
+        outer |= EXPANDABLE_SEGMENTS
     command = [sys.executable, "-m", "benchmarks.peers.child", str(file), str(folder / "turn"), str(time.time())]
     with (folder / f"{number}.err").open("w") as errors:
         return subprocess.Popen(command, env=outer, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=errors)
 
 
 def line_of(work: Work, process: subprocess.Popen[str], errors: Path, limit: float) -> dict[str, Any]:
-    """Return what a process has to say when it has ended, or why it has nothing to say."""
+    """Return the result line of a process after it has ended, or why it failed."""
     try:
         out, _ = process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
@@ -104,21 +104,21 @@ def line_of(work: Work, process: subprocess.Popen[str], errors: Path, limit: flo
     lines = out.strip().splitlines()
     if process.returncode == 0 and lines:
         return json.loads(lines[-1])
-    said = [line for line in errors.read_text(errors="replace").splitlines() if line.strip()]
-    return {"contest": work.contest, "peer": work.peer, "failed": _last_words(said), "errors": said[-40:]}
+    stderr = [line for line in errors.read_text(errors="replace").splitlines() if line.strip()]
+    return {"contest": work.contest, "peer": work.peer, "failed": _error_line(stderr), "errors": stderr[-40:]}
 
 
-def _last_words(said: list[str]) -> str:
-    """Return the line that names the error: the last one that begins with an exception, else the last one."""
-    named = [line for line in said if EXCEPTION.match(line)]
-    return (named or said or ["it said nothing"])[-1][:300]
+def _error_line(stderr: list[str]) -> str:
+    """Return the line that names the error: the last one that starts with an exception, else the last one."""
+    named = [line for line in stderr if EXCEPTION.match(line)]
+    return (named or stderr or ["no error output"])[-1][:300]
 
 
 def measure_all(todo: list[Work], into: Path, folder: Path, *, seconds: float, limit: float) -> list[Work]:
-    """Append a line to `into` for each process that was begun in time, and return the work of those that were not."""
+    """Append a line to `into` for each process that started in time, and return the work of those that did not."""
     end, queue, running = time.monotonic() + seconds, list(enumerate(todo)), []
     while queue or running:
-        while queue and len(running) < AHEAD and time.monotonic() < end:
+        while queue and len(running) < MAX_STARTED and time.monotonic() < end:
             number, work = queue.pop(0)
             running.append((number, work, start(work, folder, number), time.monotonic()))
         if not running:
@@ -127,8 +127,8 @@ def measure_all(todo: list[Work], into: Path, folder: Path, *, seconds: float, l
         line = line_of(work, process, folder / f"{number}.err", limit)
         with into.open("a") as file:
             print(json.dumps(line), file=file, flush=True)
-        told = line.get("failed") or f"{speed([line]):,.0f} tokens/s, {line['peak_bytes'] / 2**30:.1f} GiB"
-        print(f"{work.contest}/{work.peer}: {told} ({time.monotonic() - began:.0f} s)", flush=True)
+        result = line.get("failed") or f"{speed([line]):,.0f} tokens/s, {line['peak_bytes'] / 2**30:.1f} GiB"
+        print(f"{work.contest}/{work.peer}: {result} ({time.monotonic() - began:.0f} s)", flush=True)
     return [work for _, work in queue]
 
 
@@ -139,24 +139,24 @@ def read(files: Iterable[Path]) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("into", type=Path, nargs="?")
-    parser.add_argument("--table", type=Path, nargs="+", help="print the tables of results that exist")
-    parser.add_argument("--only", default="", help="CONTEST or CONTEST/PEER, with commas between them")
+    parser.add_argument("--table", type=Path, nargs="+", help="print the tables of existing results")
+    parser.add_argument("--only", default="", help="CONTEST or CONTEST/PEER, separated by commas")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--windows", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=6, help="in a window")
+    parser.add_argument("--steps", type=int, default=6, help="steps per window")
     parser.add_argument("--warm", type=int, default=5, help="steps before the first window")
-    parser.add_argument("--seconds", type=float, default=560, help="after which no process is started")
-    parser.add_argument("--limit", type=float, default=300, help="seconds until a process is given up")
+    parser.add_argument("--seconds", type=float, default=560, help="no process is started after this time")
+    parser.add_argument("--limit", type=float, default=300, help="seconds after which a process is killed")
     parser.add_argument("--set", action="append", default=[], help="a setting of Trimaran's recipe")
-    parser.add_argument("--shape", choices=["tiny"], help="shrinks every contest, for a look on a CPU")
-    parser.add_argument("--layers", type=int, help="in place of the shapes'")
-    parser.add_argument("--precision", help="in place of the contests'")
+    parser.add_argument("--shape", choices=["tiny"], help="shrinks every contest, to try it on a CPU")
+    parser.add_argument("--layers", type=int, help="overrides the layers of the shapes")
+    parser.add_argument("--precision", help="overrides the precision of the contests")
     parser.add_argument("--eager", action="store_true", help="compile nothing")
-    parser.add_argument("--folder", type=Path, help="for the compile cache and the errors; else a temporary one")
+    parser.add_argument("--folder", type=Path, help="for the compile cache and the errors; default: a temporary one")
     options = parser.parse_args()
     if options.table:
         if missing := [str(each) for each in options.table if not each.is_file()]:
-            parser.error(f"there is no {', '.join(missing)}: results are what a run of this script leaves")
+            parser.error(f"there is no {', '.join(missing)}: name files that this script has written")
         print(tables(read(options.table)))
         return
     if options.into is None:

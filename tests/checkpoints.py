@@ -93,12 +93,18 @@ def rows_of(tensors: dict[str, Tensor], rank: int, world_size: int, *, frozen: s
     return shards
 
 
+def plain_tensor(shard: TensorShard) -> Tensor:
+    """Return the tensor of a shard whose rank stores it in the format of the checkpoint."""
+    assert isinstance(shard.tensor, Tensor)
+    return shard.tensor
+
+
 def copy_share(shards: Sequence[TensorShard], rank: int, world_size: int, gather: Any) -> tuple[RankShare, memoryview]:
     """Return the share of a rank and the memory that it is copied to."""
     share = build_share(shards, assign_rows(shards, rank=rank, world_size=world_size, gather=gather))
     memory = torch.zeros(share.num_bytes, dtype=torch.uint8)
     copy_to_memory(share, shards, memory)
-    return share, memoryview(memory.numpy())
+    return share, memoryview(memory.numpy())  # pyrefly: ignore[bad-argument-type]
 
 
 def tensors_of(step: int) -> dict[str, Tensor]:
@@ -137,10 +143,11 @@ def loads(path: Path, step: int) -> bool:
     source = DiskSource(path)
     for rank in range(3):
         wanted = rows_of(tensors_of(step), rank, 3)
-        held = [TensorShard(key=each.key, tensor=torch.zeros_like(each.tensor), shape=each.shape, start=each.start)
-                for each in wanted]  # fmt: skip
+        zeros = [torch.zeros_like(plain_tensor(each)) for each in wanted]
+        held = [TensorShard(key=each.key, tensor=zero, shape=each.shape, start=each.start)
+                for each, zero in zip(wanted, zeros, strict=True)]  # fmt: skip
         fill_shards(held, source)
-        if not all(torch.equal(a.tensor, b.tensor) for a, b in zip(held, wanted, strict=True)):
+        if not all(torch.equal(plain_tensor(a), plain_tensor(b)) for a, b in zip(held, wanted, strict=True)):
             return False
     return source.step == step and source.progress["step"] == step
 

@@ -1,4 +1,4 @@
-"""What every test shares: one thread a process, a Ctrl-C that is heard, and a GPU mark that knows where it runs."""
+"""Shared by all tests: one thread per process, SIGINT is handled, and GPU tests are skipped without a GPU."""
 
 import signal
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts what runs in the background deaf to it
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell ignores SIGINT in background processes
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

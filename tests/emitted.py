@@ -44,7 +44,7 @@ def expected(plan: Plan) -> Facts:
     }
 
 
-def words(command: str) -> dict[str, str]:
+def command_options(command: str) -> dict[str, str]:
     """Return the options of a command line with their values; a flag has an empty one."""
     parts = shlex.split(command)
     values = [*parts[1:], "--"]
@@ -53,7 +53,7 @@ def words(command: str) -> dict[str, str]:
 
 def started(command: str) -> int:
     """Return how many processes torchrun or deepspeed start in total."""
-    options = words(command)
+    options = command_options(command)
     each = options.get("--nproc-per-node") or options["--num_gpus"]
     return int(each) * int(options.get("--nnodes") or options.get("--num_nodes") or 1)
 
@@ -88,7 +88,7 @@ def of_accelerate(emission: Emission) -> Facts:
     fsdp = config.get("fsdp_config")
     sizes = {name[19:]: size for name, size in config.get("parallelism_config", {}).items()}
     mesh = of_sizes(sizes, world_size, sharded=fsdp is not None)
-    micro_batch = int(words(emission.command)["--per_device_train_batch_size"])
+    micro_batch = int(command_options(emission.command)["--per_device_train_batch_size"])
     (accumulation,) = re.findall(r"^ACCELERATE_GRADIENT_ACCUMULATION_STEPS=(\d+) ", emission.command)
     sharding = "none" if fsdp is None else STAGES[2 + fsdp["fsdp_reshard_after_forward"]]
     return {
@@ -140,7 +140,7 @@ def of_torchtitan(emission: Emission) -> Facts:
 
 def of_megatron(emission: Emission) -> Facts:
     command = emission.files["pretrain.sh"].split("set -eu\n")[1]
-    options, sharded = words(command), "--use-distributed-optimizer" in command
+    options, sharded = command_options(command), "--use-distributed-optimizer" in command
     names = {"tp": "tensor-model-parallel", "pp": "pipeline-model-parallel", "cp": "context-parallel",
              "ep": "expert-model-parallel"}  # fmt: skip
     inner = {axis: int(options.get(f"--{name}-size", 1)) for axis, name in names.items()}

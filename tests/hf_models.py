@@ -1,4 +1,4 @@
-"""Tiny Hugging Face models of many architectures, saved as their authors would have saved them."""
+"""Tiny Hugging Face models of many architectures."""
 
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,12 @@ NARROW: dict[str, Any] = {
 }
 SMALL: dict[str, Any] = NARROW | {"num_key_value_heads": 2}
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
-LLAMA3: dict[str, Any] = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3: dict[str, Any] = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 LAYERS = ["sliding_attention", "full_attention"]
 UNDROPPED: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 CONFIGS: dict[str, Any] = {
@@ -48,7 +53,7 @@ CONFIGS: dict[str, Any] = {
 
 
 def save_model(name: str, folder: Path) -> Path:
-    """Return the folder with the random weights of one of CONFIGS."""
+    """Save one of CONFIGS with random weights, and return the folder."""
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(CONFIGS[name]).save_pretrained(folder)
     return folder

@@ -48,6 +48,7 @@ def _collect(pipes: list[Connection], processes: list[Any], timeout: float) -> l
         ready = wait(left, timeout)
         assert ready, f"ranks {[rank for rank in range(len(pipes)) if rank not in answers]} are silent for {timeout} s"
         for pipe in ready:
+            assert isinstance(pipe, Connection)
             rank = pipes.index(pipe)
             try:
                 answers[rank], error = pipe.recv()

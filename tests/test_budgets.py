@@ -10,7 +10,7 @@ FILES = sorted(SRC.rglob("*.py"))
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50
 MAX_CONFIG_FIELDS = 12
-# The two nouns that every room speaks in: flat because people and programs read them (docs/decisions/0009).
+# The two classes that every package uses: flat because people and programs read them (docs/decisions/0009).
 FLAT = {"Plan": 14, "Prediction": 16, "DataSection": 14}
 MAX_LOOP_LINES = 60
 

@@ -23,17 +23,17 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#\s]+)")
 SETTING = re.compile(r"--set (?:'([^']+)'|([a-z][^\s`]*=[^\s`),]+))")
-# A command whose answer is an error: a mistake on purpose.
+# A command whose output is an error, on purpose.
 MISTAKE = re.compile(r"^\$ (.*)\n([A-Z]0\d\d: .*\n  where: .*\n  fix: .*\n)", re.MULTILINE)
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:
-    """Return (what stands behind the opening fence, content) of each fenced block."""
+    """Return (text after the opening fence, content) of each fenced block."""
     return FENCE.findall(page.read_text())
 
 
 def examples() -> Iterator[Any]:
-    """Yield (command, file, answer) for each refused `plan`; `file` is the YAML block that stands before it.
+    """Yield (command, file, output) for each refused `plan`; `file` is the YAML block before it.
 
     `plan` writes nothing and asks no device before it refuses. What needs files that no page shows is left out.
     """

@@ -11,10 +11,10 @@ SRC = ROOT / "src" / "trimaran"
 FILES = sorted(SRC.rglob("*.py"))
 # Folders of files that are named after what they hold a row for (a command, a tool, a rule), and are read as a table.
 TABLES = ("app/commands", "planner/emit", "telemetry/sinks", "doctor/rules", "doctor/checks", "kernels")
-# Invented nouns that were replaced by the field's own words (docs/glossary.md has those that are left).
+# Invented nouns that were replaced by the field's own terms (docs/glossary.md has those that are left).
 REPLACED = {
-    "boat", "berth", "cargo", "crew", "ferry", "inquest", "keeper", "moorings", "muster", "nursery", "reunion", "roster",
-    "sentinel", "testify", "testimony", "voyage", "witness",
+    "boat", "berth", "cargo", "crew", "ferry", "inquest", "keeper", "moorings", "muster", "nursery", "reunion",
+    "roster", "sentinel", "testify", "testimony", "voyage", "witness",
 }  # fmt: skip
 
 

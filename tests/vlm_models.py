@@ -1,4 +1,4 @@
-"""Models that see, small ones: those of transformers and ours, with images and micro-batches for both."""
+"""Small vision-language models, ours and those of transformers, with images and micro-batches for both."""
 
 import json
 from collections.abc import Sequence
@@ -30,21 +30,21 @@ TEXT = {
 }
 GRID = {"rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}, "rope_theta": 1e4}
 TOKENS = {"image_token_id": IMAGE, "vision_start_token_id": 301, "vision_end_token_id": 302, "video_token_id": 303}
-EYE = {"depth": 3, "num_heads": 2, "patch_size": 4}
+VISION = {"depth": 3, "num_heads": 2, "patch_size": 4}
 CLIP = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
 CONFIGS: dict[str, Any] = {
     "qwen2-vl": Qwen2VLConfig(
-        text_config=TEXT | GRID, vision_config=EYE | {"embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2}, **TOKENS
+        text_config=TEXT | GRID, vision_config=VISION | {"embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2}, **TOKENS
     ),
     "qwen2-vl-tied": Qwen2VLConfig(
         text_config=TEXT | GRID,
-        vision_config=EYE | {"embed_dim": 16, "hidden_size": 32, "mlp_ratio": 4, "spatial_merge_size": 1},
+        vision_config=VISION | {"embed_dim": 16, "hidden_size": 32, "mlp_ratio": 4, "spatial_merge_size": 1},
         tie_word_embeddings=True,
         **TOKENS,
     ),
     "qwen2.5-vl": Qwen2_5_VLConfig(
         text_config=TEXT | GRID,
-        vision_config=EYE
+        vision_config=VISION
         | {
             "hidden_size": 16,
             "out_hidden_size": 32,
@@ -91,17 +91,18 @@ SPECS = {
     "windowed": WINDOWED,
     "untied": replace(NATIVE, language=replace(_LANGUAGE, tied=False)),
 }
-CUTS = ((1, 5), (3, 1, 2), (4, 2), (2, 2, 2), (5, 1), (1, 1, 1, 1, 1, 1))
+STAGE_SPLITS = ((1, 5), (3, 1, 2), (4, 2), (2, 2, 2), (5, 1), (1, 1, 1, 1, 1, 1))
 
 
-def stir(module: nn.Module) -> None:
+def perturb(module: nn.Module) -> None:
+    """Add noise to every parameter, so that no neutral value hides a mistake."""
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
 
 
-def images(shapes: Sequence[tuple[int, int]], patch: int = 4) -> list[Tensor]:
-    """Random images [3, height, width] of so many rows and columns of patches."""
+def random_images(shapes: Sequence[tuple[int, int]], patch: int = 4) -> list[Tensor]:
+    """Return random images [3, height, width] with these numbers of rows and columns of patches."""
     random = torch.Generator().manual_seed(2)
     return [
         torch.randint(0, 256, (3, rows * patch, columns * patch), generator=random, dtype=torch.uint8)
@@ -110,28 +111,28 @@ def images(shapes: Sequence[tuple[int, int]], patch: int = 4) -> list[Tensor]:
 
 
 def patches_of(image: Tensor, patch: int, merge: int) -> Tensor:
-    """The patches of an image in the order that merges: groups row by row, and in each its patches row by row."""
+    """Return the patches of an image, merged group by merged group, each in row order."""
     _, height, width = image.shape
     side = patch * merge
-    cut = image.reshape(3, height // side, merge, patch, width // side, merge, patch)
-    return cut.permute(1, 4, 2, 5, 0, 3, 6).reshape(-1, 3 * patch * patch)
+    split = image.reshape(3, height // side, merge, patch, width // side, merge, patch)
+    return split.permute(1, 4, 2, 5, 0, 3, 6).reshape(-1, 3 * patch * patch)
 
 
-def inputs_of(spec: VlmSpec, seen: Sequence[Tensor], rows: Sequence[Sequence[int | None]]) -> dict[str, Tensor]:
-    """A micro-batch: each row lists images by their number, and None for a few words between them."""
+def inputs_of(spec: VlmSpec, images: Sequence[Tensor], rows: Sequence[Sequence[int | None]]) -> dict[str, Tensor]:
+    """Return a micro-batch: each row lists images by number, and None for a few text tokens between them."""
     merge, patch = spec.projector.merge, spec.vision.patch
     random = torch.Generator().manual_seed(3)
     lines = []
     for row in rows:
         line: list[Tensor] = []
         for each in row:
-            words = torch.randint(0, 256, (3,), generator=random)
-            count = 0 if each is None else seen[each].shape[1] * seen[each].shape[2] // (patch * merge) ** 2
-            line += [words] if each is None else [torch.full((count,), spec.image_token)]
+            text = torch.randint(0, 256, (3,), generator=random)
+            count = 0 if each is None else images[each].shape[1] * images[each].shape[2] // (patch * merge) ** 2
+            line += [text] if each is None else [torch.full((count,), spec.image_token)]
         lines.append(torch.cat(line))
     longest = max(map(len, lines))
     tokens = torch.stack([torch.cat([each, torch.full((longest - len(each),), 7)]) for each in lines])
-    used = [seen[each] for row in rows for each in row if each is not None]
+    used = [images[each] for row in rows for each in row if each is not None]
     empty = torch.zeros(0, 3 * patch * patch, dtype=torch.uint8)
     grids = [[each.shape[1] // patch, each.shape[2] // patch] for each in used]
     return {
@@ -141,27 +142,27 @@ def inputs_of(spec: VlmSpec, seen: Sequence[Tensor], rows: Sequence[Sequence[int
     }
 
 
-def normed(pixels: Tensor) -> Tensor:
-    """Pixels [..., 3, n] as processors norm them."""
+def normalised(pixels: Tensor) -> Tensor:
+    """Return pixels [..., 3, n] normalised as CLIP's image processor does it."""
     mean, std = (torch.tensor(each)[:, None] for each in (CLIP_MEAN, CLIP_STD))
     return (pixels / 255 - mean) / std
 
 
-def their_inputs(spec: VlmSpec, inputs: dict[str, Tensor], seen: Sequence[Tensor]) -> dict[str, Tensor]:
+def hf_inputs(spec: VlmSpec, inputs: dict[str, Tensor], images: Sequence[Tensor]) -> dict[str, Tensor]:
     tokens, patches = inputs["tokens"], inputs["patches"]
     if spec.vision.variant == "tiled":
         return {
             "input_ids": tokens,
-            "pixel_values": normed(torch.stack(list(seen)).flatten(2)).view(-1, *seen[0].shape),
+            "pixel_values": normalised(torch.stack(list(images)).flatten(2)).view(-1, *images[0].shape),
         }
-    pixels = normed(patches.view(len(patches), 3, -1))
-    film = pixels[:, :, None].expand(-1, -1, spec.vision.frames, -1).flatten(1)
+    pixels = normalised(patches.view(len(patches), 3, -1))
+    video = pixels[:, :, None].expand(-1, -1, spec.vision.frames, -1).flatten(1)
     grids = torch.cat([torch.ones(len(inputs["grids"]), 1, dtype=torch.int64), inputs["grids"].long()], 1)
     kinds = (tokens == spec.image_token).int()
-    return {"input_ids": tokens, "pixel_values": film, "image_grid_thw": grids, "mm_token_type_ids": kinds}
+    return {"input_ids": tokens, "pixel_values": video, "image_grid_thw": grids, "mm_token_type_ids": kinds}
 
 
-def their_positions(model: PreTrainedModel, theirs: dict[str, Tensor]) -> dict[str, Tensor]:
+def hf_positions(model: PreTrainedModel, theirs: dict[str, Tensor]) -> dict[str, Tensor]:
     if "image_grid_thw" not in theirs:
         return {}
     names = ("input_ids", "mm_token_type_ids", "image_grid_thw")
@@ -169,7 +170,7 @@ def their_positions(model: PreTrainedModel, theirs: dict[str, Tensor]) -> dict[s
     return {"positions": positions}
 
 
-def filled(spec: VlmSpec, blocks: range | None = None) -> Vlm:
+def initialised(spec: VlmSpec, blocks: range | None = None) -> Vlm:
     module = Vlm(spec, blocks)
     initialise(module, seed=5, spec=spec)
     return module
@@ -181,8 +182,8 @@ def write(folder: Path, spec: VlmSpec, tensors: dict[str, Tensor]) -> None:
 
 
 def some_inputs(spec: VlmSpec) -> dict[str, Tensor]:
-    seen = images(((4, 4), (4, 4), (4, 4)) if spec.vision.variant == "tiled" else VARIOUS)
-    inputs = inputs_of(spec, seen, [[None, 0, None, 1, None], [None, None, 2, None]])
+    images = random_images(((4, 4), (4, 4), (4, 4)) if spec.vision.variant == "tiled" else VARIOUS)
+    inputs = inputs_of(spec, images, [[None, 0, None, 1, None], [None, None, 2, None]])
     inputs["documents"] = torch.zeros_like(inputs["tokens"], dtype=torch.int32)
     inputs["documents"][0, 15:] = 1
     if spec.sections:

@@ -8,7 +8,7 @@ from benchmarks.accuracy.ask import clean, promised, today
 from benchmarks.accuracy.errors import Case, Errors, alarms, choices, merge_repeats, summarise
 
 OWN = "our trainer, H200"
-OWN_LATER = "our trainer, H200, measured after the fit"
+OWN_LATER = "our trainer, after the fit"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,46 +11,59 @@ from benchmarks.accuracy.peers import PEERS
 CasesBySource = Mapping[str, Sequence[Case]]
 HEAD = """# How accurate the planner is
 
-Written by `make accuracy WRITE=1`; `make accuracy` prints the first table and fails when a bound is broken. Errors are
-relative to what was measured. Published runs: [benchmarks/published](../benchmarks/published/README.md). Our own:
-`benchmarks/planner.py` on one H200, in `benchmarks/h200.jsonl`. Rows marked older were measured before the loss was
-fused and weights were split, and are predicted with the profile of that time.
+`make accuracy WRITE=1` writes this page; `make accuracy` prints the first table and fails if a bound is broken.
+Errors are relative to the measurement.
+Published runs are in [benchmarks/published](../benchmarks/published/README.md).
+Our own are from `benchmarks/planner.py` on one H200, in `benchmarks/h200.jsonl`.
+Rows marked older were measured before the loss was fused and weights were split.
+They are predicted with the trainer's profile of that time.
 """
 NOTES = """
-A dash: the estimator does not predict that, or is not installed. llm-analysis is version 0.2.2 of the package index. Its
-step time is FLOPs over half of the peak, so it is the same for all plans of a group (its repository is newer). Its check
-of the feed-forward's shape is disabled, because it rejects gated models. The cookbook has no package: its formula is
-repeated here. accelerate and DeepSpeed are called; DeepSpeed has figures for ZeRO-2 and ZeRO-3 only.
+A dash means that the estimator does not predict this, or is not installed.
 
-Plan choice: for each model and number of GPUs, the plan that is predicted to fit and to be fastest. Regret is what it
-loses against the best measured plan, or everything if it failed. The table is sorted by measured speed, so a tie counts
-as the mean of its plans. Nine configurations are published twice, as successful and as failed; repeats count as one
-plan, which ran if any did. "Repeats apart" is the same figure without that.
+- llm-analysis is version 0.2.2 of the package index; its repository has changed since.
+  Its step time is FLOPs over half of the peak, so it is the same for all plans of a group.
+  Its check of the feed-forward shape is disabled, because it refuses gated models.
+- The EleutherAI cookbook is not a package: its formula is restated.
+- accelerate and DeepSpeed are called; DeepSpeed has figures for ZeRO-2 and ZeRO-3 only.
+
+Plan choice: for each model and number of GPUs, the plan that is predicted to fit and to be fastest.
+Regret is what it loses against the best measured plan, or everything if it failed.
+The table is sorted by measured speed, so ties are not broken by its order: a tie counts as the mean of its plans.
+Nine configurations are published twice, once as run and once as failed.
+Repeats count as one plan, which ran if any of them did; "repeats apart" is the same figure with separate repeats.
 
 The constants of `cost/memory_profiles.py` and `cost/time_profiles.py` were set with these same sources in view, and
-those of our trainer with these same H200 runs: these are errors of the fit. Errors on runs that a fit has not seen follow.
+those of our trainer with these same H200 runs: the errors above are those of the fit.
+The errors on runs that a fit never saw follow.
 """
 LEFT_OUT = """
 ## Left out of the fit
 
-For each model and each number of GPUs, the constants that were fitted to published runs are fitted again to all others,
-starting from values that are off by a half, and scored on it. Everything else in the model is counted or measured, but
-was written with all of these runs known: only these constants are really left out.
+Each model and each number of GPUs is left out in turn.
+The constants that were fitted to published runs are fitted again to all other runs, from values that are off by a half,
+and scored on what was left out.
+Everything else in the cost model is counted or measured, but it was written with all of these runs in view: only these
+constants are really left out.
 """
 NOT_REACHED = """
 ## What is not reached
 
-**Regret over all groups** (the goal is 10 %). Up to 256 GPUs it is a few percent. The two groups of 512 GPUs alone
-add ten: about half of the runs there without a pipeline were two to thirteen times slower than predicted, and which
-ones has no pattern in the plan. With tp 4 and a micro-batch of 1, the 8B model ran at 386 tokens/s as replicas and
-at 2,157 with ZeRO-1; with a micro-batch of 2, at 3,101 as replicas and at 1,594 with ZeRO-1. No model that knows
-only the plan can rank these.
+**Regret over all groups** (the goal is 10 %).
+Up to 256 GPUs it is a few percent.
+The two groups of 512 GPUs alone add ten points.
+About half of the runs there without a pipeline were two to thirteen times slower than predicted, with no pattern in the
+plan.
+With tp 4 and a micro-batch of 1, the 8B model ran at 386 tokens/s as replicas and at 2,157 with ZeRO-1.
+With a micro-batch of 2, it ran at 3,101 as replicas and at 1,594 with ZeRO-1.
+No model that knows only the plan can rank these.
 
-**Memory at 32 to 128 GPUs** is off by 11 % on average where 10 % is reached over all: nanotron's runs fall into two
-kinds that differ by what tensor parallelism keeps, and no column tells them apart.
+**Memory at 32 to 128 GPUs** is off by 11 % on average, where 10 % is reached over all.
+nanotron's runs fall into two kinds that differ by what tensor parallelism keeps, and no column distinguishes them.
 
 **Step times of plans with ZeRO-3 over hundreds of nodes** (SC21) are predicted too short, and so are those on slower
-networks than the catalogue assumes (InternEvo). A cluster file with measured links fixes that.
+networks than the catalogue assumes (InternEvo).
+Use a cluster file with measured links.
 """
 
 
@@ -79,7 +92,7 @@ def page(ours: CasesBySource, peers: Mapping[str, CasesBySource], left_out: Sequ
     ]
     parts += ["\n![predicted against measured](images/accuracy.svg)\n", "\n## Plan choice\n", _choices(nanotron)]
     parts += ["\n## Further sources\n", _further(ours), "\n## Our trainer on one H200\n", _own(ours[OWN])]
-    parts += ["\nMeasured when every constant had been set:\n", _own(ours[OWN_LATER])]
+    parts += ["\nMeasured after every constant had been set:\n", _own(ours[OWN_LATER])]
     return "\n".join(part.strip("\n") + "\n" for part in parts)
 
 
@@ -94,7 +107,9 @@ def _groups(ours: CasesBySource) -> str:
                 name = f"{group} GPUs" if isinstance(group, int) else str(group)
                 figures = [_percent(each) for found in (memory, speed) for each in _two(found)]
                 rows.append([source, name, str(len(cases)), *figures])
-    return _markdown(rows) + "\nMean errors; nanotron's tokens/s: its clean subset (no pipeline, up to 128 GPUs).\n"
+    return (
+        _markdown(rows) + "\nMean errors. nanotron's tokens/s are of its clean subset (no pipeline, up to 128 GPUs).\n"
+    )
 
 
 def _two(found: object) -> tuple[float | None, float | None]:
@@ -117,9 +132,10 @@ def _further(ours: CasesBySource) -> str:
         figures = [_percent(each) for one in found for each in _two(one)]
         rows.append([source, str(len(cases)), *figures, str(flagged)])
     return _markdown(rows) + (
-        "\nFor information: InternEvo, SC21 and BigScience are asked by the nearest stack's profile, the last two"
-        "\nran before flash attention, and BigScience's memory is nvidia-smi's. torchtune has no batch sizes and the"
-        "\nsmall golden values no vocabulary, so they cannot be asked about.\n"
+        "\nThese have no bounds."
+        "\nInternEvo, SC21 and BigScience are predicted with the profile of the nearest stack."
+        "\nThe last two ran before flash attention, and BigScience's memory is from nvidia-smi."
+        "\ntorchtune publishes no batch sizes and the small golden values no vocabulary, so they cannot be predicted.\n"
     )
 
 

@@ -120,11 +120,18 @@ def left_out() -> Iterator[list[str]]:
                 )
                 if before is None or after is None:
                     continue
-                found = ", ".join(f"{name} {value_of(stack, fit.part, (name, at)):.3g}" for name, at in fit.constants)
                 name = f"{group} GPUs" if isinstance(group, int) else group
                 what = "memory" if fit.part == "memory" else "tokens/s"
                 errors = [f"{100 * each.mape:.1f} %" for each in (before, after)]
-                yield [fit.source, what, name, str(before.count), *errors, found]
+                yield [fit.source, what, name, str(before.count), *errors, _constants_text(stack, fit)]
+
+
+def _constants_text(stack: Stack, fit: Fit) -> str:
+    """Return the constants with their values: `fragmentation 0.162 / 0.102, gathered_input_bytes 2.65`."""
+    values: dict[str, list[str]] = {}
+    for name, at in fit.constants:
+        values.setdefault(name, []).append(f"{value_of(stack, fit.part, (name, at)):.3g}")
+    return ", ".join(f"{name} {' / '.join(each)}" for name, each in values.items())
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Those who run in `benchmarks/throughput.py`: the same work through other trainers, a hand-written loop, and ours."""
+"""The peers of `benchmarks/throughput.py`: the same work in other trainers, in a hand-written loop, and in ours."""

@@ -1,4 +1,4 @@
-"""Who runs against whom, on what work. A peer is a trainer's name and, behind a `+`, what it does otherwise."""
+"""Which peers are compared on which work. A peer is the name of a trainer and, after a `+`, how it differs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,9 +9,9 @@ from benchmarks.peers.work import Work
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contest:
-    """One kind of work. `peers` says by which fields of it each one differs; `extra` ones run only when asked for.
+    """One kind of work. `peers` maps each peer to the fields that it changes; `extra` peers run only if named.
 
-    `reference` is whom the others are compared with, and `beside` a peer of another contest, where that is asked too.
+    The others are compared with `reference`, and also with `beside`, a peer of another contest.
     """
 
     shape: str
@@ -53,7 +53,7 @@ CONTESTS: dict[str, Contest] = {
             "torchtitan+auto": options(filter=["output", "auto_filter_small_kn"]),
         },
         extra=("torchtitan+auto",),
-        about="tensorwise scales, the head in bf16; +auto leaves out what torchao holds to be too small as well",
+        about="tensorwise scales, the head in bf16; +auto also leaves out layers that torchao considers too small",
     ),
     "8b": Contest(
         shape="8b",
@@ -66,13 +66,13 @@ CONTESTS: dict[str, Contest] = {
             "loop": {},
             "torchtitan+selective": {"recompute": "selective"},
         },
-        about="full recompute, +selective torchtitan's per-operator recompute; trimaran's recompute is its planner's",
+        about="full recompute; +selective: torchtitan's per-operator recompute; trimaran's planner chooses its own",
     ),
     "hf-1b": Contest(
         shape="1b",
         reference="hf_trainer",
         peers={"hf_trainer": {}, "trimaran": options(family="hf")},
-        about="transformers' LlamaForCausalLM through each",
+        about="transformers' LlamaForCausalLM in both trainers",
     ),
     "vlm": Contest(
         shape="vlm",
@@ -84,7 +84,7 @@ CONTESTS: dict[str, Contest] = {
             "trimaran+own": options(family="vlm"),
         },
         extra=("trimaran+own",),
-        about="transformers' Qwen2-VL of 2B, an image of 448 x 448 in each row; +own: Trimaran's network like it",
+        about="transformers' Qwen2-VL of 2B, an image of 448 x 448 in each row; +own: Trimaran's equivalent network",
     ),
     "32k": Contest(
         shape="1b",
@@ -98,13 +98,13 @@ CONTESTS: dict[str, Contest] = {
         shape="1b",
         reference="trimaran",
         peers={"trimaran": {}, "trimaran+packed": options(packed=True)},
-        about="+packed: documents of 528 tokens on average, attention inside each, against whole sequences",
+        about="+packed: documents of 528 tokens on average, attention inside each, against full sequences",
     ),
 }
 
 
 def works(name: str, contest: Contest, asked: Mapping[str, Any]) -> dict[str, Work]:
-    """Return the work of each peer, by its name. `asked` replaces fields of the contest, for all of them."""
+    """Return the work of each peer, by name. `asked` overrides fields of the contest for all peers."""
     shared = {field: getattr(contest, field) for field in ("shape", "seq_len", "micro_batch", "precision", "recompute")}
     if asked.get("shape") == "tiny" and contest.shape == "vlm":
         asked = {**asked, "shape": "tiny-vlm"}

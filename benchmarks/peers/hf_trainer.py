@@ -1,7 +1,6 @@
-"""transformers' Trainer with its LlamaForCausalLM, or Qwen2VLForConditionalGeneration: bf16 autocast, the whole model
-compiled, the fused optimizer.
+"""transformers' Trainer with LlamaForCausalLM or Qwen2VLForConditionalGeneration: bf16 autocast, compiled, fused AdamW.
 
-Nothing is logged, saved or looked at between the steps, so the host never waits for the device.
+Nothing is logged, saved or read between the steps, so the host never waits for the device.
 """
 
 import tempfile
@@ -22,7 +21,7 @@ VERSION = f"transformers {transformers.__version__}, accelerate {accelerate.__ve
 
 
 class Rows(Dataset):
-    """Our tokens; the model takes the next token of each as its label by itself."""
+    """Our tokens; the model shifts the labels itself."""
 
     def __init__(self, work: Work) -> None:
         self.work = work
@@ -44,7 +43,7 @@ class Marks(TrainerCallback):
 
 
 class KeepingTrainer(Trainer):
-    """Its Trainer, which also keeps the loss of every step, on the device."""
+    """The Trainer, which also keeps the loss of every step on the device."""
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         loss = super().training_step(*args, **kwargs)
@@ -57,7 +56,7 @@ class KeepingTrainer(Trainer):
 
 
 def build(work: Work) -> LlamaForCausalLM:
-    """Return the model with random fp32 weights, on the device that there is."""
+    """Return the model with random fp32 weights, on the GPU if there is one."""
     torch.manual_seed(SEED)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = LlamaForCausalLM._from_config(
@@ -72,7 +71,7 @@ def ready(work: Work) -> Callable[[Timer], dict[str, Any]]:
 
 
 def _train(work: Work, timer: Timer) -> dict[str, Any]:
-    if work.model.eye is None:
+    if work.model.vision is None:
         parts: dict[str, Any] = {"model": build(work), "train_dataset": Rows(work)}
     else:
         parts = {"model": build_vlm(work), "train_dataset": ImageRows(work), "data_collator": collate}
@@ -103,7 +102,7 @@ def arguments(work: Work, folder: str) -> TrainingArguments:
         dataloader_pin_memory=on_gpu,
         remove_unused_columns=False,
         logging_strategy="no",
-        logging_nan_inf_filter=False,  # it would wait for each loss
+        logging_nan_inf_filter=False,  # it would synchronise at each step
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,

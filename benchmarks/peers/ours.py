@@ -1,8 +1,8 @@
-"""Trimaran: the recipe resolved, planned and trained as `trimaran train` does, telemetry on, in this process.
+"""Trimaran: resolves, plans and trains the recipe as `trimaran train` does, with telemetry, in this process.
 
-No supervisor watches it, so no copies of the state go to host memory, and it ends before the last checkpoint would be
-written: no peer keeps anything either. Step times are those of `metrics.jsonl`, which are marks on the device's clock,
-one step ending where the next begins; `wall_seconds` is from the times at which its lines were written.
+There is no supervisor, so there are no memory copies, and it ends before the last checkpoint would be written: no peer
+saves anything either. Step times are those of `metrics.jsonl`: differences of CUDA events, where one step ends when the
+next begins. `wall_seconds` is computed from the times at which its lines were written.
 """
 
 import importlib
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from benchmarks.peers.work import CLIP, LR, SEED, WEIGHT_DECAY, Eye, Work
+from benchmarks.peers.work import CLIP, LR, SEED, WEIGHT_DECAY, VisionShape, Work
 from PIL import Image
 
 from trimaran import __version__
@@ -27,26 +27,26 @@ from trimaran.hardware import detect
 from trimaran.launch.local import worker_environment
 from trimaran.run import create_run
 
-MEAN_DOCUMENT = 512  # tokens, where documents are packed
+MEAN_DOCUMENT = 512  # tokens of a packed document
 IMAGES = 32
-SPARE = 8  # tokens of a row for what stands around an image and ends a caption
+SPARE = 8  # tokens of a row for the markers around an image and the end of the caption
 
 
 class AnyIds(ByteTokenizer):
-    """Stands for a tokenizer of the shape's vocabulary; nothing is ever turned into text."""
+    """A stub for a tokenizer with the shape's vocabulary; nothing is ever decoded."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size, self.end_id = vocab_size, vocab_size - 1
 
 
 def ready(work: Work) -> Callable[[Any], dict[str, Any]]:
-    """Return what trains. The plan is made first: it says what the environment must hold before torch is imported."""
+    """Return the training function. The plan is made first, because it sets environment variables that torch reads."""
     folder = tempfile.TemporaryDirectory(prefix="throughput-")
     root = Path(folder.name)
-    if work.model.eye is None:
+    if work.model.vision is None:
         write_tokens(work, root / "data")
     else:
-        write_images(work, root / "data", work.model.eye)
+        write_images(work, root / "data", work.model.vision)
     (root / "model").mkdir()
     (root / "model" / "config.json").write_text(json.dumps(work.model.config(work.seq_len)))
     request = resolve(None, settings(work, root))
@@ -54,12 +54,12 @@ def ready(work: Work) -> Callable[[Any], dict[str, Any]]:
     os.environ.update(worker_environment(os.environ, request.plan, on_cpu=on_cpu, deterministic=False))
     train = trainer()
     if work.options.get("family") == "hf":
-        importlib.import_module("trimaran.nets.hf")  # and transformers with it, before the turn
+        importlib.import_module("trimaran.nets.hf")  # imports transformers, before the lock is taken
     return lambda _: _measure(train, request, folder, work)
 
 
 def settings(work: Work, root: Path) -> list[str]:
-    """Return the recipe. The planner decides on whatever the contest leaves open."""
+    """Return the recipe as settings. The planner chooses what the contest leaves open."""
     asked = [
         f"model.family={work.options.get('family', 'decoder')}",
         f"model.path={root / 'model'}",
@@ -83,10 +83,14 @@ def settings(work: Work, root: Path) -> list[str]:
     ]
     if not work.options.get("planned"):
         asked.append(f"plan.recompute={work.recompute}")
-    if work.model.eye is None:
+    if work.model.vision is None:
         asked.append("data.source=shards")
     else:
-        asked += ["data.source=image-folder", "data.samples.batching=pad", f"data.image_size={work.model.eye.pixels}"]
+        asked += [
+            "data.source=image-folder",
+            "data.samples.batching=pad",
+            f"data.image_size={work.model.vision.pixels}",
+        ]
     return [*asked, *work.options.get("set", ())]
 
 
@@ -95,7 +99,7 @@ def is_packed(work: Work) -> bool:
 
 
 def write_tokens(work: Work, path: Path) -> None:
-    """Write as many random tokens as the run reads: one document, or, to be packed, many of various lengths."""
+    """Write as many random tokens as the run reads: one document, or many of different lengths to be packed."""
     draw = np.random.default_rng(SEED)
     left = work.all_steps * work.tokens_per_step + 1
     with ShardWriter(path, AnyIds(work.model.vocab)) as writer:
@@ -106,20 +110,22 @@ def write_tokens(work: Work, path: Path) -> None:
             left -= size
 
 
-def write_images(work: Work, path: Path, eye: Eye) -> None:
-    """Write some images with captions that fill a row; a run goes over them again and again."""
+def write_images(work: Work, path: Path, vision: VisionShape) -> None:
+    """Write some images with captions that fill a row; a run repeats them."""
     draw = np.random.default_rng(SEED)
     path.mkdir()
     for number in range(IMAGES):
         coarse = Image.fromarray(draw.integers(256, size=(8, 8, 3), dtype=np.uint8))
-        coarse.resize((eye.pixels, eye.pixels)).save(path / f"{number:03d}.png")
-        coordinator = draw.integers(97, 123, size=work.seq_len - eye.tokens - SPARE, dtype=np.uint8)
-        (path / f"{number:03d}.txt").write_bytes(coordinator.tobytes())
+        coarse.resize((vision.pixels, vision.pixels)).save(path / f"{number:03d}.png")
+        caption = draw.integers(97, 123, size=work.seq_len - vision.tokens - SPARE, dtype=np.uint8)
+        (path / f"{number:03d}.txt").write_bytes(caption.tobytes())
 
 
 def trainer() -> Callable[[Path, Recipe, Plan], None]:
-    """Return what trains in this process and keeps nothing: no checkpoint is written, and none has to fit a disk."""
-    # Only now: the environment is read when torch is imported.
+    """Return a function that trains in this process and writes no checkpoint, so the disk need not have space for one.
+
+    torch reads the environment when it is imported, so it is imported here.
+    """
     from trimaran.run import Journal  # noqa: PLC0415
     from trimaran.train.build import build_worker_parts  # noqa: PLC0415
     from trimaran.train.checkpointing import checkpoint_backend  # noqa: PLC0415
@@ -147,9 +153,9 @@ def _measure(
         train(path, request.recipe, request.plan)
         lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     seconds = [line["step_seconds"] for line in lines[work.warm :]]
-    # A line is written while the next step runs; the last one has none, so its time tells nothing.
+    # A line is written while the next step runs. The last step has no next one, so its time is not used.
     written = lines[-2]["time"] - lines[work.warm - 1]["time"]
-    told = {
+    result = {
         "seconds": seconds,
         "wall_seconds": written * len(seconds) / (len(seconds) - 1),
         "first_step_time": lines[0]["time"],
@@ -158,4 +164,4 @@ def _measure(
         "version": f"trimaran {__version__}",
     }
     plan = request.plan.model_dump(mode="json", exclude_defaults=True, exclude={"prediction"})
-    return told | {"note": "plan " + json.dumps(plan, sort_keys=True)}
+    return result | {"note": "plan " + json.dumps(plan, sort_keys=True)}

@@ -1,6 +1,6 @@
 """Lightning's Trainer with transformers' LlamaForCausalLM: bf16-mixed, the model compiled, the fused optimizer.
 
-`barebones` switches off all of Lightning that costs speed: logging, progress bar, checkpoints, sanity checks.
+`barebones` switches off everything in Lightning that costs speed: logging, progress bar, checkpoints, sanity checks.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ class Module(pytorch_lightning.LightningModule):
         self.timer.step()
 
     def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
-        """Clip as everybody does: Lightning's own clipping refuses fused optimizers."""
+        """Clip with torch: Lightning's own clipping refuses fused optimizers."""
         torch.nn.utils.clip_grad_norm_(self.parameters(), CLIP, foreach=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

@@ -1,4 +1,4 @@
-"""Lines of results as tables: a median over all windows of all rounds, and how far the rounds lie apart."""
+"""Tables of results: the median over all windows of all rounds, and the range of the rounds."""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -10,19 +10,19 @@ HEAD = "| peer | tokens/s | rounds | ratio | GiB | reserved | first step s | los
 
 
 def windows(line: dict[str, Any]) -> list[float]:
-    """Return the tokens a second of each window of a run."""
+    """Return the tokens per second of each window of a run."""
     seconds, size = line["seconds"], line["window"]
     parts = [seconds[start : start + size] for start in range(0, len(seconds), size)]
     return [len(part) * line["tokens_per_step"] / sum(part) for part in parts]
 
 
 def speed(lines: Sequence[dict[str, Any]]) -> float:
-    """Return the tokens a second of one peer: the median over the windows of all its runs."""
+    """Return the tokens per second of one peer: the median over the windows of all its runs."""
     return statistics.median(each for line in lines for each in windows(line))
 
 
 def tables(lines: Iterable[dict[str, Any]]) -> str:
-    """Return a table in Markdown for each contest that has results."""
+    """Return a Markdown table for each contest that has results."""
     runs: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for line in lines:
         runs.setdefault(line["contest"], {}).setdefault(line["peer"], []).append(line)
@@ -31,41 +31,41 @@ def tables(lines: Iterable[dict[str, Any]]) -> str:
 
 def _table(name: str, contest: Contest, runs: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
     peers = runs[name]
-    good = {peer: [line for line in told if "failed" not in line] for peer, told in peers.items()}
-    some = next((told[0] for told in good.values() if told), None)
+    good = {peer: [line for line in lines if "failed" not in line] for peer, lines in peers.items()}
+    some = next((lines[0] for lines in good.values() if lines), None)
     where = f", {some['device']}, torch {some['torch']}, {some['model']}" if some else ""
     rows = [f"**{name}**{where}{'; ' if contest.about else ''}{contest.about}\n", HEAD]
     reference = speed(good[contest.reference]) if good.get(contest.reference) else 0.0
-    for peer, told in peers.items():
-        rows.append(_row(peer, good[peer], reference) if good[peer] else f"| {peer} | {told[-1]['failed']} |")
+    for peer, lines in peers.items():
+        rows.append(_row(peer, good[peer], reference) if good[peer] else f"| {peer} | {lines[-1]['failed']} |")
     if contest.beside and (other := _beside(contest.beside, runs)):
-        ratios = [f"{peer} {speed(told) / other:.3f}" for peer, told in good.items() if told]
+        ratios = [f"{peer} {speed(lines) / other:.3f}" for peer, lines in good.items() if lines]
         rows.append(f"\nof {contest.beside[1]} in {contest.beside[0]}: {', '.join(ratios)}")
     rows.append("\n" + "; ".join(_versions(good)))
     return "\n".join(rows)
 
 
 def _beside(which: tuple[str, str], runs: dict[str, dict[str, list[dict[str, Any]]]]) -> float:
-    told = [line for line in runs.get(which[0], {}).get(which[1], []) if "failed" not in line]
-    return speed(told) if told else 0.0
+    lines = [line for line in runs.get(which[0], {}).get(which[1], []) if "failed" not in line]
+    return speed(lines) if lines else 0.0
 
 
-def _row(peer: str, told: list[dict[str, Any]], reference: float) -> str:
-    rounds = [speed([line]) for line in told]
-    ratio = f"{speed(told) / reference:.3f}" if reference else ""
-    peak, reserved = (max(line[key] for line in told) / 2**30 for key in ("peak_bytes", "reserved_bytes"))
-    starts = ", ".join(f"{line['start_seconds']:.0f}" for line in told)
-    losses = f"{told[0]['first_loss']:.3f} -> {told[0]['last_loss']:.3f}"
+def _row(peer: str, lines: list[dict[str, Any]], reference: float) -> str:
+    rounds = [speed([line]) for line in lines]
+    ratio = f"{speed(lines) / reference:.3f}" if reference else ""
+    peak, reserved = (max(line[key] for line in lines) / 2**30 for key in ("peak_bytes", "reserved_bytes"))
+    starts = ", ".join(f"{line['start_seconds']:.0f}" for line in lines)
+    losses = f"{lines[0]['first_loss']:.3f} -> {lines[0]['last_loss']:.3f}"
     return (
-        f"| {peer} | {speed(told):,.0f} | {min(rounds):,.0f} - {max(rounds):,.0f} | {ratio} | {peak:.1f} | "
-        f"{reserved:.1f} | {starts} | {losses} | {len(told)} |"
+        f"| {peer} | {speed(lines):,.0f} | {min(rounds):,.0f} - {max(rounds):,.0f} | {ratio} | {peak:.1f} | "
+        f"{reserved:.1f} | {starts} | {losses} | {len(lines)} |"
     )
 
 
 def _versions(good: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """Return a sentence for each peer: its version, and what else it said."""
+    """Return the version and the note of each peer."""
     return [
-        f"{peer}: {told[-1]['version']}" + (f" ({told[-1]['note']})" if told[-1]["note"] else "")
-        for peer, told in good.items()
-        if told
+        f"{peer}: {lines[-1]['version']}" + (f" ({lines[-1]['note']})" if lines[-1]["note"] else "")
+        for peer, lines in good.items()
+        if lines
     ]

@@ -1,4 +1,4 @@
-"""When each step ended, on the device's own clock: nobody waits for a step, so it is nobody's loss."""
+"""Times steps with CUDA events, so that no step has to synchronise."""
 
 import time
 from typing import Any
@@ -8,7 +8,7 @@ from benchmarks.peers.work import Work
 
 
 class Timer:
-    """Call `step` behind every step. The device is waited for twice: before the steps that count, and behind them."""
+    """Call `step` after every step. The device is synchronised twice: before and after the timed steps."""
 
     def __init__(self, work: Work) -> None:
         self._work = work
@@ -34,13 +34,13 @@ class Timer:
 
     @property
     def seconds(self) -> list[float]:
-        """The seconds of each step that counts."""
+        """The seconds of each timed step."""
         between = _cuda_seconds if self._on_gpu else _host_seconds
         return [between(*pair) for pair in zip(self._marks, self._marks[1:], strict=False)]
 
     @property
     def wall_seconds(self) -> float:
-        """The seconds of all of them on the host's clock, with the device idle at both ends."""
+        """The wall-clock seconds of all timed steps on the host, with the device idle at both ends."""
         return self._wall
 
     def synchronise(self) -> None:

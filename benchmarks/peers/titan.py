@@ -1,7 +1,7 @@
 """torchtitan: its own Trainer, model, loss, optimizer and float8 converter, with our tokens in its own data loader.
 
-It reads text sets with the library `datasets`, which nothing here uses: where it is missing an empty module stands in.
-It has no CPU: there, for the tests, `torch.cpu` gets the few questions about devices that it asks.
+It imports the library `datasets`, which is not used here: if it is missing, an empty stub replaces it. torchtitan does
+not support CPUs: for the tests, `torch.cpu` gets the few device functions that it calls.
 """
 
 import importlib.util
@@ -18,8 +18,8 @@ from benchmarks.peers.timer import Timer
 from benchmarks.peers.work import BETAS, CLIP, LR, SEED, THETA, WEIGHT_DECAY, Work, draw_row
 from torch.utils.data import IterableDataset
 
-STOOD_IN = importlib.util.find_spec("datasets") is None
-if STOOD_IN:
+DATASETS_STUBBED = importlib.util.find_spec("datasets") is None
+if DATASETS_STUBBED:
     sys.modules["datasets"] = ModuleType("datasets")
     sys.modules["datasets.distributed"] = ModuleType("datasets.distributed")
     sys.modules["datasets"].__dict__.update(Dataset=None, load_dataset=None)
@@ -52,7 +52,7 @@ NAME = "throughput"
 
 
 class Rows(IterableDataset):
-    """Our tokens, as its text set yields them."""
+    """Our tokens, in the form of torchtitan's text dataset."""
 
     def __init__(self, work: Work) -> None:
         self.work = work
@@ -66,7 +66,7 @@ class Rows(IterableDataset):
 
 
 class Losses(MetricsProcessor):
-    """Its metrics, which also remember the losses that it logged: those of the first step and of the last."""
+    """The metrics processor, which also keeps the logged losses: those of the first and the last step."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -78,14 +78,14 @@ class Losses(MetricsProcessor):
 
 
 class TimedTrainer(Trainer):
-    """Its Trainer, with a mark behind every step."""
+    """The Trainer, with a timer call after every step."""
 
     timer: Timer
     peak_bytes = reserved_bytes = 0
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:
         if self.step == self.job_config.training.steps and torch.cuda.is_available():
-            # The log of the last step, which is not timed, forgets the peak.
+            # Logging the last step, which is not timed, resets the peak.
             self.peak_bytes = torch.cuda.max_memory_allocated()
             self.reserved_bytes = torch.cuda.max_memory_reserved()
         super().train_step(data_iterator)
@@ -97,7 +97,7 @@ def ready(work: Work) -> Callable[[Timer], dict[str, Any]]:
 
 
 def _train(work: Work, timer: Timer) -> dict[str, Any]:
-    _be_the_only_rank()
+    _set_rank_environment()
     _register(work)
     with tempfile.TemporaryDirectory() as folder:
         trainer = TimedTrainer(_job(work, folder))
@@ -108,22 +108,22 @@ def _train(work: Work, timer: Timer) -> dict[str, Any]:
         trainer.train()
         logged = trainer.metrics_processor.logged
         trainer.close()
-    told = {"first_loss": logged[0], "last_loss": logged[-1], "version": f"torchtitan {torchtitan.__version__}"}
+    result = {"first_loss": logged[0], "last_loss": logged[-1], "version": f"torchtitan {torchtitan.__version__}"}
     if trainer.peak_bytes:
-        told |= {"peak_bytes": trainer.peak_bytes, "reserved_bytes": trainer.reserved_bytes}
-    return told | ({"note": "datasets is an empty stand-in"} if STOOD_IN else {})
+        result |= {"peak_bytes": trainer.peak_bytes, "reserved_bytes": trainer.reserved_bytes}
+    return result | ({"note": "datasets is an empty stub"} if DATASETS_STUBBED else {})
 
 
-def _be_the_only_rank() -> None:
+def _set_rank_environment() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update(place)
+    environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update(environment)
 
 
 def _register(work: Work) -> None:
-    """Let torchtitan know the shape and the data under NAME; all else is what it does for Llama 3."""
+    """Register the shape and the data with torchtitan under NAME; everything else is its Llama 3."""
     spec, shape = get_train_spec(), work.model
     spec.model_args = {
         NAME: TransformerModelArgs(

@@ -1,4 +1,4 @@
-"""The work that every peer of a contest does: shape, batch, precision, and tokens that are drawn from a seed."""
+"""The work that every peer of a contest does: shape, batch, precision, and random tokens from a seed."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -15,8 +15,8 @@ THETA = 500_000.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Eye:
-    """What sees in a model of Qwen2-VL's kind, and the one image of each row: so many pixels a side."""
+class VisionShape:
+    """The vision tower of a Qwen2-VL model, and the one image of each row: `pixels` a side."""
 
     layers: int
     hidden: int
@@ -27,18 +27,18 @@ class Eye:
 
     @property
     def patches(self) -> int:
-        """Of one side of an image."""
+        """Patches along one side of an image."""
         return self.pixels // self.patch
 
     @property
     def tokens(self) -> int:
-        """What an image takes of its row."""
+        """Tokens of an image in its row."""
         return (self.patches // self.merge) ** 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A decoder of Llama's kind, whose head has weights of its own; with an eye, one of Qwen2-VL's kind, tied."""
+    """A Llama decoder with an untied head; with an `vision`, a Qwen2-VL model with a tied head."""
 
     layers: int
     hidden: int
@@ -46,17 +46,17 @@ class Shape:
     kv_heads: int
     ffn: int
     vocab: int = 128_256
-    eye: Eye | None = None
+    vision: VisionShape | None = None
 
     @property
     def head_dim(self) -> int:
         return self.hidden // self.heads
 
     def config(self, seq_len: int) -> dict[str, Any]:
-        """Return the content of the `config.json` that transformers and Trimaran read this shape from."""
-        return self._llama(seq_len) if self.eye is None else self._qwen2_vl(self.eye, seq_len)
+        """Return the content of the `config.json` from which transformers and Trimaran read this shape."""
+        return self._llama(seq_len) if self.vision is None else self._qwen2_vl(self.vision, seq_len)
 
-    def _qwen2_vl(self, eye: Eye, seq_len: int) -> dict[str, Any]:
+    def _qwen2_vl(self, vision: VisionShape, seq_len: int) -> dict[str, Any]:
         half = self.head_dim // 2
         sections = [half - 2 * (3 * half // 8), 3 * half // 8, 3 * half // 8]
         own = {
@@ -71,15 +71,15 @@ class Shape:
             "vision_start_token_id": self.vocab - 3,
             "vision_end_token_id": self.vocab - 4,
             "vision_config": {
-                "depth": eye.layers,
-                "embed_dim": eye.hidden,
+                "depth": vision.layers,
+                "embed_dim": vision.hidden,
                 "hidden_size": self.hidden,
                 "hidden_act": "quick_gelu",
                 "mlp_ratio": 4,
-                "num_heads": eye.heads,
+                "num_heads": vision.heads,
                 "in_channels": 3,
-                "patch_size": eye.patch,
-                "spatial_merge_size": eye.merge,
+                "patch_size": vision.patch,
+                "spatial_merge_size": vision.merge,
                 "temporal_patch_size": 2,
             },
         }
@@ -120,7 +120,7 @@ SHAPES = {
         kv_heads=2,
         ffn=8960,
         vocab=151_936,
-        eye=Eye(layers=32, hidden=1280, heads=16, pixels=448),
+        vision=VisionShape(layers=32, hidden=1280, heads=16, pixels=448),
     ),
     "tiny-vlm": Shape(
         layers=2,
@@ -129,7 +129,7 @@ SHAPES = {
         kv_heads=2,
         ffn=192,
         vocab=512,
-        eye=Eye(layers=2, hidden=32, heads=2, pixels=56),
+        vision=VisionShape(layers=2, hidden=32, heads=2, pixels=56),
     ),
     "tiny": Shape(layers=2, hidden=64, heads=4, kv_heads=2, ffn=192, vocab=512),
 }
@@ -137,7 +137,7 @@ SHAPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What one process trains. `windows` groups of `steps` steps are timed, after `warm` steps that are not."""
+    """What one process trains. After `warm` untimed steps, `windows` groups of `steps` steps are timed."""
 
     contest: str
     peer: str
@@ -147,8 +147,8 @@ class Work:
     precision: str = "bf16"
     recompute: str = "none"
     compile: bool = True
-    layers: int | None = None  # in place of the shape's
-    options: dict[str, Any] = field(default_factory=dict)  # of this peer alone
+    layers: int | None = None  # overrides those of the shape
+    options: dict[str, Any] = field(default_factory=dict)  # of this peer only
     warm: int = 5
     windows: int = 3
     steps: int = 6
@@ -175,13 +175,13 @@ class Work:
 
 
 def draw_row(work: Work, index: int) -> np.ndarray:
-    """Return `seq_len + 1` random tokens as int64: the row of this number, whoever asks for it."""
+    """Return `seq_len + 1` random tokens as int64. The row depends only on its index, so all peers get the same."""
     draw = np.random.default_rng((SEED, index))
     return draw.integers(work.model.vocab, size=work.seq_len + 1)
 
 
 def draw_batches(work: Work) -> Iterator[np.ndarray]:
-    """Yield the micro-batches [rows, seq_len + 1] without an end."""
+    """Yield micro-batches [rows, seq_len + 1] without end."""
     step = 0
     while True:
         yield np.stack([draw_row(work, step * work.micro_batch + row) for row in range(work.micro_batch)])

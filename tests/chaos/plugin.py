@@ -141,7 +141,7 @@ def build_with_hook(*args: Any) -> tuple[Network, ...]:
 
 
 SupervisorLink.report_section = report_section_and_fail  # type: ignore[method-assign]
-build.build_networks = build_with_hook
+build.build_networks = build_with_hook  # pyrefly: ignore[bad-assignment]
 
 if seconds := float(os.environ.get("TRIMARAN_TEST_DISK_SECONDS", "0")):
     sync = DurableDisk.sync
@@ -153,7 +153,9 @@ if seconds := float(os.environ.get("TRIMARAN_TEST_DISK_SECONDS", "0")):
     DurableDisk.sync = sync_slowly  # type: ignore[method-assign]
 
 if every := int(os.environ.get("TRIMARAN_TEST_COMPARE", "0")):
-    replica_check.ReplicaCheck.__init__.__kwdefaults__["every"] = every
+    defaults = replica_check.ReplicaCheck.__init__.__kwdefaults__
+    assert defaults is not None
+    defaults["every"] = every
 
 if bad_sample := os.environ.get("TRIMARAN_TEST_SAMPLE"):  # KIND:ID, the kinds being raise, shape and range
     kind, number = bad_sample.split(":")

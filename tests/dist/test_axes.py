@@ -80,6 +80,7 @@ def test_tensor_parallel_ranks_hold_shards_of_logits_and_matrices() -> None:
 
 def attend_in_shards(kind: str, documents: torch.Tensor | None, tensors: list[torch.Tensor]) -> list[np.ndarray]:
     join_process_group(read_rank_info(os.environ))
+    assert dist.group.WORLD is not None
     context = CONTEXTS[kind](dist.group.WORLD)
 
     def mine(x: torch.Tensor) -> torch.Tensor:  # contexts split dim 1, these have their positions in dim 2
@@ -88,10 +89,13 @@ def attend_in_shards(kind: str, documents: torch.Tensor | None, tensors: list[to
     query, key, value, weight = tensors
     parts = [mine(each).detach().requires_grad_() for each in (query, key, value)]
     scope = None if documents is None else context.scope(documents)
-    out = context.attend(*parts, scope)
+    out = context.attend(parts[0], parts[1], parts[2], scope)
     (out * mine(weight)).sum().backward()
     # The full tensors, in order, equal on every rank.
-    shown = (out, *(each.grad for each in parts))
+    shown = [out]
+    for each in parts:
+        assert each.grad is not None
+        shown.append(each.grad)
     return [context.gather(each.transpose(1, 2)).transpose(1, 2).detach().numpy() for each in shown]
 
 
@@ -103,7 +107,7 @@ def test_attention_over_sequence_shards_is_exact(kind: str, packed: bool) -> Non
     key, value = torch.randn(2, 2, 16, 8), torch.randn(2, 2, 16, 8)
     documents = DOCUMENTS if packed else None
     inputs = [each.clone().requires_grad_() for each in (query, key, value)]
-    out = attention(*inputs, None if documents is None else document_mask(documents))
+    out = attention(inputs[0], inputs[1], inputs[2], None if documents is None else document_mask(documents))
     (out * weight).sum().backward()
     expected = [out.detach(), *(each.grad for each in inputs)]
     for answers in run_ranks(2, attend_in_shards, kind, documents, [query, key, value, weight]):
@@ -113,6 +117,7 @@ def test_attention_over_sequence_shards_is_exact(kind: str, packed: bool) -> Non
 
 def num_attended_keys() -> int:
     join_process_group(read_rank_info(os.environ))
+    assert dist.group.WORLD is not None
     return int(AllGatherContext(dist.group.WORLD).mask(torch.zeros(1, 64, dtype=torch.long)).sum())
 
 
@@ -159,7 +164,7 @@ def bytes_after_forward(sharding: str) -> tuple[int, int]:
     """Return how many parameter values this rank holds after a forward, and when sharded."""
     plan = Plan.model_validate({"mesh": {"dp_shard": 2}, "sharding": sharding})
     network = network_under(plan)
-    at_rest = sum(each.to_local().numel() for each in network.module.parameters())
+    at_rest = sum(each.to_local().numel() for each in network.module.parameters())  # pyrefly: ignore[missing-attribute]
     network.forward({"tokens": torch.arange(32).view(2, 16)})
     here = [each.to_local() if isinstance(each, DTensor) else each for each in network.module.parameters()]
     return sum(each.numel() for each in here), at_rest

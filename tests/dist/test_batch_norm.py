@@ -1,6 +1,7 @@
 """BatchNorm in a user's own loop: which statistics it uses when a batch is split over ranks and micro-batches."""
 
 import warnings
+from typing import cast
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ class Net(nn.Module):
         self.norm = nn.BatchNorm2d(6)
         self.blocks = nn.ModuleList(nn.Sequential(nn.Conv2d(6, 6, 3, padding=1), nn.BatchNorm2d(6)) for _ in range(2))
         self.plain = nn.BatchNorm1d(6, affine=False, momentum=None)
-        self.untracked = nn.BatchNorm1d(6, track_running_stats=False)
+        self.untracked: nn.Module = nn.BatchNorm1d(6, track_running_stats=False)
         self.head = nn.Linear(6, 5)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -47,6 +48,8 @@ def build_net() -> Net:
     model = Net()
     for each in model.modules():
         if isinstance(each, nn.BatchNorm2d):
+            assert each.running_mean is not None
+            assert each.running_var is not None
             each.running_mean.fill_(3.0)
             each.running_var.fill_(20.0)
     return model
@@ -64,7 +67,7 @@ def train_plain(frozen: bool) -> tuple[list[float], dict[str, np.ndarray]]:
     model = build_net()
     if frozen:
         model.untracked = nn.Identity()
-        for each in (model.norm, model.plain, *(block[1] for block in model.blocks)):
+        for each in (model.norm, model.plain, *(block.get_submodule("1") for block in model.blocks)):
             each.eval()
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.05), []
     for step in range(STEPS):
@@ -131,7 +134,7 @@ def outputs_and_gradients(batch_norm: str) -> tuple[np.ndarray, np.ndarray]:
     ((images, labels),) = loop.micro_batches(batch_of(0), size=BATCH // dist.get_world_size())
     out = model(images)
     loop.backward(F.cross_entropy(out, labels, reduction="sum"), num_tokens=len(labels))
-    return out.detach().numpy(), torch.cat([each.grad.flatten() for each in model.parameters()]).numpy()
+    return out.detach().numpy(), torch.cat([cast(Tensor, each.grad).flatten() for each in model.parameters()]).numpy()
 
 
 def test_outputs_and_gradients_equal_those_of_one_process() -> None:

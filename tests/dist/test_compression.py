@@ -30,6 +30,7 @@ def gradients(compression: str) -> list[np.ndarray]:
     for _ in range(STEPS):
         model.zero_grad()
         (model(torch.eye(64)) * target.T).sum().backward()
+        assert model.weight.grad is not None
         seen.append(model.weight.grad.clone().numpy())
     return seen
 

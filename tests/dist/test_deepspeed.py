@@ -170,7 +170,7 @@ def names_and_held_elements(recipe: Recipe, plan: Plan) -> tuple[list[str], int]
     build_stepper(networks, recipe.train, plan, ranks, StepClock(rank_info.device))
     parameters = dict(networks[0].module.named_parameters())
     split = [each for each in parameters.values() if getattr(each, "ds_numel", 0) > 10_000]
-    return list(parameters), sum(each.numel() + each.ds_tensor.numel() for each in split)
+    return list(parameters), sum(each.numel() + each.ds_tensor.numel() for each in split)  # pyrefly: ignore[missing-attribute]
 
 
 def test_parameters_keep_their_names_and_each_rank_holds_half(workspace: Path) -> None:

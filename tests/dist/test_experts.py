@@ -58,14 +58,15 @@ def start(mesh: Mesh) -> RankMesh:
 
 
 def experts_of(kind: str) -> ExpertSpec:
-    return ExpertSpec(**{"num_experts": 8, "ffn": 16, "balance": 0.1} | KINDS[kind])
+    fields: dict[str, Any] = {"num_experts": 8, "ffn": 16, "balance": 0.1} | KINDS[kind]
+    return ExpertSpec(**fields)
 
 
 def seeded(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(11))
 
 
-def mixture(kind: str) -> MoeLayer:
+def moe_layer(kind: str) -> MoeLayer:
     module = MoeLayer(experts_of(kind), HIDDEN)
     torch.manual_seed(2)
     for parameter in module.parameters():
@@ -83,7 +84,7 @@ def backward(module: MoeLayer, rows: slice) -> Tensor:
 
 def dispatch_tokens(kind: str, world_size: int) -> None:
     ranks = start(Mesh(dp_replicate=world_size, ep=world_size))
-    alone, module = mixture(kind), mixture(kind)
+    alone, module = moe_layer(kind), moe_layer(kind)
     names = [name for name, _ in module.named_parameters()]
     apply_ep(Network(module, (), None), Plan(mesh=ranks.degrees), ranks)
     assert isinstance(module.dispatch, TokenDispatcher)
@@ -112,7 +113,7 @@ def test_tokens_are_sent_to_their_experts_and_back(kind: str, world_size: int) -
 
 def dispatch_in_bf16() -> None:
     ranks = start(Mesh(dp_replicate=2, ep=2))
-    alone, module = mixture("capacity"), mixture("capacity")
+    alone, module = moe_layer("capacity"), moe_layer("capacity")
     apply_ep(Network(module, (), None), Plan(mesh=ranks.degrees), ranks)
     x = seeded(SEQUENCES, LENGTH, HIDDEN)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -127,7 +128,7 @@ def test_tokens_are_sent_in_the_precision_of_the_plan() -> None:
 
 def rank_without_tokens() -> None:
     ranks = start(Mesh(dp_replicate=2, ep=2))
-    module = mixture("one-choice")
+    module = moe_layer("one-choice")
     with torch.no_grad():  # all tokens then choose experts 4 to 7
         module.gate.weight.copy_(torch.arange(8.0)[:, None].expand_as(module.gate.weight))
     apply_ep(Network(module, (), None), Plan(mesh=ranks.degrees), ranks)
@@ -223,10 +224,10 @@ def test_expert_parallel_gradients_equal_those_of_one_process(name: str, kind: s
 def stage_statistics() -> dict[str, float]:
     ranks, spec = start(Mesh(pp=2)), spec_for("dropless")
     network = decoder_network(spec, range(ranks.rank("pp"), ranks.rank("pp") + 1))
-    (mixture,) = (layer.mlp for layer in network.blocks)
-    assert isinstance(mixture, MoeLayer)
+    (moe_layer,) = (layer.mlp for layer in network.blocks)
+    assert isinstance(moe_layer, MoeLayer)
     even, one = [2.0] * 8, [16.0] + [0.0] * 7
-    mixture.routing_stats[:] = torch.tensor([*(one if ranks.rank("pp") else even), 0, 16])
+    moe_layer.routing_stats[:] = torch.tensor([*(one if ranks.rank("pp") else even), 0, 16])
     return router_statistics((network,), ranks)()["router"]
 
 

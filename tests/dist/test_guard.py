@@ -123,7 +123,7 @@ def plant(fault: Fault, grad_accum: int) -> None:
         networks[-1].module.register_forward_hook(corrupt, with_kwargs=True)
         return networks
 
-    build.build_networks = with_fault
+    build.build_networks = with_fault  # pyrefly: ignore[bad-assignment]
 
 
 def watch_updates() -> list[tuple[bool, bool]]:
@@ -144,7 +144,7 @@ def watch_updates() -> list[tuple[bool, bool]]:
         assert all(each.isfinite().all() for each in after)
         return norm, refused
 
-    Updater.update = watched
+    Updater.update = watched  # pyrefly: ignore[bad-assignment]
     return updates
 
 
@@ -153,7 +153,7 @@ def train_with(
 ) -> tuple[int, list[tuple[bool, bool]]]:
     """Train with the fault; return the exit code and what `watch_updates` saw."""
     run, rank_info = RunDirectory(path), read_rank_info(os.environ)
-    guard.MIN_GOOD_STEPS = min_good_steps
+    guard.MIN_GOOD_STEPS = min_good_steps  # pyrefly: ignore[bad-assignment]
     if fault is not None and fault.rank == rank_info.rank:
         plant(fault, run.read_plan().grad_accum)
     updates = watch_updates()
@@ -327,7 +327,9 @@ def train_until_sigterm(path: Path, where: str) -> tuple[int, int]:
             send_sigterm()
         save(checkpointer, step)
 
-    build.build_networks, PlainStepper.evaluate, Checkpointer._save = building, evaluating, saving
+    build.build_networks = building  # pyrefly: ignore[bad-assignment]
+    PlainStepper.evaluate = evaluating  # pyrefly: ignore[bad-assignment]
+    Checkpointer._save = saving  # pyrefly: ignore[bad-assignment]
     return run_worker(RunDirectory(path), read_rank_info(os.environ), cache=path.parents[1] / "cache"), len(evaluated)
 
 
@@ -364,8 +366,8 @@ def train_with_a_flipped_bit(path: Path) -> int:
             next(iter(updater._trained.towers.values()))[0].data.view(torch.int32)[0, 0] ^= 1 << 20
         return answer
 
-    Updater.update = flipping
-    build.ReplicaCheck = partial(ReplicaCheck, every=2)
+    Updater.update = flipping  # pyrefly: ignore[bad-assignment]
+    build.ReplicaCheck = partial(ReplicaCheck, every=2)  # pyrefly: ignore[bad-assignment]
     return run_worker(RunDirectory(path), read_rank_info(os.environ), cache=path.parents[1] / "cache")
 
 

@@ -1,4 +1,4 @@
-"""Hugging Face models under every axis that they allow: the same numbers as one process, and no rank with all of it."""
+"""Hugging Face models under every supported axis equal one process, and no rank holds the full model."""
 
 import json
 import os
@@ -36,7 +36,7 @@ TOLERANCE = 1e-5
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of CPU tensors that are alive, and the most there ever were."""
+    """Counts the bytes of live CPU tensors, and their peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,21 +45,21 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(each, DTensor) for each in types):
-            return NotImplemented  # what it holds comes by as a plain tensor
+            return NotImplemented  # its local tensor is dispatched too
         out = func(*args, **(kwargs or {}))
-        tree_map_only(torch.Tensor, self._see, (args, out))
+        tree_map_only(torch.Tensor, self._count, (args, out))
         return out
 
-    def _see(self, tensor: torch.Tensor) -> None:
+    def _count(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         if tensor.device.type != "cpu" or storage in self._seen:
             return
         self._seen.add(storage)
         self.live += storage.nbytes()
         self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._forget, storage.nbytes())
+        weakref.finalize(storage, self._subtract, storage.nbytes())
 
-    def _forget(self, num_bytes: int) -> None:
+    def _subtract(self, num_bytes: int) -> None:
         self.live -= num_bytes
 
 
@@ -78,7 +78,7 @@ def built(folder: Path, plan: Plan) -> tuple[HfNetwork, RankMesh]:
     return network, ranks
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def unsharded(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -90,9 +90,14 @@ def peak_bytes(folder: Path, plan: Plan) -> int:
 
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of 16 equal blocks of 1.4 MB, with its weights; `config` beside it has none."""
+    """Return a folder with a model of 16 equal blocks of 1.4 MB in `weights`, and only its config in `config`."""
     folder = tmp_path_factory.mktemp("deep")
-    shape = {"num_hidden_layers": 16, "hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 768}
+    shape: dict[str, Any] = {
+        "num_hidden_layers": 16,
+        "hidden_size": 128,
+        "num_attention_heads": 4,
+        "intermediate_size": 768,
+    }
     config = LlamaConfig(**SMALL | shape)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "weights")
     config.save_pretrained(folder / "config")
@@ -103,10 +108,10 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "mesh", [{"dp_shard": 2}, slow({"dp_shard": 4}), {"tp": 2}, slow({"dp_shard": 2, "tp": 2})], ids=str
 )
-def test_no_rank_ever_holds_the_whole_model(deep: Path, kind: str, mesh: dict[str, int]) -> None:
+def test_no_rank_ever_holds_the_full_model(deep: Path, kind: str, mesh: dict[str, int]) -> None:
     num_bytes = (deep / "weights" / "model.safetensors").stat().st_size
     (alone,) = run_ranks(1, peak_bytes, deep / kind, plan_of({}))
-    assert alone > 0.99 * num_bytes, "the measure sees a model that is whole"
+    assert alone > 0.99 * num_bytes, "the measurement covers a full model"
     plan = plan_of(mesh)
     part, block = num_bytes / plan.mesh.world_size, num_bytes / 16
     for peak in run_ranks(plan.mesh.world_size, peak_bytes, deep / kind, plan):
@@ -115,7 +120,7 @@ def test_no_rank_ever_holds_the_whole_model(deep: Path, kind: str, mesh: dict[st
 
 def weights_under(folder: Path, plan: Plan) -> dict[str, np.ndarray]:
     network, _ = built(folder, plan)
-    return {name: whole(each.detach()).numpy() for name, each in network.module.named_parameters()}
+    return {name: unsharded(each.detach()).numpy() for name, each in network.module.named_parameters()}
 
 
 @pytest.mark.parametrize(
@@ -139,14 +144,17 @@ def test_random_weights_do_not_depend_on_the_plan(name: str, meshes: list[dict[s
 def gradients_under(folder: Path, plan: Plan, packed: bool) -> dict[str, np.ndarray]:
     """Return the gradients of the summed loss."""
     network, ranks = built(folder, plan)
-    mine = TOKENS.chunk(plan.mesh.dp)[ranks.data_rank]
+    local = TOKENS.chunk(plan.mesh.dp)[ranks.data_rank]
     documents = DOCUMENTS.chunk(plan.mesh.dp)[ranks.data_rank] if packed else None
-    logits, _ = network.forward({"tokens": mine, "documents": documents})
+    inputs: dict[str, Any] = {"tokens": local, "documents": documents}
+    logits, _ = network.forward(inputs)
     assert isinstance(logits, DTensor) == (plan.mesh.tp > 1 and network.vocabulary % plan.mesh.tp == 0)
-    targets = network.context.shard(mine.roll(-1, 1))
-    # Gradients are averaged over the ranks that see different tokens.
-    (F.cross_entropy(whole(logits).flatten(0, 1), targets.flatten(), reduction="sum") * plan.mesh.data).backward()
-    return {name: whole(each.grad).numpy() for name, each in network.module.named_parameters() if each.grad is not None}
+    targets = network.context.shard(local.roll(-1, 1))
+    # Gradients are averaged over the data-parallel ranks.
+    (F.cross_entropy(unsharded(logits).flatten(0, 1), targets.flatten(), reduction="sum") * plan.mesh.data).backward()
+    return {
+        name: unsharded(each.grad).numpy() for name, each in network.module.named_parameters() if each.grad is not None
+    }
 
 
 TP, CP = {"tp": 2}, {"cp": 2}
@@ -185,12 +193,12 @@ def test_a_sequence_of_one_document_needs_no_mask(mesh: dict[str, int], tmp_path
 
 
 def test_compiled_blocks_compute_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = partial(nn.Module.compile, backend="aot_eager")  # no kernels: they take a minute
+    compiled = partial(nn.Module.compile, backend="aot_eager")  # without kernels, which take a minute to compile
     monkeypatch.setattr(nn.Module, "compile", lambda self: compiled(self))
     assert_gradients_of_one_process(save_model("llama", tmp_path), plan_of({"dp_shard": 2}, compile=True), packed=True)
 
 
-def test_the_gradients_notice_documents_and_another_model(tmp_path: Path) -> None:
+def test_the_gradients_change_with_documents_and_with_another_model(tmp_path: Path) -> None:
     save_model("llama", tmp_path / "one")
     save_model("llama-tied", tmp_path / "other")
     folders = [(tmp_path / "one", False), (tmp_path / "one", True), (tmp_path / "other", True)]
@@ -205,7 +213,7 @@ def saved_under(folder: Path, plan: Plan) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("name", ["llama-tied", "gemma3", "gpt-neox"])
-def test_a_split_model_is_saved_as_it_was_read(name: str, tmp_path: Path) -> None:
+def test_a_sharded_model_is_saved_as_it_was_read(name: str, tmp_path: Path) -> None:
     save_model(name, tmp_path)
     before = load_file(tmp_path / "model.safetensors")
     for after in run_ranks(4, saved_under, tmp_path, plan_of({"dp_shard": 2, "tp": 2})):
@@ -225,6 +233,6 @@ def test_a_hugging_face_model_trains_the_same_trajectory(mesh: dict[str, int], t
     recipe = Recipe.model_validate({"model": model, "data": data, "train": train})
     (tmp_path / "runs").mkdir()
     alone = train_trajectory(recipe, plan_for(recipe, grad_accum=1), tmp_path / "runs")
-    course = train_trajectory(recipe, plan_for(recipe, grad_accum=2, **mesh), tmp_path / "runs")
-    assert_same_trajectory(course, alone)
-    assert course.losses[-1] < course.losses[0]
+    trajectory = train_trajectory(recipe, plan_for(recipe, grad_accum=2, **mesh), tmp_path / "runs")
+    assert_same_trajectory(trajectory, alone)
+    assert trajectory.losses[-1] < trajectory.losses[0]

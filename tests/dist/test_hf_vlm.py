@@ -1,4 +1,4 @@
-"""Hugging Face models that see: the same course under every plan, and a run from images to files."""
+"""Hugging Face vision-language models: the same trajectory under every plan, and a run from images to files."""
 
 import os
 from functools import partial
@@ -57,7 +57,7 @@ def built(folder: Path, plan: Plan, freeze: tuple[str, ...]) -> HfVlmNetwork:
 
 
 def train_rank(folder: Path, plan: Plan, freeze: tuple[str, ...] = ()) -> TrainingTrace:
-    """Train for a few steps on rows of which half have no image, and in one step none has."""
+    """Train for a few steps. Half of the rows have no image, and in one step none has."""
     network, section = built(folder, plan, freeze), TrainSection.model_validate(TRAIN)
     ranks = build_mesh(plan.mesh, device_type="cpu")
     stepper = build_stepper((network,), section, plan, ranks, StepClock(CPU))
@@ -73,7 +73,7 @@ def train_rank(folder: Path, plan: Plan, freeze: tuple[str, ...] = ()) -> Traini
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the configuration of a small model whose patches are those of tests/vlm_training.py."""
+    """Return a folder with the config of a small model that takes the patches of tests/vlm_training.py."""
     folder = tmp_path_factory.mktemp("qwen")
     qwen(SPEC.vision.patch).save_pretrained(folder)
     return folder
@@ -94,23 +94,23 @@ def alone(folder: Path) -> TrainingTrace:
     ],
     ids=str,
 )
-def test_every_plan_takes_the_course_of_one_process(plan: Plan, folder: Path, alone: TrainingTrace) -> None:
+def test_every_plan_trains_the_trajectory_of_one_process(plan: Plan, folder: Path, alone: TrainingTrace) -> None:
     assert_traces_match(run_ranks(plan.mesh.world_size, train_rank, folder, plan), alone)
 
 
-def test_a_head_that_ends_in_the_loss_takes_the_same_course(folder: Path, alone: TrainingTrace) -> None:
+def test_a_fused_loss_trains_the_same_trajectory(folder: Path, alone: TrainingTrace) -> None:
     assert_traces_match(run_ranks(1, train_rank, folder, plan_of(loss="fused")), alone)
 
 
-def test_a_frozen_tower_stays_as_it_is(folder: Path, alone: TrainingTrace) -> None:
+def test_a_frozen_tower_does_not_change(folder: Path, alone: TrainingTrace) -> None:
     plan = plan_of(mesh={"dp_shard": 2}, sharding="parameters")
-    for course in run_ranks(2, train_rank, folder, plan, ("vision",)):
+    for trace in run_ranks(2, train_rank, folder, plan, ("vision",)):
         before = built_weights(folder)
-        kept = {name for name, each in course.weights.items() if np.array_equal(each, before[name])}
+        unchanged = {name for name, each in trace.weights.items() if np.array_equal(each, before[name])}
         prefix, projector = "model.visual.", "model.visual.merger."
         frozen = {name for name in before if name.startswith(prefix) and not name.startswith(projector)}
-        assert kept == frozen
-        assert course.losses[0] == pytest.approx(alone.losses[0], rel=1e-5)
+        assert unchanged == frozen
+        assert trace.losses[0] == pytest.approx(alone.losses[0], rel=1e-5)
 
 
 def built_weights(folder: Path) -> dict[str, np.ndarray]:
@@ -119,30 +119,30 @@ def built_weights(folder: Path) -> dict[str, np.ndarray]:
     return {name: each.detach().numpy() for name, each in module.named_parameters()}
 
 
-def images_in(folder: Path) -> None:
-    draw = np.random.default_rng(0)
+def write_images(folder: Path) -> None:
+    random = np.random.default_rng(0)
     for number in range(8):
-        height, width = draw.integers(24, 40, 2)
+        height, width = random.integers(24, 40, 2)
         file = folder / f"{number:02d}.png"
-        Image.fromarray(draw.integers(0, 255, (height, width, 3), dtype=np.uint8)).save(file)
+        Image.fromarray(random.integers(0, 255, (height, width, 3), dtype=np.uint8)).save(file)
         file.with_suffix(".txt").write_text(f"image {number}, {width} by {height}")
 
 
 @pytest.mark.parametrize("config", [partial(qwen, 4, tie_word_embeddings=True), slow(llava)], ids=["qwen", "llava"])
-def test_a_run_from_pictures_to_files_that_transformers_reads(config: Any, tmp_path: Path) -> None:
+def test_a_run_on_images_writes_files_that_transformers_reads(config: Any, tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
-    (tmp_path / "pictures").mkdir()
-    images_in(tmp_path / "pictures")
+    (tmp_path / "images").mkdir()
+    write_images(tmp_path / "images")
     config().save_pretrained(tmp_path / "model")
     samples = {"min_pixels": 256, "max_pixels": 1024}
-    data = {"source": "image-folder", "path": str(tmp_path / "pictures"), "seq_len": 2 * SEQ_LEN, "image_size": 32}
+    data = {"source": "image-folder", "path": str(tmp_path / "images"), "seq_len": 2 * SEQ_LEN, "image_size": 32}
     model = ModelSection(family="hf", path=str(tmp_path / "model"))
     train = {"steps": 3, "global_batch": 4, "lr": 3e-3, "sample": {"tokens": 0}}
     tree = {"model": model, "data": data | {"samples": samples, "holdout": 0}, "train": train}
     recipe = Recipe.model_validate(tree)
-    course = train_trajectory(recipe, plan_for(recipe, grad_accum=2, dp_replicate=2), tmp_path / "runs")
-    assert course.losses[-1] < course.losses[0]
+    trajectory = train_trajectory(recipe, plan_for(recipe, grad_accum=2, dp_replicate=2), tmp_path / "runs")
+    assert trajectory.losses[-1] < trajectory.losses[0]
     read = AutoModelForImageTextToText.from_pretrained(tmp_path / "runs" / "0" / "model", dtype=torch.float32)
     names = dict(read.named_parameters())
-    assert len(names) >= len(course.weights)
+    assert len(names) >= len(trajectory.weights)
     assert all(torch.isfinite(each).all() for each in names.values())

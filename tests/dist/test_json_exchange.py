@@ -58,6 +58,7 @@ def _in_halves() -> list[Any]:
     halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     rank = dist.get_rank()
     group = halves[rank % 2]
+    assert isinstance(group, dist.ProcessGroup)
     src = rank % 2 + 2  # a global rank, the second of its group
     gathered = all_gather_json({"rank": rank, "text": "y" * rank}, group)
     return [gathered, broadcast_json(rank, src, group), all_gather_int64(np.array([rank]), group).tolist()]

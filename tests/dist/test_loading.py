@@ -60,9 +60,9 @@ def train_with_failing_disk(path: Path) -> tuple[int, list[tuple[bool, bool]]]:
     """Train where only rank 1 cannot read the images of the bad step. Also returns the result of `watch_updates`."""
     load, read, at = SampleFeed.load, SampleIndex.image_bytes, [0]
 
-    def loading(feed: SampleFeed, step: int, told: Any) -> LoadedArrays:
+    def loading(feed: SampleFeed, step: int, options: Any) -> LoadedArrays:
         at[0] = step + 1
-        return load(feed, step, told)
+        return load(feed, step, options)
 
     def reading(index: SampleIndex, number: int) -> bytes:
         if at[0] == BAD and os.environ["RANK"] == "1":
@@ -101,7 +101,8 @@ def train_with_slow_samples(path: Path) -> int:
         return get(sequences, index)
 
     Sequences.__getitem__ = slowly  # pyrefly: ignore[bad-assignment]
-    build.rank_loader_limits = lambda _: LoaderLimits(cores=2, free_bytes=1 << 30)
+    limits = LoaderLimits(cores=2, free_bytes=1 << 30)
+    build.rank_loader_limits = lambda _: limits  # pyrefly: ignore[bad-assignment]
     return work(path)
 
 
@@ -118,7 +119,7 @@ def test_each_change_of_the_loader_is_an_event_and_its_waits_are_in_the_metrics(
     assert "spent waiting for batches" in first["data"]["reason"]
     steps = [each["step"] for each in (first, *more)]
     assert steps == sorted(set(steps))
-    waits = [line.get("loader") for line in lines(run.metrics)]
+    waits: list[Any] = [line.get("loader") for line in lines(run.metrics)]
     assert waits[0] is None  # the first batch cannot be loaded ahead
     assert (waits[1]["workers"], waits[1]["depth"]) == (0, 2)
     assert 0.02 < waits[1]["waited"] <= lines(run.metrics)[1]["phases"]["data"]

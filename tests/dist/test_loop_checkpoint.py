@@ -117,7 +117,7 @@ def run_with_a_kill_during_a_save(folder: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return write(path, *rest)
 
-    write_checkpoint._write = write_or_die
+    write_checkpoint._write = write_or_die  # pyrefly: ignore[bad-assignment]
     folder.mkdir(exist_ok=True)
     run_loop(folder, until=STEPS, sharding="parameters")
 
@@ -137,7 +137,7 @@ class RowOptimizer(torch.optim.Optimizer):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model.parameters(), {"lr": 1e-3})
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # pyrefly: ignore[bad-override]
         for each in self.param_groups[0]["params"]:
             local = each.to_local() if hasattr(each, "to_local") else each
             self.state[each]["rows"] = torch.zeros(local.shape[0] + 1)

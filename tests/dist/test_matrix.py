@@ -18,7 +18,7 @@ from tests.parity import assert_same_trajectory
 from tests.ranks import run_ranks
 from trimaran.core import Mesh, Plan, Recipe
 from trimaran.hardware import parse_cluster
-from trimaran.models import spec_of
+from trimaran.models import ModelSpec, spec_of
 from trimaran.nets import Decoder, initialise
 from trimaran.nets.hf_weights import full_tensor
 from trimaran.parallel import build_mesh
@@ -72,7 +72,9 @@ def state_under(recipe: Recipe, plan: Plan) -> tuple[list[str], dict[str, np.nda
     join_process_group(rank_info)
     networks = build_networks(recipe, plan, rank_info, build_mesh(plan.mesh, device_type="cpu"))
     names = [name for network in networks for name, _ in network.module.named_parameters()]
-    state = {name: full_tensor(each).numpy() for network in networks for name, each in network.module.state_dict().items()}
+    state = {
+        name: full_tensor(each).numpy() for network in networks for name, each in network.module.state_dict().items()
+    }
     dist.barrier()  # no rank may exit while another still gathers
     return names, state
 
@@ -85,7 +87,7 @@ def state_under(recipe: Recipe, plan: Plan) -> tuple[list[str], dict[str, np.nda
 def test_a_state_dict_taken_under_any_plan_loads_into_one_process(workspace: Path, case: Case) -> None:
     recipe = recipe_for(case.model, workspace / "uneven.jsonl")
     spec = spec_of(recipe.model)
-    assert spec is not None
+    assert isinstance(spec, ModelSpec)
     plain, first = Decoder(spec), Decoder(spec)
     initialise(first, seed=recipe.train.seed, spec=spec)
     results = run_ranks(case.plan.mesh.world_size, state_under, recipe, case.plan)

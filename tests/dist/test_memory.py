@@ -104,7 +104,7 @@ def counted_copies() -> Iterator[list[int]]:
         copied.append(source.nbytes)
         return to_host(copies, source)
 
-    SynchronousCopies.to_host = counting
+    SynchronousCopies.to_host = counting  # pyrefly: ignore[bad-assignment]
     yield copied
     SynchronousCopies.to_host = to_host
 
@@ -180,7 +180,12 @@ def train_pipeline(name: str, modes: tuple[dict[str, Any], ...]) -> None:
             staged if len(staged) > 1 else staged[0], n_microbatches=4, loss_fn=loss_of, scale_grads=False
         )
         runner.step(tokens=tokens, target=tokens, return_outputs=False)
-        return [each.grad for network in networks for each in network.module.parameters()]
+        gradients = []
+        for network in networks:
+            for each in network.module.parameters():
+                assert each.grad is not None
+                gradients.append(each.grad)
+        return gradients
 
     expected = build({})
     for mode in modes:

@@ -66,12 +66,12 @@ def plant(fault: NanFault) -> None:
                     module.register_forward_hook(corrupt)
         return networks
 
-    build.build_networks = with_fault
+    build.build_networks = with_fault  # pyrefly: ignore[bad-assignment]
 
 
 def train_with_fault(path: Path, fault: NanFault, searches: int = nonfinite_search.MAX_SEARCHES) -> int:
     run, rank_info = RunDirectory(path), read_rank_info(os.environ)
-    nonfinite_search.MAX_SEARCHES = searches
+    nonfinite_search.MAX_SEARCHES = searches  # pyrefly: ignore[bad-assignment]
     if fault.rank == rank_info.rank:
         plant(fault)
     return run_worker(run, rank_info, cache=path.parent / "cache")

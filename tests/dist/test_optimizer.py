@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -46,9 +47,9 @@ def fp32_loss(folder: Path) -> float:
 def last_loss(states: str, folder: Path) -> float:
     """Return the mean loss of the last fifty of two hundred steps on the standard library's text."""
     recipe = recipe_for(states, steps=200)
-    course = train_trajectory(recipe, plan_for(recipe, grad_accum=1), folder)
-    loss = sum(course.losses[-50:]) / 50
-    assert loss < 0.6 * course.losses[0], "the model must learn for the comparison to mean anything"
+    trajectory = train_trajectory(recipe, plan_for(recipe, grad_accum=1), folder)
+    loss = sum(trajectory.losses[-50:]) / 50
+    assert loss < 0.6 * trajectory.losses[0], "the model must learn for the comparison to mean anything"
     return loss
 
 
@@ -67,11 +68,11 @@ def test_every_plan_rounds_the_same(states: str, folder: Path) -> None:
     recipe = recipe_for(states, lr=3e-3)
     reference = train_trajectory(recipe, plan_for(recipe, grad_accum=1), folder)
     for degrees in ({"dp_replicate": 2}, {"dp_shard": 2}):
-        course = train_trajectory(recipe, plan_for(recipe, grad_accum=2, **degrees), folder)
-        assert course.losses == pytest.approx(reference.losses, rel=TOLERANCE)
-        assert course.norms == pytest.approx(reference.norms, rel=TOLERANCE)
+        trajectory = train_trajectory(recipe, plan_for(recipe, grad_accum=2, **degrees), folder)
+        assert trajectory.losses == pytest.approx(reference.losses, rel=TOLERANCE)
+        assert trajectory.norms == pytest.approx(reference.norms, rel=TOLERANCE)
         for name, theirs in reference.weights.items():
-            assert (course.weights[name] - theirs).norm() <= 1e-3 * theirs.norm(), name
+            assert (trajectory.weights[name] - theirs).norm() <= 1e-3 * theirs.norm(), name
 
 
 @pytest.mark.parametrize("states", ["fp32", *LOW_PRECISION])
@@ -112,7 +113,7 @@ class ManyMeshes(nn.Module):
             parameter.grad = gradient
 
 
-def weights_after_training(sharded: bool, states: str, offload: Any) -> dict[str, torch.Tensor]:
+def weights_after_training(sharded: bool, states: str, offload: Any) -> dict[str, np.ndarray]:
     """Return the unsharded weights after five steps."""
     if sharded:
         dist.init_process_group("gloo")

@@ -58,13 +58,13 @@ def test_every_plan_trains_like_one_process(name: str, folder: Path, reference: 
     assert_same_trajectory(course, reference)
 
 
-def test_bf16_stays_near(folder: Path, reference: Trajectory) -> None:
+def test_bf16_stays_close_to_fp32(folder: Path, reference: Trajectory) -> None:
     course = train_trajectory(RECIPE, plan_for(RECIPE, dp_shard=2, grad_accum=1, precision="bf16"), folder)
     loss, _, _ = differences(course, reference)
     assert 0 < loss < 0.02
 
 
-def test_a_frozen_tower_stays_what_it_was(folder: Path, reference: Trajectory) -> None:
+def test_a_frozen_tower_does_not_change(folder: Path, reference: Trajectory) -> None:
     frozen = RECIPE.model_copy(update={"model": ModelSection(family="perception", shape=SHAPE, freeze=("camera",))})
     alone = train_trajectory(frozen, plan_for(frozen, grad_accum=1), folder)
     shared = train_trajectory(frozen, plan_for(frozen, dp_shard=2, grad_accum=1), folder)

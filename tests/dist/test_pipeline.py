@@ -56,7 +56,8 @@ def recipe_for(workspace: Path, preset: str = "tiny", *, tied: bool = False, **t
 
 def plan_with(recipe: Recipe, schedule: str, stages: tuple[int, ...] = (), **fields: Any) -> Plan:
     pipeline = Pipeline.model_validate({"schedule": schedule, "stages": stages})
-    return plan_for(recipe, **({"grad_accum": 4, "pp": 2, "pipeline": pipeline} | fields))
+    plan_fields: dict[str, Any] = {"grad_accum": 4, "pp": 2, "pipeline": pipeline} | fields
+    return plan_for(recipe, **plan_fields)
 
 
 @lru_cache

@@ -4,6 +4,7 @@ import json
 import os
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -58,7 +59,7 @@ def lines(recipe: Recipe, plan: Plan, workspace: Path) -> list[dict[str, float]]
     return [json.loads(line) for line in run.metrics.read_text().splitlines()]
 
 
-def column(metrics: list[dict[str, float]], name: str) -> list[float]:
+def column(metrics: list[dict[str, float]], name: str) -> list[Any]:
     return [line[name] for line in metrics]
 
 
@@ -116,7 +117,7 @@ def overflow_on_one_rank(run: RunDirectory, cache: Path) -> list[tuple[float, fl
 
     with Journal(run, rank_info.rank) as journal:
         parts = build_worker_parts(run, rank_info, journal, cache=cache)
-        parts.networks[0].module.lm_head.register_forward_hook(blow_up)
+        parts.networks[0].module.get_submodule("lm_head").register_forward_hook(blow_up)
         stepper = parts.trainer.stepper
         with parts.trainer.loader_from(0) as loader:
             for batch in loader:

@@ -224,7 +224,9 @@ def refused_and_applied(recipe: Recipe, plan: Plan) -> tuple[list[HeldShard], li
         assert split_weight_of(weight) is not None
         if broken:
             sums = getattr(weight, "main_grad", None)
-            (weight.grad if sums is None else sums)[3, 3] = torch.nan
+            gradient = weight.grad if sums is None else sums
+            assert gradient is not None
+            gradient[3, 3] = torch.nan
         _, refused = stepper.update(1e-2)
         assert bool(refused) is broken
         assert weight.grad is None

@@ -97,5 +97,5 @@ def test_deepspeed_freezes_towers_and_applies_their_learning_rates(sharding: str
 
 
 def numbers_of(plan: Plan) -> tuple[list[float], list[float]]:
-    course = train_rank(SPEC, plan, with_rates(), ("projector",))
-    return course.losses, course.norms
+    trajectory = train_rank(SPEC, plan, with_rates(), ("projector",))
+    return trajectory.losses, trajectory.norms

@@ -27,8 +27,8 @@ from trimaran.train.worker import run_worker
 SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64}
 
 
-def recipe_with(**sections: dict[str, object]) -> Recipe:
-    tree: dict[str, dict[str, object]] = {
+def recipe_with(**sections: dict[str, Any]) -> Recipe:
+    tree: dict[str, dict[str, Any]] = {
         "model": {"preset": "tiny", "shape": SHAPE},
         "data": {"seq_len": 32},
         "train": {"steps": 6, "global_batch": 8, "sample": {"tokens": 0}},
@@ -92,7 +92,7 @@ def test_bf16_matches_fp32_within_its_precision(folder: Path, degrees: dict[str,
     ids=str,
 )
 def test_evaluation_and_samples_do_not_change_the_trajectory(folder: Path, fields: dict[str, object]) -> None:
-    shape = {"model": {"shape": SHAPE | {"layers": 4}}}
+    shape: dict[str, Any] = {"model": {"shape": SHAPE | {"layers": 4}}}
     plain = recipe_with(**shape)
     evaluated = recipe_with(train={"evaluate": {"every": 2, "batches": 2}, "sample": {"tokens": 5}}, **shape)
     plan = plan_for(plain, grad_accum=2, **fields)
@@ -115,7 +115,7 @@ def test_all_ranks_generate_the_sample_together(
 def test_a_model_with_few_positions_generates_with_a_sliding_window_and_refuses_longer_sequences(folder: Path) -> None:
     config = GPT2Config(vocab_size=320, n_embd=32, n_layer=2, n_head=4, n_positions=32, bos_token_id=1, eos_token_id=2)
     GPT2LMHeadModel(config).save_pretrained(folder.parent / "gpt2")
-    model = {"family": "hf", "preset": None, "shape": {}, "path": str(folder.parent / "gpt2")}
+    model: dict[str, Any] = {"family": "hf", "preset": None, "shape": {}, "path": str(folder.parent / "gpt2")}
     recipe = recipe_with(model=model, train={"steps": 1, "sample": {"prompt": "x", "tokens": 40}})
     run = train_run(recipe, plan_for(recipe, grad_accum=1), folder)
     assert "sample" in [each["kind"] for each in events(run)]
@@ -156,7 +156,7 @@ def run_rank_with_deadly_sample(path: Path, cache: Path, deaths: int) -> int:
             os.kill(os.getpid(), signal.SIGKILL)
         return load(sequences, index)
 
-    Sequences.__getitem__ = deadly
+    Sequences.__getitem__ = deadly  # pyrefly: ignore[bad-assignment]
     return run_rank(path, cache)
 
 
@@ -207,7 +207,7 @@ def run_rank_without_checkpoint_space(path: Path, cache: Path) -> int:
             raise OSError(28, "No space left on device")
         write(disk, fd, data)
 
-    DurableDisk.write = refusing
+    DurableDisk.write = refusing  # pyrefly: ignore[bad-assignment]
     return run_rank(path, cache)
 
 

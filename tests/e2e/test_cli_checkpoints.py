@@ -21,6 +21,7 @@ from trimaran.checkpoint.convert import read_full_tensor
 from trimaran.checkpoint.disk_source import DiskSource
 from trimaran.checkpoint.step_dirs import complete_steps, refuse, step_path
 from trimaran.core import Mesh, Plan, parse_recipe
+from trimaran.models import ModelSpec
 from trimaran.nets import decoder_network, load_hf_weights
 from trimaran.run import RunDirectory, create_run
 from trimaran.run.lease import take_lease
@@ -205,6 +206,7 @@ def test_an_exported_folder_can_be_trained_further(trained: RunDirectory, tmp_pa
     assert {"config.json", "model.safetensors", "trimaran-tokenizer.json"} <= {each.name for each in folder.iterdir()}
     assert main(["plan", "--set", f"model.path={folder}", "--json"]) == 0
     network = network_of(trained.read_recipe())
+    assert isinstance(network.spec, ModelSpec)
     again = decoder_network(network.spec)
     load_hf_weights(again.module, folder)
     tokens = torch.arange(12)[None]

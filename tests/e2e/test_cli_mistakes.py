@@ -85,9 +85,11 @@ def test_an_unusable_compile_cache_starts_nothing(
 @pytest.mark.parametrize("torchrun_environment", [{}, {"RANK": "0", "WORLD_SIZE": "1"}], ids=["node", "torchrun"])
 def test_a_node_reports_an_unusable_compile_cache_itself(torchrun_environment: dict[str, str], folder: Path) -> None:
     run = new_run(folder / "mine", world_size=1)
-    words = ["trimaran", "train", "--run-dir", "other"] if torchrun_environment else ["trimaran.launch", str(run.path)]
+    command = (
+        ["trimaran", "train", "--run-dir", "other"] if torchrun_environment else ["trimaran.launch", str(run.path)]
+    )
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": "/proc/mine", **torchrun_environment}
-    done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, env=environment, timeout=60)
+    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, env=environment, timeout=60)
     assert done.returncode == 2
     assert done.stderr.startswith("A017: TORCHINDUCTOR_CACHE_DIR is '/proc/mine'")
     assert not run.attempts.exists()
@@ -205,12 +207,12 @@ def test_a_dry_run_writes_nothing_and_prints_the_command(folder: Path, capsys: p
 
 
 def test_a_plan_is_printed_as_text_and_as_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--set", "model.preset=llama-3-8b", "--set", "cluster=8xH100"]
-    assert main(["plan", *words]) == 0
+    arguments = ["--set", "model.preset=llama-3-8b", "--set", "cluster=8xH100"]
+    assert main(["plan", *arguments]) == 0
     shown = capsys.readouterr().out
     assert "8xH100" in shown
     assert "next  trimaran train --set model.preset=llama-3-8b --set cluster=8xH100\n" in shown
-    assert main(["plan", *words, "--json"]) == 0
+    assert main(["plan", *arguments, "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["prediction"]["memory"].keys() == {name for name in answer["prediction"]["memory"] if name in shown}
 
@@ -218,12 +220,12 @@ def test_a_plan_is_printed_as_text_and_as_json(folder: Path, capsys: pytest.Capt
 def test_a_run_on_several_nodes_is_prepared_and_its_command_is_printed(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["train", "--set", "cluster=2x1xcpu", "--run-dir", "run", "--json"]
-    assert main(words) == 0
+    arguments = ["train", "--set", "cluster=2x1xcpu", "--run-dir", "run", "--json"]
+    assert main(arguments) == 0
     command = json.loads(capsys.readouterr().out)["command"]
     assert command[-4:] == ["trimaran.launch", str(Path("run").absolute()), "--nodes=2", "--address=IP"]
     assert Path("run/plan.json").is_file()
-    assert mistake(words[:-1], capsys)["code"] == "D004"
+    assert mistake(arguments[:-1], capsys)["code"] == "D004"
 
 
 def test_a_plan_for_several_nodes_is_started_with_torchrun(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

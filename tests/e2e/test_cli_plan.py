@@ -32,17 +32,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def output(words: list[str], capsys: pytest.CaptureFixture[str], *, code: int = 0) -> str:
-    assert main(words) == code
+def output(arguments: list[str], capsys: pytest.CaptureFixture[str], *, code: int = 0) -> str:
+    assert main(arguments) == code
     return capsys.readouterr().out
 
 
-def answer(words: list[str], capsys: pytest.CaptureFixture[str], *, code: int = 0) -> dict[str, Any]:
-    return json.loads(output([*words, "--json"], capsys, code=code))
+def answer(arguments: list[str], capsys: pytest.CaptureFixture[str], *, code: int = 0) -> dict[str, Any]:
+    return json.loads(output([*arguments, "--json"], capsys, code=code))
 
 
-def mistake(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    assert main(words) == 2
+def mistake(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(arguments) == 2
     return capsys.readouterr().err
 
 
@@ -87,8 +87,8 @@ def test_the_printed_answer_has_every_part(capsys: pytest.CaptureFixture[str]) -
 
 def test_the_next_command_runs_the_same_plan(capsys: pytest.CaptureFixture[str]) -> None:
     for goal in ("throughput", "memory"):
-        words = ["plan", "tiny", "--cluster", "2xcpu", "--goal", goal]
-        found = answer(words, capsys)
+        arguments = ["plan", "tiny", "--cluster", "2xcpu", "--goal", goal]
+        found = answer(arguments, capsys)
         again = shlex.split(found["next"])
         dry = json.loads(output([*again[again.index("train") :], "--dry-run", "--json"], capsys))
         assert dry["plan"] == found["plan"]
@@ -102,7 +102,7 @@ def test_days_and_cost_follow_from_tokens_and_price(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize(
-    ("words", "code"),
+    ("arguments", "code"),
     [
         (["lama-3-8b"], "A012"),
         (["gone.yaml"], "A003"),
@@ -117,42 +117,42 @@ def test_days_and_cost_follow_from_tokens_and_price(capsys: pytest.CaptureFixtur
         (["llama-3-8b", "--cluster", "8xH1000"], "C001"),
     ],
 )
-def test_an_invalid_request_is_an_error(words: list[str], code: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert mistake(["plan", *words], capsys).startswith(code)
+def test_an_invalid_request_is_an_error(arguments: list[str], code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert mistake(["plan", *arguments], capsys).startswith(code)
 
 
 def test_if_nothing_fits_the_error_is_p007(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", "llama-3.1-405b", "--cluster", "2xA100-40GB"]
-    assert mistake(words, capsys).startswith("P007: no plan fits")
-    found = answer(words, capsys, code=2)
+    arguments = ["plan", "llama-3.1-405b", "--cluster", "2xA100-40GB"]
+    assert mistake(arguments, capsys).startswith("P007: no plan fits")
+    found = answer(arguments, capsys, code=2)
     assert found["error"]["code"] == "P007"
 
 
 def test_emitted_files_are_not_overwritten_without_force(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", "llama-3-8b", *EIGHT, "--emit", "accelerate", "--output", "conf"]
-    found = answer(words, capsys)
+    arguments = ["plan", "llama-3-8b", *EIGHT, "--emit", "accelerate", "--output", "conf"]
+    found = answer(arguments, capsys)
     assert found["emission"]["files"] == ["conf/accelerate.yaml"]
     assert "accelerate launch" in found["next"]
     before = (folder / "conf" / "accelerate.yaml").read_text()
     (folder / "conf" / "accelerate.yaml").write_text("mine")
-    assert mistake(words, capsys).startswith("A014")
+    assert mistake(arguments, capsys).startswith("A014")
     assert (folder / "conf" / "accelerate.yaml").read_text() == "mine"
-    assert "written for accelerate" in output([*words, "--force"], capsys)
+    assert "written for accelerate" in output([*arguments, "--force"], capsys)
     assert (folder / "conf" / "accelerate.yaml").read_text() == before
 
 
 def test_an_unwritable_output_folder_is_an_error(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "file").touch()
-    words = ["plan", "llama-3-8b", *EIGHT, "--emit", "deepspeed", "--output", "file/conf"]
-    assert mistake(words, capsys).startswith("A015")
+    arguments = ["plan", "llama-3-8b", *EIGHT, "--emit", "deepspeed", "--output", "file/conf"]
+    assert mistake(arguments, capsys).startswith("A015")
 
 
 def test_models_complete_in_the_shell() -> None:
     assert complete("trimaran plan llama-3.2") == ["llama-3.2-1b", "llama-3.2-3b"]
 
 
-def predicted(lines: str, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "trimaran", "predict", *words]
+def predicted(lines: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "trimaran", "predict", *arguments]
     return subprocess.run(command, input=lines, capture_output=True, text=True, timeout=60)
 
 

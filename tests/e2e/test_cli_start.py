@@ -20,8 +20,8 @@ from trimaran.run import Journal
 MAX_HELP_SECONDS = 0.3
 
 
-def run(*words: str, **options: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "trimaran", *words]
+def run(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "trimaran", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)  # type: ignore[call-overload]
 
 
@@ -37,10 +37,10 @@ def test_help_is_fast_and_lists_every_command() -> None:
     assert min(seconds) < MAX_HELP_SECONDS
 
 
-@pytest.mark.parametrize("words", [("--help",), ("train", "--help"), ("plan", "--json"), ("train", "--dry-run")])
-def test_torch_is_not_imported_for(words: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("arguments", [("--help",), ("train", "--help"), ("plan", "--json"), ("train", "--dry-run")])
+def test_torch_is_not_imported_for_help_and_plans(arguments: tuple[str, ...]) -> None:
     imports = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "trimaran", *words], capture_output=True, text=True, timeout=60
+        [sys.executable, "-X", "importtime", "-m", "trimaran", *arguments], capture_output=True, text=True, timeout=60
     )
     assert imports.returncode == 0
     modules = {line.rpartition("|")[2].strip() for line in imports.stderr.splitlines()}
@@ -81,10 +81,10 @@ def test_for_an_unknown_command_the_closest_is_suggested(capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize(
-    "words", [["train", "--stepz"], ["watch"], ["data"], ["data", "pack"], ["plan", "a", "b"], ["--foo"]]
+    "arguments", [["train", "--stepz"], ["watch"], ["data"], ["data", "pack"], ["plan", "a", "b"], ["--foo"]]
 )
-def test_a_mistyped_command_line_is_one_clear_error(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words) == 2
+def test_a_mistyped_command_line_is_one_clear_error(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
     assert [line[:8] for line in shown.err.splitlines()] == ["A001: " + shown.err[6:8], "  where:", "  fix:  "]
@@ -164,10 +164,10 @@ def test_presets_are_printed_as_a_table_and_as_json(capsys: pytest.CaptureFixtur
     assert {"vlm/qwen2-vl-7b", "perception/tiny"} <= named.keys()
 
 
-def complete(words: str, *, cwd: Path | None = None) -> list[str]:
-    """Return bash's completions of the last of `words`."""
-    count = len(words.split()) - (0 if words.endswith(" ") else 1)
-    environment = {"_TRIMARAN_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(count)}
+def complete(line: str, *, cwd: Path | None = None) -> list[str]:
+    """Return bash's completions of the last word of `line`."""
+    count = len(line.split()) - (0 if line.endswith(" ") else 1)
+    environment = {"_TRIMARAN_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(count)}
     return run(env={**os.environ, **environment}, cwd=cwd).stdout.split()
 
 

@@ -27,9 +27,9 @@ SETTINGS = (
 
 def started(folder: Path, cache: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the compile statistics of the `started` event, and the metrics."""
-    words = [word for each in SETTINGS for word in ("--set", each)]
+    arguments = [argument for each in SETTINGS for argument in ("--set", each)]
     environment = os.environ | {"TRIMARAN_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
-    subprocess.run([*COMMAND, "--run-dir", str(folder), *words], env=environment, check=True, timeout=500)
+    subprocess.run([*COMMAND, "--run-dir", str(folder), *arguments], env=environment, check=True, timeout=500)
     events = [json.loads(line) for line in (folder / "events" / "rank-0.jsonl").read_text().splitlines()]
     (event,) = [each for each in events if each["kind"] == "started"]
     return event["data"]["compile"], [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

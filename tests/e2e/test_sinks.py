@@ -157,7 +157,7 @@ class Collector(BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
 
-    def log_message(self, *_: Any) -> None:
+    def log_message(self, *_: Any) -> None:  # pyrefly: ignore[bad-override]
         pass
 
 

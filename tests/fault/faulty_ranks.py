@@ -101,6 +101,7 @@ def _rank(run: Any, rank: int, world_size: int, port: int, board: HeartbeatBoard
     log = os.open(run.log(rank), os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    assert sys.__stderr__ is not None
     faulthandler.enable(sys.__stderr__)
     link, code = SupervisorLink(board=board, local_rank=rank), 1
     with Journal(run, rank) as journal, HeartbeatThread(run, rank, link), contextlib.suppress(Exception):

@@ -9,6 +9,7 @@ import ctypes
 import os
 import signal
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ def _compile() -> None:
         torch.compile(torch.sin, backend=slow)(torch.zeros(2))
 
 
-FAULTS = {
+FAULTS: dict[str, Callable[[], Any]] = {
     "compile": _compile,
     "exit": lambda: os._exit(0),
     "abort": os.abort,

@@ -57,4 +57,4 @@ def slow_sync(fd: int) -> None:
 PlainStepper._forward = slow_stepper_forward  # type: ignore[method-assign]
 DecoderLayer.forward = slow_layer_forward  # type: ignore[method-assign]
 Sequences.__getitem__ = slow_load  # type: ignore[method-assign]
-os.fsync = slow_sync
+os.fsync = slow_sync  # pyrefly: ignore[bad-assignment]

@@ -322,7 +322,7 @@ def watch_for(seconds: float, attempt: FakeAttempt, check: SlowRankCheck) -> lis
     """Poll the check as the supervisor does, until it files an incident."""
     end = time.monotonic() + seconds
     while time.monotonic() < end and not read_incidents(attempt.ranks.run):
-        check.poll(attempt)
+        check.poll(attempt)  # pyrefly: ignore[bad-argument-type]
         time.sleep(0.05)
     return read_incidents(attempt.ranks.run)
 

@@ -111,7 +111,7 @@ def test_a_speed_up_of_5_2_on_8_ranks_is_split_into_its_causes(
     faster = 8 * measured(alone).step / measured(run).step
     assert found.evidence["speedup"] == pytest.approx(faster, abs=0.02), "what is lost is all that is missing"
     assert found.culprit == "comm"
-    assert found.patch == {"checkpoint.asynchronous": True}, "what mends the largest part that a setting mends"
+    assert found.patch == {"checkpoint.asynchronous": True}, "the patch fixes the largest part that a setting can fix"
     assert main(["doctor", str(run.path), "--against", str(alone.path)]) == 0
     assert f"F014 warning: {found.verdict}" in capsys.readouterr().out
 

@@ -158,9 +158,9 @@ def test_exploding_gradients_are_found(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_truncated_images_are_counted(tmp_path: Path) -> None:
-    path = write_images(tmp_path / "pictures", sides=[32])
+    path = write_images(tmp_path / "images", sides=[32])
     for number in range(0, 200, 5):
-        image = tmp_path / "pictures" / f"{number}.png"
+        image = tmp_path / "images" / f"{number}.png"
         image.write_bytes(image.read_bytes()[:60])  # the header with the size, but no pixels
     settings = (f"data.path={path}", f"data.samples.images={tmp_path / 'images'}", "data.samples.max_bad=0.5")
     found = findings(train(recipe_of(*VLM_SETTINGS, *settings, "train.steps=30"), tmp_path / "run"))["F072"]

@@ -124,7 +124,7 @@ def profile_plan(name: str, folder: Path, rank_info: RankInfo, cache: Path) -> d
         refused = ""
         with parts.trainer.loader_from(0) as loader:
             profiled_loader = ProfiledLoader(loader, trace)
-            parts.trainer.loader_from = lambda _: nullcontext(profiled_loader)
+            parts.trainer.loader_from = lambda _: nullcontext(profiled_loader)  # pyrefly: ignore[bad-assignment]
             try:
                 parts.trainer.train(parts.trainer.checkpointer.resume())
             except RuntimeError:

@@ -199,7 +199,7 @@ def test_a_device_filled_by_another_process_is_found(tmp_path: Path) -> None:
     assert found["F061"].culprit == "the device of rank 0"
     assert found["F061"].evidence["others"] > 0.8 * found["F061"].evidence["total"]
     assert found["F061"].patch
-    assert "who else is on the device" in found["F061"].fix
+    assert "find the other processes on the device" in found["F061"].fix
 
 
 def test_a_memory_bound_run_is_found_and_the_patch_moves_fewer_bytes(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Hugging Face models on a GPU: filled in place, and attending through our context."""
+"""Hugging Face models on a GPU: loading their weights, and our attention in them."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ def opened(folder: Path, device: str = "cuda") -> HfNetwork:
 
 
 @pytest.mark.parametrize("name", ["llama-tied", "gemma3", "gpt2", "qwen3-moe"])
-def test_a_model_filled_on_a_gpu_is_the_one_that_transformers_loads(name: str, tmp_path: Path) -> None:
+def test_weights_read_onto_a_gpu_equal_those_that_transformers_loads(name: str, tmp_path: Path) -> None:
     network = opened(save_model(name, tmp_path))
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="sdpa").cuda()
     assert {each.device.type for each in (*network.module.parameters(), *network.module.buffers())} == {"cuda"}
@@ -42,8 +42,13 @@ def test_random_weights_do_not_depend_on_the_device(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("saved", [False, True], ids=["random", "saved"])
-def test_filling_takes_no_more_of_the_gpu_than_the_weights(saved: bool, tmp_path: Path) -> None:
-    shape = {"num_hidden_layers": 8, "hidden_size": 1024, "num_attention_heads": 8, "intermediate_size": 4096}
+def test_loading_allocates_no_more_gpu_memory_than_the_weights(saved: bool, tmp_path: Path) -> None:
+    shape: dict[str, Any] = {
+        "num_hidden_layers": 8,
+        "hidden_size": 1024,
+        "num_attention_heads": 8,
+        "intermediate_size": 4096,
+    }
     config = LlamaConfig(**SMALL | shape)
     (AutoModelForCausalLM.from_config(config) if saved else config).save_pretrained(tmp_path)
     torch.cuda.empty_cache()
@@ -51,12 +56,12 @@ def test_filling_takes_no_more_of_the_gpu_than_the_weights(saved: bool, tmp_path
     before = torch.cuda.memory_allocated()
     network = opened(tmp_path)
     num_bytes = sum(each.numel() * 4 for each in network.module.parameters())
-    # A slice of one matrix is on its way at a time.
+    # Weights are copied one slice of a matrix at a time.
     assert num_bytes <= torch.cuda.max_memory_allocated() - before <= 1.1 * num_bytes
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
-def test_our_attention_is_theirs_on_a_gpu(name: str, tmp_path: Path) -> None:
+def test_our_attention_equals_that_of_transformers_on_a_gpu(name: str, tmp_path: Path) -> None:
     theirs = AutoModelForCausalLM.from_pretrained(save_model(name, tmp_path), dtype=torch.float32).cuda()
     network = opened(tmp_path)
     packed = {"documents": DOCUMENTS.cuda(), "host_documents": DOCUMENTS}
@@ -68,7 +73,7 @@ def test_our_attention_is_theirs_on_a_gpu(name: str, tmp_path: Path) -> None:
 
 
 class Shapes(TorchDispatchMode):
-    """Remembers the shape of everything that is made."""
+    """Records the shape of every tensor that an operator returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +86,7 @@ class Shapes(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "documents"])
-def test_no_mask_is_made_and_the_host_never_waits(packed: bool, tmp_path: Path) -> None:
+def test_no_mask_is_built_and_the_host_never_synchronises(packed: bool, tmp_path: Path) -> None:
     CONFIGS["llama"].save_pretrained(tmp_path)
     network, length = opened(tmp_path), 56
     documents = (torch.arange(length) >= 20).int().expand(2, -1).contiguous()
@@ -93,7 +98,7 @@ def test_no_mask_is_made_and_the_host_never_waits(packed: bool, tmp_path: Path) 
             logits, _ = network.forward(inputs)
         logits.float().logsumexp(-1).sum().backward()
 
-    step()  # libraries that are loaded at the first use may wait
+    step()  # libraries may synchronise at their first use
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

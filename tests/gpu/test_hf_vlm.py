@@ -1,4 +1,4 @@
-"""Hugging Face models that see on a GPU: the numbers of their own forward, and the host never waits."""
+"""Hugging Face vision-language models on a GPU equal their own forward, and the host never synchronises."""
 
 from copy import deepcopy
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
-from tests.vlm_models import CONFIGS, SHAPES, VARIOUS, images, inputs_of, stir, their_inputs, their_positions
+from tests.vlm_models import CONFIGS, SHAPES, VARIOUS, hf_inputs, hf_positions, inputs_of, perturb, random_images
 from trimaran.models import VlmSpec
 from trimaran.models.from_hf_vlm import vlm_from_disk
 from trimaran.nets.hf_vlm import HfVlmNetwork, network_of_hf
@@ -16,43 +16,43 @@ from trimaran.nets.hf_vlm import HfVlmNetwork, network_of_hf
 pytestmark = pytest.mark.gpu
 
 ROWS = [[None, 0, None, 1, None], [None, None, 2, None]]
-NEAR = 0.03  # of the norm of a gradient, in bf16
+BF16_TOLERANCE = 0.03  # relative to the norm of the gradients
 
 
 def model_of(name: str) -> tuple[Any, VlmSpec]:
     torch.manual_seed(0)
     config = deepcopy(CONFIGS[name])
     model = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa")
-    stir(model)
+    perturb(model)
     return model.cuda(), vlm_from_disk(config.to_dict(), where="config.json")
 
 
 def on_gpu(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A micro-batch as the loader brings it: on the device, with what the host knows beside."""
+    """Return a micro-batch as the loader gives it: on the device, with host copies of grids and documents."""
     documents = torch.zeros_like(inputs["tokens"], dtype=torch.int32)
-    known = {"host_grids": inputs["grids"], "host_documents": documents}
-    return {name: each.cuda() for name, each in (inputs | {"documents": documents}).items()} | known
+    on_host = {"host_grids": inputs["grids"], "host_documents": documents}
+    return {name: each.cuda() for name, each in (inputs | {"documents": documents}).items()} | on_host
 
 
 def gradients_of(model: Any, logits: Tensor) -> Tensor:
-    """All gradients in a row; they are cleared."""
+    """Return all gradients, concatenated, and clear them."""
     logits.float().logsumexp(-1).sum().backward()
-    found = torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
+    gradients = torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
     model.zero_grad()
-    return found
+    return gradients
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_numbers_are_those_of_the_models_own_forward_and_the_host_never_waits(name: str) -> None:
+def test_results_equal_the_models_own_forward_and_the_host_never_synchronises(name: str) -> None:
     model, spec = model_of(name)
-    seen = images(SHAPES.get(name, VARIOUS))
-    inputs = inputs_of(spec, seen, ROWS)
-    their = {each: tensor.cuda() for each, tensor in their_inputs(spec, inputs, seen).items()}
-    inputs |= {each: tensor.cpu() for each, tensor in their_positions(model, their).items()}
+    images = random_images(SHAPES.get(name, VARIOUS))
+    inputs = inputs_of(spec, images, ROWS)
+    their = {each: tensor.cuda() for each, tensor in hf_inputs(spec, inputs, images).items()}
+    inputs |= {each: tensor.cpu() for each, tensor in hf_positions(model, their).items()}
     wanted = gradients_of(model, model(**their, use_cache=False).logits)
     network, batch = network_of_hf(model, spec), on_gpu(inputs)
     assert isinstance(network, HfVlmNetwork)
-    gradients_of(model, network.forward(batch)[0])  # libraries that are loaded at the first use may wait
+    gradients_of(model, network.forward(batch)[0])  # libraries may synchronise at their first use
     for each in (batch, {name: batch[name] for name in ("tokens", "documents", "host_documents")}):
         with torch.autocast("cuda", dtype=torch.bfloat16):
             gradients_of(model, network.forward(each)[0])
@@ -66,5 +66,5 @@ def test_numbers_are_those_of_the_models_own_forward_and_the_host_never_waits(na
         model.zero_grad()
     with torch.autocast("cuda", dtype=torch.bfloat16):
         found = gradients_of(model, network.forward(batch)[0])
-    assert (found - wanted).norm() < NEAR * wanted.norm()
+    assert (found - wanted).norm() < BF16_TOLERANCE * wanted.norm()
     assert (gradients_of(model, network.forward(batch)[0]) - wanted).norm() < 1e-3 * wanted.norm()

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tests.unit.test_train_optimizer import ManyShapes, section, state_bytes, train
@@ -93,7 +94,7 @@ def test_an_update_never_waits_for_the_device(states: str, offload: str) -> None
     optimizer = build(module, states, offload=offload)
     train(module, optimizer, range(2))  # creates caches and compiles kernels
     fill_gradients(module)
-    optimizer.found_inf, optimizer.factor = torch.zeros((), device="cuda"), torch.ones((), device="cuda")
+    optimizer.found_inf, optimizer.factor = torch.zeros((), device="cuda"), torch.ones((), device="cuda")  # pyrefly: ignore[missing-attribute]
     torch.cuda.set_sync_debug_mode("error")
     try:
         optimizer.step()
@@ -109,7 +110,9 @@ def test_copies_to_the_device_overlap_with_copies_to_the_host() -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         optimizer.step()
         torch.cuda.synchronize()
-    ranges = [(each.name, each.time_range) for each in profile.events()]
+    events = profile.events()
+    assert events is not None
+    ranges = [(each.name, each.time_range) for each in events]
     copies = {
         direction: [(span.start, span.end) for name, span in ranges if f"Memcpy {direction}" in name]
         for direction in ("HtoD", "DtoH")
@@ -150,6 +153,7 @@ def test_parameters_on_the_host_are_updated_there(states: str) -> None:
             optimizer.zero_grad()
     for (name, one), other in zip(module.named_parameters(), plain.parameters(), strict=True):
         assert one.device.type == "cpu"
+        assert isinstance(one, DTensor)
         weight = one.to_local().detach()
         assert (weight - other.detach().cpu()).norm() <= 1e-4 * weight.norm(), name
     assert all(value.device.type == "cpu" for each in optimizers[0].state.values() for value in each.values())

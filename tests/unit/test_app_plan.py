@@ -5,6 +5,7 @@ import json
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -38,7 +39,7 @@ def request_for(what: str = "llama-3-8b", *settings: str, cluster: str = "8xH100
 
 
 def predicted(plan: Plan, *, gib: float = 40, seconds: float = 2.0) -> Plan:
-    cost = {"device_bytes": Bytes(int(gib * GIB)), "step_seconds": Seconds(seconds), "fits": gib <= 79}
+    cost: dict[str, Any] = {"device_bytes": Bytes(int(gib * GIB)), "step_seconds": Seconds(seconds), "fits": gib <= 79}
     cost["tokens_per_second"] = 2**20 / seconds
     return plan.model_copy(update={"prediction": PREDICTION.model_copy(update=cost)})
 
@@ -82,9 +83,9 @@ def test_the_printed_answer_has_the_plans_why_others_lost_and_what_would_help(wi
     text = printed(report(), width=width)
     flat = " ".join(text.split())
     assert max(map(len, text.splitlines())) <= width
-    for words in ("1,234 plans", "40.0 GiB 51%", "72.0 GiB 91%", "every 2", "1 x 64", "dp_shard 2 x pp 4 interleaved",
+    for part in ("1,234 plans", "40.0 GiB 51%", "72.0 GiB 91%", "every 2", "1 x 64", "dp_shard 2 x pp 4 interleaved",
                   "6.0 GiB over", "one more node", "warning above 88 %", "±30%"):  # fmt: skip
-        assert words in flat, words
+        assert part in flat, part
 
 
 def test_only_the_requested_number_of_plans_is_printed() -> None:
@@ -94,8 +95,8 @@ def test_only_the_requested_number_of_plans_is_printed() -> None:
 def test_if_nothing_fits_the_smallest_plan_and_cluster_are_shown() -> None:
     missing = report(ranked=(), missing_bytes=Bytes(6 * GIB), smallest=parse_cluster("2x8xH100"))
     text = printed(missing)
-    for words in ("does not fit", "6.0 GiB a device", "2x8xH100 is enough"):
-        assert words in text
+    for part in ("does not fit", "6.0 GiB a device", "2x8xH100 is enough"):
+        assert part in text
     error = no_fit_error(missing.answer)
     assert error.code == "P007"
     assert "too big for the 79.1 GiB of H100" in error.what
@@ -118,9 +119,9 @@ def test_another_goal_pins_its_plan_in_the_next_command() -> None:
     plain, thrifty = report(), report(request=with_goal(request_for(), "cost"), part=parse_cluster("4xH100"))
     assert "plan=" not in plain.next_command
     small = predicted(Plan(mesh=Mesh(dp_shard=4), sharding="parameters", precision="bf16", grad_accum=64))
-    words = shlex.split(replace(thrifty, answer=replace(thrifty.answer, ranked=(small,))).next_command)
-    assert "cluster=4xH100" in words
-    (pins,) = [word for word in words if word.startswith("plan=")]
+    arguments = shlex.split(replace(thrifty, answer=replace(thrifty.answer, ranked=(small,))).next_command)
+    assert "cluster=4xH100" in arguments
+    (pins,) = [each for each in arguments if each.startswith("plan=")]
     assert Plan.model_validate(json.loads(pins.removeprefix("plan="))) == small.model_copy(update={"prediction": None})
 
 
@@ -198,10 +199,10 @@ def test_a_tool_that_does_not_support_the_best_plan_shows_why_and_the_loss(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("times", "words"), [(4.2, "4.2 times slower"), (1.08, "8% slower"), (1.0, "as fast"), (0.9, "10% faster")]
+    ("times", "expected"), [(4.2, "4.2 times slower"), (1.08, "8% slower"), (1.0, "as fast"), (0.9, "10% faster")]
 )
-def test_a_ratio_of_step_times_as_text(times: float, words: str) -> None:
-    assert show_slower(times) == words
+def test_a_ratio_of_step_times_as_text(times: float, expected: str) -> None:
+    assert show_slower(times) == expected
 
 
 def test_a_plan_that_no_tool_supports_has_a_caution() -> None:

@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -99,8 +100,8 @@ def test_a_real_run_becomes_a_page_with_all_sections(real: RunDirectory) -> None
     facts, found = facts_of(real), page(real)
     assert [row["step"] for row in facts["checkpoints"]] == [2, 3]
     assert [step for step, _ in facts["curves"]["loss"]["points"]] == [1, 2, 3]
-    for words in ("real", "done", "Loss", "Gradient norm", "Tokens per second", "Phases of a step", "Checkpoints"):
-        assert words in found.text
+    for part in ("real", "done", "Loss", "Gradient norm", "Tokens per second", "Phases of a step", "Checkpoints"):
+        assert part in found.text
     assert f"trimaran train {real.recipe}" in found.text
     assert found.tags["figure"] >= 6
 
@@ -141,7 +142,8 @@ def hostile_run(path: Path) -> RunDirectory:
     attempts = AttemptLog(run)
     attempts.begin(world_size=2)
     with Journal(run, 0) as journal:
-        journal.event("start", host=HOSTILE, device=HOSTILE, **{HOSTILE: HOSTILE})
+        fields: dict[str, Any] = {"host": HOSTILE, "device": HOSTILE, HOSTILE: HOSTILE}
+        journal.event("start", **fields)
         details = {"ranks": {"busy_seconds": {"min": 1, "median": 1, "max": 3, "at": HOSTILE},
                              "outliers": [{"rank": 1, "what": HOSTILE, "value": 3.0, "median": 1.0}, HOSTILE]},
                    "groups": {HOSTILE: {"grad_norm": HOSTILE, "update_ratio": 1.0}}, "memory": HOSTILE}  # fmt: skip
@@ -281,7 +283,7 @@ def test_downsampling_keeps_minimum_and_maximum() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "unit", "words"),
+    ("values", "unit", "labels"),
     [
         ([0.3, 10.08], "number", ["0", "3", "6", "9", "12"]),
         ([0.001, 0.001], "number", ["0", "0.00025", "0.0005", "0.00075", "0.001"]),
@@ -292,8 +294,8 @@ def test_downsampling_keeps_minimum_and_maximum() -> None:
         ([0.0], "seconds", ["0 ms", "250 ms", "500 ms", "750 ms", "1.0 s"]),
     ],
 )
-def test_tick_labels_are_round_and_distinct(values: list[float], unit: str, words: list[str]) -> None:
-    assert tick_labels(round_scale(values, unit=unit), unit) == words
+def test_tick_labels_are_round_and_distinct(values: list[float], unit: str, labels: list[str]) -> None:
+    assert tick_labels(round_scale(values, unit=unit), unit) == labels
 
 
 def test_a_wide_range_has_a_logarithmic_scale() -> None:

@@ -153,7 +153,7 @@ def test_the_first_next_command_of_a_stopped_run_is_resume(tmp_path: Path) -> No
     assert (state.status, next_commands(state)[0]) == ("stopped", f"trimaran resume {run.path}")
 
 
-def test_generate_is_not_suggested_without_saved_weights(tmp_path: Path) -> None:
+def test_without_saved_weights_no_text_is_offered(tmp_path: Path) -> None:
     commands = next_commands(state_of(new_run(tmp_path / "run")))
     assert len(commands) == 3
     assert not any("generate" in command for command in commands)

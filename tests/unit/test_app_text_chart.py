@@ -39,7 +39,7 @@ def test_a_flat_curve_is_one_line() -> None:
 
 
 def test_a_stacked_bar_is_full_despite_rounding() -> None:
-    colors = dict.fromkeys("abc", "red")
+    colors = dict.fromkeys(["a", "b", "c"], "red")
     for width in range(1, 40):
         assert len(stacked_bar({"a": 1.0, "b": 1.0, "c": 1.0}, colors, width=width)) == width
     assert not stacked_bar({}, {}, width=10)

@@ -71,7 +71,7 @@ def reset(folder: Path, template: Path) -> None:
 
 
 def check_newest(folder: Path, allowed: tuple[int, ...], at: str) -> None:
-    """Check that what looks complete is and loads, that the newest is in `allowed`, and that drafts can be removed."""
+    """Check that every listed checkpoint loads, that the newest is in `allowed`, and that drafts can be removed."""
     assert newest_step(folder) in allowed, at
     for step in complete_steps(folder):
         assert verify(step_path(folder, step)) == [], at

@@ -6,7 +6,7 @@ import pickle
 import struct
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -58,7 +58,8 @@ def refusal(program: bytes, names: set[str] | None = None) -> str:
 
 def metadata_of(size: tuple[int, ...] = (2,), **changes: Any) -> Metadata:
     """Return the metadata of a folder with one tensor `w`, as torch writes it, with `changes`."""
-    fields = {"file": "__0_0.distcp", "offset": 0, "length": 4000, "boxes": [((0,) * len(size), size)]} | changes
+    boxes = [((0,) * len(size), size)]
+    fields: dict[str, Any] = {"file": "__0_0.distcp", "offset": 0, "length": 4000, "boxes": boxes} | changes
     chunks = [ChunkStorageMetadata(torch.Size(start), torch.Size(extent)) for start, extent in fields["boxes"]]
     tensor = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size(size), chunks)
     storage = {
@@ -99,10 +100,10 @@ def sharded_save(folder: str) -> dict[str, Tensor]:
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(2):
-        sum(each.full_tensor().float().square().sum() for each in model.parameters()).backward()
+        sum(each.full_tensor().float().square().sum() for each in model.parameters()).backward()  # pyrefly: ignore[missing-attribute]
         optimizer.step()
         optimizer.zero_grad()
-    weights, states = get_state_dict(model, optimizer)
+    weights, states = cast(tuple[dict[str, Any], dict[str, Any]], get_state_dict(model, optimizer))
     dcp.save({"model": weights, "optimizer": states, "step": 2}, checkpoint_id=folder)
     full = {f"model.{name}": each.full_tensor() for name, each in weights.items()}
     for name, moments in states["state"].items():
@@ -249,7 +250,7 @@ def test_deep_nesting_is_read() -> None:
         {"state_dict_metadata": 1},
         [],
         None,
-        Metadata({"w": 3}, storage_data={}),
+        Metadata({"w": 3}, storage_data={}),  # pyrefly: ignore[bad-assignment]
         Metadata({"w": TensorStorageMetadata(TensorProperties(), torch.Size([2]), [])}, storage_data={}),
     ],
 )

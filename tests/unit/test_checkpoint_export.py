@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ from trimaran.checkpoint.tensor_shards import CheckpointSource
 from trimaran.checkpoint.verify_checkpoint import verify
 from trimaran.checkpoint.write_checkpoint import commit, write_share
 from trimaran.core import ModelSection, Recipe, UserError, parse_recipe
-from trimaran.models import model_folder, spec_of
+from trimaran.models import ModelSpec, model_folder, spec_of
 from trimaran.nets import Decoder, Network, decoder_network, initialise, load_hf_weights
 
 MODELS = {
@@ -45,7 +45,7 @@ def recipe_of(model: str, *settings: str) -> Recipe:
 
 def network_of(recipe: Recipe) -> Network:
     spec = spec_of(recipe.model)
-    assert spec is not None
+    assert isinstance(spec, ModelSpec)
     network = decoder_network(spec)
     initialise(network.module, seed=3, spec=spec)
     return network
@@ -99,7 +99,7 @@ def test_an_exported_decoder_gives_the_same_logits(model: str, tmp_path: Path) -
     export_hf(source, recipe.model, tmp_path / "hf", dtype="fp32", add_files=add_nothing, progress=no_progress)
     section = ModelSection(path=str(tmp_path / "hf"))
     spec = spec_of(section)
-    assert spec is not None
+    assert isinstance(spec, ModelSpec)
     again = decoder_network(spec)
     load_hf_weights(again.module, model_folder(str(tmp_path / "hf")))
     with torch.no_grad():
@@ -249,7 +249,7 @@ def train_with_fsdp(folder: str, path: str, tree: str) -> dict[str, Tensor]:
         model(TOKENS + step).logits.square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    weights, states = get_state_dict(model, optimizer)
+    weights, states = cast(tuple[dict[str, Any], dict[str, Any]], get_state_dict(model, optimizer))
     keys: dict[str, Any] = {"bare": weights, "nested": {"app": {"model": weights, "optim": states}}}
     dcp.save(keys[tree], checkpoint_id=folder)
     full_tensors = {f"model/{_ours(name)}": each.full_tensor() for name, each in weights.items()}
@@ -328,7 +328,7 @@ def test_torch_loads_an_export_into_its_own_model_and_optimizer(tmp_path: Path) 
         each.grad = torch.zeros_like(each)
     optimizer = torch.optim.AdamW(target.parameters())
     optimizer.step()
-    weights, states = get_state_dict(target, optimizer)
+    weights, states = cast(tuple[dict[str, Any], dict[str, Any]], get_state_dict(target, optimizer))
     planner = dcp.DefaultLoadPlanner(allow_partial_load=True)  # the optimizer's settings stay its own
     dcp.load({"model": weights, "optimizer": states}, checkpoint_id=tmp_path / "dcp", planner=planner, no_dist=True)
     loaded = {f"model.{name}": each for name, each in weights.items()}

@@ -33,7 +33,7 @@ def rank_memory() -> Iterator[RankMemory]:
 
 
 class Pin:
-    """Stands for pinned pages, so that no GPU is needed to count them."""
+    """Replaces pinning with a record of pinned pages, so that no GPU is needed."""
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
@@ -77,6 +77,7 @@ def test_a_copy_is_split_at_chunk_ends_and_is_complete(shape: tuple[int, ...], m
         first = into.data_ptr() - slot.data_ptr()
         assert into.is_contiguous()
         assert first // 256 == (first + into.nbytes - 1) // 256
+        assert isinstance(part, torch.Tensor)
         into += part  # adding shows what is copied twice
     assert torch.equal(target, values)
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from trimaran.core import Seconds
 from trimaran.cost.collective import (
     NETWORK_EFFICIENCY,
     NETWORK_GATHER_EFFICIENCY,
@@ -18,7 +19,15 @@ from trimaran.cost.collective import (
 )
 from trimaran.hardware import Link, parse_cluster
 
-FOUR = Ring(4, "wire", 1.0, reduce_bandwidth=100.0, gather_bandwidth=50.0, exchange_bandwidth=25.0, send_bandwidth=10.0)
+FOUR = Ring(
+    4,
+    "wire",
+    Seconds(1.0),
+    reduce_bandwidth=100.0,
+    gather_bandwidth=50.0,
+    exchange_bandwidth=25.0,
+    send_bandwidth=10.0,
+)
 
 
 def test_an_all_reduce_goes_round_the_ring_twice() -> None:
@@ -45,14 +54,14 @@ def test_traffic_inside_a_node_does_not_wait_for_the_network() -> None:
     assert all_to_all_seconds(400, two_nodes, crossing=0.25) == 2 * 1.0 + 0.25 * 400 / 2 / 25 + 400 / 2 / 5
 
 
-def test_one_rank_communicates_with_nobody() -> None:
+def test_one_rank_does_not_communicate() -> None:
     alone = FOUR._replace(num_ranks=1)
     functions = (all_reduce_seconds, all_gather_seconds, all_to_all_seconds, send_seconds)
     assert [function(400, alone) for function in functions] == [0, 0, 0, 0]
 
 
 def test_sharded_parameters_move_one_and_a_half_times_what_replicas_move() -> None:
-    even = Ring(8, "wire", 0.0, *[100.0] * 4)
+    even = Ring(8, "wire", Seconds(0.0), 100.0, 100.0, 100.0, 100.0)
     assert 3 * all_gather_seconds(800, even) == pytest.approx(1.5 * all_reduce_seconds(800, even))
 
 
@@ -85,7 +94,7 @@ def test_a_message_to_one_rank_uses_one_card() -> None:
 
 def test_a_ring_crosses_no_more_link_levels_than_it_must() -> None:
     links = [("pairs", 2, 400e9), ("sockets", 8, 50e9), ("network", 16, 10e9)]
-    levels = tuple(Link(name=name, devices=num, bandwidth=rate, latency=1e-5) for name, num, rate in links)
+    levels = tuple(Link(name=name, devices=num, bandwidth=rate, latency=Seconds(1e-5)) for name, num, rate in links)
     assert [ring_of(levels, num, 1).link for num in (2, 4, 8, 16)] == ["pairs", "sockets", "sockets", "network"]
     assert ring_of(levels, 4, 2).link == "sockets"
 

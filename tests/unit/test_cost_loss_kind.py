@@ -77,7 +77,8 @@ def test_a_fused_loss_computes_gradients_in_forward_and_is_faster_than_logits() 
 
 
 def test_only_our_trainer_without_tp_and_pp_is_timed_as_fused() -> None:
-    for fields in ({"stack": "torchtitan"}, {"mesh": {"tp": 2}}):
+    cases: list[dict[str, Any]] = [{"stack": "torchtitan"}, {"mesh": {"tp": 2}}]
+    for fields in cases:
         assert terms_of(loss="fused", **fields) == terms_of(loss="logits", **fields)
 
 

@@ -54,8 +54,8 @@ def test_stages_hold_every_parameter_once_but_a_tied_embedding_twice(schedule: s
 def test_a_split_tower_holds_parameters_outside_its_blocks_once() -> None:
     layer = OutlineLayer(hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=256)
     vision = Tower(name="vision", runs=((layer, 6),), hidden=64, extras=1000, positions=64)
-    mouth = Tower(name="language", runs=((layer, 2),), hidden=64, vocab=100, outputs=100, extras=64)
-    outline = Outline(name="both", towers=(vision, mouth))
+    language = Tower(name="language", runs=((layer, 2),), hidden=64, vocab=100, outputs=100, extras=64)
+    outline = Outline(name="both", towers=(vision, language))
     parts = parts_of(outline, pipeline("1f1b", pp=4, count=4, pipeline={"stages": (2, 2, 2, 2)}), seq_len=64)
     assert sum(part.parameters for part in parts) == outline.num_parameters
 

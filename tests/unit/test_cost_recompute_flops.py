@@ -1,16 +1,16 @@
 """The FLOPs that recompute adds, block by block."""
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from trimaran.core import Plan
 from trimaran.cost import Job, find_stack
 from trimaran.cost.recompute_flops import repeated_flops
-from trimaran.models import PRESETS, outline_of
+from trimaran.models import PRESETS, OutlineLayer, outline_of
 
 JOB = Job(outline=outline_of(PRESETS["llama-3.2-1b"]), seq_len=2048)
-LAYER, LAYERS = JOB.outline.main.runs[0]
+LAYER, LAYERS = cast(tuple[OutlineLayer, int], JOB.outline.main.runs[0])
 POSITIONS = 4 * 2048
 
 

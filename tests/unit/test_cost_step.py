@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from benchmarks.accuracy.ask import question_of
 
-from trimaran.core import Bytes, Mesh, Plan, Prediction
+from trimaran.core import Bytes, Flops, Mesh, Plan, Prediction
 from trimaran.core.plan import TowerPlan
 from trimaran.cost import Job, find_stack, predict
 from trimaran.cost.collective import all_gather_seconds, ring_of
@@ -265,11 +265,11 @@ def test_unmeasured_configurations_have_a_larger_error() -> None:
 
 
 def two_towers(*, frozen: bool) -> Outline:
-    vision = OutlineLayer(hidden=1024, heads=16, kv_heads=16, head_dim=64, ffn=4096, gated=False, causal=False)
-    language = OutlineLayer(hidden=2048, heads=16, kv_heads=16, head_dim=128, ffn=8192)
-    vision = Tower(name="vision", runs=((vision, 24),), hidden=1024, positions=4096, segment=1024, frozen=frozen)
-    mouth = Tower(name="language", runs=((language, 24),), hidden=2048, vocab=32000, outputs=32000)
-    return Outline(name="vlm", towers=(vision, mouth))
+    vision_layer = OutlineLayer(hidden=1024, heads=16, kv_heads=16, head_dim=64, ffn=4096, gated=False, causal=False)
+    language_layer = OutlineLayer(hidden=2048, heads=16, kv_heads=16, head_dim=128, ffn=8192)
+    vision = Tower(name="vision", runs=((vision_layer, 24),), hidden=1024, positions=4096, segment=1024, frozen=frozen)
+    language = Tower(name="language", runs=((language_layer, 24),), hidden=2048, vocab=32000, outputs=32000)
+    return Outline(name="vlm", towers=(vision, language))
 
 
 def test_a_frozen_first_tower_has_no_backward_and_towers_recompute_separately() -> None:
@@ -281,7 +281,8 @@ def test_a_frozen_first_tower_has_no_backward_and_towers_recompute_separately() 
     assert frozen["backward"] < 0.8 * thawed["backward"]
     assert frozen["optimizer"] < thawed["optimizer"]
     flops = [
-        predict(Job(outline=two_towers(frozen=each), seq_len=2048), cluster, plan).flops_per_step for each in (0, 1)
+        predict(Job(outline=two_towers(frozen=each), seq_len=2048), cluster, plan).flops_per_step
+        for each in (False, True)
     ]
     assert flops[0] - flops[1] == pytest.approx(
         2 * 32 * 24 * two_towers(frozen=True).towers[0].runs[0][0].flops(4096, 1024)
@@ -298,7 +299,12 @@ def test_a_frozen_first_tower_has_no_backward_and_towers_recompute_separately() 
 def test_an_opaque_block_is_bound_by_flops_or_by_bytes() -> None:
     def forward(flops: float, moved: int) -> float:
         block = Opaque(
-            name="block", parameters=10, sample_flops=flops, saved_bytes=0, moved_bytes=moved, output_bytes=8
+            name="block",
+            parameters=10,
+            sample_flops=Flops(flops),
+            saved_bytes=Bytes(0),
+            moved_bytes=Bytes(moved),
+            output_bytes=Bytes(8),
         )
         job = Job(outline=Outline(name="net", towers=(Tower(name="net", runs=((block, 3),), hidden=8),)), seq_len=1)
         return step_time_of(job, parse_cluster("H200"), Plan(precision="bf16", micro_batch=2)).terms["forward"]
@@ -364,9 +370,10 @@ def test_steps_of_one_h200_are_predicted_as_measured() -> None:
 )
 def test_two_cores_are_predicted_as_measured(shape: tuple[int, ...], seq_len: int, milliseconds: float) -> None:
     names = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab")
-    spec = ModelSpec(name="measured", max_seq_len=8192, **dict(zip(names, shape, strict=True)))
+    fields: dict[str, Any] = dict(zip(names, shape, strict=True))
+    spec = ModelSpec(name="measured", max_seq_len=8192, **fields)
     core = replace(
-        DEVICES["cpu"], peak_flops={"fp32": 140e9}
+        DEVICES["cpu"], peak_flops={"fp32": Flops(140e9)}
     )  # `cpu_flops` measures 94e9 to 163e9, depending on other processes
     plan = Plan(micro_batch=16, mesh=Mesh(dp_replicate=2))
     found = predict(Job(outline=outline_of(spec), seq_len=seq_len), Cluster(device=core, devices_per_node=2), plan)

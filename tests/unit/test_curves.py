@@ -1,4 +1,4 @@
-"""`benchmarks/curves.py`: what its runs are, what it makes of their losses, and one of them for real."""
+"""`benchmarks/curves.py`: its recipes, the table and plot of the losses, and one real run."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from benchmarks.curves import MEAN_OVER, SETTINGS, SHAPES, Line, loss_at, measure, plot, table, words_of
+from benchmarks.curves import MEAN_OVER, SETTINGS, SHAPES, Line, arguments_of, loss_at, measure, plot, table
 
 from tests.cases import slow
 from trimaran.core.optional_packages import FP8_FEATURE_MULTIPLE, MIN_FP8_FEATURES
@@ -30,14 +30,14 @@ LINES = [line("bf16", 1, falling(1.0), 1.5), line("bf16", 2, falling(1.1), 1.7),
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("arm", SETTINGS)
 def test_every_run_is_a_recipe(arm: str, shape: str) -> None:
-    recipe = parse_recipe("", name="curve", overrides=words_of(arm, 3, shape, 500)[1::2])
+    recipe = parse_recipe("", name="curve", overrides=arguments_of(arm, 3, shape, 500)[1::2])
     assert recipe.train.seed == 3
     assert recipe.train.optimizer.states == {"states-bf16": "bf16", "states-8bit": "8bit"}.get(arm, "fp32")
     assert recipe.data.source == "python-stdlib"
 
 
 def test_the_model_has_layers_for_fp8_and_about_a_hundred_million_parameters() -> None:
-    recipe = parse_recipe("", name="curve", overrides=words_of("fp8", 1, "small", 500)[1::2])
+    recipe = parse_recipe("", name="curve", overrides=arguments_of("fp8", 1, "small", 500)[1::2])
     spec: Any = spec_of(recipe.model)
     check_fp8(recipe.plan, spec)  # pyrefly: ignore[bad-argument-type]
     sizes = (spec.hidden, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.ffn)
@@ -46,16 +46,17 @@ def test_the_model_has_layers_for_fp8_and_about_a_hundred_million_parameters() -
 
 
 def test_a_loss_is_the_mean_of_the_last_steps() -> None:
-    told = line("bf16", 1, [float(step) for step in range(1, 101)], 0.0)
-    assert loss_at(told, 100) == 100 - (MEAN_OVER - 1) / 2
-    assert loss_at(told, 2) == 1.5
+    record = line("bf16", 1, [float(step) for step in range(1, 101)], 0.0)
+    assert loss_at(record, 100) == 100 - (MEAN_OVER - 1) / 2
+    assert loss_at(record, 2) == 1.5
 
 
-def test_the_table_counts_in_spreads_of_the_seeds() -> None:
-    told = table([*LINES, {"arm": "states-8bit", "seed": 1, "failed": "P031: no"}])
-    assert "| -0.1500 | -1.5 | -0.0500 |" in told, "the mean is 1.6, the spread 0.1, and bf16 with seed 1 has 1.5"
-    assert "mean 1.6000, spread (standard deviation) 0.1000" in told
-    assert "| states-8bit | 1 | P031: no |" in told
+def test_the_table_shows_distances_in_standard_deviations_of_the_seeds() -> None:
+    text = table([*LINES, {"arm": "states-8bit", "seed": 1, "failed": "P031: no"}])
+    # The mean is 1.6, the standard deviation 0.1, and bf16 with seed 1 has 1.5.
+    assert "| -0.1500 | -1.5 | -0.0500 |" in text
+    assert "mean 1.6000, standard deviation 0.1000" in text
+    assert "| states-8bit | 1 | P031: no |" in text
 
 
 def test_the_plot_has_every_run_in_both_halves() -> None:
@@ -64,8 +65,8 @@ def test_the_plot_has_every_run_in_both_halves() -> None:
 
 
 @pytest.mark.parametrize("arm", [slow("states-bf16")])
-def test_a_run_tells_its_losses(tmp_path: Path, arm: str) -> None:
-    (told,) = measure([(arm, 1)], "tiny", 10, tmp_path / "out.jsonl")
-    assert told == json.loads((tmp_path / "out.jsonl").read_text())
-    assert len(told["losses"]) == 10
-    assert [step for step, _ in told["held_out"]] == [2, 4, 6, 8, 10]
+def test_a_run_records_its_losses(tmp_path: Path, arm: str) -> None:
+    (record,) = measure([(arm, 1)], "tiny", 10, tmp_path / "out.jsonl")
+    assert record == json.loads((tmp_path / "out.jsonl").read_text())
+    assert len(record["losses"]) == 10
+    assert [step for step, _ in record["held_out"]] == [2, 4, 6, 8, 10]

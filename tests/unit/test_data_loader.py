@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -75,7 +76,8 @@ def test_a_batch_equals_its_samples(sequences: Sequences, workers: int) -> None:
             assert batch.arrays["documents"].dtype == torch.int32
             assert np.array_equal(batch.arrays["tokens"].reshape(6, 8), [sample.tokens for sample in samples])
             assert np.array_equal(batch.arrays["labels"].reshape(6, 8), [sample.labels for sample in samples])
-            assert np.array_equal(batch.arrays["documents"].reshape(6, 8), [sample.documents for sample in samples])
+            documents: list[Any] = [sample.documents for sample in samples]
+            assert np.array_equal(batch.arrays["documents"].reshape(6, 8), documents)
             assert batch.num_valid == int((batch.arrays["labels"] >= 0).sum()) < 6 * 8
 
 

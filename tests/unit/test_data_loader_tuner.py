@@ -3,6 +3,7 @@
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ def window(
     )
 
 
-def run(tuner: LoaderTuner, windows: int, **machine: float) -> list[LoaderSetting]:
+def run(tuner: LoaderTuner, windows: int, **machine: Any) -> list[LoaderSetting]:
     """Return the settings chosen in this many windows."""
     chosen = []
     for _ in range(windows):

@@ -56,7 +56,9 @@ def write_saved(folder: Path) -> DataSection:
 
 def write_splits(folder: Path) -> DataSection:
     rows = datasets.Dataset.from_dict({"text": ROWS})
-    datasets.DatasetDict({"test": rows.select([0]), "train": rows}).save_to_disk(folder / "splits")
+    test = rows.select([0])
+    assert isinstance(test, datasets.Dataset)
+    datasets.DatasetDict({"test": test, "train": rows}).save_to_disk(folder / "splits")
     return section("datasets", folder / "splits")
 
 
@@ -108,7 +110,7 @@ def test_data_is_packed_once_and_again_when_it_changes(tmp_path: Path) -> None:
     first = prepare(data, cache=cache, progress=lambda what, fraction: reports.append((what, fraction)))
     assert reports == [("packing text", 1.0)]
     assert first.parent == cache
-    assert prepare(data.model_copy(update={"seq_len": 4}), cache=cache, progress=pytest.fail) == first
+    assert prepare(data.model_copy(update={"seq_len": 4}), cache=cache, progress=pytest.fail) == first  # pyrefly: ignore[bad-argument-type]
     (tmp_path / "text" / "0.txt").write_text("changed")
     second = prepare(data, cache=cache)
     assert second != first

@@ -181,6 +181,7 @@ def test_an_epoch_has_every_sample_once_and_pads_the_last_batch_with_empty_rows(
     steps = feeds[0].steps_in(1)
     assert feeds[0].num_rows % 4, "the last batch has empty rows"
     assert steps == feeds[0].num_rows // 4 + 1
+    loads: list[LoadedArrays] = []
     for step in range(steps + 1):
         loads = [load(feed, step) for feed in feeds]
         for feed, found in zip(feeds, loads, strict=True):

@@ -256,28 +256,28 @@ def test_a_bad_row_is_skipped_with_its_position_and_reason(tmp_path: Path) -> No
     (tmp_path / "images" / "strip.png").write_bytes(png(2000, 2))
     answer = {"from": "gpt", "value": "yes"}
 
-    def asked(image: Any, value: str = "and?") -> dict[str, Any]:
+    def question_row(image: Any, value: str = "and?") -> dict[str, Any]:
         return {"image": image, "conversations": [{"from": "human", "value": value}, answer]}
 
     cases = {
         '{"broken': "not JSON",
         "[1, 2]": "not an object",
         '{"x": "\ufffd"}': "none of its fields",
-        json.dumps(asked("gone.png")): "No such file",
-        json.dumps(asked("cut.png")): "damaged",
-        json.dumps(asked("strip.png")): "2000 x 2",
-        json.dumps(asked("../secret.png")): "leaves the image folder",
-        json.dumps(asked(str(tmp_path / "secret.png"))): "leaves the image folder",
-        json.dumps(asked("https://example.org/a.png")): "not downloaded",
-        json.dumps(asked(7)): "is a int",
-        json.dumps(asked(names[0], "<image><image>")): "2 image markers, but 1",
+        json.dumps(question_row("gone.png")): "No such file",
+        json.dumps(question_row("cut.png")): "damaged",
+        json.dumps(question_row("strip.png")): "2000 x 2",
+        json.dumps(question_row("../secret.png")): "leaves the image folder",
+        json.dumps(question_row(str(tmp_path / "secret.png"))): "leaves the image folder",
+        json.dumps(question_row("https://example.org/a.png")): "not downloaded",
+        json.dumps(question_row(7)): "is a int",
+        json.dumps(question_row(names[0], "<image><image>")): "2 image markers, but 1",
         json.dumps({"conversations": [{"from": "human", "value": "hello?"}]}): "no answer",
         json.dumps({"conversations": [{"from": "ghost", "value": "hu"}, answer]}): "ghost",
         json.dumps({"conversations": [{"from": "human", "value": "\ud800"}, answer]}): "surrogate",
         json.dumps({"conversations": "yes"}): "not a list",
         "[" * 100_000: "not JSON",
     }
-    rows = [line for case in cases for line in (case, json.dumps(asked(str(tmp_path / "images" / names[0]))))]
+    rows = [line for case in cases for line in (case, json.dumps(question_row(str(tmp_path / "images" / names[0]))))]
     path = write_lines(tmp_path / "rows.jsonl", rows)
     data = section("chat", path, samples={"images": str(tmp_path / "images"), "max_bad": 0.6})
     index = indexed(tmp_path / "cache", data)

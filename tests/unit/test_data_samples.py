@@ -104,7 +104,7 @@ def test_a_conversation_uses_the_template_of_its_tokenizer_and_only_answers_are_
     # Other libraries tokenize the full text at once, including special tokens.
     assert sample.tokens.tolist() == tokenizer.encode(written, add_special_tokens=False).ids
     answers = np.split(sample.tokens, np.flatnonzero(np.diff(sample.targets, prepend=False)))[1::2]
-    assert [tokenizer.decode(each, skip_special_tokens=False) for each in answers] == target_texts
+    assert [tokenizer.decode(each.tolist(), skip_special_tokens=False) for each in answers] == target_texts
 
 
 def test_every_template_can_be_chosen_and_works_with_bytes(tmp_path: Path) -> None:
@@ -126,12 +126,14 @@ def test_user_text_never_becomes_a_special_token(hidden: bool, tmp_path: Path) -
     data = chat(tmp_path, rows, tokenizer=str(tmp_path / "tokenizer.json"))
     plain = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     start, end, begin, finish, pad = (plain.token_to_id(each) for each in SPECIAL[1:])
+    assert pad is not None
     rules = ImageRules(patch=8, merge=2, image_token=pad)
     index = index_of(tmp_path / "cache", data, rules)
     counts = Counter(index.sample(0).tokens.tolist())
     assert [counts[each] for each in (start, end, begin, finish, pad)] == [2, 2, 1, 1, 1]  # only those of the template
     text = index.sample(1).tokens
-    assert not np.isin(text[:-1], [plain.token_to_id(each) for each in SPECIAL]).any()
+    special: list[Any] = [plain.token_to_id(each) for each in SPECIAL]
+    assert not np.isin(text[:-1], special).any()
     assert plain.decode(text[:-1].tolist(), skip_special_tokens=False) == f"{markers}<|endoftext|>"
 
 

@@ -123,10 +123,11 @@ def test_positions_are_those_of_qwen2_vl() -> None:
 
     grids = [(4, 6), (2, 2), (8, 2)]
     tokens = [1, 1, *[9] * 6, 1, *[9], 1, 1, 1, *[9] * 4]
+    model: Any = Qwen2VLModel
     theirs = SimpleNamespace(config=SimpleNamespace(vision_config=SimpleNamespace(spatial_merge_size=2)))
-    theirs.get_vision_position_ids = partial(Qwen2VLModel.get_vision_position_ids, theirs)
-    wanted, _ = Qwen2VLModel.get_rope_index(
-        theirs,  # type: ignore
+    theirs.get_vision_position_ids = partial(model.get_vision_position_ids, theirs)
+    wanted, _ = model.get_rope_index(
+        theirs,
         torch.tensor([tokens]),
         (torch.tensor([tokens]) == 9).int(),
         torch.tensor([[1, *grid] for grid in grids]),

@@ -62,7 +62,8 @@ def sample(at: float = 0.0, **keys: Any) -> dict[str, Any]:
 
 def evidence(recipe: Recipe = RECIPE, plan: Plan = PLAN, **lines: Any) -> Evidence:
     inputs = cache(lambda: read_planner_inputs(recipe, plan))
-    return Evidence(recipe=recipe, plan=plan, planner_inputs=inputs, **{"steps": steps(FALLING, GOOD_RATIOS)} | lines)
+    fields: dict[str, Any] = {"steps": steps(FALLING, GOOD_RATIOS)} | lines
+    return Evidence(recipe=recipe, plan=plan, planner_inputs=inputs, **fields)
 
 
 def only(code: str, **lines: Any) -> Finding:
@@ -102,8 +103,9 @@ ORIGIN = {"module": "layers.1.mlp", "what": "output", "rank": 1, "ranks": [1]}
 def test_a_nan_is_reported_with_its_module_and_rank(
     precision: str, origin: dict[str, Any], culprit: str, patch: dict[str, Any]
 ) -> None:
-    data = {"reason": "the loss is nan", "loss": None, "grad_norm": None, "ranks": [1], "sample_ids": [7, 9]}
-    skip = event("skip", **data, **({"born": origin} if origin else {}))
+    data: dict[str, Any] = {"reason": "the loss is nan", "loss": None, "grad_norm": None}
+    data |= {"ranks": [1], "sample_ids": [7, 9]} | ({"born": origin} if origin else {})
+    skip = event("skip", **data)
     found = only("F050", plan=PLAN.model_copy(update={"precision": precision}), events=(skip,))
     assert (found.culprit, found.patch, found.severity) == (culprit, patch, "fault")
     assert "at step 3" in found.verdict

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trimaran.core import UserError
+from trimaran.core import Bytes, UserError
 from trimaran.doctor.checks.node_pairs import check, culprits, first_round, second_round
 from trimaran.doctor.machine_facts import Ecc, Facts, Gpu, GpuClocks, HostFacts, NodeMeasurements, Pair, Versions
 from trimaran.doctor.measure_machine import RendezvousOptions
@@ -205,7 +205,7 @@ def test_two_bad_nodes_are_found_and_a_bad_link_blames_no_node() -> None:
     first = measured(first_round(8), lambda a, b: 9.0 if (a, b) == (0, 1) else 1.0)
     second = measured(second_round(8, first), lambda a, b: 1.0)
     assert culprits(first, second) == set()
-    facts = Facts(environment={}, versions=Versions(), host=HostFacts(cores=1, memory_free=0))
+    facts = Facts(environment={}, versions=Versions(), host=HostFacts(cores=1, memory_free=Bytes(0)))
     names = tuple(f"n{node}" for node in range(8))
     found = check(replace(facts, node_measurements=NodeMeasurements(names=names, rounds=(first, second))))
     assert (found.status, found.what) == ("warn", "n0 and n1 were slow together, but fast with other nodes")
@@ -226,7 +226,7 @@ def test_every_node_is_measured_and_never_with_itself() -> None:
 
 
 def test_if_all_nodes_are_silent_none_is_blamed() -> None:
-    facts = Facts(environment={}, versions=Versions(), host=HostFacts(cores=1, memory_free=0))
+    facts = Facts(environment={}, versions=Versions(), host=HostFacts(cores=1, memory_free=Bytes(0)))
     node_measurements = NodeMeasurements(names=("a", "b"), rounds=({(0, 1): None}, {(0, 1): None}))
     assert check(replace(facts, node_measurements=node_measurements)).what == "no two nodes could exchange a message"
 

@@ -246,7 +246,9 @@ def test_no_patch_for_loader_processes_that_would_not_help() -> None:
     """Two cores allow one loader process beside the rank, which loads no faster than the thread."""
     sample = {"time": 1.0, "node": 0, "cores": 2, "ranks": {"0": {"cpu": 1.0}}}
     slow = recorded("slow-loader")
-    assert findings(replace(slow, samples=(sample | {"cores": 8},)))["F001"].gain > 0.3
+    gain = findings(replace(slow, samples=(sample | {"cores": 8},)))["F001"].gain
+    assert gain is not None
+    assert gain > 0.3
     found = findings(replace(slow, samples=(sample,)))["F001"]
     assert (found.patch, found.gain, found.expected_effect) == ({}, None, "")
     assert "no free cores" in found.fix

@@ -222,9 +222,9 @@ def test_a_copied_network_is_independent() -> None:
     convert_linears(network)
     copied = copy.deepcopy(network.module)
     with torch.no_grad():
-        copied.layers[0].mlp.gate_proj.weight.zero_()
-    assert isinstance(copied.layers[0].mlp.gate_proj, Fp8Linear)
-    assert network.module.layers[0].mlp.gate_proj.weight.abs().max() > 0
+        copied.get_parameter("layers.0.mlp.gate_proj.weight").zero_()
+    assert isinstance(copied.get_submodule("layers.0.mlp.gate_proj"), Fp8Linear)
+    assert network.module.get_parameter("layers.0.mlp.gate_proj.weight").abs().max() > 0
 
 
 def test_a_compiled_layer_is_bitwise_equal() -> None:

@@ -67,7 +67,7 @@ def test_a_cluster_file_names_a_calibration_or_holds_one(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("", "not a mapping"),
         ('{"bf16_tflops": 700', "not a mapping"),
@@ -80,12 +80,12 @@ def test_a_cluster_file_names_a_calibration_or_holds_one(tmp_path: Path) -> None
         ('{"shapes": {"bf16": "fast"}}', "shapes.bf16"),
     ],
 )
-def test_an_invalid_calibration_is_one_clear_error(tmp_path: Path, text: str, words: str) -> None:
+def test_an_invalid_calibration_is_one_clear_error(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "node.json"
     file.write_text(text, encoding="latin-1")
     with pytest.raises(UserError, match="C006") as caught:
         read_calibration(file)
-    assert words in caught.value.what
+    assert message in caught.value.what
 
 
 def test_a_missing_calibration_is_one_clear_error(tmp_path: Path) -> None:
@@ -119,24 +119,26 @@ def test_this_machine_is_measured_and_the_planner_uses_it(
     answer = json.loads(capsys.readouterr().out)
     path = Path(answer["path"])
     assert path.parent == tmp_path / "calibration"
-    told = read_calibration(path)
-    assert told.model_dump(exclude_none=True) == answer["calibration"]
-    assert told.fp32_tflops is not None
-    assert 1e-3 < told.fp32_tflops < 100
-    assert told.fp32_tflops == max(rate for shape, rate in told.shapes.items() if shape.startswith("fp32"))
-    assert told.memory_gb_per_second
-    assert told.host_gb_per_second
-    assert told.launch_us
-    assert told.collectives is not None
-    assert told.collectives.devices >= 2
-    assert told.collectives.latency_us > 1  # no process reaches another in less
+    calibration = read_calibration(path)
+    assert calibration.model_dump(exclude_none=True) == answer["calibration"]
+    assert calibration.fp32_tflops is not None
+    assert 1e-3 < calibration.fp32_tflops < 100
+    assert calibration.fp32_tflops == max(
+        rate for shape, rate in calibration.shapes.items() if shape.startswith("fp32")
+    )
+    assert calibration.memory_gb_per_second
+    assert calibration.host_gb_per_second
+    assert calibration.launch_us
+    assert calibration.collectives is not None
+    assert calibration.collectives.devices >= 2
+    assert calibration.collectives.latency_us > 1  # no process reaches another in less
 
     here = detect(visible_devices="", calibrations=path.parent)
-    assert here.device.achievable_flops("fp32") == pytest.approx(told.fp32_tflops * 1e12 / here.devices_per_node)
+    assert here.device.achievable_flops("fp32") == pytest.approx(calibration.fp32_tflops * 1e12 / here.devices_per_node)
     assert main(["plan", "--set", "cluster=2xcpu", "--json"]) == 0
     prediction = json.loads(capsys.readouterr().out)["prediction"]
-    assert f"measured on {told.date}" in prediction["source"]
-    assert prediction["device_peak_flops"] == pytest.approx(told.fp32_tflops * 1e12 / 2)
+    assert f"measured on {calibration.date}" in prediction["source"]
+    assert prediction["device_peak_flops"] == pytest.approx(calibration.fp32_tflops * 1e12 / 2)
 
 
 def test_an_unwritable_path_is_an_error_before_measuring(capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,7 +35,7 @@ def test_a_cluster_reads_back_as_itself() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "code", "words"),
+    ("text", "code", "message"),
     [
         ("8xH1000", "C001", "did you mean 'H100'?"),
         ("4x4x4xH100", "C002", "is not a cluster"),
@@ -47,10 +47,10 @@ def test_a_cluster_reads_back_as_itself() -> None:
         ("nowhere.yaml", "C004", "cannot be read"),
     ],
 )
-def test_an_invalid_text_is_one_clear_error(text: str, code: str, words: str) -> None:
+def test_an_invalid_text_is_one_clear_error(text: str, code: str, message: str) -> None:
     with pytest.raises(UserError, match=code) as caught:
         parse_cluster(text)
-    assert words in caught.value.what
+    assert message in caught.value.what
     assert caught.value.fix
 
 
@@ -88,7 +88,7 @@ links:
 
 
 @pytest.mark.parametrize(
-    ("text", "code", "words"),
+    ("text", "code", "message"),
     [
         ("{device: H100, node: 2}", "C005", "no field 'node'"),
         ("{device: H1000}", "C001", "did you mean 'H100'?"),
@@ -103,7 +103,7 @@ links:
         ),
         ("{device: H100, links: [{name: a, gb_per_second: 3, reached: {al_reduce: 2}}]}", "C005", "'all_reduce'?"),
         ("{device: H100, links: [{name: a, gb_per_second: .inf}]}", "C005", "links.0.gb_per_second"),
-        ("{device: H100, links: [{name: a, gb_per_second: 3, devices: 4}]}", "C007", "joins 4 devices of 8"),
+        ("{device: H100, links: [{name: a, gb_per_second: 3, devices: 4}]}", "C007", "connects 4 devices of 8"),
         (
             "{device: H100, links: [{name: a, gb_per_second: 3, devices: 3}, {name: b, gb_per_second: 1}]}",
             "C007",
@@ -129,12 +129,12 @@ links:
         ("{device: !!python/object/apply:os.getcwd []}", "C004", "mapping"),
     ],
 )
-def test_an_invalid_file_is_one_clear_error(tmp_path: Path, text: str, code: str, words: str) -> None:
+def test_an_invalid_file_is_one_clear_error(tmp_path: Path, text: str, code: str, message: str) -> None:
     file = tmp_path / "ours.yaml"
     file.write_text(text)
     with pytest.raises(UserError, match=code) as caught:
         parse_cluster(str(file))
-    assert words in caught.value.what
+    assert message in caught.value.what
 
 
 def test_every_device_has_the_rates_that_a_prediction_needs() -> None:

@@ -169,7 +169,8 @@ def test_a_network_with_a_fused_loss_has_the_losses_and_gradients_of_full_logits
     found, sizes = [], []
     for how in ("logits", loss):
         network = network_with(tied, **patterns)
-        network.module.lm_head.register_forward_hook(lambda _, __, out: sizes.append(out.numel()))
+        head_module = network.module.get_submodule("lm_head")
+        head_module.register_forward_hook(lambda _, __, out: sizes.append(out.numel()))
         plan = Plan.model_validate({"precision": precision, "loss": how})
         with autocast(plan, CPU):
             losses, _ = build_loss_function(objective, network, plan)(inputs)

@@ -69,8 +69,9 @@ def receive_all(client: socket.socket) -> bytes:
 def test_the_store_behaves_like_torchs_own(store: TokenStore) -> None:
     """The same calls on both, through the prefix store that torch uses."""
     theirs = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=5))
+    stores: list[Any] = [dist.PrefixStore("p", store), dist.PrefixStore("p", theirs)]
     answers = []
-    for one in (dist.PrefixStore("p", store), dist.PrefixStore("p", theirs)):
+    for one in stores:
         one.set("bytes", bytes(range(256)))
         one.multi_set(["a", "b"], ["1", "2"])
         one.append("a", "x")

@@ -40,7 +40,8 @@ def test_plain_plans_and_cpus_get_no_allocator_settings() -> None:
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_the_users_own_setting_wins_under_either_name(name: str) -> None:
-    mine = environment(SHARDED, **{name: "max_split_size_mb:512"})
+    outer: dict[str, Any] = {name: "max_split_size_mb:512"}
+    mine = environment(SHARDED, **outer)
     assert {key: value for key, value in mine.items() if "ALLOC_CONF" in key} == {name: "max_split_size_mb:512"}
 
 

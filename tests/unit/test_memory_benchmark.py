@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from benchmarks.accuracy.ask import question_of
 from benchmarks.accuracy.rows import merged
-from benchmarks.memory import ladders
+from benchmarks.memory import memory_tables
 from benchmarks.planner import configurations, plan_fields
 
 from trimaran.core import Plan, Recipe
@@ -52,7 +52,7 @@ def test_the_table_has_a_line_per_configuration_and_marks_oom() -> None:
     measured = [("1b 4x4096", 40.0, 64_000.0), ("1b 4x4096 loss=chunked", 37.0, 62_720.0)]
     rows = [ROWS[name] | {"peak_bytes": gib * 2**30, "tokens_per_second": speed} for name, gib, speed in measured]
     rows.append(ROWS["1b 4x4096 loss=logits"] | {"failed": "torch.OutOfMemoryError: CUDA out of memory. Tried"})
-    lines = ladders([rows[1], rows[0], rows[2]]).splitlines()
+    lines = memory_tables([rows[1], rows[0], rows[2]]).splitlines()
     assert lines[0] == "### 1b"
     plain, pieces, logits = (line.split(" | ") for line in lines[4:7])
     assert (plain[2], plain[3], plain[7], plain[9], plain[11]) == ("none", "fused", "40.0", "64,000", "1.00 |")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trimaran.app.request.request import ask
+from trimaran.app.request.request import read_question
 from trimaran.models import Outline
 from trimaran.planner import Question
 
@@ -14,7 +14,7 @@ RECIPES = sorted(CASES.glob("*.yaml"))
 
 def study(name: str) -> Question:
     """Return the question that the recipe asks, from whatever folder."""
-    return ask(str(CASES / f"{name}.yaml"), [])
+    return read_question(str(CASES / f"{name}.yaml"), [])
 
 
 def outline(name: str) -> Outline:
@@ -24,7 +24,7 @@ def outline(name: str) -> Outline:
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_every_case_study_is_named_by_its_file_and_knows_its_machines_from_any_folder(
+def test_every_case_study_has_its_files_name_and_finds_its_cluster_from_any_folder(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -49,7 +49,7 @@ def test_the_llamas_are_7_13_and_69_billion() -> None:
         assert outline(name).num_parameters == layers * layer + 2 * 32000 * hidden + hidden
 
 
-def test_the_vlm_is_5_and_a_half_billion_that_see_and_20_billion_that_read() -> None:
+def test_the_vlm_has_a_vision_tower_of_5_and_a_half_billion_and_a_language_model_of_20_billion() -> None:
     vision, projector, language = outline("vlm-26b-8xh100").towers
     # A layer of InternViT-6B: two norms, two norms of queries and keys, two scales, and biases but not of the queries.
     seeing = 4 * 3200**2 + 2 * 3200 * 12800 + 6 * 3200 + 3200 + 12800 + 3200

@@ -40,7 +40,7 @@ def named(name: str, config: dict[str, Any]) -> Any:
     return replace(spec_from_hf(config, where="config.json"), name=name)
 
 
-def test_a_published_config_is_the_preset() -> None:
+def test_a_published_config_equals_the_preset() -> None:
     assert named("llama-3.1-8b", LLAMA_31_8B) == PRESETS["llama-3.1-8b"]
 
 
@@ -50,14 +50,14 @@ def test_the_rotary_settings_of_transformers_5_are_read_too() -> None:
     assert named("llama-3.1-8b", config) == PRESETS["llama-3.1-8b"]
 
 
-def test_what_old_configs_leave_out_is_filled_in() -> None:
+def test_fields_that_old_configs_omit_get_defaults() -> None:
     left_out = {"num_key_value_heads", "rope_scaling", "rope_theta", "tie_word_embeddings"}
     spec = named("old", {key: value for key, value in LLAMA_31_8B.items() if key not in left_out})
     assert (spec.kv_heads, spec.head_dim, spec.block.rope.theta, spec.tied) == (32, 128, 10_000.0, False)
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_survives_the_way_to_hugging_face_and_back(name: str) -> None:
+def test_every_preset_survives_a_round_trip_through_a_hugging_face_config(name: str) -> None:
     assert named(name, spec_to_hf(PRESETS[name])) == PRESETS[name]
 
 
@@ -104,7 +104,7 @@ def test_a_missing_or_absurd_field_is_named(change: dict[str, Any], field: str) 
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
     ],
 )
-def test_what_the_decoder_cannot_be_is_said(change: dict[str, Any], named: str) -> None:
+def test_unsupported_features_are_named(change: dict[str, Any], named: str) -> None:
     with pytest.raises(UserError, match="M006") as caught:
         spec_from_hf(LLAMA_31_8B | change, where="config.json")
     assert named in caught.value.what
@@ -119,7 +119,7 @@ CONFIGS = [LLAMA_31_8B, *(spec_to_hf(PRESETS[name]) for name in ("tiny-moe", "qw
 
 @settings(max_examples=200, deadline=None, database=None)
 @given(st.data())
-def test_no_config_makes_it_stumble(data: st.DataObject) -> None:
+def test_any_config_gives_a_spec_or_a_user_error(data: st.DataObject) -> None:
     config = data.draw(st.sampled_from(CONFIGS))
     junk = JUNK | st.dictionaries(st.sampled_from(["rope_type", "rope_theta", "factor"]), JUNK)
     change = data.draw(st.dictionaries(st.sampled_from([*config, "head_dim", "layer_types", "rope_parameters"]), junk))
@@ -135,6 +135,6 @@ def test_no_config_makes_it_stumble(data: st.DataObject) -> None:
         Block(qk_norm=True, experts=ExpertSpec(num_experts=4, top_k=1, ffn=16, shared_ffn=16)),
     ],
 )
-def test_features_that_no_architecture_has_together_are_refused(block: Block) -> None:
+def test_feature_combinations_that_no_architecture_has_are_refused(block: Block) -> None:
     with pytest.raises(UserError, match="M010"):
         spec_to_hf(replace(PRESETS["tiny"], block=block))

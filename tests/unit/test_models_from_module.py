@@ -63,7 +63,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("build", "example"), CASES, ids=["convolutions", "encoder", "llama"])
-def test_parameters_are_exact_and_saved_bytes_are_what_autograd_keeps(build: Any, example: Tensor) -> None:
+def test_parameters_are_exact_and_saved_bytes_equal_what_autograd_saves(build: Any, example: Tensor) -> None:
     module = build()
     outline = outline_from_module(module, example)
     assert outline.num_parameters == sum(each.numel() for each in module.parameters())
@@ -71,7 +71,7 @@ def test_parameters_are_exact_and_saved_bytes_are_what_autograd_keeps(build: Any
     assert saved == kept_by_autograd(module, example)
 
 
-def test_the_blocks_of_a_convolutional_network_are_in_order_with_their_arithmetic() -> None:
+def test_the_blocks_of_a_convolutional_network_are_in_order_with_their_flops() -> None:
     outline = outline_from_module(Convolutions(), torch.randn(4, 3, 16, 16))
     assert [block.name for block in blocks(outline)] == ["Conv2d", "BatchNorm2d", "Conv2d", "Linear"]
     # Two operations for each output, input channel and tap of a 3 x 3 kernel, over 16 x 16 pixels.
@@ -82,7 +82,7 @@ def test_the_blocks_of_a_convolutional_network_are_in_order_with_their_arithmeti
     assert outline.main.extras == 1
 
 
-def test_equal_layers_are_one_run_and_their_arithmetic_is_that_of_the_textbook() -> None:
+def test_equal_layers_are_one_run_and_their_flops_are_the_textbook_ones() -> None:
     outline = outline_from_module(encoder(), torch.randn(2, 10, 32))
     ((layer, count),) = outline.main.runs
     products = 2 * 10 * (4 * 32 * 32 + 2 * 32 * 64)
@@ -90,7 +90,7 @@ def test_equal_layers_are_one_run_and_their_arithmetic_is_that_of_the_textbook()
     assert (count, layer.flops(1, 1)) == (3, products + attention)
 
 
-def test_a_large_network_is_watched_without_memory_and_left_as_it_was() -> None:
+def test_a_large_network_is_traced_without_memory_and_not_changed() -> None:
     big = encoder(device="meta", dtype=torch.bfloat16)
     before = {name: id(each) for name, each in big.named_parameters()}
     outline = outline_from_module(big, torch.empty(1, 2**20, 32, device="meta", dtype=torch.bfloat16))
@@ -108,7 +108,7 @@ def test_a_transformers_model_gets_the_outline_of_its_configuration() -> None:
     ]  # fmt: skip
 
 
-def test_frozen_blocks_are_a_tower_of_their_own() -> None:
+def test_frozen_blocks_are_a_separate_tower() -> None:
     module = nn.Sequential(encoder(2), nn.Linear(32, 4))
     module[0].requires_grad_(False)
     first, second = outline_from_module(module, torch.randn(2, 10, 32)).towers
@@ -116,7 +116,7 @@ def test_frozen_blocks_are_a_tower_of_their_own() -> None:
     assert blocks(outline_from_module(module, torch.randn(2, 10, 32)))[0].saved_bytes == 0
 
 
-def test_a_block_that_runs_twice_has_its_weights_once() -> None:
+def test_the_weights_of_a_block_that_runs_twice_count_once() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -132,7 +132,7 @@ def test_a_block_that_runs_twice_has_its_weights_once() -> None:
     assert {block.sample_flops for block in blocks(outline)} == {128.0}
 
 
-def test_what_looks_at_values_or_has_no_example_is_refused() -> None:
+def test_modules_that_read_values_or_have_no_example_are_refused() -> None:
     class Peeking(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
             return super().forward(input) if input.sum().item() > 0 else input

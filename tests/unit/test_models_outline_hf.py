@@ -150,7 +150,7 @@ def test_an_outline_has_exactly_the_parameters_that_transformers_builds(
         assert outlined(json.loads(json.dumps(written, default=str))).num_parameters == wanted
 
 
-def test_what_a_part_leaves_out_is_what_its_class_assumes() -> None:
+def test_omitted_fields_get_the_defaults_of_their_class() -> None:
     assumed = {kind: habit.usual for kind, habit in FAMILY_TRAITS.items()} | USUAL
     for kind, usual in assumed.items():
         if kind in ("internlm2", "intern_vit_6b"):  # not in transformers
@@ -162,7 +162,7 @@ def test_what_a_part_leaves_out_is_what_its_class_assumes() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama-3-8b", "qwen2.5-7b", "qwen3-8b", "qwen3-30b-a3b"])
-def test_a_decoder_of_ours_has_the_same_outline_by_either_way(name: str) -> None:
+def test_our_decoder_has_the_same_outline_from_its_spec_and_its_config(name: str) -> None:
     ours, theirs = outline_of(PRESETS[name]), outlined(spec_to_hf(PRESETS[name]))
     assert theirs.num_parameters == ours.num_parameters
     assert theirs.training_flops(4096) == ours.training_flops(4096)
@@ -195,7 +195,7 @@ def test_windows_are_in_the_layers_where_transformers_has_them(
     assert windows({name: value for name, value in config.items() if name not in hints}) == expected
 
 
-def test_a_sample_of_a_fixed_size_model_is_one_piece_of_patches_and_a_class_token() -> None:
+def test_an_image_of_a_fixed_size_model_is_one_segment_of_patches_and_a_class_token() -> None:
     vision, projector, language = outlined({"model_type": "llava", **SEEING["llava"][0]}, ImageLimits(count=3)).towers
     assert [tower.name for tower in (vision, projector, language)] == ["vision", "projector", "language"]
     assert (vision.positions, vision.segment) == (3 * 17, 17)  # 28 pixels are 4 x 4 patches of 7
@@ -203,21 +203,21 @@ def test_a_sample_of_a_fixed_size_model_is_one_piece_of_patches_and_a_class_toke
     assert language.places(100) == (100, 100)
 
 
-def test_internvl_cuts_a_large_picture_into_tiles_and_adds_a_small_whole() -> None:
+def test_internvl_splits_a_large_image_into_tiles_and_adds_a_thumbnail() -> None:
     config = {"model_type": "internvl", **SEEING["internvl"][0]}
     assert outlined(config).towers[0].positions == 17
     vision, projector, _ = outlined(config, ImageLimits(size=84)).towers  # three tiles of 28 a side
     assert (vision.positions, vision.segment, projector.positions) == (10 * 17, 17, 10 * 4)
 
 
-def test_llava_next_takes_the_smallest_grid_that_holds_the_picture() -> None:
+def test_llava_next_takes_the_smallest_grid_that_holds_the_image() -> None:
     config = {"model_type": "llava_next", **SEEING["llava_next"][0]}
     config["image_grid_pinpoints"] = [[28, 56], [56, 28], [56, 56], [84, 28]]
     assert outlined(config).towers[0].positions == 3 * 17
     assert outlined(config, ImageLimits(size=56)).towers[0].positions == 5 * 17
 
 
-def test_qwen_sees_a_picture_at_its_own_size_and_mostly_in_windows() -> None:
+def test_qwen_takes_an_image_at_its_own_size_and_mostly_in_windows() -> None:
     config: dict[str, Any] = {"model_type": "qwen2_5_vl", **SEEING["qwen2_5_vl"][0]}
     config["vision_config"] = config["vision_config"] | {"window_size": 28, "fullatt_block_indexes": [1, 4]}
     vision, projector, _ = outlined(config, ImageLimits(count=2, size=100)).towers
@@ -227,7 +227,7 @@ def test_qwen_sees_a_picture_at_its_own_size_and_mostly_in_windows() -> None:
     assert windows == [16, 0, 16, 16, 0, 16, 16, 16, 16, 16]
 
 
-def test_a_detector_has_its_boxes_beside_the_patches() -> None:
+def test_a_detector_has_box_tokens_in_addition_to_patches() -> None:
     tower = outlined({"model_type": "yolos", **VIT, "num_detection_tokens": 10}).main
     assert (tower.positions, tower.segment) == (27, 27)
     assert outlined({"model_type": "yolos", **VIT}, ImageLimits(size=56)).main.positions == 64 + 1 + 100
@@ -257,7 +257,7 @@ def test_a_detector_has_its_boxes_beside_the_patches() -> None:
         ({"model_type": "deepseek_v3", **DEEPSEEK, "num_experts_per_tok": 5}, "M007", "5 is not between 1 and 4"),
     ],
 )
-def test_what_cannot_be_told_is_said_by_name(config: dict[str, Any], code: str, words: str) -> None:
+def test_missing_and_invalid_fields_are_named(config: dict[str, Any], code: str, words: str) -> None:
     with pytest.raises(UserError) as caught:
         outlined(config)
     assert caught.value.code == code
@@ -265,7 +265,7 @@ def test_what_cannot_be_told_is_said_by_name(config: dict[str, Any], code: str, 
 
 
 @pytest.mark.parametrize("junk", [None, 0, -1, 1.5, True, "x", [], {}, [None], 10**400, float("nan")], ids=range(11))
-def test_no_value_of_any_field_makes_it_stumble(junk: Any) -> None:
+def test_any_field_value_gives_an_outline_or_a_user_error(junk: Any) -> None:
     seeing = [(kind, shapes[0]) for kind, shapes in SEEING.items()]
     for kind, fields in [("deepseek_v3", DEEPSEEK), ("falcon", PLAIN), ("vit", VIT), *seeing]:
         config: dict[str, Any] = {"model_type": kind, **fields}

@@ -39,14 +39,14 @@ def test_presets_have_the_published_number_of_parameters(name: str, published: i
     assert PRESETS[name].num_parameters == published
 
 
-def test_every_preset_is_possible_and_only_the_toys_are_unpublished() -> None:
+def test_every_preset_is_valid_and_only_the_toys_are_unpublished() -> None:
     assert set(PRESETS) - set(PUBLISHED) == {"tiny", "tiny-moe"}
     for name, spec in PRESETS.items():
         assert spec.name == name
         assert first_invalid_field(spec) is None
 
 
-def test_a_token_of_qwen3_30b_a3b_passes_three_billion_weights() -> None:
+def test_a_token_of_qwen3_30b_a3b_uses_three_billion_weights() -> None:
     spec = PRESETS["qwen3-30b-a3b"]
     idle = spec.layers * (spec.feed_forward_parameters - spec.active_feed_forward_parameters)
     assert spec.num_parameters - idle == 3_353_032_704

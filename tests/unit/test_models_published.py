@@ -91,9 +91,7 @@ INTERN_CHAT = {
         pytest.param("internvl_chat", INTERN_CHAT, 25_514_186_112, id="internvl2-26b"),
     ],
 )
-def test_published_models_have_the_size_that_they_are_known_by(
-    kind: str, config: dict[str, Any], parameters: int
-) -> None:
+def test_published_models_have_their_published_size(kind: str, config: dict[str, Any], parameters: int) -> None:
     assert outlined({"model_type": kind, **config}).num_parameters == parameters
 
 
@@ -101,14 +99,14 @@ def outlined(config: dict[str, Any]) -> Outline:
     return outline_from_hf(config, where="config.json", name="it")
 
 
-def test_a_token_of_deepseek_v3_meets_37_billion_weights() -> None:
+def test_a_token_of_deepseek_v3_uses_37_billion_weights() -> None:
     main = outlined(DEEPSEEK_V3).main
     active = sum(block.active_weights * count for block, count in main.runs if isinstance(block, OutlineLayer))
     assert (active + main.head_parameters) / 1e9 == pytest.approx(36.6, abs=0.1)  # 37B with the embedding's 0.9B
     assert [count for _, count in main.runs] == [3, 58]
 
 
-def test_a_window_makes_attention_cheaper_by_the_keys_that_it_hides() -> None:
+def test_a_window_makes_attention_cheaper_by_the_keys_outside_it() -> None:
     (full, _) = outline_of(PRESETS["mistral-7b"]).main.runs[0]
     (windowed, _) = outlined({"model_type": "mistral", **shape(4096, 32, 32, 8, 14336, 32000)}).main.runs[0]
     assert isinstance(full, OutlineLayer)

@@ -42,12 +42,12 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_nothing_said_is_tiny_and_a_preset_is_itself() -> None:
+def test_the_default_model_is_tiny_and_a_preset_gives_its_spec() -> None:
     assert spec_of(ModelSection()) == TINY
     assert spec_of(ModelSection(preset="qwen3-8b")) == PRESETS["qwen3-8b"]
 
 
-def test_a_mistyped_preset_is_suggested() -> None:
+def test_a_mistyped_preset_gets_a_suggestion() -> None:
     with pytest.raises(UserError, match=r"M001.*did you mean 'llama-3-8b'"):
         spec_of(ModelSection(preset="llama3-8b"))
 
@@ -59,7 +59,7 @@ def test_a_path_is_a_folder_or_its_config(folder: Path) -> None:
     assert spec_of(ModelSection(path=str(folder), family="hf")) == wanted
 
 
-def test_an_hf_model_that_we_cannot_describe_has_no_spec(folder: Path) -> None:
+def test_an_unsupported_hf_model_has_no_spec(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_embd": 32}))
     assert spec_of(ModelSection(path=str(folder), family="hf")) is None
     with pytest.raises(UserError, match="M006"):
@@ -83,7 +83,7 @@ def test_a_broken_config_is_a_clear_error(folder: Path, text: str, code: str) ->
     assert caught.value.code == code
 
 
-def test_a_missing_folder_and_a_missing_config_are_told_apart(folder: Path) -> None:
+def test_a_missing_folder_and_a_missing_config_are_different_errors(folder: Path) -> None:
     with pytest.raises(UserError, match="no such folder"):
         spec_of(ModelSection(path=str(folder / "absent")))
     (folder / "config.json").unlink()
@@ -158,7 +158,7 @@ def test_a_wrong_shape_is_named(shape: dict[str, Any], code: str, words: str) ->
     assert words in caught.value.what
 
 
-def test_an_outline_is_of_our_decoder_or_of_whatever_the_folder_holds(folder: Path) -> None:
+def test_an_outline_is_of_our_decoder_or_of_the_model_in_the_folder(folder: Path) -> None:
     reshaped = ModelSection(path=str(folder), shape={"layers": 2})
     assert outline_for(reshaped) == outline_of(replace(TINY, name=folder.name, layers=2))
     (folder / "config.json").write_text(json.dumps(GPT2))
@@ -166,7 +166,7 @@ def test_an_outline_is_of_our_decoder_or_of_whatever_the_folder_holds(folder: Pa
     assert (outline.name, outline.layers, outline.main.tied) == (folder.name, 2, True)
 
 
-def test_a_config_that_does_not_tell_is_refused_or_passed_over(folder: Path) -> None:
+def test_a_config_without_sizes_is_an_error_or_gives_no_outline(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({"model_type": "mamba", "hidden_size": 32, "vocab_size": 64}))
     section = ModelSection(path=str(folder), family="hf")
     with pytest.raises(UserError, match=r"M011.*layers \(num_hidden_layers \|.*heads \("):
@@ -207,7 +207,7 @@ def test_towers_are_frozen_by_name(folder: Path) -> None:
     refuse_freezing(ModelSection())
 
 
-def test_the_pictures_of_a_sample_are_the_datas_and_have_to_fit_into_its_sequence(folder: Path) -> None:
+def test_the_images_of_a_sample_come_from_the_data_section_and_must_fit_into_the_sequence(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(LLAVA))
     section = ModelSection(path=str(folder), family="hf")
     vision, projector, _ = outline_for(section, DataSection(images_per_sample=3)).towers
@@ -216,6 +216,6 @@ def test_the_pictures_of_a_sample_are_the_datas_and_have_to_fit_into_its_sequenc
         outline_for(section, DataSection(images_per_sample=3, seq_len=32))
 
 
-def test_the_room_needs_no_torch() -> None:
+def test_the_models_package_imports_no_torch() -> None:
     program = "import sys, trimaran.models; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -44,7 +44,7 @@ def try_all(costs: Sequence[int], num_stages: int) -> tuple[int, ...]:
     return tuple(-count for count in min(ranked)[2])
 
 
-def test_a_frozen_tower_behind_a_trained_one_has_a_backward_to_its_input() -> None:
+def test_a_frozen_tower_after_a_trained_one_has_a_backward_to_its_input() -> None:
     layer = OutlineLayer(hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=256)
     first, second = (Tower(name=name, runs=((layer, 4),), hidden=64) for name in ("first", "second"))
     outline = Outline(name="both", towers=(first, replace(second, frozen=True)))
@@ -62,13 +62,13 @@ def test_no_other_split_is_better() -> None:
         assert cheapest_split(costs, num_stages) == try_all(costs, num_stages)
 
 
-def test_a_large_head_counts_for_what_it_costs() -> None:
+def test_a_large_head_counts_with_its_cost() -> None:
     assert split_by_cost(PRESETS["llama-3.2-1b"], 4, seq_len=4096) == (5, 5, 5, 1)
     assert split_by_cost(PRESETS["llama-3-8b"], 4, seq_len=4096) == (9, 9, 8, 6)
     assert split_by_cost(replace(PRESETS["llama-3-8b"], vocab=320), 4, seq_len=4096) == (8, 8, 8, 8)
 
 
-def test_what_does_not_divide_leaves_fewer_layers_late() -> None:
+def test_uneven_layer_counts_give_later_stages_fewer_layers() -> None:
     assert split_by_cost(replace(TINY, layers=6, vocab=1), 4, seq_len=64) == (2, 2, 1, 1)
 
 
@@ -145,13 +145,13 @@ def start_of(action: Action, done: dict[Action, int], num_stages: int) -> int | 
 
 
 @pytest.mark.parametrize(("pp", "count"), [(2, 4), (3, 6), (4, 8), (4, 12), (8, 16), (8, 40), (4, 4), (4, 5), (8, 9)])
-def test_the_bubble_is_what_torchs_zero_bubble_order_waits(pp: int, count: int) -> None:
+def test_the_bubble_equals_the_wait_in_torchs_zero_bubble_order(pp: int, count: int) -> None:
     order = torch_order(schedules.ScheduleZBVZeroBubble, pp=pp, count=count, rounds=2)
     assert pipeline("zero-bubble", pp=pp, count=count).bubble == pytest.approx(idle_share(order, num_stages=2 * pp))
 
 
 @pytest.mark.parametrize(("pp", "count", "rounds"), [(2, 4, 2), (4, 8, 2), (4, 10, 2), (4, 12, 3), (3, 9, 2)])
-def test_the_bubble_is_what_torchs_interleaved_order_waits(pp: int, count: int, rounds: int) -> None:
+def test_the_bubble_equals_the_wait_in_torchs_interleaved_order(pp: int, count: int, rounds: int) -> None:
     order = torch_order(schedules.ScheduleInterleaved1F1B, pp=pp, count=count, rounds=rounds)
     plan = pipeline("interleaved", pp=pp, count=count, stages=(1,) * pp * rounds)
     assert plan.bubble == pytest.approx(idle_share(order, num_stages=pp * rounds))

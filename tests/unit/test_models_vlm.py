@@ -54,7 +54,7 @@ def shaped(**shape: Any) -> VlmSpec:
 
 
 @pytest.mark.parametrize("name", VLM_PRESETS)
-def test_a_preset_weighs_what_its_module_does_and_has_the_modules_that_it_names(name: str) -> None:
+def test_a_preset_has_the_parameters_and_module_names_of_its_module(name: str) -> None:
     spec = VLM_PRESETS[name]
     with torch.device("meta"):
         module = network_of(spec).module
@@ -65,12 +65,12 @@ def test_a_preset_weighs_what_its_module_does_and_has_the_modules_that_it_names(
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_preset_weighs_what_was_published(name: str) -> None:
+def test_a_preset_has_the_published_number_of_parameters(name: str) -> None:
     assert VLM_PRESETS[name].num_parameters == PUBLISHED[name]
 
 
 @pytest.mark.parametrize("name", VLM_PRESETS)
-def test_a_shape_comes_back_from_its_config(name: str) -> None:
+def test_a_spec_survives_a_round_trip_through_its_config(name: str) -> None:
     spec = VLM_PRESETS[name]
     assert disk_form(spec) == FORMS[name]
     again = vlm_from_disk(json.loads(json.dumps(vlm_to_disk(spec))), where="config.json")
@@ -87,7 +87,7 @@ def test_a_shape_comes_back_from_its_config(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen2-vl-7b", "qwen2.5-vl-7b", "llava-1.5-7b"])
-def test_transformers_builds_a_model_of_the_same_weight_from_what_we_write(name: str, tmp_path: Path) -> None:
+def test_transformers_builds_a_model_of_the_same_size_from_our_config(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(vlm_to_disk(VLM_PRESETS[name])))
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(tmp_path))
@@ -96,7 +96,7 @@ def test_transformers_builds_a_model_of_the_same_weight_from_what_we_write(name:
 
 
 @pytest.mark.parametrize("name", ["qwen2-vl-2b", "qwen2-vl-7b", "qwen2.5-vl-3b", "qwen2.5-vl-7b", "llava-1.5-7b"])
-def test_the_planner_sees_our_model_as_it_sees_the_one_of_transformers(name: str) -> None:
+def test_our_model_has_the_same_outline_as_the_one_of_transformers(name: str) -> None:
     spec, images = VLM_PRESETS[name], ImageLimits(count=3, size=None if name.startswith("llava") else 700)
     ours = vlm_outline(spec, images)
     theirs = outline_from_hf(vlm_to_disk(spec), where="config.json", name=name, images=images)
@@ -109,7 +109,7 @@ def test_the_planner_sees_our_model_as_it_sees_the_one_of_transformers(name: str
     assert ours.training_flops(4096) == pytest.approx(theirs.training_flops(4096), rel=1e-6)
 
 
-def test_the_pictures_of_the_data_are_the_positions_of_the_towers() -> None:
+def test_the_images_of_the_data_section_set_the_positions_of_the_towers() -> None:
     section, data = ModelSection(family="vlm", freeze=("vision",)), DataSection(images_per_sample=3, image_size=64)
     vision, projector, language = outline_for(section, data).towers
     assert (vision.positions, vision.segment, vision.frozen) == (3 * 64, 64, True)
@@ -121,7 +121,7 @@ def test_the_pictures_of_the_data_are_the_positions_of_the_towers() -> None:
     assert tiled.towers[0].positions == 5 * 37, "four tiles and a small whole, each with its class token"
 
 
-def test_the_data_is_told_how_pictures_come_in() -> None:
+def test_a_spec_gives_the_image_rules_of_the_data() -> None:
     rules = TINY.images()
     assert (rules.patch, rules.merge, rules.image_token, rules.before, rules.after) == (8, 2, 257, (258,), (259,))
     assert (rules.variant, rules.positions, rules.min_pixels, rules.max_pixels) == ("native", "grid", 1024, 9216)
@@ -147,7 +147,11 @@ def test_the_shape_of_each_tower_can_be_changed() -> None:
         ({"language": 3}, "M009", "3 is not a mapping of fields"),
         ({"vision": {"full_layers": 3}}, "M009", "3 is not a list"),
         ({"vision": {"heads": 5}}, "M009", "vision.heads: 5 heads do not divide hidden 96"),
-        ({"vision": {"hidden": 72}}, "M009", "vision.heads: 18 features per head do not split into pairs for row and column"),
+        (
+            {"vision": {"hidden": 72}},
+            "M009",
+            "vision.heads: 18 features per head do not split into pairs for row and column",
+        ),
         ({"vision": {"variant": "tiled", "tile": 40}}, "M009", "vision.tile: 40 pixels are not a multiple of patch"),
         ({"vision": {"tile": 48}}, "M009", "vision.variant: only a tiled tower has"),
         ({"vision": {"window": 8}}, "M009", "vision.window: 8 pixels are less than patch x merge, 16"),
@@ -158,14 +162,14 @@ def test_the_shape_of_each_tower_can_be_changed() -> None:
         ({"language": {"kv_heads": 3}}, "M009", "kv_heads: 3 key-value heads do not divide 4 heads"),
     ],
 )
-def test_shapes_that_cannot_be_are_refused(shape: dict[str, Any], code: str, what: str) -> None:
+def test_impossible_shapes_are_refused(shape: dict[str, Any], code: str, what: str) -> None:
     with pytest.raises(UserError) as caught:
         shaped(**shape)
     assert caught.value.code == code
     assert what in caught.value.what
 
 
-def test_an_unknown_preset_is_told_the_nearest() -> None:
+def test_an_unknown_preset_gets_the_nearest_as_a_suggestion() -> None:
     with pytest.raises(UserError, match=r"there is no preset 'qwen2-vl-8b' \(did you mean 'qwen2-vl-") as caught:
         spec_of(ModelSection(family="vlm", preset="qwen2-vl-8b"))
     assert caught.value.code == "M001"
@@ -191,14 +195,14 @@ LLAVA = {"model_type": "llava", "text_config": {"model_type": "llama"}, "vision_
         ),
     ],
 )
-def test_folders_of_other_models_are_refused_with_what_is_known(config: dict[str, Any], what: str) -> None:
+def test_unsupported_models_are_refused_with_the_supported_ones(config: dict[str, Any], what: str) -> None:
     with pytest.raises(UserError) as caught:
         vlm_from_disk(config, where="config.json")
     assert caught.value.code == "M034"
     assert what in caught.value.what
 
 
-def test_a_language_that_the_decoder_cannot_be_is_refused_as_a_decoder_is() -> None:
+def test_an_unsupported_language_model_is_refused_as_a_decoder_is() -> None:
     config = vlm_to_disk(TINY)
     with pytest.raises(UserError, match="use_sliding_window is True") as caught:
         vlm_from_disk(config | {"text_config": config["text_config"] | {"use_sliding_window": True}}, where="x")
@@ -212,7 +216,7 @@ def test_a_damaged_config_of_our_own_is_refused(shape: Any) -> None:
     assert caught.value.code == "M007"
 
 
-def test_hub_configurations_that_say_little_are_read_with_what_their_classes_assume() -> None:
+def test_sparse_hub_configs_are_read_with_the_defaults_of_their_classes() -> None:
     text = {"model_type": "llama", "max_position_embeddings": 4096, "rms_norm_eps": 1e-05, "vocab_size": 32064}
     vision = CLIP | {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_hidden_layers": 24}
     config = LLAVA | {"text_config": text, "vision_config": vision, "image_token_index": 32000}

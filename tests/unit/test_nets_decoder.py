@@ -37,7 +37,7 @@ def test_the_module_has_the_parameters_that_the_spec_counts(name: str) -> None:
     assert sum(each.numel() for each in Decoder(PRESETS[name]).parameters()) == PRESETS[name].num_parameters
 
 
-def test_the_biggest_preset_is_built_on_the_meta_device_in_no_time_and_no_memory() -> None:
+def test_the_biggest_preset_is_built_on_the_meta_device_quickly_and_without_memory() -> None:
     spec = PRESETS["llama-3.1-405b"]
     peak, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
     with torch.device("meta"):
@@ -52,13 +52,15 @@ def test_a_module_from_the_meta_device_computes_the_same_and_stays_tied(spec: Mo
     with torch.device("meta"):
         module = Decoder(spec)
     module.to_empty(device="cpu")
+    assert module.lm_head is not None
+    assert module.embed_tokens is not None
     assert module.lm_head.weight is module.embed_tokens.weight
     initialise(module, seed=0, spec=spec)
     batch = tokens(2, 16)
     assert torch.equal(module(tokens=batch)[0], decoder(spec)(tokens=batch)[0])
 
 
-def test_the_future_does_not_change_the_past() -> None:
+def test_later_tokens_do_not_change_earlier_logits() -> None:
     module, batch = decoder(MIXED), tokens(1, 24)
     changed = batch.clone()
     changed[:, 16:] = (changed[:, 16:] + 1) % 320
@@ -68,7 +70,7 @@ def test_the_future_does_not_change_the_past() -> None:
 
 
 @pytest.mark.parametrize("spec", [DENSE, QWEN_3, MIXED], ids=["dense", "qk-norm", "mixed"])
-def test_a_packed_document_is_read_as_if_it_were_alone(spec: ModelSpec) -> None:
+def test_a_packed_document_gives_the_same_logits_as_alone(spec: ModelSpec) -> None:
     module, batch = decoder(spec), tokens(2, 24)
     lengths = [(5, 19), (10, 6, 8)]
     documents = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths])
@@ -88,7 +90,7 @@ def test_gradients_reach_every_parameter(spec: ModelSpec) -> None:
         assert parameter.grad.abs().max() > 0, name
 
 
-def test_an_expert_without_tokens_has_a_gradient_of_zeros() -> None:
+def test_an_expert_without_tokens_has_a_zero_gradient() -> None:
     module = decoder(MIXED)
     loss_of(module, tokens(1, 2)).backward()  # at most four of the eight experts are chosen
     for layer in module.layers:
@@ -98,7 +100,7 @@ def test_an_expert_without_tokens_has_a_gradient_of_zeros() -> None:
             assert 2 <= (parameter.grad.flatten(1).abs().amax(1) > 0).sum() <= 4
 
 
-def test_the_mixture_is_its_formula() -> None:
+def test_an_moe_layer_equals_its_formula() -> None:
     spec = MIXED.block.experts
     assert spec is not None
     module = decoder(MIXED).layers[0].mlp
@@ -113,28 +115,28 @@ def test_the_mixture_is_its_formula() -> None:
     expected = 0.0
     for row in range(2):
         loads = torch.zeros(spec.num_experts)
-        for place in range(6):
-            token, chances = x[row, place], probabilities[row, place]
+        for position in range(6):
+            token, chances = x[row, position], probabilities[row, position]
             best = chances.argsort(descending=True)[: spec.top_k]
             loads[best] += 1
             wanted = module.shared_expert(token) * module.shared_expert_gate(token).sigmoid()
             for expert in best:
                 inner = F.silu(gate[expert] @ token) * (up[expert] @ token)
                 wanted = wanted + chances[expert] / chances[best].sum() * (down[expert] @ inner)
-            torch.testing.assert_close(out[row, place], wanted, atol=1e-6, rtol=1e-4)
-        shares = loads / (6 * spec.top_k)
-        expected += spec.balance * 6 * spec.num_experts * (shares * probabilities[row].mean(0)).sum()
+            torch.testing.assert_close(out[row, position], wanted, atol=1e-6, rtol=1e-4)
+        fractions = loads / (6 * spec.top_k)
+        expected += spec.balance * 6 * spec.num_experts * (fractions * probabilities[row].mean(0)).sum()
     torch.testing.assert_close(balance, torch.as_tensor(expected))
 
 
 def test_the_balance_loss_does_not_depend_on_the_batching() -> None:
     module, batch = decoder(MIXED), tokens(4, 16)
     _, together = module(tokens=batch)
-    apart = torch.stack([module(tokens=row[None])[1] for row in batch]).sum()
+    separate = torch.stack([module(tokens=row[None])[1] for row in batch]).sum()
     assert together.dtype == torch.float32
     assert together.shape == ()
-    torch.testing.assert_close(together, apart, rtol=1e-6, atol=0)
-    even = 0.01 * 2 * 4 * 16  # coefficient, layers, sequences, tokens: what perfect balance would cost
+    torch.testing.assert_close(together, separate, rtol=1e-6, atol=0)
+    even = 0.01 * 2 * 4 * 16  # coefficient, layers, sequences, tokens: the loss of a perfect balance
     assert even <= together < 2 * even
     assert decoder(DENSE)(tokens=batch)[1] == 0
 

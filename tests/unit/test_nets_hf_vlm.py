@@ -1,4 +1,4 @@
-"""Hugging Face models that see: fed from our micro-batches they compute what they compute by themselves."""
+"""Hugging Face vision-language models compute the same from our micro-batches as from their own inputs."""
 
 import io
 from collections.abc import Iterator
@@ -18,22 +18,22 @@ from tests.vlm_models import (
     CONFIGS,
     SHAPES,
     VARIOUS,
-    images,
+    hf_inputs,
+    hf_positions,
     inputs_of,
-    stir,
-    their_inputs,
-    their_positions,
+    perturb,
+    random_images,
 )
 from trimaran.core import Plan, UserError
 from trimaran.data.vision.image_grid import grids_of
 from trimaran.data.vision.patches import fill_patches
 from trimaran.models import VlmSpec
 from trimaran.models.from_hf_vlm import vlm_from_disk
-from trimaran.nets.hf_vision_adapter import placed
+from trimaran.nets.hf_vision_adapter import insert_rows
 from trimaran.nets.hf_vlm import HfVlmNetwork, network_of_hf
 from trimaran.planner.axis_rules import check_hf_model
 
-ROWS = [[None, 0, None, 1, None], [None, None, 2, None]]  # words, and images by their number
+ROWS = [[None, 0, None, 1, None], [None, None, 2, None]]  # text, and images by their number
 TEXT = [[None, None, None, None], [None, None]]
 
 
@@ -41,38 +41,38 @@ def model_of(name: str) -> tuple[Any, VlmSpec]:
     torch.manual_seed(0)
     config = deepcopy(CONFIGS[name])
     model = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa")
-    stir(model)
+    perturb(model)
     return model, vlm_from_disk(config.to_dict(), where="config.json")
 
 
-def seeing(model: Any, spec: VlmSpec) -> HfVlmNetwork:
+def vlm_network_of(model: Any, spec: VlmSpec) -> HfVlmNetwork:
     network = network_of_hf(model, spec)
     assert isinstance(network, HfVlmNetwork)
     return network
 
 
-def taken_gradients(model: Any, logits: Tensor) -> dict[str, Tensor]:
-    """The gradients of a number that every logit has a share in; they are cleared."""
+def take_gradients(model: Any, logits: Tensor) -> dict[str, Tensor]:
+    """Return the gradients of a scalar that depends on every logit, and clear them."""
     logits.logsumexp(-1).sum().backward()
-    found = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
     model.zero_grad()
-    return found
+    return gradients
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_logits_and_gradients_are_those_of_the_models_own_forward(name: str) -> None:
+def test_logits_and_gradients_equal_those_of_the_models_own_forward(name: str) -> None:
     model, spec = model_of(name)
-    seen = images(SHAPES.get(name, VARIOUS))
-    inputs = inputs_of(spec, seen, ROWS)
-    their = their_inputs(spec, inputs, seen)
-    inputs |= their_positions(model, their)
+    images = random_images(SHAPES.get(name, VARIOUS))
+    inputs = inputs_of(spec, images, ROWS)
+    their = hf_inputs(spec, inputs, images)
+    inputs |= hf_positions(model, their)
     wanted = model(**their, use_cache=False).logits
-    gradients = taken_gradients(model, wanted)
+    gradients = take_gradients(model, wanted)
     names = [each for each, _ in model.named_parameters()]
-    network = seeing(model, spec)
+    network = vlm_network_of(model, spec)
     logits, _ = network.forward(inputs)
     torch.testing.assert_close(logits, wanted, atol=1e-5, rtol=1e-4)
-    ours = taken_gradients(model, logits)
+    ours = take_gradients(model, logits)
     assert [each for each, _ in model.named_parameters()] == names
     assert ours.keys() == gradients.keys()
     for each, gradient in gradients.items():
@@ -80,7 +80,7 @@ def test_logits_and_gradients_are_those_of_the_models_own_forward(name: str) -> 
     assert network.head is model.lm_head
 
 
-def test_logits_are_those_of_the_models_own_forward_with_its_own_processor() -> None:
+def test_logits_equal_those_of_the_model_with_its_own_image_processor() -> None:
     model, spec = model_of("qwen2-vl")
     size, rules = (30, 21), spec.images()
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (*size[::-1], 3), dtype=np.uint8))
@@ -98,37 +98,37 @@ def test_logits_are_those_of_the_models_own_forward_with_its_own_processor() -> 
         wanted = model(input_ids=tokens, pixel_values=theirs["pixel_values"], **kinds, use_cache=False).logits
         positions, _ = model.model.get_rope_index(tokens, **kinds)
         inputs = {"tokens": tokens, "patches": torch.from_numpy(patches), "grids": grids, "positions": positions}
-        torch.testing.assert_close(seeing(model, spec).forward(inputs)[0], wanted, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(vlm_network_of(model, spec).forward(inputs)[0], wanted, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_documents_do_not_see_each_other(name: str) -> None:
+def test_documents_do_not_attend_to_each_other(name: str) -> None:
     model, spec = model_of(name)
-    network, seen = seeing(model, spec), images(SHAPES.get(name, VARIOUS))
-    inputs = inputs_of(spec, seen, [[0, None, 1, None]])
-    first = len(inputs_of(spec, seen, [[0, None]])["tokens"][0])
-    length, cut = inputs["tokens"].shape[1], int(inputs["grids"][0].prod())
+    network, images = vlm_network_of(model, spec), random_images(SHAPES.get(name, VARIOUS))
+    inputs = inputs_of(spec, images, [[0, None, 1, None]])
+    first = len(inputs_of(spec, images, [[0, None]])["tokens"][0])
+    length, first_patches = inputs["tokens"].shape[1], int(inputs["grids"][0].prod())
     inputs["positions"] = torch.cat([torch.arange(first), torch.arange(length - first)]).expand(3, 1, -1)
     documents = (torch.arange(length) >= first).int()[None]
     with torch.no_grad():
         together = network.forward(inputs | {"documents": documents})[0]
         assert not torch.allclose(network.forward(inputs)[0], together)
-        for tokens, pieces in ((slice(0, first), slice(0, 1)), (slice(first, None), slice(1, None))):
+        for tokens, numbers in ((slice(0, first), slice(0, 1)), (slice(first, None), slice(1, None))):
             own = {"tokens": inputs["tokens"][:, tokens], "positions": inputs["positions"][:, :, tokens]}
-            patches = inputs["patches"][:cut] if tokens.start == 0 else inputs["patches"][cut:]
-            alone = network.forward(own | {"patches": patches, "grids": inputs["grids"][pieces]})[0]
+            patches = inputs["patches"][:first_patches] if tokens.start == 0 else inputs["patches"][first_patches:]
+            alone = network.forward(own | {"patches": patches, "grids": inputs["grids"][numbers]})[0]
             torch.testing.assert_close(together[:, tokens], alone, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_without_pictures_every_parameter_has_a_gradient_and_the_tower_says_nothing(name: str) -> None:
+def test_without_images_every_parameter_has_a_gradient_and_the_vision_tower_has_no_effect(name: str) -> None:
     model, spec = model_of(name)
     inputs = inputs_of(spec, [], TEXT)
     with torch.no_grad():
         wanted = model(input_ids=inputs["tokens"], use_cache=False).logits
-    logits, _ = seeing(model, spec).forward(inputs)
+    logits, _ = vlm_network_of(model, spec).forward(inputs)
     torch.testing.assert_close(logits, wanted, atol=1e-5, rtol=1e-4)
-    gradients = taken_gradients(model, logits)
+    gradients = take_gradients(model, logits)
     trained = {each for each, parameter in model.named_parameters() if parameter.requires_grad}
     assert gradients.keys() == trained
     assert all(not each.any() for name, each in gradients.items() if "visual" in name or "vision" in name)
@@ -137,14 +137,14 @@ def test_without_pictures_every_parameter_has_a_gradient_and_the_tower_says_noth
 @pytest.mark.parametrize("name", CONFIGS)
 def test_towers_have_every_parameter_and_blocks_are_in_the_order_of_the_forward(name: str) -> None:
     model, spec = model_of(name)
-    network = seeing(model, spec)
+    network = vlm_network_of(model, spec)
     order: list[Any] = []
     for block in network.blocks:
         block.register_forward_hook(lambda module, *_: order.append(module))
-    seen = images(SHAPES.get(name, VARIOUS))
-    network.forward(inputs_of(spec, seen, ROWS))
+    images = random_images(SHAPES.get(name, VARIOUS))
+    network.forward(inputs_of(spec, images, ROWS))
     assert tuple(order) == network.blocks
-    assert len(network.blocks) == spec.layers + (name == "llava")  # what embeds its pixels is not split either
+    assert len(network.blocks) == spec.layers + (name == "llava")  # its patch embedding is not split either
     names = [each for each, _ in model.named_parameters()]
     assert {each for each in names if not each.startswith(tuple(network.towers.values()))} <= {"lm_head.weight"}
     assert all(any(each.startswith(prefix) for each in names) for prefix in network.towers.values())
@@ -158,48 +158,50 @@ def compilations() -> Iterator[Any]:
     torch.compiler.reset()
 
 
-def test_vision_and_language_compile_without_a_break_and_no_more_after_two_steps(compilations: Any) -> None:
+def test_vision_and_language_compile_without_graph_breaks_and_not_again_after_two_steps(compilations: Any) -> None:
     model, spec = model_of("qwen2-vl")
-    network = seeing(model, spec)
+    network = vlm_network_of(model, spec)
     for block in network.blocks:
         block.compile(backend="eager", fullgraph=True)
     graphs = []
     for shapes in (((4, 6), (4, 4)), ((6, 6), (4, 2)), ((2, 4), (8, 8))):
-        inputs = inputs_of(spec, images(shapes), [[None, 0, None, 1, None]])
+        inputs = inputs_of(spec, random_images(shapes), [[None, 0, None, 1, None]])
         inputs["tokens"] = torch.cat([inputs["tokens"][0], torch.zeros(64, dtype=torch.int64)])[None, :64]
         network.forward(inputs)[0].sum().backward()
         graphs.append(compilations["stats"]["unique_graphs"])
-    assert graphs[0] == 3  # a vision layer, the projector, a layer of the language
+    assert graphs[0] == 3  # a vision layer, the projector, a decoder layer
     assert len(set(graphs[1:])) == 1
     assert not compilations["graph_break"]
 
 
-def test_rows_are_placed_in_order_and_get_the_gradients_of_their_places() -> None:
+def test_rows_are_inserted_in_order_and_get_the_gradients_of_their_positions() -> None:
     stream, rows = torch.zeros(2, 4, 3, requires_grad=True), torch.arange(9.0).view(3, 3).requires_grad_()
-    slots = torch.tensor([[-1, 0, 1, -1], [-1, -1, -1, 2]])
-    out = placed(stream, rows, slots)
+    index = torch.tensor([[-1, 0, 1, -1], [-1, -1, -1, 2]])
+    out = insert_rows(stream, rows, index)
     wanted = torch.zeros(2, 4, 3)
     wanted[0, 1], wanted[0, 2], wanted[1, 3] = rows.detach()
     assert torch.equal(out, wanted)
     factors = torch.arange(24.0).view(2, 4, 3)
     (out * factors).sum().backward()
+    assert rows.grad is not None
+    assert stream.grad is not None
     assert torch.equal(rows.grad, torch.stack([factors[0, 1], factors[0, 2], factors[1, 3]]))
-    assert torch.equal(stream.grad, factors * (slots < 0).unsqueeze(-1))
+    assert torch.equal(stream.grad, factors * (index < 0).unsqueeze(-1))
 
 
-def test_a_model_that_is_not_as_others_of_its_kind_is_refused() -> None:
+def test_a_model_with_an_unsupported_configuration_is_refused() -> None:
     model, spec = model_of("llava")
     model.config.projector_hidden_act = "relu"
     with pytest.raises(UserError, match=r"M035.*projector_hidden_act is 'relu'"):
         network_of_hf(model, None)
     model, spec = model_of("llava")
     model.config.text_config.attention_dropout = 0.1
-    with pytest.raises(UserError, match=r"M035.*attention of its own"):
+    with pytest.raises(UserError, match=r"M035.*its own attention implementation"):
         network_of_hf(model, spec)
 
 
 @pytest.mark.parametrize("axis", ["tp", "cp", "pp", "ep"])
-def test_no_axis_cuts_it(axis: str) -> None:
+def test_only_data_parallelism_applies(axis: str) -> None:
     _, spec = model_of("qwen2-vl")
     mesh = {axis: 2} | ({"dp_replicate": 2} if axis == "ep" else {})
     with pytest.raises(UserError, match="P013") as error:

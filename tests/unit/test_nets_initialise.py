@@ -26,7 +26,7 @@ def reference() -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in module.named_parameters()}
 
 
-def test_weights_follow_the_recipe() -> None:
+def test_initial_weights_have_the_documented_distribution() -> None:
     weights = reference()
     for name, value in weights.items():
         if value.ndim == 1:
@@ -38,14 +38,16 @@ def test_weights_follow_the_recipe() -> None:
     assert not torch.equal(weights["layers.0.self_attn.q_proj.weight"], weights["layers.1.self_attn.q_proj.weight"])
 
 
-def test_biases_are_zero_and_the_seed_counts() -> None:
+def test_biases_are_zero_and_weights_depend_on_the_seed() -> None:
     spec = PRESETS["tiny"]
     spec = replace(spec, layers=1, block=replace(spec.block, qkv_bias=True))
     one, other = Decoder(spec), Decoder(spec)
     initialise(one, seed=1, spec=spec)
     initialise(other, seed=2, spec=spec)
+    assert one.embed_tokens is not None
+    assert other.embed_tokens is not None
     assert not torch.equal(one.embed_tokens.weight, other.embed_tokens.weight)
-    assert not one.layers[0].self_attn.q_proj.bias.any()
+    assert not one.get_parameter("layers.0.self_attn.q_proj.bias").any()
 
 
 def test_values_depend_on_the_name_and_not_on_the_order() -> None:
@@ -58,9 +60,9 @@ def test_values_depend_on_the_name_and_not_on_the_order() -> None:
     one, other = Pair(("a", "b")), Pair(("b", "a"))
     for module in (one, other):
         initialise(module, seed=0, spec=SPEC)
-    assert torch.equal(one.a, other.a)
-    assert torch.equal(one.b, other.b)
-    assert not torch.equal(one.a, one.b)
+    assert torch.equal(one.get_parameter("a"), other.get_parameter("a"))
+    assert torch.equal(one.get_parameter("b"), other.get_parameter("b"))
+    assert not torch.equal(one.get_parameter("a"), one.get_parameter("b"))
 
 
 def on_two_ranks(program: Callable[[int, Path], None], folder: Path) -> None:
@@ -90,7 +92,7 @@ def _rank(program: Callable[[int, Path], None], rank: int, folder: Path) -> None
 
 
 def sharded() -> Decoder:
-    """A decoder that FSDP2 cut while it was on the meta device, with memory but no values."""
+    """Return a decoder that FSDP2 sharded on the meta device, allocated but not initialised."""
     mesh = init_device_mesh("cpu", (2,))
     with torch.device("meta"):
         module = Decoder(SPEC)
@@ -105,6 +107,8 @@ def fill_shards(rank: int, folder: Path) -> None:
     wanted = reference()
     module = sharded()
     initialise(module, seed=5, spec=SPEC)
+    assert module.lm_head is not None
+    assert module.embed_tokens is not None
     assert module.lm_head.weight is module.embed_tokens.weight
     for name, parameter in module.named_parameters():
         assert isinstance(parameter, DTensor)
@@ -120,19 +124,21 @@ def fill_other_placements(rank: int, folder: Path) -> None:
     for owner in module.modules():
         for name, parameter in list(owner.named_parameters(recurse=False)):
             if parameter.ndim > 1:
-                placed = distribute_tensor(torch.empty_like(parameter), mesh, [Shard(parameter.ndim - 1)])
-                setattr(owner, name, nn.Parameter(placed))
+                shard = distribute_tensor(torch.empty_like(parameter), mesh, [Shard(parameter.ndim - 1)])
+                setattr(owner, name, nn.Parameter(shard))
+    assert module.lm_head is not None
+    assert module.embed_tokens is not None
     module.lm_head.weight = module.embed_tokens.weight
     initialise(module, seed=5, spec=SPEC)
     for name, parameter in module.named_parameters():
-        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        assert torch.equal(whole, wanted[name]), name
+        value = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        assert torch.equal(value, wanted[name]), name
 
 
 def read_and_write_shards(rank: int, folder: Path) -> None:
-    whole = Decoder(SPEC)
-    initialise(whole, seed=5, spec=SPEC)
-    wanted = dict(hf_tensors(whole, SPEC))
+    unsharded = Decoder(SPEC)
+    initialise(unsharded, seed=5, spec=SPEC)
+    wanted = dict(hf_tensors(unsharded, SPEC))
     if rank == 0:
         save_file(wanted, folder / "model.safetensors")
     dist.barrier()

@@ -34,7 +34,7 @@ def test_a_decoder_network_has_its_layers_as_blocks() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "mistral", "gemma3"])
-def test_a_packed_document_is_read_by_an_hf_model_as_if_it_were_alone(name: str, tmp_path: Path) -> None:
+def test_a_packed_document_gives_the_same_logits_as_alone_in_an_hf_model(name: str, tmp_path: Path) -> None:
     network = from_config(CONFIGS[name], tmp_path)
     lengths = [(5, 19), (10, 6, 8)]
     documents = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths])
@@ -47,7 +47,7 @@ def test_a_packed_document_is_read_by_an_hf_model_as_if_it_were_alone(name: str,
     assert balance == 0
 
 
-def test_an_hf_network_knows_its_blocks_and_its_spec_when_there_is_one(tmp_path: Path) -> None:
+def test_an_hf_network_has_its_blocks_and_its_spec_if_there_is_one(tmp_path: Path) -> None:
     llama, gpt2 = from_config(LLAMA, tmp_path / "llama"), from_config(CONFIGS["gpt2"], tmp_path / "gpt2")
     assert [type(block).__name__ for block in llama.blocks] == ["LlamaDecoderLayer"] * 2
     assert [type(block).__name__ for block in gpt2.blocks] == ["GPT2Block"] * 2
@@ -56,20 +56,20 @@ def test_an_hf_network_knows_its_blocks_and_its_spec_when_there_is_one(tmp_path:
     assert gpt2.spec is None
 
 
-def test_a_config_alone_gives_random_fp32_weights_of_the_seed(tmp_path: Path) -> None:
+def test_a_config_without_weights_gives_random_fp32_weights_from_the_seed(tmp_path: Path) -> None:
     one, same, other = (from_config(LLAMA, tmp_path, seed).module.state_dict() for seed in (1, 1, 2))
     assert all(torch.equal(one[name], same[name]) for name in one)
     assert not torch.equal(one["lm_head.weight"], other["lm_head.weight"])
 
 
-def test_saved_weights_are_loaded_as_fp32_and_nothing_is_cached(tmp_path: Path) -> None:
+def test_saved_weights_are_loaded_as_fp32_and_the_kv_cache_is_off(tmp_path: Path) -> None:
     torch.manual_seed(0)
     saved = AutoModelForCausalLM.from_config(LLAMA).to(torch.bfloat16)
     saved.save_pretrained(tmp_path)
     module = load_hf_model(tmp_path, trust_remote_code=False, seed=0)
     assert {parameter.dtype for parameter in module.parameters()} == {torch.float32}
     assert torch.equal(module.state_dict()["lm_head.weight"], saved.lm_head.weight.float())
-    assert module.config.use_cache is False
+    assert module.config.use_cache is False  # pyrefly: ignore[missing-attribute]
 
 
 def write_config(folder: Path, **fields: object) -> None:
@@ -97,8 +97,7 @@ def test_missing_broken_and_pickled_models_are_clear_errors(tmp_path: Path) -> N
     model = AutoModelForCausalLM.from_config(LLAMA)
     model.save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
-    whole = file.read_bytes()
-    file.write_bytes(whole[:1000])
+    file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(UserError, match="M024"):
         load_hf_model(tmp_path, trust_remote_code=False, seed=0)
     file.rename(tmp_path / "pytorch_model.bin")
@@ -106,7 +105,7 @@ def test_missing_broken_and_pickled_models_are_clear_errors(tmp_path: Path) -> N
         load_hf_model(tmp_path, trust_remote_code=False, seed=0)
 
 
-def test_weights_of_another_shape_are_not_replaced_by_noise(tmp_path: Path) -> None:
+def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(LLAMA).save_pretrained(tmp_path)
     LlamaConfig(**SMALL | {"num_hidden_layers": 3}).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"M021.*layers\.2"):
@@ -116,7 +115,7 @@ def test_weights_of_another_shape_are_not_replaced_by_noise(tmp_path: Path) -> N
         load_hf_model(tmp_path, trust_remote_code=False, seed=0)
 
 
-def test_without_transformers_the_fix_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_transformers_the_error_names_the_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hf_module, "AutoConfig", None)
     with pytest.raises(UserError, match=r"M023[\s\S]*trimaran\[hf\]"):
         load_hf_model(tmp_path, trust_remote_code=False, seed=0)

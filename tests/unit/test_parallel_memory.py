@@ -293,7 +293,7 @@ def test_a_block_is_prefetched_during_the_backward_of_the_next_block() -> None:
     record = offloaded(network)
     for number, block in enumerate(network.blocks):
         block.register_forward_hook(lambda *_, number=number: record.log.append(("forward", number)))
-        block.register_full_backward_hook(lambda *_, number=number: record.log.append(("backward", number)))
+        block.register_full_backward_hook(lambda *_, number=number: record.log.append(("backward", number)))  # pyrefly: ignore[bad-argument-type]
     loss_of(network, TOKENS[:2]).backward()
 
     def number_of(what: str, start: tuple[str, int], end: tuple[str, int]) -> int:

@@ -80,7 +80,7 @@ def test_points_lie_on_the_ground_or_on_a_box() -> None:
         assert min(inside) < 0.15
 
 
-def test_of_two_boxes_in_line_a_ray_hits_the_nearer() -> None:
+def test_a_ray_hits_the_nearer_of_two_boxes() -> None:
     ahead = SensorRays(np.zeros(1), np.array([[[1.0, 0, 0], [0.6, 0, -0.8]]], dtype=np.float32), LIDAR_METRES)
     near, far = ([x, 0, 1.0, 2.0, 2.0, 2.5, 0.3, 0] for x in (5.0, 9.0))
     distances, hits, _ = cast(ahead, np.array([far, near], dtype=np.float32))
@@ -89,7 +89,7 @@ def test_of_two_boxes_in_line_a_ray_hits_the_nearer() -> None:
     assert distances[0, 1] == pytest.approx(LIDAR_METRES / 0.8)
 
 
-def test_a_cell_looks_for_its_object_where_the_cameras_show_it() -> None:
+def test_a_cell_attends_to_the_token_that_shows_its_object() -> None:
     boxes = ((6.5, 1.5), (-4.5, 5.5), (0.5, -8.5), (-9.5, -2.5))
     rows, columns = TINY.grid
     bias = camera_bias(RULES, TINY.grid, torch.device("cpu")).view(RULES.cells, RULES.cells, -1)
@@ -107,7 +107,7 @@ def test_the_loss_of_a_scene_does_not_depend_on_the_others_in_its_batch() -> Non
     assert loss_of(made, inputs).item() == pytest.approx(sum(each.item() for each in alone), rel=1e-5)
 
 
-def test_parts_add_up_to_the_loss() -> None:
+def test_the_loss_is_the_sum_of_its_parts() -> None:
     made, inputs = network(), batch()
     output, _ = made.forward(inputs)
     losses = PerceptionObjective(SMALL).losses(made, output, inputs)
@@ -116,7 +116,7 @@ def test_parts_add_up_to_the_loss() -> None:
     assert losses.parts[:, 1].tolist() == [4, 4, 4]
 
 
-def test_a_scene_that_is_left_out_weighs_nothing() -> None:
+def test_a_quarantined_scene_has_no_weight() -> None:
     made, whole = network(), batch()
     feed, _ = scene_feeds(DataSection(), SMALL.scenes(), seed=3, share=ALONE)
     gone = feed.samples(0, [0])[2]
@@ -127,7 +127,7 @@ def test_a_scene_that_is_left_out_weighs_nothing() -> None:
     assert SceneFeed(feed._scenes, seed=3, share=ALONE, quarantined=frozenset({gone})).num_quarantined(0) == 1
 
 
-def test_scenes_without_points_and_objects_reach_every_parameter() -> None:
+def test_scenes_without_points_and_objects_give_every_parameter_a_gradient() -> None:
     made, inputs = network(), batch()
     none = {name: inputs[name][:0] for name in ("points", "point_rows", "boxes", "box_rows")}
     loss_of(made, inputs | none).backward()
@@ -136,7 +136,7 @@ def test_scenes_without_points_and_objects_reach_every_parameter() -> None:
         assert parameter.grad.isfinite().all(), name
 
 
-def test_perfect_answers_score_one_and_blank_ones_nothing() -> None:
+def test_perfect_predictions_score_one_and_empty_ones_zero() -> None:
     inputs, rules = batch(TINY), RULES
     boxes, rows = inputs["boxes"], inputs["box_rows"].long()
     x, y = ((boxes[:, :2] + rules.reach) / rules.cell).long().unbind(1)
@@ -157,7 +157,7 @@ def test_perfect_answers_score_one_and_blank_ones_nothing() -> None:
     assert losses.parts[2, 0] < 1e-4
 
 
-def test_a_taxi_taken_for_a_car_is_not_found() -> None:
+def test_a_taxi_predicted_as_a_car_does_not_count() -> None:
     inputs = {
         "boxes": torch.tensor([[2.5, 2.5, 0.8, 4, 1.8, 1.5, 0, OBJECTS.index("taxi")]]),
         "box_rows": torch.zeros(1, dtype=torch.int32),
@@ -173,7 +173,7 @@ def test_a_taxi_taken_for_a_car_is_not_found() -> None:
         assert score[:2].tolist() == [[hits, 1], [hits, 1]]
 
 
-def test_every_cut_into_stages_computes_what_the_whole_does() -> None:
+def test_every_split_into_stages_computes_the_same_as_the_full_model() -> None:
     inputs, whole = batch(), network()
     expected, _ = whole.forward(inputs)
     for cut in range(1, SMALL.layers):
@@ -187,7 +187,7 @@ def test_every_cut_into_stages_computes_what_the_whole_does() -> None:
 
 
 @pytest.mark.parametrize("preset", PERCEPTION_PRESETS)
-def test_the_outline_and_the_names_on_paper_are_those_of_the_module(preset: str) -> None:
+def test_the_outline_and_the_module_names_equal_those_of_the_module(preset: str) -> None:
     section = ModelSection(family="perception", preset=preset)
     spec = spec_of(section)
     assert isinstance(spec, PerceptionSpec)
@@ -205,7 +205,7 @@ def test_the_outline_and_the_names_on_paper_are_those_of_the_module(preset: str)
     assert {name for name in module_names(spec) if not name.endswith("skip")} <= real <= set(module_names(spec))
 
 
-def test_what_was_saved_is_read_back(tmp_path: Path) -> None:
+def test_saved_weights_are_read_back(tmp_path: Path) -> None:
     made, inputs = network(), batch()
     save_file(dict(made.disk_tensors()), tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(made.disk_config()))
@@ -221,7 +221,7 @@ def test_what_was_saved_is_read_back(tmp_path: Path) -> None:
     assert caught.value.code == "M021"
 
 
-def test_mistakes_are_told(tmp_path: Path) -> None:
+def test_user_errors_are_refused(tmp_path: Path) -> None:
     asked = ModelSection(family="perception", path=str(tmp_path))
     sections = [
         (asked, "M040"),
@@ -241,7 +241,7 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
         spec_of(asked)
 
 
-def test_a_step_has_the_same_scenes_however_they_are_split_and_loaded() -> None:
+def test_a_step_has_the_same_scenes_under_every_split_and_number_of_workers() -> None:
     rules = SceneRules(cameras=3, height=8, width=8, cells=6, reach=12.0)
 
     def scenes(share: DataShare, workers: int = 0) -> dict[int, list[float]]:
@@ -264,7 +264,7 @@ def test_a_step_has_the_same_scenes_however_they_are_split_and_loaded() -> None:
     assert halves[0] | halves[1] == whole
 
 
-def test_scenes_that_are_held_out_are_never_trained_on() -> None:
+def test_held_out_scenes_are_never_trained_on() -> None:
     training, holdout = scene_feeds(DataSection(holdout=0.5), RULES, seed=0, share=ALONE)
     assert holdout is not None
     trained = {each for step in range(50) for each in training.samples(step, [0])}

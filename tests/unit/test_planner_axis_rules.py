@@ -51,7 +51,8 @@ def test_degrees_that_divide_the_model_are_legal(mesh: dict[str, int]) -> None:
     ],
 )
 def test_an_illegal_tp_names_what_it_does_not_divide(change: dict[str, int], name: str) -> None:
-    spec = replace(TINY, **({"heads": 8, "kv_heads": 4} | change))
+    fields: dict[str, Any] = {"heads": 8, "kv_heads": 4} | change
+    spec = replace(TINY, **fields)
     error = refusal({"tp": 4}, spec=spec)
     assert (error.code, error.where, error.fix) == ("P008", "plan.mesh.tp", "use tp of 1 or 2")
     assert name in error.what

@@ -88,7 +88,7 @@ def test_the_axis_with_the_most_communication_stays_inside_a_node() -> None:
 
 
 def test_shards_span_nodes_only_if_they_must() -> None:
-    small = replace(DEVICES["H100"], memory_bytes=24 * GIB)
+    small = replace(DEVICES["H100"], memory_bytes=Bytes(24 * GIB))
     cluster = Cluster(device=small, num_nodes=4, devices_per_node=8)
     pins = {"mesh": {"tp": 1, "pp": 1, "cp": 1}, "offload": "none"}
     plan = choose(recipe(global_batch=32, seq_len=1024, plan=pins), LARGE, cluster)
@@ -188,10 +188,10 @@ def test_the_error_says_how_much_memory_is_missing_and_where_a_plan_fits() -> No
     error = refusal(wanted, PRESETS["llama-3-70b"], parse_cluster("8xH100"))
     assert error.code == "P007"
     assert "GiB too big for the 79.1 GiB of H100, the most for" in error.what
-    words = error.fix.split()
-    assert words[:2] == ["add", "devices:"]
-    assert choose(wanted, PRESETS["llama-3-70b"], parse_cluster(words[2])).prediction
-    smaller = f"{int(words[2].split('x')[0]) - 1}x8xH100"
+    parts = error.fix.split()
+    assert parts[:2] == ["add", "devices:"]
+    assert choose(wanted, PRESETS["llama-3-70b"], parse_cluster(parts[2])).prediction
+    smaller = f"{int(parts[2].split('x')[0]) - 1}x8xH100"
     assert refusal(wanted, PRESETS["llama-3-70b"], parse_cluster(smaller)).code == "P007"
     assert "leave plan.offload out" in error.fix
     assert (

@@ -33,9 +33,9 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.chdir(tmp_path)
         for name, text in emission.files.items():
             (tmp_path / name).write_text(text)
-        words = shlex.split(emission.command.replace("$NODE_RANK", "1").replace("$MASTER_ADDR", "10.0.0.1"))
-        start = words.index("launch") + 1
-        args, _, _ = _validate_launch_command(launch_command_parser().parse_args(words[start:]))
+        arguments = shlex.split(emission.command.replace("$NODE_RANK", "1").replace("$MASTER_ADDR", "10.0.0.1"))
+        start = arguments.index("launch") + 1
+        args, _, _ = _validate_launch_command(launch_command_parser().parse_args(arguments[start:]))
         return args
 
     return launch

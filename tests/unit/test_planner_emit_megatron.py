@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.emitted import question, words
+from tests.emitted import command_options, question
 from trimaran.core import Mesh, Pipeline, Plan, UserError
 from trimaran.planner.emit import emit
 
@@ -40,7 +40,7 @@ def changed(**fields: Any) -> Plan:
 
 def options(plan: Plan, preset: str = "llama-3.1-8b", cluster: str = "8xH100", **train: Any) -> dict[str, str]:
     text = emit("megatron", plan, question(preset, cluster, plan, **train)).files["pretrain.sh"]
-    return words(text.partition('/pretrain_gpt.py" ')[2].replace("\\\n", " ").join(["pretrain_gpt.py ", ""]))
+    return command_options(text.partition('/pretrain_gpt.py" ')[2].replace("\\\n", " ").join(["pretrain_gpt.py ", ""]))
 
 
 @pytest.mark.parametrize("preset", ["llama-2-7b", "llama-3.1-8b", "qwen2.5-7b", "qwen3-30b-a3b", "llama-3.2-1b"])

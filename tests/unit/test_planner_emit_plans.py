@@ -51,7 +51,7 @@ def meshes(draw: st.DrawFn, world_size: int, axes: tuple[str, ...]) -> Mesh:
 
 
 @st.composite
-def asked(draw: st.DrawFn, tool: str) -> tuple[Plan, Question]:
+def plan_and_question(draw: st.DrawFn, tool: str) -> tuple[Plan, Question]:
     """Draw a legal plan with its question."""
     cluster = draw(st.sampled_from(sorted(CLUSTERS)))
     choices = ANYWHERE | draw(st.sampled_from([{}, HOME[tool]]))
@@ -82,8 +82,8 @@ def test_a_legal_plan_is_emitted_as_it_is_or_refused(tool: str) -> None:
     refused: list[tuple[str, bool]] = []
 
     @settings(max_examples=50, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
-    @given(case=asked(tool))
-    def holds(case: tuple[Plan, Question]) -> None:
+    @given(case=plan_and_question(tool))
+    def check_emission(case: tuple[Plan, Question]) -> None:
         try:
             emission = emit(tool, *case)
         except UserError as error:
@@ -92,7 +92,7 @@ def test_a_legal_plan_is_emitted_as_it_is_or_refused(tool: str) -> None:
         assert READERS[tool](emission) == expected(case[0])
         emitted.append(case[0])
 
-    holds()
+    check_emission()
     assert set(refused) <= {("P061", True), ("P062", True), ("P063", True)}
     assert len(emitted) > 10, "too few were emitted to prove much"
 

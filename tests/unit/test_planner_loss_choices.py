@@ -46,7 +46,9 @@ def test_a_pinned_loss_stays_and_rules_out_tp_and_pp(loss: str) -> None:
 
 
 def test_other_stacks_compute_logits() -> None:
-    question = replace(question_for(EIGHT_B, "8xH100", batch=64, seq_len=4096), for_trainer=False, stack=find_stack("megatron"))
+    question = replace(
+        question_for(EIGHT_B, "8xH100", batch=64, seq_len=4096), for_trainer=False, stack=find_stack("megatron")
+    )
     assert {plan.loss for plan in search(question).ranked} == {"logits"}
 
 
@@ -86,19 +88,19 @@ def test_the_loss_is_chunked_if_full_logits_would_fill_the_device() -> None:
     pins = {"micro_batch": 4, "offload": "none", "recompute": "none"}
     question = question_for(PRESETS["llama-3.2-3b"], "H200", batch=4, seq_len=4096, plan=pins)
     job, plan = question.job, plan_for(PRESETS["llama-3.2-3b"], "H200", batch=4, **pins)
-    whole, pieces = (
+    fused_bytes, chunked_bytes = (
         predict(job, question.cluster, plan.model_copy(update={"loss": each})).device_bytes
         for each in ("fused", "chunked")
     )
-    assert whole > pieces + GIB
+    assert fused_bytes > chunked_bytes + GIB
 
     def best(most: float) -> Plan:
         device = replace(question.cluster.device, memory_bytes=Bytes(int(most)))
         return search(replace(question, cluster=Cluster(device=device))).ranked[0]
 
-    assert best(whole / 0.85).loss == "fused"
-    assert best(whole / 0.99).loss == "chunked"  # where the allocator would slow down a step
-    assert best(pieces / 0.99).loss == "chunked"  # where nothing else fits
+    assert best(fused_bytes / 0.85).loss == "fused"
+    assert best(fused_bytes / 0.99).loss == "chunked"  # the allocator would slow down a step with the fused loss
+    assert best(chunked_bytes / 0.99).loss == "chunked"  # nothing else fits
 
 
 def test_8b_trains_on_one_h200_without_offload() -> None:
@@ -123,9 +125,9 @@ def test_an_answer_shows_the_loss_and_the_cost_of_another_one() -> None:
 def test_a_line_of_predict_defaults_to_logits() -> None:
     model = {"layers": 16, "hidden": 2048, "heads": 32, "kv_heads": 8, "ffn": 8192, "vocab": 128_256, "seq_len": 4096}
     line = {"model": model, "cluster": {"gpu": "H200", "gpus": 1}}
-    told = [predict_line(line | {"plan": {"micro_batch": 4} | loss})["peak_bytes"]
+    peaks = [predict_line(line | {"plan": {"micro_batch": 4} | loss})["peak_bytes"]
             for loss in ({}, {"loss": "logits"}, {"loss": "fused"}, {"loss": "chunked"})]  # fmt: skip
-    assert told[0] == told[1] > told[2] > told[3]
+    assert peaks[0] == peaks[1] > peaks[2] > peaks[3]
 
 
 def test_a_line_of_predict_with_an_impossible_loss_is_answered_with_logits_and_why() -> None:

@@ -89,8 +89,8 @@ def plans_with(mesh: Mesh, pipeline: Pipeline, size: int, count: int) -> Iterato
     ):  # fmt: skip
         yield Plan.model_construct(
             mesh=mesh, pipeline=pipeline, micro_batch=size, grad_accum=count, sharding=sharding, recompute=recompute,
-            offload=offload, comm=Comm(context=context), precision="bf16", compile=not cut, loss=loss, engine="torch",
-            towers={},
+            offload=offload, comm=Comm.model_validate({"context": context}), precision="bf16", compile=not cut,
+            loss=loss, engine="torch", towers={},
         )  # fmt: skip
 
 
@@ -129,19 +129,19 @@ def test_no_plan_of_a_small_space_beats_the_search(
     if fitting:
         best = found[0]
         check_plan(best.plan, question.recipe, spec, cluster)
-        told = predict(question.job, cluster, best.plan)
-        assert told.fits
-        assert told.step_seconds == pytest.approx(best.seconds)
+        prediction = predict(question.job, cluster, best.plan)
+        assert prediction.fits
+        assert prediction.step_seconds == pytest.approx(best.seconds)
         assert best.seconds <= TIE_RATIO * min(each.step_seconds for each in fitting) * (1 + 1e-9)
 
 
 def test_every_goal_is_met() -> None:
     question = question_for(PRESETS["llama-3-8b"], "2x8xH100", batch=64, seq_len=4096)
     fast, lean, cheap, few = (search(replace(question, goal=goal)) for goal in GOALS)
-    told = [answer.ranked[0].prediction for answer in (fast, lean, cheap, few)]
-    assert all(each is not None and each.fits for each in told)
-    seconds = [each.step_seconds for each in told if each is not None]
-    used = [each.device_bytes for each in told if each is not None]
+    predictions = [answer.ranked[0].prediction for answer in (fast, lean, cheap, few)]
+    assert all(each is not None and each.fits for each in predictions)
+    seconds = [each.step_seconds for each in predictions if each is not None]
+    used = [each.device_bytes for each in predictions if each is not None]
     assert seconds[0] == min(seconds)
     assert used[1] == min(used)
     worlds = [answer.ranked[0].mesh.world_size for answer in (fast, lean, cheap, few)]
@@ -169,12 +169,12 @@ def test_ranked_plans_have_different_meshes_and_misses_say_why_they_lost() -> No
 def test_a_hint_is_true() -> None:
     question = question_for(PRESETS["llama-3-8b"], "8xH100", batch=64, seq_len=8192)
     answer = search(question)
-    words, _, told = next(hint for hint in answer.hints if hint.startswith("use ")).partition(":")
-    larger = search(replace(question, cluster=parse_cluster(words.removeprefix("use "))))
+    advice, _, claim = next(hint for hint in answer.hints if hint.startswith("use ")).partition(":")
+    larger = search(replace(question, cluster=parse_cluster(advice.removeprefix("use "))))
     before, after = answer.ranked[0].prediction, larger.ranked[0].prediction
     assert before is not None
     assert after is not None
-    assert before.step_seconds / after.step_seconds >= float(told.split()[0]) - 0.01
+    assert before.step_seconds / after.step_seconds >= float(claim.split()[0]) - 0.01
 
 
 def test_if_nothing_fits_the_smallest_plan_and_cluster_are_named() -> None:

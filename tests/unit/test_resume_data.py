@@ -1,4 +1,4 @@
-"""The data position is a pure function of the step (principle 4, docs/principles.md): resizes lose and repeat no sample."""
+"""The data position is a function of the step (principle 4, docs/principles.md): resizes lose or repeat no sample."""
 
 import numpy as np
 from hypothesis import given, settings

@@ -151,7 +151,7 @@ def test_a_failing_sink_is_logged_once_and_retried_and_loses_only_failed_lines(
             raise ConnectionError("connection refused")
 
     sink = Recorder(fail)
-    feed = SinkFeed(sink, first_delay=0.01)
+    feed = SinkFeed(sink, first_delay=0.01)  # pyrefly: ignore[bad-argument-type]
     for number in range(4):
         feed.put("step", {"step": number})
     wait_for(lambda: len(sink.received) == 3, 5)
@@ -163,7 +163,7 @@ def test_a_failing_sink_is_logged_once_and_retried_and_loses_only_failed_lines(
 def test_a_hanging_sink_blocks_nothing_and_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trimaran.telemetry.sink_feed.MAX_QUEUED_LINES", 10)
     for_good = threading.Event()
-    feed = SinkFeed(Recorder(lambda number: for_good.wait()))
+    feed = SinkFeed(Recorder(lambda number: for_good.wait()))  # pyrefly: ignore[bad-argument-type]
     began = time.monotonic()
     for number in range(100):
         feed.put("step", {"step": number})

@@ -1,4 +1,4 @@
-"""`benchmarks/throughput.py`: who runs when, what a result says, and one real round on the CPU."""
+"""`benchmarks/throughput.py`: the order of peers, the text of results, and one real round on the CPU."""
 
 import json
 import math
@@ -19,10 +19,10 @@ QUICK: dict[str, Any] = TINY | {"compile": False, "warm": 2, "windows": 2, "step
 
 
 def line(peer: str, seconds: list[float], **changes: Any) -> dict[str, Any]:
-    told = {"contest": "1b", "peer": peer, "model": "1b", "seconds": seconds, "window": 2, "tokens_per_step": 1000}
-    told |= {"peak_bytes": 3 * 2**30, "reserved_bytes": 4 * 2**30, "first_loss": 11.8, "last_loss": 11.7}
-    told |= {"start_seconds": 12.0, "version": "1.0", "note": "", "device": "a GPU", "torch": "2.11"}
-    return told | changes
+    record = {"contest": "1b", "peer": peer, "model": "1b", "seconds": seconds, "window": 2, "tokens_per_step": 1000}
+    record |= {"peak_bytes": 3 * 2**30, "reserved_bytes": 4 * 2**30, "first_loss": 11.8, "last_loss": 11.7}
+    record |= {"start_seconds": 12.0, "version": "1.0", "note": "", "device": "a GPU", "torch": "2.11"}
+    return record | changes
 
 
 def test_a_window_is_timed_as_a_whole() -> None:
@@ -34,17 +34,17 @@ def test_a_speed_is_the_median_over_the_windows_of_all_rounds() -> None:
 
 
 def test_a_table_has_ratios_to_the_reference_and_the_reason_of_a_failure() -> None:
-    told = [line("torchtitan", [1.0, 1.0]), line("trimaran", [0.8, 0.8], note="plan x")]
-    told.append({"contest": "1b", "peer": "loop", "failed": "OutOfMemoryError: none left"})
-    table = tables(told)
+    records = [line("torchtitan", [1.0, 1.0]), line("trimaran", [0.8, 0.8], note="plan x")]
+    records.append({"contest": "1b", "peer": "loop", "failed": "OutOfMemoryError: none left"})
+    table = tables(records)
     assert "| trimaran | 1,250 | 1,250 - 1,250 | 1.250 | 3.0 | 4.0 | 12 | 11.800 -> 11.700 | 1 |" in table
     assert "| loop | OutOfMemoryError: none left |" in table
     assert "trimaran: 1.0 (plan x)" in table
 
 
 def test_fp8_is_compared_with_bf16_of_the_other_contest_too() -> None:
-    told = [line("torchtitan", [1.0, 1.0], contest="3b"), line("trimaran", [0.5, 0.5], contest="3b-fp8")]
-    assert "of torchtitan in 3b: trimaran 2.000" in tables(told)
+    records = [line("torchtitan", [1.0, 1.0], contest="3b"), line("trimaran", [0.5, 0.5], contest="3b-fp8")]
+    assert "of torchtitan in 3b: trimaran 2.000" in tables(records)
 
 
 def test_peers_take_turns_and_every_other_round_runs_backwards() -> None:
@@ -54,8 +54,8 @@ def test_peers_take_turns_and_every_other_round_runs_backwards() -> None:
 
 def test_an_extra_peer_runs_only_when_it_is_named() -> None:
     assert "torchtitan+auto" not in [work.peer for work in wanted("3b-fp8", {})["3b-fp8"]]
-    (asked,) = wanted("3b-fp8/torchtitan+auto", {})["3b-fp8"]
-    assert asked.options["filter"] == ["output", "auto_filter_small_kn"]
+    (work,) = wanted("3b-fp8/torchtitan+auto", {})["3b-fp8"]
+    assert work.options["filter"] == ["output", "auto_filter_small_kn"]
 
 
 @pytest.mark.parametrize("word", ["2b", "1b/deepspeed"])
@@ -71,7 +71,7 @@ def test_only_trimaran_takes_settings() -> None:
 
 
 @pytest.mark.parametrize("name", CONTESTS)
-def test_a_contest_names_peers_that_it_has_and_work_that_travels(name: str) -> None:
+def test_a_contest_refers_to_its_own_peers_and_its_work_can_be_serialized(name: str) -> None:
     contest = CONTESTS[name]
     assert {contest.reference, *contest.extra} <= contest.peers.keys()
     for work in works(name, contest, {}).values():
@@ -90,14 +90,14 @@ def test_trimaran_reads_the_shape_that_the_peers_read(name: str, billions: float
     assert spec.num_parameters / 1e9 == pytest.approx(billions, abs=0.01)
 
 
-def test_a_row_depends_on_its_number_alone() -> None:
+def test_a_row_depends_only_on_its_number() -> None:
     work = works("1b", CONTESTS["1b"], TINY)["loop"]
     assert np.array_equal(draw_row(work, 7), draw_row(work, 7))
     assert not np.array_equal(draw_row(work, 7), draw_row(work, 8))
     assert draw_row(work, 7).max() < work.model.vocab == 512
 
 
-def test_real_peers_train_the_same_work_and_one_that_fails_stops_nobody(tmp_path: Path) -> None:
+def test_real_peers_train_the_same_work_and_one_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
     peers = works("1b", CONTESTS["1b"], QUICK)
     odd = Work.read(peers["loop"].fields() | {"shape": "no such shape"})
     left = measure_all(
@@ -107,14 +107,14 @@ def test_real_peers_train_the_same_work_and_one_that_fails_stops_nobody(tmp_path
     assert left == []
     assert "no such shape" in failed["failed"]
     assert [loop["peer"], ours["peer"]] == ["loop", "trimaran"]
-    for told in (loop, ours):
-        assert len(told["seconds"]) == 4
-        assert told["first_loss"] == pytest.approx(math.log(512), abs=0.2)
-        assert told["start_seconds"] > 0
+    for record in (loop, ours):
+        assert len(record["seconds"]) == 4
+        assert record["first_loss"] == pytest.approx(math.log(512), abs=0.2)
+        assert record["start_seconds"] > 0
     assert '"precision": "bf16"' in ours["note"]
 
 
-def test_nobody_starts_when_the_time_is_up(tmp_path: Path) -> None:
+def test_no_peer_starts_when_the_time_is_up(tmp_path: Path) -> None:
     work = works("1b", CONTESTS["1b"], QUICK)["loop"]
     assert measure_all([work], tmp_path / "out.jsonl", tmp_path, seconds=0, limit=60) == [work]
     assert not (tmp_path / "out.jsonl").exists()

@@ -101,7 +101,7 @@ def train_with(tower: str) -> TrainSection:
 def test_every_kth_block_is_counted_inside_its_tower() -> None:
     network = network_of(SPEC)  # two vision layers, the projector, two layers of language
     plan = Plan.model_validate({"recompute": 2, "towers": {"vision": {"recompute": "full"}}})
-    apply_recompute(network, plan, None)  # pyrefly: ignore[bad-argument-type]
+    apply_recompute(network, plan, None)
     recomputed = [(tower, "forward" in vars(block)) for tower, block in tower_of_blocks(network)]
     assert recomputed == [
         ("vision", True), ("vision", True), ("projector", True), ("language", True), ("language", False),

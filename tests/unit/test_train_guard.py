@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from trimaran.train.health.guard import MEAN_LOSS_STEPS, MIN_GOOD_STEPS, Guard, 
 MESH = Mesh(dp_replicate=2, tp=2)
 
 
-def samples(step: int, data_ranks: list[int]) -> tuple[int, ...]:
+def samples(step: int, data_ranks: Sequence[int]) -> tuple[int, ...]:
     """Return two samples for each data rank at each step, all of them different."""
     return tuple(100 * step + 10 * rank + row for rank in data_ranks for row in range(2))
 
@@ -176,7 +177,7 @@ def test_a_refused_step_does_not_change_weights_moments_and_counters(states: str
     def step(gradient: float, found_inf: float) -> list[torch.Tensor]:
         for weight in weights.values():
             weight.grad = torch.full_like(weight, gradient)
-        optimizer.found_inf = torch.tensor(found_inf)
+        optimizer.found_inf = torch.tensor(found_inf)  # pyrefly: ignore[missing-attribute]
         optimizer.step()
         tensors = [*weights.values(), *(each for state in optimizer.state.values() for each in state.values())]
         return [each.detach().clone() for each in tensors]

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -108,7 +108,7 @@ def measure_update(
 
     meter, before = GroupMeter(groups, every=1, pp=1, device=CPU), full_weights()
     snapshot = meter.begin()
-    norms = {name: each.grad.float().norm().item() for name, (each,) in groups.items()}
+    norms = {name: cast(Tensor, each.grad).float().norm().item() for name, (each,) in groups.items()}
     optimizer.step()
     measured, after = meter.end(snapshot, scale=4.0)()["groups"], full_weights()
     exact = {

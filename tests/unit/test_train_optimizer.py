@@ -89,7 +89,7 @@ def test_groups_have_the_names_of_their_parameters(states: str) -> None:
         for name, each in zip(group["param_names"], group["params"], strict=True)
     }
     assert len(named) == sum(len(group["params"]) for group in optimizer.param_groups) == 4
-    assert named["third.bias"] is modules[1].third.bias
+    assert named["third.bias"] is modules[1].get_parameter("third.bias")
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
     assert list(optimizer.state_dict()["param_groups"][1]["param_names"]) == ["first.bias", "third.bias"]
 

@@ -104,7 +104,8 @@ def test_modules_with_their_own_dtype_and_frozen_modules_are_not_split() -> None
     ids=str,
 )
 def test_other_plans_do_not_split_weights(fields: dict[str, Any]) -> None:
-    assert split_names(filled(), Plan(**{"precision": "bf16"} | fields)) == set()
+    plan_fields: dict[str, Any] = {"precision": "bf16"} | fields
+    assert split_names(filled(), Plan(**plan_fields)) == set()
 
 
 def test_a_split_weight_is_exported_in_fp32_without_losing_a_bit() -> None:
@@ -126,8 +127,8 @@ def chunk_sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 def odd_values(*shape: int) -> Tensor:
     """Return values of all kinds: large, small, denormal, negative, zeros of both signs, half way between two bf16."""
     draw = torch.Generator().manual_seed(0)
-    words = torch.randint(-(2**31), 2**31, shape, generator=draw, dtype=torch.int64).to(torch.int32)
-    values = words.view(torch.float32)
+    bits = torch.randint(-(2**31), 2**31, shape, generator=draw, dtype=torch.int64).to(torch.int32)
+    values = bits.view(torch.float32)
     values = torch.where(values.isfinite(), values, 0.1)
     values.view(-1)[:4] = torch.tensor([0.0, -0.0, 1 + 2**-8, -1 - 2**-8])
     return values
@@ -223,4 +224,4 @@ def test_gradients_equal_those_of_fp32_weights_under_autocast(
         assert torch.equal(each, theirs[name]), name
     summed = [each for each in network.module.parameters() if hasattr(each, "main_grad")]
     assert len(summed) == (len(matrices_of(network)) - 1 if micro_batches > 1 else 0)
-    assert all(each.main_grad.dtype == torch.float32 for each in summed)
+    assert all(each.main_grad.dtype == torch.float32 for each in summed)  # pyrefly: ignore[missing-attribute]

@@ -120,7 +120,7 @@ def _read_on_demand(module: nn.Module, source: CheckpointSource) -> None:
                         f"such as {absent[0]}", where="model",
                         fix="export with the recipe of the run that wrote it")  # fmt: skip
     for name, parameter in named.items():
-        parameter.gather_whole = lambda key=MODEL_PREFIX + name: read_full_tensor(source, key)
+        parameter.gather_full = lambda key=MODEL_PREFIX + name: read_full_tensor(source, key)
     for name, buffer in buffers.items():
         buffer.copy_(read_full_tensor(source, MODEL_PREFIX + name))
 

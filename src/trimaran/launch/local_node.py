@@ -163,7 +163,7 @@ class LocalNode:
         """Have the ranks write their reports. Ranks that end meanwhile are returned by the next `poll`."""
         alive = [ReportTarget(rank.rank, rank.local_rank, rank.pid) for rank in self._alive().values() if rank.pid]
         collect_reports(self._run, self._board, alive, folder, seconds=seconds, gently=gently)
-        self._looked = time.monotonic()
+        self._polled = time.monotonic()
 
     def request_stop(self) -> None:
         with contextlib.suppress(OSError):  # if the disk is full, the signal is enough

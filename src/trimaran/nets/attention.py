@@ -22,7 +22,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class Attention(nn.Module):
-    """Self-attention of one layer. The number of heads follows from its projections, so a tensor-parallel slice works."""
+    """Self-attention of one layer. The number of heads follows from its projections, so a TP slice works."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()

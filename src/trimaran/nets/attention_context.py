@@ -23,7 +23,7 @@ class Context:
         return document_mask(documents)
 
     def scope(self, documents: Tensor, lengths: Sequence[int] | None = None) -> AttentionScope:
-        """Return the same in the form that `attend` handles fastest; `lengths` of the documents if the host has them."""
+        """Return the mask in the form that `attend` handles fastest; `lengths` are those of the documents, if known."""
         return Segments.of_documents(documents, lengths)
 
     def attend(

@@ -245,8 +245,8 @@ def load_hf_model(path: Path, *, trust_remote_code: bool, seed: int) -> nn.Modul
     except Exception as error:  # any error of transformers or of the model's own code
         raise _not_loaded(error, path) from error
     if missing:  # transformers would continue with random values in their place
-        raise UserError("M021", f"the weights do not match the model; missing: {', '.join(missing[:3])}", where=str(path),
-                        fix="use the config.json that belongs to the weights")  # fmt: skip
+        raise UserError("M021", f"the weights do not match the model; missing: {', '.join(missing[:3])}",
+                        where=str(path), fix="use the config.json that belongs to the weights")  # fmt: skip
     model.config.use_cache = False
     return model
 

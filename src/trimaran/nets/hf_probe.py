@@ -42,7 +42,7 @@ class _CallRecord:
 
 
 def probe(module: Any) -> ProbeResult:
-    """Return what a meta-device copy of the model does with a few tokens. Nothing is computed, and `module` stays as is.
+    """Return what a meta-device copy of the model does with a few tokens. `module` does not change.
 
     A model that does not run on the meta device keeps its own attention and head; the log says why.
     """

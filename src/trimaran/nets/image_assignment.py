@@ -7,7 +7,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class ImagePatches:
-    """The patches of all images, concatenated, and the grids [N, 2] of the images; `host_grids` are a copy on the host."""
+    """The patches of all images, concatenated, and the images' grids [N, 2]; `host_grids` is a copy on the host."""
 
     patches: Tensor
     grids: Tensor

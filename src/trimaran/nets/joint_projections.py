@@ -45,7 +45,7 @@ def rotary_heads(packed: Tensor, rotation: Rotation, heads: tuple[int, int]) -> 
 
 
 def norm_and_residual(x: Tensor, norm: nn.RMSNorm) -> tuple[Tensor, Tensor]:
-    """Return `x` [..., hidden] unchanged, for the residual connection, and its norm. One kernel adds their gradients."""
+    """Return `x` [..., hidden] for the residual connection, and its norm. One kernel adds their gradients."""
     assert norm.weight is not None
     assert norm.eps is not None
     return _NormAndResidual.apply(x, norm.weight, norm.eps)

@@ -63,7 +63,7 @@ def as_autocast(rows: Tensor) -> Tensor:
     return rows.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else rows
 
 
-# Takes the experts, rows sorted by expert, and the number of rows of each expert; returns the outputs in the same order.
+# Takes the experts, rows sorted by expert, and the number of rows of each expert; returns the outputs in that order.
 # There may be rows after those of the last expert: their outputs are not used, but must not be NaN or Inf.
 ExpertDispatch = Callable[[ExpertWeights, Tensor, Tensor], Tensor]
 

@@ -17,7 +17,7 @@ from trimaran.nets.varlen_attention import run_lengths
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """A module and what the trainer needs to know about it. `blocks` are sharded, compiled and recomputed one by one."""
+    """A module, and what the trainer needs to know of it. `blocks` are sharded, compiled and recomputed one by one."""
 
     module: nn.Module
     blocks: tuple[nn.Module, ...]

@@ -27,10 +27,10 @@ CAUSAL_COST_FRACTION = 0.75  # of the time of all pairs, though it is half of th
 class Segments:
     """The split of rows into segments that do not attend to each other: documents of a text, or images.
 
-    `ids` [B, T] are runs of equal numbers, unique within a row. `cu_seqlens` (int32) are the cumulative lengths over all
-    rows, if the device has a kernel that uses them. `max_length_carrier` is a tensor of shape [max length, 0]: compiled
-    code can treat a shape as dynamic, but specialises on a Python number. `lengths` are the segments' lengths, if the
-    host knows them.
+    `ids` [B, T] are runs of equal numbers, unique within a row. `cu_seqlens` (int32) are the cumulative lengths over
+    all rows, if the device has a kernel that uses them. `max_length_carrier` is a tensor of shape [max length, 0]:
+    compiled code can treat a shape as dynamic, but specialises on a Python number. `lengths` are the segments' lengths,
+    if the host knows them.
     """
 
     ids: Tensor
@@ -101,8 +101,8 @@ def attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool = True, scale: float | None = None
 ) -> Tensor:
     """Return scaled dot-product attention with grouped heads; `causal` applies only without a mask."""
-    # The flash kernels support grouped heads. Kernels for a mask or fp32 do not: unless the heads are repeated, the full
-    # score matrix is materialised.
+    # The flash kernels support grouped heads. Kernels for a mask or fp32 do not: unless the heads are repeated, the
+    # full score matrix is materialised.
     repeats = query.shape[1] // key.shape[1]
     if repeats > 1 and (mask is not None or value.dtype == torch.float32):
         key, value = (each.repeat_interleave(repeats, dim=1) for each in (key, value))

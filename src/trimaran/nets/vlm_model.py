@@ -145,7 +145,7 @@ class Vlm(nn.Module):
             return self.vision(*stream, patches=patches, layout=layout)
 
     def _cached_features(self, features: Tensor, tokens: Tensor) -> Tensor:
-        """Return cached features as the projector takes them; one row of zeros, which no token uses, if there are none."""
+        """Return cached features as the projector takes them; one unused row of zeros if there are none."""
         if self.projector is None:  # the vision layers have nothing to do
             return torch.zeros(1, self.max_vision_length(tokens), self.spec.vision.hidden, device=tokens.device)
         if features.dtype == torch.uint16:

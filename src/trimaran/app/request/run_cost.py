@@ -90,6 +90,7 @@ class RunCost:
         good: dict[str, Any] = asdict(self.goodput) if self.goodput else {}
         if good:
             assumed = {"restart_seconds": RESTART_SECONDS, "node_disk_bytes_per_second": NODE_DISK_BANDWIDTH}
+            good = {"share": good.pop("fraction")} | good  # the key of `--json`
             good |= {"interval": finite([good["interval"]]), "assumed": assumed}
         return {"goodput": good or None, "bill": bill or None}
 

@@ -26,11 +26,11 @@ ROW_TOLERANCE = 2.0  # a cell's bias is wider over rows than over columns, becau
 
 
 class Perception(nn.Module):
-    """Maps camera images and points to predictions for every ground cell; or one stage, which holds some of the blocks.
+    """Maps camera images and points to predictions for every ground cell; or one pipeline stage.
 
-    The towers are a sequence of blocks: camera, LiDAR, fusion, heads. The stream between two blocks of the camera is its
-    features. After the camera it is one tensor: the camera tokens, followed by the pillars or queries of the cells, if
-    there are any yet.
+    The towers are a sequence of blocks: camera, LiDAR, fusion, heads. The stream between two blocks of the camera is
+    its features. After the camera it is one tensor: the camera tokens, followed by the pillars or queries of the cells,
+    if there are any yet.
     """
 
     def __init__(self, spec: PerceptionSpec, blocks: range | None = None) -> None:

@@ -47,7 +47,7 @@ ALTERNATELY_SAVED_OPS: frozenset[Any] = frozenset(
 )
 
 
-def apply_recompute(network: Network, plan: Plan, ranks: RankMesh) -> None:
+def apply_recompute(network: Network, plan: Plan, ranks: RankMesh | None) -> None:
     """Recompute activations of blocks in backward. Parameter names do not change.
 
     A number k means every k-th block of a tower, starting with the first. Runs before compile, which then sees the

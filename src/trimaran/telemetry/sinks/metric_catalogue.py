@@ -43,9 +43,7 @@ PROGRESS = {
     "samples": Metric("counter", "trained sequences, including replayed steps"),
     "mfu_ratio": Metric("gauge", "model FLOPs utilization: model FLOP/s over the devices' peak"),
     "hfu_ratio": Metric("gauge", "hardware FLOPs utilization: as MFU, with recompute included"),
-    "goodput_ratio": Metric(
-        "gauge", "compute and communication of steps that were not replayed, over the time without idle"
-    ),
+    "goodput_ratio": Metric("gauge", "compute and communication of steps not replayed, over the time without idle"),
     "time_seconds": Metric("gauge", "wall-clock time since launch, by category", ("category",)),
 }
 

@@ -172,7 +172,7 @@ def build_deepspeed_stepper(
     for name, each in network.module.named_parameters():
         if name in fp32_weights:
             _set_fp32_weights(deepspeed, each, fp32_weights.pop(name))
-        each.gather_whole = partial(_gather_whole, deepspeed, each)  # pyrefly: ignore[missing-attribute]
+        each.gather_full = partial(_gather_full, deepspeed, each)  # pyrefly: ignore[missing-attribute]
     return DeepSpeedStepper(network, plan, ranks, engine, clock, guard)
 
 
@@ -210,7 +210,7 @@ def _set_fp32_weights(deepspeed: Any, parameter: nn.Parameter, value: Tensor) ->
     return deepspeed.utils.safe_set_local_fp32_param(parameter, pad_to_even_shards[size * dist.get_rank() :][:size])
 
 
-def _gather_whole(deepspeed: Any, parameter: nn.Parameter) -> Tensor:
+def _gather_full(deepspeed: Any, parameter: nn.Parameter) -> Tensor:
     """Return the fp32 weights, gathered from all ranks. A frozen parameter has none; its own values are returned."""
     value = deepspeed.utils.safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
     if value is not None:

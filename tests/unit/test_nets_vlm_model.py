@@ -1,4 +1,4 @@
-"""The model that sees: images and documents keep to themselves, stages are the whole, and every tower learns."""
+"""Our vision-language model: images and documents are separate, stages equal the full model, all towers learn."""
 
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -9,18 +9,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.vlm_models import (
-    CUTS,
     NATIVE,
     SPECS,
+    STAGE_SPLITS,
     TILED,
     VARIOUS,
     WINDOWED,
-    filled,
-    images,
+    initialised,
     inputs_of,
     patches_of,
+    perturb,
+    random_images,
     some_inputs,
-    stir,
 )
 from trimaran.models import VlmSpec
 from trimaran.nets import Vlm, initialise, network_of
@@ -36,62 +36,62 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     return parameter.grad
 
 
-@pytest.mark.parametrize("counts", CUTS)
-def test_stages_one_after_the_other_are_the_whole(spec: VlmSpec, counts: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("counts", STAGE_SPLITS)
+def test_consecutive_stages_compute_the_same_as_the_full_model(spec: VlmSpec, counts: tuple[int, ...]) -> None:
     inputs, edges = some_inputs(spec), [0, *accumulate(counts)]
-    wanted, _ = filled(spec)(**inputs)
+    wanted, _ = initialised(spec)(**inputs)
     stream: tuple[Tensor, ...] = ()
     for start, stop in pairwise(edges):
         network = network_of(spec, range(start, stop))
         initialise(network.module, seed=5, spec=spec)
-        entering, leaving = network.stream_shape(inputs, tp=1)
-        assert not stream or stream[0].shape == entering
+        input_shape, output_shape = network.stream_shape(inputs, tp=1)
+        assert not stream or stream[0].shape == input_shape
         stream = (network.forward(inputs, *stream)[0],)
-        assert stop == spec.layers or stream[0].shape == leaving
+        assert stop == spec.layers or stream[0].shape == output_shape
     assert torch.equal(stream[0], wanted)
 
 
-def test_stages_hold_every_parameter_once_but_for_a_tied_embedding(spec: VlmSpec) -> None:
-    whole = [name for name, _ in filled(spec).named_parameters(remove_duplicate=False)]
-    for counts in CUTS:
+def test_stages_hold_every_parameter_once_except_a_tied_embedding(spec: VlmSpec) -> None:
+    names = [name for name, _ in initialised(spec).named_parameters(remove_duplicate=False)]
+    for counts in STAGE_SPLITS:
         held: list[str] = []
         for start, stop in pairwise([0, *accumulate(counts)]):
             held += [name for name, _ in Vlm(spec, range(start, stop)).named_parameters(remove_duplicate=False)]
         copies = [name for name in held if held.count(name) > 1]
         assert set(copies) <= ({"language.embed_tokens.weight"} if spec.tied else set())
-        assert sorted(set(held)) == sorted(whole)
+        assert sorted(set(held)) == sorted(names)
 
 
-def test_pictures_packed_together_are_seen_as_each_by_itself(spec: VlmSpec) -> None:
-    module, merge = filled(spec), spec.projector.merge
-    seen = images(((4, 4), (4, 4)) if spec.vision.variant == "tiled" else VARIOUS)
-    patches = [patches_of(each, 4, merge) for each in seen]
-    grids = [torch.tensor([[each.shape[1] // 4, each.shape[2] // 4]], dtype=torch.int32) for each in seen]
+def test_packed_images_are_encoded_as_if_each_were_alone(spec: VlmSpec) -> None:
+    module, merge = initialised(spec), spec.projector.merge
+    images = random_images(((4, 4), (4, 4)) if spec.vision.variant == "tiled" else VARIOUS)
+    patches = [patches_of(each, 4, merge) for each in images]
+    grids = [torch.tensor([[each.shape[1] // 4, each.shape[2] // 4]], dtype=torch.int32) for each in images]
     together = module.encode(torch.cat(patches), torch.cat(grids))
     alone = torch.cat([module.encode(*each) for each in zip(patches, grids, strict=True)])
     assert together.shape == (sum(map(len, patches)) // merge**2, spec.feature_width)
     assert torch.allclose(together, alone, atol=1e-5)
 
 
-def test_a_window_sees_nothing_of_the_next_before_a_full_layer() -> None:
+def test_a_window_does_not_attend_to_the_next_one_without_a_full_layer() -> None:
     spec = replace(WINDOWED, vision=replace(WINDOWED.vision, full_layers=()))
-    (image,) = images(((8, 4),))
+    (image,) = random_images(((8, 4),))
     other = image.clone()
     other[:, 16:] = 255 - other[:, 16:]  # the lower window
     grid = torch.tensor([[8, 4]], dtype=torch.int32)
-    one, two = (filled(spec).encode(patches_of(each, 4, 2), grid) for each in (image, other))
-    assert torch.equal(one[:4], two[:4]), "groups of the upper window"
+    one, two = (initialised(spec).encode(patches_of(each, 4, 2), grid) for each in (image, other))
+    assert torch.equal(one[:4], two[:4]), "tokens of the upper window"
     assert not torch.allclose(one[4:], two[4:])
-    full, changed = (filled(NATIVE).encode(patches_of(each, 4, 2), grid) for each in (image, other))
+    full, changed = (initialised(NATIVE).encode(patches_of(each, 4, 2), grid) for each in (image, other))
     assert not torch.allclose(full[:4], changed[:4])
 
 
-def test_documents_of_a_row_do_not_see_each_other(spec: VlmSpec) -> None:
-    seen = images(((4, 4), (4, 4)))
-    together = inputs_of(spec, seen, [[None, 0, None, None, 1, None]])
+def test_documents_of_a_row_do_not_attend_to_each_other(spec: VlmSpec) -> None:
+    images = random_images(((4, 4), (4, 4)))
+    together = inputs_of(spec, images, [[None, 0, None, None, 1, None]])
     cut = 3 + (together["tokens"][0] == spec.image_token).sum().item() // 2 + 3
     together["documents"] = (torch.arange(together["tokens"].shape[1])[None] >= cut).int()
-    module = filled(spec)
+    module = initialised(spec)
     logits, _ = module(**together)
     for number, part in enumerate((slice(None, cut), slice(cut, None))):
         half = len(together["patches"]) // 2
@@ -103,9 +103,9 @@ def test_documents_of_a_row_do_not_see_each_other(spec: VlmSpec) -> None:
         assert torch.allclose(alone, logits[:, part], atol=1e-5)
 
 
-def test_the_picture_changes_only_what_comes_after_it(spec: VlmSpec) -> None:
-    seen = images(((4, 4),))
-    inputs, module = inputs_of(spec, seen, [[None, 0, None]]), filled(spec)
+def test_an_image_changes_only_later_logits(spec: VlmSpec) -> None:
+    images = random_images(((4, 4),))
+    inputs, module = inputs_of(spec, images, [[None, 0, None]]), initialised(spec)
     one, _ = module(**inputs)
     two, _ = module(**inputs | {"patches": 255 - inputs["patches"]})
     assert torch.equal(one[:, :3], two[:, :3])
@@ -113,10 +113,10 @@ def test_the_picture_changes_only_what_comes_after_it(spec: VlmSpec) -> None:
 
 
 @pytest.mark.parametrize("empty", [{}, {"patches": torch.zeros(0, 48, dtype=torch.uint8), "grids": torch.zeros(0, 2)}])
-def test_without_a_picture_the_text_is_what_the_language_alone_says_and_every_weight_has_a_gradient(
+def test_without_images_the_logits_are_those_of_the_language_model_and_every_weight_has_a_gradient(
     spec: VlmSpec, empty: dict[str, Tensor]
 ) -> None:
-    module, tokens = filled(spec), torch.arange(24).view(2, 12)
+    module, tokens = initialised(spec), torch.arange(24).view(2, 12)
     logits, _ = module(tokens=tokens, **empty)
     assert module.language is not None
     assert torch.equal(logits, module.language(tokens=tokens)[0])
@@ -126,15 +126,15 @@ def test_without_a_picture_the_text_is_what_the_language_alone_says_and_every_we
         assert name.startswith("language.") or not parameter.grad.any(), name
 
 
-def test_every_weight_of_every_tower_learns_from_a_picture(spec: VlmSpec) -> None:
-    module = filled(spec)
+def test_every_weight_of_every_tower_gets_a_gradient_from_an_image(spec: VlmSpec) -> None:
+    module = initialised(spec)
     module(**some_inputs(spec))[0].square().sum().backward()
     for name, parameter in module.named_parameters():
         assert _gradient(parameter).any(), name
 
 
-def test_features_computed_before_take_the_place_of_the_patches(spec: VlmSpec) -> None:
-    module, inputs = filled(spec), some_inputs(spec)
+def test_cached_features_replace_the_patches(spec: VlmSpec) -> None:
+    module, inputs = initialised(spec), some_inputs(spec)
     wanted, _ = module(**inputs)
     features = module.encode(inputs.pop("patches"), inputs.pop("grids")).detach()
     logits, _ = module(**inputs, features=features)
@@ -144,15 +144,15 @@ def test_features_computed_before_take_the_place_of_the_patches(spec: VlmSpec) -
     assert torch.equal(nothing, module(**text)[0])
 
 
-def test_a_frozen_tower_keeps_nothing_for_backward_and_the_rest_has_the_same_gradients() -> None:
-    trained, frozen = filled(NATIVE), filled(NATIVE)
+def test_a_frozen_tower_saves_nothing_for_backward_and_the_rest_has_the_same_gradients() -> None:
+    trained, frozen = initialised(NATIVE), initialised(NATIVE)
     assert frozen.vision is not None
     frozen.vision.requires_grad_(False)
-    kept: list[int] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: (kept.append(x.numel()), x)[1], lambda x: x):
-        frozen.vision.register_forward_hook(lambda *_: kept.append(-1))
+    saved: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: (saved.append(x.numel()), x)[1], lambda x: x):
+        frozen.vision.register_forward_hook(lambda *_: saved.append(-1))
         out, _ = frozen(**some_inputs(NATIVE))
-    assert kept[0] == -1, "the first thing that is kept comes after the tower"
+    assert saved[0] == -1, "the first saved tensor comes after the tower"
     out.square().sum().backward()
     trained(**some_inputs(NATIVE))[0].square().sum().backward()
     for (name, one), other in zip(frozen.named_parameters(), trained.parameters(), strict=True):
@@ -162,9 +162,9 @@ def test_a_frozen_tower_keeps_nothing_for_backward_and_the_rest_has_the_same_gra
             assert torch.equal(_gradient(one), _gradient(other)), name
 
 
-def test_a_tile_of_another_size_than_the_table_has_its_positions_interpolated() -> None:
+def test_positions_are_interpolated_if_the_tile_has_another_size_than_the_table() -> None:
     larger = replace(TILED, vision=replace(TILED.vision, tile=32, ends=replace(TILED.vision.ends, table=4)))
-    module = filled(larger)
+    module = initialised(larger)
     assert module.vision is not None
     assert module.vision.stem is not None
     stem = module.vision.stem
@@ -172,20 +172,22 @@ def test_a_tile_of_another_size_than_the_table_has_its_positions_interpolated() 
         assert stem.positions is not None
         assert stem.positions.shape == (17, 16)
         stem.positions[1:] = torch.arange(4.0)[:, None, None].expand(4, 4, 16).reshape(16, 16)  # grows with the row
-    places = stem._places(64)[1:]
+    table = stem._position_table(64)
+    assert table is not None
+    positions = table[1:]
     rows = torch.arange(8)[:, None].expand(8, 8).reshape(4, 2, 4, 2).transpose(1, 2).flatten()
-    mean_of_row = torch.stack([places[rows == row].mean() for row in range(8)])
+    mean_of_row = torch.stack([positions[rows == row].mean() for row in range(8)])
     assert (mean_of_row.diff() > 0).all()
-    assert (places[rows == 3].std(0) < 1e-5).all()
+    assert (positions[rows == 3].std(0) < 1e-5).all()
     wanted = F.interpolate(torch.arange(4.0)[None, None], size=8, mode="linear", align_corners=False)
     assert torch.allclose(mean_of_row, wanted.flatten(), atol=0.15)
 
 
-def test_positions_of_time_row_and_column_that_are_equal_are_the_usual_ones() -> None:
-    module, tokens = filled(NATIVE), torch.arange(24).view(2, 12)
-    stir(module)  # first weights are so small that attention hardly looks at positions
-    places = torch.arange(12).expand(3, 2, 12)
-    assert torch.allclose(module(tokens=tokens, positions=places)[0], module(tokens=tokens)[0], atol=1e-6)
-    moved = places.clone()
+def test_equal_positions_of_time_row_and_column_give_the_usual_rotation() -> None:
+    module, tokens = initialised(NATIVE), torch.arange(24).view(2, 12)
+    perturb(module)  # initial weights are so small that positions hardly matter
+    positions = torch.arange(12).expand(3, 2, 12)
+    assert torch.allclose(module(tokens=tokens, positions=positions)[0], module(tokens=tokens)[0], atol=1e-6)
+    moved = positions.clone()
     moved[1, :, 6:] += 5
     assert not torch.allclose(module(tokens=tokens, positions=moved)[0], module(tokens=tokens)[0], atol=1e-4)

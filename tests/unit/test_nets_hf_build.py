@@ -1,4 +1,4 @@
-"""Hugging Face models without memory: what they are filled with, how they may be split, and what is refused."""
+"""Hugging Face models built on the meta device: their weights, their tensor-parallel plan, and refused models."""
 
 import logging
 from pathlib import Path
@@ -20,22 +20,22 @@ CPU = torch.device("cpu")
 TOKENS = torch.randint(0, 96, (2, 24), generator=torch.Generator().manual_seed(1))
 
 
-def opened(folder: Path, seed: int = 0) -> nn.Module:
+def opened_model(folder: Path, seed: int = 0) -> nn.Module:
     module, fill = open_hf_model(folder, trust_remote_code=False, seed=seed)
     assert {parameter.device.type for parameter in module.parameters()} == {"meta"}
     fill(module, CPU)
     return module
 
 
-def hollow(name: str, folder: Path) -> HfNetwork:
+def meta_network(name: str, folder: Path) -> HfNetwork:
     CONFIGS[name].save_pretrained(folder)
     module, _ = open_hf_model(folder, trust_remote_code=False, seed=0)
     return hf_network(module.eval(), None)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_model_filled_from_disk_is_the_one_that_transformers_loads(name: str, tmp_path: Path) -> None:
-    module = opened(save_model(name, tmp_path))
+def test_weights_read_from_disk_equal_those_that_transformers_loads(name: str, tmp_path: Path) -> None:
+    module = opened_model(save_model(name, tmp_path))
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert [each for each, _ in module.named_parameters()] == [each for each, _ in theirs.named_parameters()]
     assert all(torch.equal(*pair) for pair in zip(module.buffers(), theirs.buffers(), strict=True))
@@ -45,13 +45,13 @@ def test_a_model_filled_from_disk_is_the_one_that_transformers_loads(name: str, 
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_random_weights_are_of_the_seed_and_spread_as_transformers_draws_them(name: str, tmp_path: Path) -> None:
+def test_random_weights_depend_on_the_seed_and_are_distributed_as_in_transformers(name: str, tmp_path: Path) -> None:
     CONFIGS[name].save_pretrained(tmp_path)
-    one, same, other = (opened(tmp_path, seed).state_dict() for seed in (1, 1, 2))
+    one, same, other = (opened_model(tmp_path, seed).state_dict() for seed in (1, 1, 2))
     assert all(torch.equal(one[name], same[name]) for name in one)
     torch.manual_seed(0)
     theirs = AutoModelForCausalLM.from_config(CONFIGS[name])
-    assert all(torch.equal(*pair) for pair in zip(opened(tmp_path).buffers(), theirs.buffers(), strict=True))
+    assert all(torch.equal(*pair) for pair in zip(opened_model(tmp_path).buffers(), theirs.buffers(), strict=True))
     for each, parameter in theirs.named_parameters():
         tensor = parameter.detach()
         if tensor.unique().numel() == 1:
@@ -67,7 +67,7 @@ def test_weights_of_many_files_and_another_dtype_are_read_as_fp32(tmp_path: Path
     saved = AutoModelForCausalLM.from_config(CONFIGS["llama"]).to(torch.bfloat16)
     saved.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
-    module = opened(tmp_path)
+    module = opened_model(tmp_path)
     assert {parameter.dtype for parameter in module.parameters()} == {torch.float32}
     assert all(torch.equal(each, saved.state_dict()[name].float()) for name, each in module.state_dict().items())
 
@@ -76,16 +76,16 @@ def test_weights_that_were_saved_without_their_head_are_found(tmp_path: Path) ->
     torch.manual_seed(0)
     body = GPT2Model(CONFIGS["gpt2"])
     body.save_pretrained(tmp_path)
-    module = opened(tmp_path)
+    module = opened_model(tmp_path)
     assert torch.equal(module.get_parameter("lm_head.weight"), body.wte.weight)
 
 
-def test_what_cannot_be_built_without_memory_is_read_whole_and_the_log_says_why(
+def test_a_model_that_cannot_be_built_on_meta_is_loaded_unsharded_and_the_log_says_why(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     save_model("llama-tied", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    # transformers ties a head that is on disk as well only when the two are equal
+    # transformers ties a head that is also on disk only if the two are equal
     save_file(tensors | {"lm_head.weight": torch.ones(96, 32)}, tmp_path / "model.safetensors", {"format": "pt"})
     with caplog.at_level(logging.WARNING):
         module, fill = open_hf_model(tmp_path, trust_remote_code=False, seed=0)
@@ -97,28 +97,30 @@ def test_what_cannot_be_built_without_memory_is_read_whole_and_the_log_says_why(
 
 def test_damaged_missing_and_misshapen_weights_are_clear_errors(tmp_path: Path) -> None:
     file = save_model("llama", tmp_path) / "model.safetensors"
-    whole = file.read_bytes()
-    file.write_bytes(whole[:1000])
+    content = file.read_bytes()
+    file.write_bytes(content[:1000])
     with pytest.raises(UserError, match="M022"):
-        opened(tmp_path)
-    file.write_bytes(whole)
+        opened_model(tmp_path)
+    file.write_bytes(content)
     LlamaConfig(**SMALL | {"num_hidden_layers": 3}).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"M021.*layers\.2"):
-        opened(tmp_path)
+        opened_model(tmp_path)
     LlamaConfig(**SMALL | {"intermediate_size": 64}).save_pretrained(tmp_path)
     with pytest.raises(UserError, match="M024"):
-        opened(tmp_path)
+        opened_model(tmp_path)
 
 
-def test_weights_that_nobody_draws_are_not_left_to_chance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_the_model_does_not_initialise_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     CONFIGS["llama"].save_pretrained(tmp_path)
     monkeypatch.setattr(LlamaPreTrainedModel, "_init_weights", lambda self, module: None)
     with pytest.raises(UserError, match=r"M029.*embed_tokens"):
-        opened(tmp_path)
+        opened_model(tmp_path)
 
 
 def test_a_tensor_plan_names_every_module_that_has_parameters(tmp_path: Path) -> None:
-    plan = hollow("qwen3", tmp_path).tensor_plan(2)
+    plan = meta_network("qwen3", tmp_path).tensor_plan(2)
     assert plan == {
         "model.embed_tokens": "embedding",
         "model.layers.*.self_attn.q_proj": "colwise",
@@ -137,34 +139,34 @@ def test_a_tensor_plan_names_every_module_that_has_parameters(tmp_path: Path) ->
     }
 
 
-def test_norms_of_heads_need_no_line_in_their_plan(tmp_path: Path) -> None:
-    network = hollow("qwen3", tmp_path)
-    for norm in ("q_norm", "k_norm"):  # transformers 4 leaves them out
-        network.module._tp_plan.pop(f"model.layers.*.self_attn.{norm}", None)
+def test_head_norms_need_no_entry_in_the_transformers_plan(tmp_path: Path) -> None:
+    network = meta_network("qwen3", tmp_path)
+    for norm in ("q_norm", "k_norm"):  # transformers 4 omits them
+        network.module._tp_plan.pop(f"model.layers.*.self_attn.{norm}", None)  # pyrefly: ignore[missing-attribute]
     assert network.tensor_plan(2)["model.layers.*.self_attn.q_norm"] == "heads"
 
 
-def test_a_vocabulary_that_does_not_divide_stays_whole(tmp_path: Path) -> None:
-    plan = hollow("llama-odd", tmp_path).tensor_plan(2)
+def test_a_vocabulary_that_the_degree_does_not_divide_is_replicated(tmp_path: Path) -> None:
+    plan = meta_network("llama-odd", tmp_path).tensor_plan(2)
     assert (plan["model.embed_tokens"], plan["lm_head"]) == ("replicated", "replicated")
 
 
 @pytest.mark.parametrize(
-    ("name", "why"),
+    ("name", "reason"),
     [
-        ("gpt2", "carries no plan"),
-        ("phi3", "qkv_proj in a way of its own"),
-        ("mixtral", "in a way of its own"),
-        ("qwen3-moe", "in a way of its own"),
+        ("gpt2", "has no tensor-parallel plan"),
+        ("phi3", "qkv_proj in an unsupported style"),
+        ("mixtral", "in an unsupported style"),
+        ("qwen3-moe", "in an unsupported style"),
     ],
 )
-def test_a_model_without_a_plan_that_we_know_is_not_split(name: str, why: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=f"M026.*{why}"):
-        hollow(name, tmp_path).tensor_plan(2)
+def test_a_model_without_a_supported_tensor_parallel_plan_is_refused(name: str, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"M026.*{reason}"):
+        meta_network(name, tmp_path).tensor_plan(2)
 
 
-def test_a_degree_that_does_not_divide_names_what_it_does_not_and_what_would(tmp_path: Path) -> None:
-    network = hollow("llama", tmp_path)
+def test_a_degree_that_does_not_divide_is_refused_with_the_size_and_valid_degrees(tmp_path: Path) -> None:
+    network = meta_network("llama", tmp_path)
     with pytest.raises(UserError, match=r"M027.*num_key_value_heads \(2\)[\s\S]*tp of 1 or 2"):
         network.tensor_plan(4)
     with pytest.raises(UserError, match=r"M027.*num_attention_heads \(4\)"):
@@ -172,21 +174,21 @@ def test_a_degree_that_does_not_divide_names_what_it_does_not_and_what_would(tmp
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma3"])
-def test_windows_are_refused_a_part_of_a_sequence(name: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"M028.*all the way back"):
-        hollow(name, tmp_path).use_context(Context())
+def test_attention_windows_do_not_support_context_parallelism(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"M028.*has attention windows"):
+        meta_network(name, tmp_path).use_context(Context())
 
 
-def test_dropped_attention_is_refused_a_part_of_a_sequence(tmp_path: Path) -> None:
+def test_attention_dropout_does_not_support_context_parallelism(tmp_path: Path) -> None:
     LlamaConfig(**SMALL, attention_dropout=0.1).save_pretrained(tmp_path)
     network = hf_network(open_hf_model(tmp_path, trust_remote_code=False, seed=0)[0], None)
-    with pytest.raises(UserError, match=r"M028.*at random"):
+    with pytest.raises(UserError, match=r"M028.*has attention dropout"):
         network.use_context(Context())
     network.module.eval()
     network.use_context(Context())
 
 
-def test_a_model_that_has_no_sdpa_keeps_the_attention_of_its_authors(tmp_path: Path) -> None:
+def test_a_model_without_sdpa_keeps_its_own_attention(tmp_path: Path) -> None:
     Gemma2Config(**SMALL, head_dim=8, sliding_window=6).save_pretrained(tmp_path)
     module, fill = open_hf_model(tmp_path, trust_remote_code=False, seed=0)
     network = hf_network(module, None)
@@ -196,4 +198,4 @@ def test_a_model_that_has_no_sdpa_keeps_the_attention_of_its_authors(tmp_path: P
         packed = network.forward({"tokens": tokens, "documents": documents})[0]
         alone = network.forward({"tokens": tokens[:, 7:]})[0]
     torch.testing.assert_close(packed[:, 7:], alone)
-    assert network.head is None, "its logits are capped behind the head"
+    assert network.head is None, "its logits are capped after the head"

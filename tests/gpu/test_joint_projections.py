@@ -1,4 +1,4 @@
-"""The kernels behind joint projections, against what they stand for."""
+"""The kernels of joint projections, against their CPU implementations."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.test_nets_joint import joined
+from tests.unit.test_nets_joint_projections import joined
 from trimaran.models import PRESETS
 from trimaran.nets.attention import rotation_at
 from trimaran.nets.decoder import DecoderLayer
@@ -24,7 +24,7 @@ def bound_of(dtype: torch.dtype) -> float:
 
 
 def both(operator: str, *arguments: object) -> tuple[list[Tensor], list[Tensor]]:
-    """Return what the operator makes of the arguments on the GPU, and on the CPU."""
+    """Return the operator's results on the GPU, and on the CPU."""
     call = getattr(torch.ops.trimaran, operator)
     on_gpu = [each.cuda() if isinstance(each, Tensor) else each for each in arguments]
     ours, theirs = call(*on_gpu), call(*arguments)
@@ -33,7 +33,7 @@ def both(operator: str, *arguments: object) -> tuple[list[Tensor], list[Tensor]]
 
 @pytest.mark.parametrize("dtype", KINDS)
 @pytest.mark.parametrize(("rows", "width"), [(64, 8192), (7, 100), (1, 3)])
-def test_the_way_back_through_a_gate(rows: int, width: int, dtype: torch.dtype) -> None:
+def test_backward_of_swiglu(rows: int, width: int, dtype: torch.dtype) -> None:
     packed, gradient = torch.randn(rows, 2 * width).to(dtype), torch.randn(rows, width).to(dtype)
     for ours, theirs in zip(*both("gated_backward", packed, gradient), strict=True):
         close(ours, theirs, bound_of(dtype))
@@ -42,8 +42,10 @@ def test_the_way_back_through_a_gate(rows: int, width: int, dtype: torch.dtype) 
 @pytest.mark.parametrize("dtype", KINDS)
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), [(32, 8, 64), (24, 8, 128), (3, 1, 80)])
 @pytest.mark.parametrize("turns", [1, 2])
-def test_the_way_back_to_one_tensor(heads: int, kv_heads: int, width: int, turns: int, dtype: torch.dtype) -> None:
-    query = torch.randn(2, 33, heads, width).to(dtype).transpose(1, 2)  # as attention may leave it
+def test_backward_of_rope_and_the_split_into_heads(
+    heads: int, kv_heads: int, width: int, turns: int, dtype: torch.dtype
+) -> None:
+    query = torch.randn(2, 33, heads, width).to(dtype).transpose(1, 2)  # a layout that attention may return
     key, value = (torch.randn(2, kv_heads, 33, width).to(dtype) for _ in range(2))
     cos, sin = torch.rand(turns, 1, 33, width), torch.rand(turns, 1, 33, width)
     for ours, theirs in zip(*both("rotary_backward", query, key, value, cos, sin), strict=True):
@@ -52,14 +54,14 @@ def test_the_way_back_to_one_tensor(heads: int, kv_heads: int, width: int, turns
 
 @pytest.mark.parametrize("dtype", KINDS)
 @pytest.mark.parametrize(("rows", "width"), [(4096, 3072), (5000, 2048), (3, 100)])
-def test_the_way_back_through_a_norm_and_past_it(rows: int, width: int, dtype: torch.dtype) -> None:
-    x, past, through = (torch.randn(rows, width).to(dtype) for _ in range(3))
-    for ours, theirs in zip(*both("norm_backward", x, torch.rand(width), past, through, 1e-5), strict=True):
+def test_backward_of_rms_norm_and_the_residual_connection(rows: int, width: int, dtype: torch.dtype) -> None:
+    x, residual, normed = (torch.randn(rows, width).to(dtype) for _ in range(3))
+    for ours, theirs in zip(*both("norm_backward", x, torch.rand(width), residual, normed, 1e-5), strict=True):
         close(ours, theirs, bound_of(dtype))
 
 
 @pytest.mark.parametrize("shape", [(2048, 32, 8, 64, 8192), (3072, 24, 8, 128, 8192)], ids=["1b", "3b"])
-def test_a_compiled_joint_layer_has_the_gradients_of_its_parts(shape: tuple[int, ...]) -> None:
+def test_a_compiled_joint_layer_has_the_gradients_of_separate_projections(shape: tuple[int, ...]) -> None:
     hidden, heads, kv_heads, head_dim, ffn = shape
     spec = replace(
         PRESETS["tiny"], hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=head_dim, ffn=ffn, vocab=128
@@ -69,9 +71,9 @@ def test_a_compiled_joint_layer_has_the_gradients_of_its_parts(shape: tuple[int,
     weight = torch.randn(2, 1024, hidden, device="cuda", dtype=torch.bfloat16)
     rotation = rotation_at(torch.arange(1024, device="cuda")[None], spec.block.rope, head_dim)
     found = []
-    apart = DecoderLayer(spec).cuda()
-    for layer in (apart, joined(DecoderLayer(spec).cuda(), torch.bfloat16)):
-        for ours, theirs in zip(layer.parameters(), apart.parameters(), strict=True):
+    separate = DecoderLayer(spec).cuda()
+    for layer in (separate, joined(DecoderLayer(spec).cuda(), torch.bfloat16)):
+        for ours, theirs in zip(layer.parameters(), separate.parameters(), strict=True):
             ours.data.copy_(theirs.data)
         layer.compile()
         stream = x.clone().requires_grad_()

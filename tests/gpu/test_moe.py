@@ -1,4 +1,4 @@
-"""Mixtures on a GPU: capacity, exchange and statistics. One rank is enough to send rows to."""
+"""MoE layers on a GPU: capacity, token dispatch and statistics. A dispatch group of one rank is enough."""
 
 import copy
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ def group() -> Iterator[Any]:
     dist.destroy_process_group()
 
 
-def mixture() -> MoeLayer:
+def moe_layer() -> MoeLayer:
     torch.manual_seed(3)
     module = MoeLayer(SPEC, HIDDEN)
     for parameter in module.parameters():
@@ -57,28 +57,28 @@ def assert_close(ours: list[Tensor], theirs: list[Tensor], tolerance: float) -> 
         assert (one - other).norm() <= tolerance * other.norm()
 
 
-def test_a_gpu_drops_what_a_cpu_drops() -> None:
-    here, x = mixture(), stream()
-    there = copy.deepcopy(here).cuda()
-    assert_close(gradients(there, x.cuda()), gradients(here, x), 1e-4)
-    ours, theirs = there.take_routing_stats().cpu(), here.take_routing_stats()
-    assert torch.equal(ours[:-1], theirs[:-1])
-    assert ours[-2] > 0
+def test_a_gpu_drops_the_same_tokens_as_a_cpu() -> None:
+    on_cpu, x = moe_layer(), stream()
+    on_gpu = copy.deepcopy(on_cpu).cuda()
+    assert_close(gradients(on_gpu, x.cuda()), gradients(on_cpu, x), 1e-4)
+    gpu_stats, cpu_stats = on_gpu.take_routing_stats().cpu(), on_cpu.take_routing_stats()
+    assert torch.equal(gpu_stats[:-1], cpu_stats[:-1])
+    assert gpu_stats[-2] > 0
 
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16], ids=str)
-def test_rows_that_were_sent_come_back_the_same(group: Any, precision: torch.dtype) -> None:
-    home = mixture().cuda()
-    away, x = copy.deepcopy(home), stream().cuda()
-    away.dispatch = TokenDispatcher(group)
+def test_dispatched_rows_come_back_in_order(group: Any, precision: torch.dtype) -> None:
+    local = moe_layer().cuda()
+    dispatched, x = copy.deepcopy(local), stream().cuda()
+    dispatched.dispatch = TokenDispatcher(group)
     with torch.autocast("cuda", dtype=torch.bfloat16, enabled=precision == torch.bfloat16):
-        assert_close(gradients(away, x), gradients(home, x), 1e-5 if precision == torch.float32 else 1e-2)
+        assert_close(gradients(dispatched, x), gradients(local, x), 1e-5 if precision == torch.float32 else 1e-2)
 
 
-def test_a_rank_to_which_nobody_comes_has_gradients_of_zeros(group: Any) -> None:
-    junk = torch.full((2**26,), torch.nan, device="cuda")  # a gradient that nobody wrote shows
+def test_a_rank_without_tokens_has_zero_gradients(group: Any) -> None:
+    junk = torch.full((2**26,), torch.nan, device="cuda")  # an uninitialised gradient is then NaN
     del junk
-    module = mixture().cuda()
+    module = moe_layer().cuda()
     rows = torch.empty(0, HIDDEN, device="cuda", requires_grad=True)
     out = TokenDispatcher(group)(module.experts, rows, torch.zeros(8, dtype=torch.int32, device="cuda"))
     assert out.shape == (0, HIDDEN)
@@ -88,8 +88,8 @@ def test_a_rank_to_which_nobody_comes_has_gradients_of_zeros(group: Any) -> None
         assert not parameter.grad.any()
 
 
-def test_routing_never_waits_for_the_device() -> None:
-    module, x = mixture().cuda(), stream().cuda()
+def test_routing_never_synchronises_with_the_device() -> None:
+    module, x = moe_layer().cuda(), stream().cuda()
     module(x)
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -101,16 +101,16 @@ def test_routing_never_waits_for_the_device() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_statistics_are_read_later_and_are_there_then() -> None:
+def test_router_statistics_can_be_read_later() -> None:
     spec = replace(PRESETS["tiny-moe"], layers=2)
     network = decoder_network(spec)
     initialise(network.module, seed=0, spec=spec)
     network.module.cuda()
     network.forward({"tokens": torch.arange(64, device="cuda").reshape(2, 32)})
-    nothing: Any = None
+    unused: Any = None
     torch.cuda.set_sync_debug_mode("error")
     try:
-        read = router_statistics((network,), RankMesh(Mesh(), nothing, nothing, nothing, nothing))
+        read = router_statistics((network,), RankMesh(Mesh(), unused, unused, unused, unused))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     numbers = read()["router"]

@@ -1,4 +1,4 @@
-"""Projections of the same input as one product."""
+"""Projections of the same input as one matmul."""
 
 from dataclasses import replace
 
@@ -13,12 +13,12 @@ from trimaran.nets.joint_projections import joint_slices
 from trimaran.nets.moe import FeedForward
 
 
-def joined(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Return the module with its joint projections in one piece of memory, all matrices in `dtype`."""
+def joined(module: DecoderLayer, dtype: torch.dtype) -> DecoderLayer:
+    """Return the module with its joint projections as slices of one tensor, all matrices in `dtype`."""
     for each in module.modules():
         if isinstance(each, Attention | FeedForward) and each.projections:
-            for weight, home in joint_slices(each.projections, dtype):
-                weight.data = home.copy_(weight.data)
+            for weight, memory in joint_slices(each.projections, dtype):
+                weight.data = memory.copy_(weight.data)
             each.joint = True
         if isinstance(each, DecoderLayer):
             each.joint = True
@@ -35,47 +35,51 @@ def run(layer: nn.Module, x: Tensor, spec: ModelSpec) -> tuple[Tensor, list[Tens
         out, _ = layer(x, rotation, None)
     weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
     (out * weight).sum().backward()
-    return out.detach(), [x.grad.float(), *(each.grad.float() for each in layer.parameters())]
+    gradients = []
+    for each in (x, *layer.parameters()):
+        assert each.grad is not None
+        gradients.append(each.grad.float())
+    return out.detach(), gradients
 
 
 def pair(spec: ModelSpec, dtype: torch.dtype) -> tuple[DecoderLayer, DecoderLayer]:
     torch.manual_seed(0)
-    apart, joint = DecoderLayer(spec), DecoderLayer(spec)
-    joint.load_state_dict(apart.state_dict())
-    return apart, joined(joint, dtype)
+    separate, joint = DecoderLayer(spec), DecoderLayer(spec)
+    joint.load_state_dict(separate.state_dict())
+    return separate, joined(joint, dtype)
 
 
 @pytest.mark.parametrize("name", ["tiny", "qwen2.5-0.5b"])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_joint_layer_computes_what_its_parts_do(name: str, compiled: bool) -> None:
+def test_a_joint_layer_equals_separate_projections(name: str, compiled: bool) -> None:
     spec = small(PRESETS[name])
-    apart, joint = pair(spec, torch.float32)
+    separate, joint = pair(spec, torch.float32)
     if compiled:
         joint.compile(backend="aot_eager")
     x = torch.randn(2, 16, spec.hidden)
-    (out, gradients), (joint_out, joint_gradients) = run(apart, x, spec), run(joint, x, spec)
+    (out, gradients), (joint_out, joint_gradients) = run(separate, x, spec), run(joint, x, spec)
     assert torch.allclose(joint_out, out, rtol=1e-5, atol=1e-5)
     for ours, theirs in zip(joint_gradients, gradients, strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_in_half_precision_it_differs_by_rounding_alone() -> None:
+def test_in_half_precision_it_differs_only_by_rounding() -> None:
     spec = small(PRESETS["tiny"])
-    apart, joint = pair(spec, torch.bfloat16)
+    separate, joint = pair(spec, torch.bfloat16)
     x = torch.randn(2, 16, spec.hidden).to(torch.bfloat16)
-    (out, gradients), (joint_out, joint_gradients) = run(apart, x, spec), run(joint, x, spec)
+    (out, gradients), (joint_out, joint_gradients) = run(separate, x, spec), run(joint, x, spec)
     assert relative(joint_out.float(), out.float()) < 0.01
     for ours, theirs in zip(joint_gradients, gradients, strict=True):
         assert relative(ours, theirs) < 0.02
 
 
-def test_who_changes_a_parameter_in_place_changes_the_joint() -> None:
+def test_an_in_place_change_of_a_parameter_changes_the_joint_weight() -> None:
     spec = small(PRESETS["tiny"])
     _, joint = pair(spec, torch.float32)
     x = torch.randn(1, 4, spec.hidden)
     before, _ = run(joint, x, spec)
     with torch.no_grad():
-        joint.mlp.up_proj.weight.zero_()
+        joint.get_parameter("mlp.up_proj.weight").zero_()
     after, _ = run(joint, x, spec)
     assert not torch.equal(before, after)
     assert [name for name, _ in joint.named_parameters()] == [name for name, _ in DecoderLayer(spec).named_parameters()]

@@ -32,11 +32,11 @@ def loss_of(module: Decoder, tokens: Tensor, documents: Tensor | None = None) ->
 
 @BOTH
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["causal", "documents"])
-def test_a_gpu_computes_what_a_cpu_computes(spec: ModelSpec, documents: Tensor | None) -> None:
-    here, there = decoder(spec, "cpu"), decoder(spec)
-    loss_of(here, TOKENS, documents).backward()
-    loss_of(there, TOKENS.cuda(), None if documents is None else documents.cuda()).backward()
-    for (name, one), other in zip(here.named_parameters(), there.parameters(), strict=True):
+def test_a_gpu_computes_the_same_as_a_cpu(spec: ModelSpec, documents: Tensor | None) -> None:
+    on_cpu, on_gpu = decoder(spec, "cpu"), decoder(spec)
+    loss_of(on_cpu, TOKENS, documents).backward()
+    loss_of(on_gpu, TOKENS.cuda(), None if documents is None else documents.cuda()).backward()
+    for (name, one), other in zip(on_cpu.named_parameters(), on_gpu.parameters(), strict=True):
         assert one.grad is not None
         assert other.grad is not None
         assert (one.grad - other.grad.cpu()).norm() <= 1e-4 * one.grad.norm(), name
@@ -44,7 +44,7 @@ def test_a_gpu_computes_what_a_cpu_computes(spec: ModelSpec, documents: Tensor |
 
 @BOTH
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["causal", "documents"])
-def test_a_bf16_step_never_waits_for_the_device(spec: ModelSpec, documents: Tensor | None) -> None:
+def test_a_bf16_step_never_synchronises_with_the_device(spec: ModelSpec, documents: Tensor | None) -> None:
     module, tokens = decoder(spec), TOKENS.cuda()
     documents = None if documents is None else documents.cuda()
     torch.cuda.set_sync_debug_mode("error")
@@ -58,8 +58,8 @@ def test_a_bf16_step_never_waits_for_the_device(spec: ModelSpec, documents: Tens
 
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16], ids=str)
-def test_an_expert_without_tokens_has_a_gradient_of_zeros_on_a_gpu(precision: torch.dtype) -> None:
-    # Memory that was used before is full of NaN, so that a gradient nobody wrote shows.
+def test_an_expert_without_tokens_has_a_zero_gradient_on_a_gpu(precision: torch.dtype) -> None:
+    # Freed memory is full of NaN, so an uninitialised gradient is NaN.
     junk = torch.full((2**26,), torch.nan, device="cuda")
     del junk
     module = decoder(MIXED)
@@ -74,7 +74,7 @@ def test_an_expert_without_tokens_has_a_gradient_of_zeros_on_a_gpu(precision: to
 
 
 @BOTH
-def test_a_deterministic_step_repeats_itself(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deterministic_step_is_reproducible(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     grads = []
     torch.use_deterministic_algorithms(True)
@@ -88,11 +88,13 @@ def test_a_deterministic_step_repeats_itself(spec: ModelSpec, monkeypatch: pytes
     assert all(torch.equal(one, other) for one, other in zip(*grads, strict=True))
 
 
-# A token's near tie between experts may fall either way in bf16, so here it takes all of them.
-EVERY = replace(MIXED, block=replace(MIXED.block, experts=replace(MIXED.block.experts, top_k=8)))
+# In bf16 a near tie between experts may be decided either way, so here every token uses all of them.
+EXPERTS = MIXED.block.experts
+assert EXPERTS is not None
+ALL_EXPERTS = replace(MIXED, block=replace(MIXED.block, experts=replace(EXPERTS, top_k=8)))
 
 
-@pytest.mark.parametrize("spec", [DENSE, EVERY], ids=["dense", "mixed"])
+@pytest.mark.parametrize("spec", [DENSE, ALL_EXPERTS], ids=["dense", "mixed"])
 def test_blocks_compiled_for_a_gpu_compute_the_same(spec: ModelSpec) -> None:
     eager, tokens = decoder(spec), TOKENS.cuda()
     compiled = copy.deepcopy(eager)

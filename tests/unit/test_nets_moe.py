@@ -1,4 +1,4 @@
-"""The router's losses, its capacity and its census, against sums written out token by token."""
+"""The router's losses, capacity and statistics, against a token-by-token reference."""
 
 import math
 from dataclasses import replace
@@ -24,7 +24,7 @@ EXPERTS = ExpertSpec(num_experts=6, top_k=2, ffn=16, shared_ffn=24, shared_gate=
 HIDDEN = 16
 
 
-def mixture(**fields: Any) -> MoeLayer:
+def moe_layer(**fields: Any) -> MoeLayer:
     torch.manual_seed(3)
     module = MoeLayer(replace(EXPERTS, **fields), HIDDEN)
     for parameter in module.parameters():
@@ -36,47 +36,47 @@ def stream(*shape: int) -> Tensor:
     return torch.randn(*shape, HIDDEN, generator=torch.Generator().manual_seed(5))
 
 
-def slowly(module: MoeLayer, x: Tensor) -> tuple[Tensor, float, int]:
-    """Return the mixture's output, its loss and how many choices were dropped, one token after the other."""
+def reference(module: MoeLayer, x: Tensor) -> tuple[Tensor, float, int]:
+    """Return the layer's output, its loss and the number of dropped choices, computed token by token."""
     spec, (gate, up, down) = module.spec, module.experts.parameters()
     out, loss, dropped = torch.zeros_like(x), 0.0, 0
     for row, sequence in enumerate(x):
         limit = math.ceil(spec.capacity * len(sequence) * spec.top_k / spec.num_experts) if spec.capacity else math.inf
-        taken, asked, chances = [0] * spec.num_experts, [0] * spec.num_experts, []
-        for place, token in enumerate(sequence):
+        taken, requested, chances = [0] * spec.num_experts, [0] * spec.num_experts, []
+        for position, token in enumerate(sequence):
             scores = module.gate.weight @ token
             chances.append(scores.softmax(0))
             loss += spec.z_loss * float(scores.exp().sum().log()) ** 2
             best = chances[-1].argsort(descending=True)[: spec.top_k]
             assert module.shared_expert is not None
             assert module.shared_expert_gate is not None
-            out[row, place] = module.shared_expert(token) * module.shared_expert_gate(token).sigmoid()
+            out[row, position] = module.shared_expert(token) * module.shared_expert_gate(token).sigmoid()
             for expert in best.tolist():
-                asked[expert] += 1
+                requested[expert] += 1
                 if taken[expert] >= limit:
                     dropped += 1
                     continue
                 taken[expert] += 1
                 inner = F.silu(gate[expert] @ token) * (up[expert] @ token)
-                out[row, place] += chances[-1][expert] / chances[-1][best].sum() * (down[expert] @ inner)
-        shares = torch.tensor(asked) / sum(asked)
-        loss += spec.balance * spec.num_experts * float(sum((shares * each).sum() for each in chances))
+                out[row, position] += chances[-1][expert] / chances[-1][best].sum() * (down[expert] @ inner)
+        fractions = torch.tensor(requested) / sum(requested)
+        loss += spec.balance * spec.num_experts * float(sum((fractions * each).sum() for each in chances))
     return out, loss, dropped
 
 
 @pytest.mark.parametrize("fields", [{}, {"z_loss": 0.03}, {"capacity": 0.5}, {"capacity": 1.2, "z_loss": 0.01}])
-def test_the_mixture_is_its_formula(fields: dict[str, float]) -> None:
-    module, x = mixture(**fields), stream(3, 14)
+def test_an_moe_layer_equals_its_formula(fields: dict[str, float]) -> None:
+    module, x = moe_layer(**fields), stream(3, 14)
     out, loss = module(x)
     with torch.no_grad():
-        wanted, cost, dropped = slowly(module, x)
+        wanted, cost, dropped = reference(module, x)
     torch.testing.assert_close(out, wanted, atol=1e-5, rtol=1e-5)
     assert loss.item() == pytest.approx(cost, rel=1e-5)
     assert module.take_routing_stats()[-2] == dropped
-    assert (dropped > 0) == ("capacity" in fields), "a capacity that drops nothing proves nothing"
+    assert (dropped > 0) == ("capacity" in fields), "the capacity must drop something"
 
 
-def test_the_losses_have_the_gradients_of_their_formulas() -> None:
+def test_the_router_losses_have_the_gradients_of_their_formulas() -> None:
     x = stream(2, 9)
     weight = torch.randn(6, HIDDEN, requires_grad=True)
     spec = replace(EXPERTS, balance=0.0, z_loss=0.5)
@@ -86,15 +86,15 @@ def test_the_losses_have_the_gradients_of_their_formulas() -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-def test_what_is_dropped_has_no_gradient_and_moves_nothing_else() -> None:
-    free, tight = mixture(shared_ffn=0, shared_gate=False), mixture(shared_ffn=0, shared_gate=False, capacity=1e-6)
+def test_dropped_tokens_have_no_gradient_and_do_not_affect_others() -> None:
+    free, tight = moe_layer(shared_ffn=0, shared_gate=False), moe_layer(shared_ffn=0, shared_gate=False, capacity=1e-6)
     x = stream(1, 12).requires_grad_()
     out, _ = tight(x)
-    seen: set[int] = set()
-    empty = []  # the places whose experts have both been taken by earlier ones
-    for place, choices in enumerate(tight.gate(x).topk(2).indices[0].tolist()):
-        empty += [place] if seen >= set(choices) else []
-        seen |= set(choices)
+    full: set[int] = set()
+    empty = []  # the positions whose experts are both full
+    for position, choices in enumerate(tight.gate(x).topk(2).indices[0].tolist()):
+        empty += [position] if full >= set(choices) else []
+        full |= set(choices)
     assert empty
     assert not out[0, empty].any()
     torch.testing.assert_close(out[0, 0], free(x)[0][0, 0])
@@ -103,24 +103,24 @@ def test_what_is_dropped_has_no_gradient_and_moves_nothing_else() -> None:
     assert not gradient[0, empty].any()
 
 
-def test_every_sequence_has_a_capacity_of_its_own() -> None:
-    module, x = mixture(capacity=0.8), stream(4, 10)
+def test_the_capacity_applies_to_each_sequence_separately() -> None:
+    module, x = moe_layer(capacity=0.8), stream(4, 10)
     together = module(x)[0]
-    apart = torch.cat([module(row[None])[0] for row in x])
-    torch.testing.assert_close(together, apart, rtol=1e-5, atol=1e-6)
+    separate = torch.cat([module(row[None])[0] for row in x])
+    torch.testing.assert_close(together, separate, rtol=1e-5, atol=1e-6)
 
 
-def test_the_capacity_is_what_was_written_and_holds_in_training_only() -> None:
+def test_the_capacity_is_exact_and_applies_in_training_only() -> None:
     assert capacity_of(replace(EXPERTS, capacity=1.1, num_experts=2, top_k=1), 20) == 11
     assert capacity_of(replace(EXPERTS, capacity=1.11, num_experts=2, top_k=1), 20) == 12
     assert capacity_of(replace(EXPERTS, capacity=0.001), 8) == 1
-    free, tight, x = mixture(), mixture(capacity=0.5), stream(2, 12)
+    free, tight, x = moe_layer(), moe_layer(capacity=0.5), stream(2, 12)
     assert not torch.allclose(free(x)[0], tight(x)[0])
     assert torch.equal(free.eval()(x)[0], tight.eval()(x)[0])
 
 
-def test_a_census_counts_training_and_nothing_else() -> None:
-    module, x = mixture(capacity=0.5), stream(2, 8)
+def test_routing_stats_count_only_training() -> None:
+    module, x = moe_layer(capacity=0.5), stream(2, 8)
     module(x)
     first = module.take_routing_stats()
     assert first[:6].sum() == 2 * 8 * 2
@@ -140,7 +140,7 @@ def small(**fields: Any) -> ModelSpec:
     return replace(spec, layers=2, hidden=16, heads=2, kv_heads=2, head_dim=8, block=block)
 
 
-def test_statistics_are_what_a_hand_counts() -> None:
+def test_router_statistics_equal_a_count_by_hand() -> None:
     spec = small(capacity=0.5)
     network = decoder_network(spec)
     initialise(network.module, seed=1, spec=spec)
@@ -170,12 +170,12 @@ def test_a_dense_network_has_no_statistics() -> None:
 
 
 def alone() -> RankMesh:
-    """A mesh of one rank, of which only the degrees are looked at."""
-    nothing: Any = None
-    return RankMesh(Mesh(), nothing, nothing, nothing, nothing)
+    """Return a mesh of one rank, of which only the degrees are used."""
+    unused: Any = None
+    return RankMesh(Mesh(), unused, unused, unused, unused)
 
 
-def test_the_tally_follows_the_weights_and_is_no_part_of_the_state() -> None:
+def test_routing_stats_follow_the_weights_and_are_not_in_the_state_dict() -> None:
     with torch.device("meta"):
         module = MoeLayer(EXPERTS, HIDDEN)
     assert module.routing_stats.is_meta
@@ -184,7 +184,7 @@ def test_the_tally_follows_the_weights_and_is_no_part_of_the_state() -> None:
     assert not [name for name in module.state_dict() if "stats" in name]
 
 
-def test_config_json_keeps_what_transformers_does_not_know() -> None:
+def test_config_json_keeps_fields_that_transformers_does_not_have() -> None:
     spec = replace(small(z_loss=0.001, capacity=1.25), name="qwen3_moe")
     config = spec_to_hf(spec)
     assert (config["router_z_loss_coef"], config["expert_capacity_factor"]) == (0.001, 1.25)
@@ -192,10 +192,10 @@ def test_config_json_keeps_what_transformers_does_not_know() -> None:
     assert not {"router_z_loss_coef", "expert_capacity_factor"} & spec_to_hf(small()).keys()
 
 
-def test_a_recipe_sets_them_and_is_told_what_is_wrong() -> None:
+def test_a_recipe_sets_z_loss_and_capacity_and_wrong_values_are_refused() -> None:
     section = ModelSection(preset="tiny-moe", shape={"experts": {"z_loss": 0.001, "capacity": 2}})
     spec = spec_of(section)
-    assert spec is not None
+    assert isinstance(spec, ModelSpec)
     assert spec.block.experts == replace(PRESETS["tiny-moe"].block.experts or EXPERTS, z_loss=0.001, capacity=2.0)
     for field in ("z_loss", "capacity"):
         with pytest.raises(UserError, match=rf"M009: experts\.{field}: -1\.0 is not between 0"):

@@ -1,4 +1,4 @@
-"""The model that sees on disk: transformers computes the same from the same files, and shards read their own."""
+"""Our vision-language model on disk: transformers computes the same from the same files; ranks read their shards."""
 
 import json
 from itertools import accumulate, pairwise
@@ -16,17 +16,17 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 from tests.ranks import run_ranks
 from tests.vlm_models import (
     CONFIGS,
-    CUTS,
     NATIVE,
     SHAPES,
     SPECS,
+    STAGE_SPLITS,
     VARIOUS,
-    filled,
-    images,
+    hf_inputs,
+    hf_positions,
+    initialised,
     inputs_of,
-    stir,
-    their_inputs,
-    their_positions,
+    perturb,
+    random_images,
     write,
 )
 from trimaran.core import UserError
@@ -43,10 +43,10 @@ OLD_NAMES = {
 
 @pytest.fixture(params=CONFIGS)
 def theirs(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, PreTrainedModel, Path]:
-    """A random model of transformers and the folder it was saved to."""
+    """Return a random model of transformers and the folder it was saved to."""
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(CONFIGS[request.param], attn_implementation="sdpa").eval()
-    stir(model)
+    perturb(model)
     model.save_pretrained(tmp_path)
     return request.param, model, tmp_path
 
@@ -60,19 +60,19 @@ def read_spec(folder: Path) -> VlmSpec:
     return vlm_from_disk(json.loads((folder / "config.json").read_text()), where="config.json")
 
 
-def test_transformers_computes_the_same_logits_with_pictures_of_different_shapes(
+def test_logits_equal_those_of_transformers_for_images_of_different_shapes(
     theirs: tuple[str, PreTrainedModel, Path],
 ) -> None:
     name, model, folder = theirs
     spec = read_spec(folder)
-    seen = images(SHAPES.get(name, VARIOUS))
-    inputs = inputs_of(spec, seen, [[None, 0, None, 1, None], [None, None, 2, None]])
-    their = their_inputs(spec, inputs, seen)
+    images = random_images(SHAPES.get(name, VARIOUS))
+    inputs = inputs_of(spec, images, [[None, 0, None, 1, None], [None, None, 2, None]])
+    their = hf_inputs(spec, inputs, images)
     with torch.no_grad():
         wanted = model(**their).logits
     ours = network_of(spec)
     ours.load(folder)
-    logits, balance = ours.forward(inputs | their_positions(model, their))
+    logits, balance = ours.forward(inputs | hf_positions(model, their))
     assert torch.allclose(logits, wanted, atol=1e-4, rtol=1e-4), (logits - wanted).abs().max()
     assert balance == 0
 
@@ -82,20 +82,20 @@ def test_transformers_reads_what_we_write(theirs: tuple[str, PreTrainedModel, Pa
     spec = read_spec(folder)
     ours = network_of(spec)
     initialise(ours.module, seed=3, spec=spec)
-    stir(ours.module)
+    perturb(ours.module)
     out = tmp_path / "written"
     out.mkdir()
     save_file(dict(ours.disk_tensors()), out / "model.safetensors", metadata={"format": "pt"})
     (out / "config.json").write_text(json.dumps(ours.disk_config()))
     model, report = AutoModelForImageTextToText.from_pretrained(out, output_loading_info=True)
-    unread = {each for each in report["missing_keys"] if "post_layernorm" not in each}  # LLaVA does not look at it
+    unread = {each for each in report["missing_keys"] if "post_layernorm" not in each}  # LLaVA does not use it
     assert not any([unread, report["unexpected_keys"], report["mismatched_keys"]])
-    seen = images(SHAPES.get(name, VARIOUS))
-    inputs = inputs_of(spec, seen, [[0, None, 1], [None, 2, None]])
-    their = their_inputs(spec, inputs, seen)
+    images = random_images(SHAPES.get(name, VARIOUS))
+    inputs = inputs_of(spec, images, [[0, None, 1], [None, 2, None]])
+    their = hf_inputs(spec, inputs, images)
     with torch.no_grad():
         wanted = model.eval()(**their).logits
-        logits, _ = ours.forward(inputs | their_positions(model, their))
+        logits, _ = ours.forward(inputs | hf_positions(model, their))
     assert torch.allclose(logits, wanted, atol=1e-4, rtol=1e-4), (logits - wanted).abs().max()
     again = network_of(read_spec(out))
     again.load(out)
@@ -120,8 +120,8 @@ def test_names_of_other_releases_are_read_too(theirs: tuple[str, PreTrainedModel
         assert torch.equal(one, other), key
 
 
-def test_weights_of_another_model_are_refused_before_anything_is_written(tmp_path: Path) -> None:
-    module = filled(NATIVE)
+def test_weights_of_another_model_are_refused_before_any_value_is_written(tmp_path: Path) -> None:
+    module = initialised(NATIVE)
     tensors = dict(vlm_tensors(module))
     del tensors["visual.blocks.0.norm1.weight"]
     tensors["visual.merger.mlp.0.bias"] = torch.zeros(3)
@@ -132,45 +132,45 @@ def test_weights_of_another_model_are_refused_before_anything_is_written(tmp_pat
     with pytest.raises(UserError, match=r"missing: visual\.blocks\.0\.norm1\.weight") as caught:
         load_vlm_weights(fresh, tmp_path)
     assert caught.value.code == "M021"
-    assert "of another shape: visual.merger.mlp.0.bias [3] (the model has [64])" in caught.value.what
+    assert "wrong shape: visual.merger.mlp.0.bias [3] (the model has [64])" in caught.value.what
     assert "unexpected: visual.stranger" in caught.value.what
     assert all(torch.equal(one, other) for one, other in zip(before, fresh.parameters(), strict=True))
 
 
-def test_stages_write_what_the_whole_writes_and_read_their_own_back(spec: VlmSpec, tmp_path: Path) -> None:
-    whole = dict(vlm_tensors(filled(spec)))
-    for counts in CUTS:
+def test_stages_write_the_tensors_of_the_full_model_and_read_back_their_own(spec: VlmSpec, tmp_path: Path) -> None:
+    full = dict(vlm_tensors(initialised(spec)))
+    for counts in STAGE_SPLITS:
         stages = [range(start, stop) for start, stop in pairwise([0, *accumulate(counts)])]
-        parts = [dict(vlm_tensors(filled(spec, blocks))) for blocks in stages]
-        assert [name for part in parts for name in part] == list(whole)
-    write(tmp_path, spec, whole)
+        parts = [dict(vlm_tensors(initialised(spec, blocks))) for blocks in stages]
+        assert [name for part in parts for name in part] == list(full)
+    write(tmp_path, spec, full)
     for blocks in (range(2), range(2, 5), range(5, 6)):
-        stage, wanted = Vlm(spec, blocks), filled(spec, blocks)
+        stage, wanted = Vlm(spec, blocks), initialised(spec, blocks)
         load_vlm_weights(stage, tmp_path)
         for (name, ours), theirs in zip(stage.named_parameters(), wanted.parameters(), strict=True):
             assert torch.equal(ours, theirs), name
 
 
-def test_first_weights_depend_on_the_name_and_not_on_the_stage_or_the_order(spec: VlmSpec) -> None:
-    whole = dict(filled(spec).named_parameters())
+def test_initial_weights_depend_on_the_name_and_not_on_the_stage_or_the_order(spec: VlmSpec) -> None:
+    full = dict(initialised(spec).named_parameters())
     for blocks in (range(1), range(1, 4), range(4, 6)):
-        for name, parameter in filled(spec, blocks).named_parameters():
-            assert torch.equal(parameter, whole[name]), name
-    down = whole["vision.layers.0.mlp.down_proj.weight"].std().item()
+        for name, parameter in initialised(spec, blocks).named_parameters():
+            assert torch.equal(parameter, full[name]), name
+    down = full["vision.layers.0.mlp.down_proj.weight"].std().item()
     assert down == pytest.approx(1 / (spec.vision.ffn * 2 * spec.vision.layers) ** 0.5, rel=0.1)
-    spoken = whole["language.layers.0.mlp.down_proj.weight"].std().item()
-    assert spoken == pytest.approx(0.02 / (2 * spec.language.layers) ** 0.5, rel=0.1)
+    language_down = full["language.layers.0.mlp.down_proj.weight"].std().item()
+    assert language_down == pytest.approx(0.02 / (2 * spec.language.layers) ** 0.5, rel=0.1)
 
 
 def halves(spec: VlmSpec, mesh: DeviceMesh) -> Vlm:
-    """A model of which each of two ranks holds half: rows of what goes in, columns of what comes out of a branch."""
+    """Return a model sharded over two ranks: rows of each weight, and columns of output projections."""
     module = Vlm(spec)
     for name, owner in module.named_modules():
         for leaf, parameter in list(owner.named_parameters(recurse=False)):
             across = parameter.ndim > 1 and name.endswith(("o_proj", "down_proj", "linear_2"))
-            placed = distribute_tensor(torch.empty_like(parameter), mesh, [Shard(1 if across else 0)])
-            owner.register_parameter(leaf, nn.Parameter(placed))
-    module._apply(lambda x: x)  # ties what is tied
+            shard = distribute_tensor(torch.empty_like(parameter), mesh, [Shard(1 if across else 0)])
+            owner.register_parameter(leaf, nn.Parameter(shard))
+    module._apply(lambda x: x)  # ties the tied weights again
     return module
 
 
@@ -178,7 +178,7 @@ def fill_halves(folder: Path) -> None:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,))
     for name, spec in SPECS.items():
-        wanted = dict(filled(spec).named_parameters())
+        wanted = dict(initialised(spec).named_parameters())
         split = halves(spec, mesh)
         initialise(split, seed=5, spec=spec)
         for key, parameter in split.named_parameters():
@@ -187,16 +187,16 @@ def fill_halves(folder: Path) -> None:
         read = halves(spec, mesh)
         load_vlm_weights(read, folder / name)
         written = dict(vlm_tensors(read))
-        there = load_file(folder / name / "model.safetensors")
-        assert written.keys() == there.keys()
-        assert all(torch.equal(written[key], there[key]) for key in there)
+        on_disk = load_file(folder / name / "model.safetensors")
+        assert written.keys() == on_disk.keys()
+        assert all(torch.equal(written[key], on_disk[key]) for key in on_disk)
     dist.destroy_process_group()
 
 
 def test_values_do_not_depend_on_the_sharding(tmp_path: Path) -> None:
     for name, spec in SPECS.items():
         (tmp_path / name).mkdir()
-        module = filled(spec)
-        stir(module)
+        module = initialised(spec)
+        perturb(module)
         write(tmp_path / name, spec, {key: value.clone() for key, value in vlm_tensors(module)})
     run_ranks(2, fill_halves, tmp_path)

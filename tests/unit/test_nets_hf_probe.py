@@ -1,4 +1,4 @@
-"""Hugging Face models made ready to be fast: their head, our attention in them, their stream, and compiled blocks."""
+"""How a Hugging Face model is sped up: its head, our attention in it, its residual stream, and compiled blocks."""
 
 from copy import deepcopy
 from typing import Any
@@ -37,8 +37,20 @@ from trimaran.train.loss.head_loss import build_loss_head
 ENDS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 WIDE: dict[str, Any] = SMALL | {"head_dim": 8} | ENDS
 FEW: dict[str, Any] = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4} | ENDS
-LATENT: dict[str, Any] = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
-SPARSE: dict[str, Any] = {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+LATENT: dict[str, Any] = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+SPARSE: dict[str, Any] = {
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+}
 MORE: dict[str, Any] = {
     "gemma": GemmaConfig(**WIDE),
     "gemma2": Gemma2Config(**WIDE),
@@ -59,8 +71,18 @@ MORE: dict[str, Any] = {
     "llama-dropped": LlamaConfig(**SMALL, attention_dropout=0.1),
 }
 ALL = CONFIGS | MORE
-CHANGED = {"gemma2", "cohere", "cohere2", "granite"}  # the logits of these are scaled or capped behind the head
-OWN = {"mistral", "gemma3", "gemma2", "gemma2-uncapped", "cohere2", "falcon", "stablelm", "deepseek3", "llama-dropped"}
+CHANGED = {"gemma2", "cohere", "cohere2", "granite"}  # these scale or cap the logits after the head
+OWN_ATTENTION = {
+    "mistral",
+    "gemma3",
+    "gemma2",
+    "gemma2-uncapped",
+    "cohere2",
+    "falcon",
+    "stablelm",
+    "deepseek3",
+    "llama-dropped",
+}
 TOKENS = torch.randint(3, 96, (2, 24), generator=torch.Generator().manual_seed(1))
 LENGTHS = ((5, 19), (12, 12))
 DOCUMENTS = torch.stack([torch.arange(2).repeat_interleave(torch.tensor(row)) for row in LENGTHS])
@@ -72,29 +94,29 @@ def model_of(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_head_is_told_only_where_the_logits_are_its_output(name: str) -> None:
+def test_a_head_is_reported_only_if_the_logits_are_its_output(name: str) -> None:
     model = model_of(name)
     network = hf_network(model, None)
     assert network.head is (None if name in CHANGED else model.get_output_embeddings())
-    assert takes_scope(model) == (name not in OWN)
+    assert takes_scope(model) == (name not in OWN_ATTENTION)
     if network.head is None:
         return
-    mark = torch.zeros(1 + TOKENS.numel())  # what a head that ends in the loss returns
-    network.head.forward = lambda _: mark
+    loss_output = torch.zeros(1 + TOKENS.numel())  # as a head with a fused loss returns it
+    network.head.forward = lambda _: loss_output
     with torch.no_grad():
-        assert network.forward({"tokens": TOKENS})[0] is mark
+        assert network.forward({"tokens": TOKENS})[0] is loss_output
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_config_json_says_whether_the_head_can_end_in_the_loss(name: str) -> None:
-    ends = build_loss_head(hf_network(model_of(name), None), Plan(loss="fused")) is not None
-    assert ends == (name not in CHANGED | {"phi"}), "a head with a bias is more than a product as well"
-    for told in (ALL[name].to_dict(), ALL[name].to_diff_dict()):  # in full, and as it is saved
-        assert outline_from_hf(told, where="config.json", name=name).main.bare_head == ends
+def test_config_json_says_whether_the_loss_can_be_fused_into_the_head(name: str) -> None:
+    fused = build_loss_head(hf_network(model_of(name), None), Plan(loss="fused")) is not None
+    assert fused == (name not in CHANGED | {"phi"}), "a head with a bias is more than a matmul"
+    for config in (ALL[name].to_dict(), ALL[name].to_diff_dict()):  # complete, and as it is saved
+        assert outline_from_hf(config, where="config.json", name=name).main.bare_head == fused
 
 
-@pytest.mark.parametrize("name", [each for each in ALL if each not in OWN])
-def test_our_attention_is_theirs_and_keeps_documents_apart(name: str) -> None:
+@pytest.mark.parametrize("name", [each for each in ALL if each not in OWN_ATTENTION])
+def test_our_attention_equals_that_of_transformers_and_separates_documents(name: str) -> None:
     model = model_of(name).eval()
     with torch.no_grad():
         theirs = model(TOKENS).logits
@@ -107,23 +129,23 @@ def test_our_attention_is_theirs_and_keeps_documents_apart(name: str) -> None:
 
 
 def streams(network: HfNetwork) -> tuple[set[torch.dtype], set[torch.dtype]]:
-    """Return the dtypes of what the blocks take in, and of the rotation that they are given."""
-    seen: tuple[set[torch.dtype], set[torch.dtype]] = set(), set()
+    """Return the dtypes of the inputs of the blocks, and of their rotation."""
+    dtypes: tuple[set[torch.dtype], set[torch.dtype]] = set(), set()
 
-    def look(_: nn.Module, args: tuple[Tensor, ...], options: dict[str, Any]) -> None:
-        seen[0].add(args[0].dtype)
-        seen[1].update(each.dtype for each in options["position_embeddings"])
+    def record(_: nn.Module, args: tuple[Tensor, ...], options: dict[str, Any]) -> None:
+        dtypes[0].add(args[0].dtype)
+        dtypes[1].update(each.dtype for each in options["position_embeddings"])
 
-    handles = [block.register_forward_pre_hook(look, with_kwargs=True) for block in network.blocks]
+    handles = [block.register_forward_pre_hook(record, with_kwargs=True) for block in network.blocks]
     with torch.no_grad():
         network.forward({"tokens": TOKENS})
     for handle in handles:
         handle.remove()
-    return seen
+    return dtypes
 
 
 @pytest.mark.parametrize("name", ["llama-tied", "qwen3", "phi"])
-def test_the_stream_has_the_dtype_of_the_products_and_rotation_is_fp32(name: str) -> None:
+def test_the_residual_stream_has_the_matmul_dtype_and_the_rotation_is_fp32(name: str) -> None:
     network = hf_network(model_of(name), None)
     assert streams(network) == ({torch.float32}, {torch.float32})
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -131,15 +153,15 @@ def test_the_stream_has_the_dtype_of_the_products_and_rotation_is_fp32(name: str
 
 
 @pytest.mark.parametrize(("name", "packed"), [("llama", False), ("qwen2", True)], ids=["rows", "documents"])
-def test_blocks_compile_once_for_all_layers_and_without_a_break(name: str, packed: bool) -> None:
+def test_blocks_compile_once_for_all_layers_without_graph_breaks(name: str, packed: bool) -> None:
     config = type(ALL[name])(**SMALL | {"num_hidden_layers": 4})
     network = hf_network(AutoModelForCausalLM.from_config(config, dtype=torch.float32), None)
     torch.compiler.reset()
     counters.clear()
     for block in network.blocks:
         block.compile(backend="eager", fullgraph=True)
-    for cut in (3, 7, 11):
-        documents = (torch.arange(24) >= cut).long().expand(2, 24)
+    for split in (3, 7, 11):
+        documents = (torch.arange(24) >= split).long().expand(2, 24)
         inputs = {"tokens": TOKENS} | ({"documents": documents, "host_documents": documents} if packed else {})
         network.forward(inputs)[0].sum().backward()
     assert counters["stats"]["unique_graphs"] == 1
@@ -147,11 +169,11 @@ def test_blocks_compile_once_for_all_layers_and_without_a_break(name: str, packe
     torch.compiler.reset()
 
 
-def test_a_model_that_cannot_be_tried_out_keeps_its_own_ways(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_that_does_not_run_on_meta_keeps_its_own_attention_and_head(caplog: pytest.LogCaptureFixture) -> None:
     model = model_of("llama")
     model.model.forward = lambda tokens: tokens  # takes no options
     with caplog.at_level("INFO"):
         network = hf_network(model, None)
     assert network.head is None
     assert not takes_scope(model)
-    assert "cannot be tried out" in caplog.text
+    assert "does not run on the meta device" in caplog.text

@@ -1,4 +1,4 @@
-"""Attention inside segments on a GPU: exact, without a mask, and the host never waits."""
+"""Attention inside segments on a GPU: exact, without a mask, and the host never synchronises."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -29,7 +29,7 @@ def documents_of(lengths: Sequence[int], rows: int) -> Tensor:
     return torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).view(rows, -1)
 
 
-def drawn(rows: int, length: int, heads: tuple[int, int], width: int, dtype: torch.dtype) -> list[Tensor]:
+def random_qkv(rows: int, length: int, heads: tuple[int, int], width: int, dtype: torch.dtype) -> list[Tensor]:
     generator = torch.Generator().manual_seed(3)
     shapes = [(rows, length, each, width) for each in (heads[0], heads[1], heads[1], heads[0])]
     return [torch.randn(shape, generator=generator).to(GPU, dtype).transpose(1, 2) for shape in shapes]
@@ -42,72 +42,72 @@ def with_gradients(work: Callable[..., Tensor], tensors: list[Tensor]) -> list[T
     return [out.detach(), *(each.grad for each in inputs if each.grad is not None)]
 
 
-def assert_as_good_as_a_mask(found: Segments, documents: Tensor, tensors: list[Tensor], *, causal: bool) -> None:
-    """Compare with fp64, and let the mask in the same dtype say how far off rounding may be."""
+def assert_as_accurate_as_a_mask(segments: Segments, documents: Tensor, tensors: list[Tensor], *, causal: bool) -> None:
+    """Compare with fp64; the error of masked attention in the same dtype is the tolerance."""
     mask = document_mask(documents.to(GPU), causal=causal)
     exact = with_gradients(lambda q, k, v: attention(q, k, v, mask), [each.double() for each in tensors])
     masked = with_gradients(lambda q, k, v: attention(q, k, v, mask), tensors)
-    ours = with_gradients(lambda q, k, v: segment_attention(q, k, v, found, causal=causal), tensors)
+    ours = with_gradients(lambda q, k, v: segment_attention(q, k, v, segments, causal=causal), tensors)
     for one, other, truth in zip(ours, masked, exact, strict=True):
-        off, allowed = (one - truth).norm(), (other - truth).norm()
-        assert off <= 2 * allowed + 1e-6 * truth.norm()
+        error, allowed = (one - truth).norm(), (other - truth).norm()
+        assert error <= 2 * allowed + 1e-6 * truth.norm()
 
 
 @BOTH_WAYS
 @HALF
 @pytest.mark.parametrize(("heads", "width"), [((8, 2), 64), ((4, 4), 80), ((8, 8), 128), ((2, 1), 16)], ids=str)
-def test_the_kernel_computes_what_a_mask_gives(
+def test_the_kernel_equals_attention_with_a_mask(
     causal: bool, dtype: torch.dtype, heads: tuple[int, int], width: int
 ) -> None:
     assert has_flash(GPU)
     documents = documents_of(LENGTHS, 4)
-    found = Segments.of_documents(documents.to(GPU), LENGTHS)
-    assert found.bounds is not None
-    assert_as_good_as_a_mask(found, documents, drawn(4, 128, heads, width, dtype), causal=causal)
+    segments = Segments.of_documents(documents.to(GPU), LENGTHS)
+    assert segments.cu_seqlens is not None
+    assert_as_accurate_as_a_mask(segments, documents, random_qkv(4, 128, heads, width, dtype), causal=causal)
 
 
 @BOTH_WAYS
-def test_fp32_has_no_such_kernel_and_is_computed_apart(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(segment_attention.__globals__["CALL"], "cuda", 0)
+def test_fp32_has_no_such_kernel_and_is_computed_by_length(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(segment_attention.__globals__["CALL_COST"], "cuda", 0)
     documents = documents_of(LENGTHS, 4)
-    found = Segments.of_documents(documents.to(GPU), LENGTHS)
-    assert_as_good_as_a_mask(found, documents, drawn(4, 128, (8, 2), 64, torch.float32), causal=causal)
-    assert not found._masks
+    segments = Segments.of_documents(documents.to(GPU), LENGTHS)
+    assert_as_accurate_as_a_mask(segments, documents, random_qkv(4, 128, (8, 2), 64, torch.float32), causal=causal)
+    assert not segments._masks
 
 
-def test_lengths_that_only_the_device_knows_are_enough_and_some_may_be_zero() -> None:
+def test_lengths_on_the_device_work_and_may_be_zero() -> None:
     lengths = (37, 0, 91, 0, 0, 128)
-    tensors = drawn(1, 256, (4, 4), 80, torch.bfloat16)
+    tensors = random_qkv(1, 256, (4, 4), 80, torch.bfloat16)
     on_device = torch.tensor(lengths).to(GPU)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        found = Segments.of_lengths(on_device, 256, GPU)
-        segment_attention(tensors[0], tensors[1], tensors[2], found, causal=False)
+        segments = Segments.of_lengths(on_device, 256, GPU)
+        segment_attention(tensors[0], tensors[1], tensors[2], segments, causal=False)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert_as_good_as_a_mask(found, documents_of(lengths, 1), tensors, causal=False)
+    assert_as_accurate_as_a_mask(segments, documents_of(lengths, 1), tensors, causal=False)
 
 
-def test_no_memory_grows_with_the_square_of_a_row() -> None:
+def test_memory_does_not_grow_with_the_square_of_the_row_length() -> None:
     length, parts = 32768, (8192, 24576)
-    tensors = drawn(1, length, (2, 1), 64, torch.bfloat16)
-    found = Segments.of_documents(documents_of(parts, 1).to(GPU), parts)
+    tensors = random_qkv(1, length, (2, 1), 64, torch.bfloat16)
+    segments = Segments.of_documents(documents_of(parts, 1).to(GPU), parts)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    with_gradients(lambda q, k, v: segment_attention(q, k, v, found, causal=True), tensors)
+    with_gradients(lambda q, k, v: segment_attention(q, k, v, segments, causal=True), tensors)
     assert torch.cuda.max_memory_allocated() - before < 2**27 <= length**2 / 8  # a mask of bits
 
 
 def network() -> Network:
-    found = decoder_network(SPEC)
-    initialise(found.module, seed=0, spec=SPEC)
-    found.module.to(GPU)
-    return found
+    created = decoder_network(SPEC)
+    initialise(created.module, seed=0, spec=SPEC)
+    created.module.to(GPU)
+    return created
 
 
 def step(of: Network, lengths: tuple[int, ...], *, watched: bool = True) -> list[Tensor]:
-    """Return the gradients of a bf16 step on a batch that came from the host. Waiting for the GPU is an error."""
+    """Return the gradients of a bf16 step on a batch from the host. If `watched`, synchronisation is an error."""
     tokens = torch.randint(0, SPEC.vocab, (1, 4, 128), generator=torch.Generator().manual_seed(1))
     batch = text_batch(0, tokens, tokens, documents_of(lengths, 4)[None].int()).to(GPU)
     of.module.zero_grad()
@@ -121,7 +121,7 @@ def step(of: Network, lengths: tuple[int, ...], *, watched: bool = True) -> list
     return [each.grad.clone() for each in of.module.parameters() if each.grad is not None]
 
 
-def test_a_step_with_documents_never_waits_and_a_mask_would_do_the_same() -> None:
+def test_a_step_with_documents_never_synchronises_and_equals_one_with_a_mask() -> None:
     ours, masked = network(), network()
     grads = step(ours, LENGTHS)
     context = masked.context
@@ -130,7 +130,7 @@ def test_a_step_with_documents_never_waits_and_a_mask_would_do_the_same() -> Non
         assert (one - other).norm() <= 3e-2 * other.norm(), name
 
 
-def test_compiled_layers_take_other_documents_without_being_compiled_again() -> None:
+def test_compiled_layers_do_not_recompile_for_other_documents() -> None:
     eager, compiled = network(), network()
     for layer in compiled.blocks:
         layer.compile(fullgraph=True)
@@ -138,7 +138,7 @@ def test_compiled_layers_take_other_documents_without_being_compiled_again() -> 
     counters.clear()
     graphs = []
     for turn, lengths in enumerate([LENGTHS, (100, 28, 60, 68, 64, 64, 77, 51), (128,) * 4, (4,) * 128]):
-        ours = step(compiled, lengths, watched=turn > 0)  # by then nothing is compiled any more
+        ours = step(compiled, lengths, watched=turn > 0)  # later turns compile nothing
         for one, other in zip(ours, step(eager, lengths), strict=True):
             assert (one - other).norm() <= 3e-2 * other.norm()
         graphs.append(counters["stats"]["unique_graphs"])
@@ -146,22 +146,24 @@ def test_compiled_layers_take_other_documents_without_being_compiled_again() -> 
 
 
 @pytest.mark.parametrize(("how", "times"), [("none", 1), ("selective", 1), ("full", 2)])
-def test_selective_recompute_does_not_attend_twice(how: str, times: int) -> None:
-    found = network()
-    apply_recompute(found, Plan.model_validate({"recompute": how}), None)  # pyrefly: ignore[bad-argument-type]
-    assert isinstance(found.module, Decoder)
-    with profile(activities=[ProfilerActivity.CPU]) as seen:
-        step(found, LENGTHS)
-    calls = [event for event in seen.events() if event.name == "aten::_flash_attention_forward"]
+def test_selective_recompute_does_not_repeat_attention(how: str, times: int) -> None:
+    decoder = network()
+    apply_recompute(decoder, Plan.model_validate({"recompute": how}), None)  # pyrefly: ignore[bad-argument-type]
+    assert isinstance(decoder.module, Decoder)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        step(decoder, LENGTHS)
+    events = profiler.events()
+    assert events is not None
+    calls = [event for event in events if event.name == "aten::_flash_attention_forward"]
     assert len(calls) == times * SPEC.layers
 
 
-def test_a_deterministic_step_with_documents_repeats_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deterministic_step_with_documents_is_reproducible(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    found = network()
+    decoder = network()
     torch.use_deterministic_algorithms(True)
     try:
-        first, second = step(found, LENGTHS), step(found, LENGTHS)
+        first, second = step(decoder, LENGTHS), step(decoder, LENGTHS)
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))

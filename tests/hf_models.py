@@ -29,15 +29,18 @@ NARROW: dict[str, Any] = {
 SMALL: dict[str, Any] = NARROW | {"num_key_value_heads": 2}
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
 LLAMA3: dict[str, Any] = {
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
 }
 LAYERS = ["sliding_attention", "full_attention"]
 UNDROPPED: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 CONFIGS: dict[str, Any] = {
-    "llama": LlamaConfig(**SMALL, rope_scaling={"rope_type": "llama3", **LLAMA3}),
+    "llama": LlamaConfig(**SMALL, **LLAMA3),
     "llama-tied": LlamaConfig(**SMALL, tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
     "llama-odd": LlamaConfig(**SMALL | {"vocab_size": 97}, tie_word_embeddings=True),
     "qwen2": Qwen2Config(**SMALL),

@@ -118,7 +118,9 @@ def train_rank(spec: VlmSpec, plan: Plan, train: Mapping[str, Any], freeze: tupl
         details = stepper.details()().get("towers", {})
         towers.append({tower: each["grad_norm"] for tower, each in details.items()})
     weights = {
-        name: full_tensor(each).numpy().copy() for network in networks for name, each in network.module.named_parameters()
+        name: full_tensor(each).numpy().copy()
+        for network in networks
+        for name, each in network.module.named_parameters()
     }
     return TrainingTrace(losses, norms, towers, weights)
 

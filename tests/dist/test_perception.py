@@ -1,6 +1,7 @@
-"""A network that is no stack of transformer layers, under every axis that applies: the trajectory of one process."""
+"""The perception model, which is not a stack of equal layers, trains the trajectory of one process under every axis."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ RECIPE = Recipe.model_validate(
         "checkpoint": {"every": 0, "memory": 0},
     }
 )
-PLANS = {
+PLANS: dict[str, dict[str, Any]] = {
     "ddp": {"dp_replicate": 2, "grad_accum": 2},
     "zero-1": {"dp_shard": 2, "grad_accum": 2, "sharding": "optimizer"},
     "zero-2": {"dp_shard": 2, "grad_accum": 2, "sharding": "gradients", "recompute": "selective"},
@@ -54,13 +55,13 @@ def reference(folder: Path) -> Trajectory:
 
 @pytest.mark.parametrize("name", quick_or_slow(PLANS, lambda name: name not in SLOW))
 def test_every_plan_trains_like_one_process(name: str, folder: Path, reference: Trajectory) -> None:
-    course = train_trajectory(RECIPE, plan_for(RECIPE, **PLANS[name]), folder)
-    assert_same_trajectory(course, reference)
+    trajectory = train_trajectory(RECIPE, plan_for(RECIPE, **PLANS[name]), folder)
+    assert_same_trajectory(trajectory, reference)
 
 
 def test_bf16_stays_close_to_fp32(folder: Path, reference: Trajectory) -> None:
-    course = train_trajectory(RECIPE, plan_for(RECIPE, dp_shard=2, grad_accum=1, precision="bf16"), folder)
-    loss, _, _ = differences(course, reference)
+    trajectory = train_trajectory(RECIPE, plan_for(RECIPE, dp_shard=2, grad_accum=1, precision="bf16"), folder)
+    loss, _, _ = differences(trajectory, reference)
     assert 0 < loss < 0.02
 
 

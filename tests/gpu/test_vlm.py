@@ -3,18 +3,21 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from trimaran.core import Plan
+from trimaran.core import Mesh, Plan
 from trimaran.data.step_batch import StepBatch
 from trimaran.models import VLM_PRESETS, VlmSpec
 from trimaran.nets import Network, Vlm, initialise, network_of
 from trimaran.nets.patch_layout import layout_patches
 from trimaran.parallel.memory.compile import apply_compile
+from trimaran.parallel.mesh import RankMesh
 from trimaran.parallel.tower_plan import freeze_towers
 from trimaran.train.loss.objective import LanguageObjective
 
@@ -161,7 +164,8 @@ def test_cached_features_replace_the_patches(spec: VlmSpec, half: bool) -> None:
 @pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])
 def test_compiled_blocks_do_not_recompile_for_other_images(spec: VlmSpec, half: bool) -> None:
     eager, compiled = network_on(spec, GPU), network_on(spec, GPU)
-    apply_compile(compiled, Plan(compile=True), None)  # pyrefly: ignore[bad-argument-type]
+    one_rank = cast(RankMesh, SimpleNamespace(degrees=Mesh()))
+    apply_compile(compiled, Plan(compile=True), one_rank)
     torch._dynamo.reset()
     counters.clear()
     if spec.vision.variant == "tiled":

@@ -1,4 +1,4 @@
-"""The case studies that we ship: they parse, and their networks have the sizes that arithmetic by hand gives."""
+"""The shipped case studies parse, and their networks have the sizes that are computed by hand here."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ RECIPES = sorted(CASES.glob("*.yaml"))
 
 
 def study(name: str) -> Question:
-    """Return the question that the recipe asks, from whatever folder."""
+    """Return the planner's question of a case study."""
     return read_question(str(CASES / f"{name}.yaml"), [])
 
 
@@ -28,12 +28,12 @@ def test_every_case_study_has_its_files_name_and_finds_its_cluster_from_any_fold
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    asked = study(path.stem)
-    recipe, longest = asked.recipe, outline(path.stem).max_seq_len
+    question = study(path.stem)
+    recipe, max_seq_len = question.recipe, outline(path.stem).max_seq_len
     assert recipe.name == path.stem
     assert recipe.plan == "auto"
-    assert recipe.train.global_batch % asked.cluster.world_size == 0
-    assert not longest or recipe.data.seq_len <= longest
+    assert recipe.train.global_batch % question.cluster.world_size == 0
+    assert not max_seq_len or recipe.data.seq_len <= max_seq_len
     assert recipe.model.path is None or Path(recipe.model.path).is_absolute(), "the ranks may run elsewhere"
 
 
@@ -51,12 +51,12 @@ def test_the_llamas_are_7_13_and_69_billion() -> None:
 
 def test_the_vlm_has_a_vision_tower_of_5_and_a_half_billion_and_a_language_model_of_20_billion() -> None:
     vision, projector, language = outline("vlm-26b-8xh100").towers
-    # A layer of InternViT-6B: two norms, two norms of queries and keys, two scales, and biases but not of the queries.
-    seeing = 4 * 3200**2 + 2 * 3200 * 12800 + 6 * 3200 + 3200 + 12800 + 3200
+    # A layer of InternViT-6B: two norms, query and key norms, two scales, and biases except for query, key and value.
+    vision_layer = 4 * 3200**2 + 2 * 3200 * 12800 + 6 * 3200 + 3200 + 12800 + 3200
     patches = 3 * 14 * 14 * 3200 + 3200 + 3200 + (32 * 32 + 1) * 3200
-    assert vision.parameters == 45 * seeing + patches == 5_536_496_000
-    reading = 2 * 6144**2 + 2 * 6144 * 1024 + 3 * 6144 * 16384 + 2 * 6144
-    assert language.parameters == 48 * reading + 2 * 92553 * 6144 + 6144 == 19_861_260_288
+    assert vision.parameters == 45 * vision_layer + patches == 5_536_496_000
+    language_layer = 2 * 6144**2 + 2 * 6144 * 1024 + 3 * 6144 * 16384 + 2 * 6144
+    assert language.parameters == 48 * language_layer + 2 * 92553 * 6144 + 6144 == 19_861_260_288
     assert projector.parameters == 12800 * 6144 + 6144 * 6144 + 2 * 12800 + 2 * 6144
     assert (vision.positions, vision.segment, projector.positions) == (5 * 1025, 1025, 5 * 256)
 
@@ -76,5 +76,5 @@ def test_the_detector_is_10_billion() -> None:
     head = 4 * (4096 + 1) * 4096 + (92 + 4) * (4096 + 1)
     assert network.num_parameters == 48 * layer + 48 * places * 4096 + stem + head
     assert network.num_parameters / 1e9 == pytest.approx(10.1, abs=0.05)
-    assert network.main.places(recipe.data.seq_len) == (places, places)
+    assert network.main.sample_positions(recipe.data.seq_len) == (places, places)
     assert recipe.data.seq_len == places

@@ -1,4 +1,4 @@
-"""Outlines of live modules: exact parameters, arithmetic by hand, and memory as autograd really keeps it."""
+"""Outlines of live modules: exact parameters, FLOPs computed by hand, and the bytes that autograd really saves."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from trimaran.models.from_module import outline_from_module
 
 
 class Convolutions(nn.Module):
-    """Two convolutions and a head, with a parameter that is in neither."""
+    """Two convolutions and a head, with a parameter outside of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,18 +37,18 @@ def llama(kind: type = LlamaForCausalLM) -> Any:
     return kind(LlamaConfig(**shape, intermediate_size=48, vocab_size=64))
 
 
-def kept_by_autograd(module: nn.Module, *inputs: Tensor) -> int:
-    """Return the bytes that a real forward keeps for backward, weights aside."""
+def bytes_saved_by_autograd(module: nn.Module, *inputs: Tensor) -> int:
+    """Return the bytes that a real forward saves for backward, without the weights."""
     weights = {each.untyped_storage()._cdata for each in [*module.parameters(), *module.buffers()]}
-    kept: dict[int, Tensor] = {}
+    saved: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        kept.setdefault(tensor.untyped_storage()._cdata, tensor)
+        saved.setdefault(tensor.untyped_storage()._cdata, tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         module(*inputs)
-    return sum(each.untyped_storage().nbytes() for key, each in kept.items() if key not in weights)
+    return sum(each.untyped_storage().nbytes() for key, each in saved.items() if key not in weights)
 
 
 def blocks(outline: Outline) -> list[Opaque]:
@@ -68,26 +68,27 @@ def test_parameters_are_exact_and_saved_bytes_equal_what_autograd_saves(build: A
     outline = outline_from_module(module, example)
     assert outline.num_parameters == sum(each.numel() for each in module.parameters())
     saved = sum(block.saved_bytes for block in blocks(outline)) * len(example)
-    assert saved == kept_by_autograd(module, example)
+    assert saved == bytes_saved_by_autograd(module, example)
 
 
 def test_the_blocks_of_a_convolutional_network_are_in_order_with_their_flops() -> None:
     outline = outline_from_module(Convolutions(), torch.randn(4, 3, 16, 16))
     assert [block.name for block in blocks(outline)] == ["Conv2d", "BatchNorm2d", "Conv2d", "Linear"]
     # Two operations for each output, input channel and tap of a 3 x 3 kernel, over 16 x 16 pixels.
-    arithmetic = [2 * 256 * 8 * 3 * 9, 0, 2 * 256 * 16 * 8 * 9, 2 * 16 * 10]
-    assert [block.sample_flops for block in blocks(outline)] == arithmetic
+    flops = [2 * 256 * 8 * 3 * 9, 0, 2 * 256 * 16 * 8 * 9, 2 * 16 * 10]
+    assert [block.sample_flops for block in blocks(outline)] == flops
     assert [block.output_bytes for block in blocks(outline)] == [4 * 8 * 256, 4 * 8 * 256, 4 * 16 * 256, 40]
-    assert blocks(outline)[0].moved_bytes == 4 * (3 * 256 + 8 * 256) + 4 * 224 / 4  # pixels, and a share of the weights
+    # Pixels, and a quarter of the weights.
+    assert blocks(outline)[0].moved_bytes == 4 * (3 * 256 + 8 * 256) + 4 * 224 / 4
     assert outline.main.extras == 1
 
 
 def test_equal_layers_are_one_run_and_their_flops_are_the_textbook_ones() -> None:
     outline = outline_from_module(encoder(), torch.randn(2, 10, 32))
     ((layer, count),) = outline.main.runs
-    products = 2 * 10 * (4 * 32 * 32 + 2 * 32 * 64)
+    matmuls = 2 * 10 * (4 * 32 * 32 + 2 * 32 * 64)
     attention = 2 * 2 * 10 * 10 * 32
-    assert (count, layer.flops(1, 1)) == (3, products + attention)
+    assert (count, layer.flops(1, 1)) == (3, matmuls + attention)
 
 
 def test_a_large_network_is_traced_without_memory_and_not_changed() -> None:

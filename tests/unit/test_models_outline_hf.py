@@ -1,4 +1,4 @@
-"""Outlines of Hugging Face configurations: the parameters that transformers builds, and how they see a sample."""
+"""Outlines of Hugging Face configs: they have the parameters that transformers builds, and the right positions."""
 
 import json
 from typing import Any
@@ -36,10 +36,10 @@ CLIP = {"model_type": "clip_vision_model", **VIT}
 SIGLIP = {"model_type": "siglip_vision_model", **VIT}
 HEADLESS = SIGLIP | {"vision_use_head": False}
 INTERN = VIT | {"image_size": [28, 28], "patch_size": [7, 7]}
-QWEN_EYE = {"depth": 10, "num_heads": 4, "patch_size": 7}
+QWEN_VISION = {"depth": 10, "num_heads": 4, "patch_size": 7}
 QWEN_2 = {"model_type": "qwen2", **LLAMA}
 WIDE_HEADS = LLAMA | {"head_dim": 16}
-DEEP_EYE = QWEN_EYE | {
+DEEPSTACK_VISION = QWEN_VISION | {
     "hidden_size": 32, "intermediate_size": 40, "out_hidden_size": 32, "deepstack_visual_indexes": [0, 1],
     "num_position_embeddings": 16,
 }  # fmt: skip
@@ -77,7 +77,7 @@ CAUSAL: Shapes = {
     "olmo2": [LLAMA],
     "granite": [LLAMA],  # in no table: read by the names that most families use
 }
-SEEING: Shapes = {
+VLMS: Shapes = {
     "llava": [
         {"vision_config": CLIP, "text_config": {"model_type": "llama", **LLAMA}},
         {"vision_config": SIGLIP, "text_config": QWEN_2},
@@ -93,16 +93,16 @@ SEEING: Shapes = {
         },
     ],
     "qwen2_vl": [
-        {"vision_config": QWEN_EYE | {"embed_dim": 32, "mlp_ratio": 4, "hidden_size": 32}, "text_config": LLAMA}
+        {"vision_config": QWEN_VISION | {"embed_dim": 32, "mlp_ratio": 4, "hidden_size": 32}, "text_config": LLAMA}
     ],
     "qwen2_5_vl": [
         {
-            "vision_config": QWEN_EYE | {"hidden_size": 32, "intermediate_size": 40, "out_hidden_size": 32},
+            "vision_config": QWEN_VISION | {"hidden_size": 32, "intermediate_size": 40, "out_hidden_size": 32},
             "text_config": LLAMA,
         }
     ],
-    "qwen3_vl": [{"vision_config": DEEP_EYE, "text_config": WIDE_HEADS}],
-    "qwen3_vl_moe": [{"vision_config": DEEP_EYE, "text_config": WIDE_HEADS | MIXED}],
+    "qwen3_vl": [{"vision_config": DEEPSTACK_VISION, "text_config": WIDE_HEADS}],
+    "qwen3_vl_moe": [{"vision_config": DEEPSTACK_VISION, "text_config": WIDE_HEADS | MIXED}],
     "gemma3": [{"vision_config": HEADLESS, "text_config": WIDE_HEADS, "mm_tokens_per_image": 4}],
     "paligemma": [
         {"vision_config": HEADLESS, "text_config": {"model_type": "gemma", **WIDE_HEADS}, "projection_dim": 32}
@@ -114,7 +114,7 @@ SEEING: Shapes = {
         }
     ],
 }
-SIGHT: dict[str, Shapes] = {
+VISION: dict[str, Shapes] = {
     "ForImageClassification": {"vit": [VIT], "dinov2": [DINO]},
     "ForObjectDetection": {
         "yolos": [VIT | {"image_size": [28, 35]}, VIT | {"image_size": [28, 28], "use_mid_position_embeddings": False}]
@@ -128,7 +128,7 @@ SIGHT: dict[str, Shapes] = {
 }
 CASES = [
     pytest.param(task, kind, fields, id=f"{kind}-{number}{task.removeprefix('For')}")
-    for task, kinds in {"ForCausalLM": CAUSAL, "ForImageTextToText": SEEING, **SIGHT}.items()
+    for task, kinds in {"ForCausalLM": CAUSAL, "ForImageTextToText": VLMS, **VISION}.items()
     for kind, shapes in kinds.items()
     for number, fields in enumerate(shapes)
 ]
@@ -196,29 +196,29 @@ def test_windows_are_in_the_layers_where_transformers_has_them(
 
 
 def test_an_image_of_a_fixed_size_model_is_one_segment_of_patches_and_a_class_token() -> None:
-    vision, projector, language = outlined({"model_type": "llava", **SEEING["llava"][0]}, ImageLimits(count=3)).towers
+    vision, projector, language = outlined({"model_type": "llava", **VLMS["llava"][0]}, ImageLimits(count=3)).towers
     assert [tower.name for tower in (vision, projector, language)] == ["vision", "projector", "language"]
     assert (vision.positions, vision.segment) == (3 * 17, 17)  # 28 pixels are 4 x 4 patches of 7
     assert projector.positions == 3 * 16
-    assert language.places(100) == (100, 100)
+    assert language.sample_positions(100) == (100, 100)
 
 
 def test_internvl_splits_a_large_image_into_tiles_and_adds_a_thumbnail() -> None:
-    config = {"model_type": "internvl", **SEEING["internvl"][0]}
+    config = {"model_type": "internvl", **VLMS["internvl"][0]}
     assert outlined(config).towers[0].positions == 17
     vision, projector, _ = outlined(config, ImageLimits(size=84)).towers  # three tiles of 28 a side
     assert (vision.positions, vision.segment, projector.positions) == (10 * 17, 17, 10 * 4)
 
 
 def test_llava_next_takes_the_smallest_grid_that_holds_the_image() -> None:
-    config = {"model_type": "llava_next", **SEEING["llava_next"][0]}
+    config = {"model_type": "llava_next", **VLMS["llava_next"][0]}
     config["image_grid_pinpoints"] = [[28, 56], [56, 28], [56, 56], [84, 28]]
     assert outlined(config).towers[0].positions == 3 * 17
     assert outlined(config, ImageLimits(size=56)).towers[0].positions == 5 * 17
 
 
 def test_qwen_takes_an_image_at_its_own_size_and_mostly_in_windows() -> None:
-    config: dict[str, Any] = {"model_type": "qwen2_5_vl", **SEEING["qwen2_5_vl"][0]}
+    config: dict[str, Any] = {"model_type": "qwen2_5_vl", **VLMS["qwen2_5_vl"][0]}
     config["vision_config"] = config["vision_config"] | {"window_size": 28, "fullatt_block_indexes": [1, 4]}
     vision, projector, _ = outlined(config, ImageLimits(count=2, size=100)).towers
     assert (vision.segment, vision.positions) == (196, 392)  # 100 pixels are rounded to 98: 14 x 14 patches of 7
@@ -234,7 +234,7 @@ def test_a_detector_has_box_tokens_in_addition_to_patches() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "code", "words"),
+    ("config", "code", "text"),
     [
         ({}, "M011", "width (hidden_size | n_embd | d_model | dim), layers ("),
         ({"model_type": "new", "d_model": 8, "n_layer": 2, "n_head": 2}, "M011", "lacks vocabulary (vocab_size"),
@@ -257,17 +257,17 @@ def test_a_detector_has_box_tokens_in_addition_to_patches() -> None:
         ({"model_type": "deepseek_v3", **DEEPSEEK, "num_experts_per_tok": 5}, "M007", "5 is not between 1 and 4"),
     ],
 )
-def test_missing_and_invalid_fields_are_named(config: dict[str, Any], code: str, words: str) -> None:
+def test_missing_and_invalid_fields_are_named(config: dict[str, Any], code: str, text: str) -> None:
     with pytest.raises(UserError) as caught:
         outlined(config)
     assert caught.value.code == code
-    assert words in caught.value.what
+    assert text in caught.value.what
 
 
 @pytest.mark.parametrize("junk", [None, 0, -1, 1.5, True, "x", [], {}, [None], 10**400, float("nan")], ids=range(11))
 def test_any_field_value_gives_an_outline_or_a_user_error(junk: Any) -> None:
-    seeing = [(kind, shapes[0]) for kind, shapes in SEEING.items()]
-    for kind, fields in [("deepseek_v3", DEEPSEEK), ("falcon", PLAIN), ("vit", VIT), *seeing]:
+    vlms = [(kind, shapes[0]) for kind, shapes in VLMS.items()]
+    for kind, fields in [("deepseek_v3", DEEPSEEK), ("falcon", PLAIN), ("vit", VIT), *vlms]:
         config: dict[str, Any] = {"model_type": kind, **fields}
         for key in config:
             _try(config | {key: junk})

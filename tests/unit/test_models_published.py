@@ -1,4 +1,4 @@
-"""Published models: their config.json, as far as it matters here, and the parameters that they are known to have."""
+"""Published models: the relevant fields of their config.json, and their published number of parameters."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ def shape(hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, vocab: 
     }  # fmt: skip
 
 
-def sight(hidden: int, layers: int, heads: int, ffn: int, image: int) -> dict[str, Any]:
+def vision_shape(hidden: int, layers: int, heads: int, ffn: int, image: int) -> dict[str, Any]:
     return {
         "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads, "intermediate_size": ffn,
         "image_size": image, "patch_size": 14,
@@ -22,7 +22,7 @@ def sight(hidden: int, layers: int, heads: int, ffn: int, image: int) -> dict[st
 
 
 QWEN_7B = shape(3584, 28, 28, 4, 18944, 152064)
-QWEN_EYE = {"depth": 32, "num_heads": 16, "in_chans": 3, "patch_size": 14, "temporal_patch_size": 2}
+QWEN_VISION = {"depth": 32, "num_heads": 16, "in_chans": 3, "patch_size": 14, "temporal_patch_size": 2}
 LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 DEEPSEEK_V3 = shape(7168, 61, 128, 128, 18432, 129280) | LATENT | {
     "model_type": "deepseek_v3", "q_lora_rank": 1536, "n_routed_experts": 256, "n_shared_experts": 1,
@@ -44,22 +44,25 @@ FALCON = {"hidden_size": 4544, "num_hidden_layers": 32, "num_attention_heads": 7
 BLOOM = {"hidden_size": 4096, "n_layer": 30, "n_head": 32, "vocab_size": 250880}
 MPT = {"d_model": 4096, "n_layers": 32, "n_heads": 32, "vocab_size": 50432}
 OPT = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "ffn_dim": 16384, "vocab_size": 50272}
-VIT_BASE = sight(768, 12, 12, 3072, 224) | {"patch_size": 16, "id2label": {str(number): "" for number in range(1000)}}
-LLAVA = {  # its language says no more: the rest is what the class assumes
-    "text_config": {"model_type": "llama", "max_position_embeddings": 4096, "vocab_size": 32064},
-    "vision_config": sight(1024, 24, 16, 4096, 336) | {"model_type": "clip_vision_model"},
+VIT_BASE = vision_shape(768, 12, 12, 3072, 224) | {
+    "patch_size": 16,
+    "id2label": {str(number): "" for number in range(1000)},
 }
-QWEN_2_VL = QWEN_7B | {"vision_config": QWEN_EYE | {"embed_dim": 1280, "mlp_ratio": 4, "hidden_size": 3584}}
+LLAVA = {  # other fields of the language model have the defaults of their class
+    "text_config": {"model_type": "llama", "max_position_embeddings": 4096, "vocab_size": 32064},
+    "vision_config": vision_shape(1024, 24, 16, 4096, 336) | {"model_type": "clip_vision_model"},
+}
+QWEN_2_VL = QWEN_7B | {"vision_config": QWEN_VISION | {"embed_dim": 1280, "mlp_ratio": 4, "hidden_size": 3584}}
 QWEN_25_VL = QWEN_7B | {
-    "vision_config": QWEN_EYE | {"hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 3584}
+    "vision_config": QWEN_VISION | {"hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 3584}
 }
 GEMMA_3 = {
     "text_config": shape(5376, 62, 32, 16, 21504, 262208) | {"model_type": "gemma3_text", "head_dim": 128},
-    "vision_config": sight(1152, 27, 16, 4304, 896) | {"vision_use_head": False},
+    "vision_config": vision_shape(1152, 27, 16, 4304, 896) | {"vision_use_head": False},
 }
 INTERN_CHAT = {
     "llm_config": shape(6144, 48, 48, 8, 16384, 92553) | {"model_type": "internlm2"},
-    "vision_config": sight(3200, 45, 25, 12800, 448) | {"model_type": "intern_vit_6b", "qkv_bias": False},
+    "vision_config": vision_shape(3200, 45, 25, 12800, 448) | {"model_type": "intern_vit_6b", "qkv_bias": False},
 }
 
 
@@ -111,6 +114,6 @@ def test_a_window_makes_attention_cheaper_by_the_keys_outside_it() -> None:
     (windowed, _) = outlined({"model_type": "mistral", **shape(4096, 32, 32, 8, 14336, 32000)}).main.runs[0]
     assert isinstance(full, OutlineLayer)
     assert isinstance(windowed, OutlineLayer)
-    assert full.seen(8192) == windowed.seen(4096) * 2 == 4096
-    # The first 4,096 queries see half a window on average, the others all of it.
-    assert windowed.seen(16384) == (4096 * 2048 + 12288 * 4096) / 16384
+    assert full.mean_attended_keys(8192) == windowed.mean_attended_keys(4096) * 2 == 4096
+    # The first 4,096 queries attend to half a window on average, the others to all of it.
+    assert windowed.mean_attended_keys(16384) == (4096 * 2048 + 12288 * 4096) / 16384

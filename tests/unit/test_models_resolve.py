@@ -31,8 +31,10 @@ LLAVA = {
 }
 
 
-def shaped(**shape: Any) -> ModelSpec | None:
-    return spec_of(ModelSection(shape=shape))
+def shaped(**shape: Any) -> ModelSpec:
+    spec = spec_of(ModelSection(shape=shape))
+    assert isinstance(spec, ModelSpec)
+    return spec
 
 
 @pytest.fixture
@@ -115,10 +117,10 @@ def test_shape_changes_fields_of_the_spec_its_block_and_its_experts() -> None:
         TINY, block=replace(TINY.block, experts=experts)
     )
     fewer = spec_of(ModelSection(preset="tiny-moe", shape={"experts": {"num_experts": 4}}))
-    assert fewer is not None
+    assert isinstance(fewer, ModelSpec)
     assert fewer.block.experts == replace(PRESETS["tiny-moe"].block.experts or experts, num_experts=4)
     dense = spec_of(ModelSection(preset="tiny-moe", shape={"experts": None}))
-    assert dense is not None
+    assert isinstance(dense, ModelSpec)
     assert dense.block.experts is None
 
 
@@ -129,7 +131,7 @@ def test_head_dim_follows_hidden_and_heads_unless_it_is_set() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "code", "words"),
+    ("shape", "code", "text"),
     [
         ({"layer": 2}, "M008", "did you mean 'layers'"),
         ({"name": "x"}, "M008", "no field 'name'"),
@@ -151,11 +153,11 @@ def test_head_dim_follows_hidden_and_heads_unless_it_is_set() -> None:
         ({"head_dim": 31}, "M009", "odd"),
     ],
 )
-def test_a_wrong_shape_is_named(shape: dict[str, Any], code: str, words: str) -> None:
+def test_a_wrong_shape_is_named(shape: dict[str, Any], code: str, text: str) -> None:
     with pytest.raises(UserError) as caught:
         shaped(**shape)
     assert caught.value.code == code
-    assert words in caught.value.what
+    assert text in caught.value.what
 
 
 def test_an_outline_is_of_our_decoder_or_of_the_model_in_the_folder(folder: Path) -> None:

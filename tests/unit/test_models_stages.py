@@ -1,4 +1,4 @@
-"""Where a pipeline is cut, and what its ranks then wait."""
+"""How a pipeline is split into stages, and how long its ranks wait."""
 
 import itertools
 import random
@@ -23,7 +23,7 @@ from trimaran.models import (
 from trimaran.models.stages import cheapest_split
 
 TINY = PRESETS["tiny"]
-# What each action of a schedule costs, in thirds of a forward and backward.
+# The cost of each action of a schedule, in thirds of a forward and backward.
 COST = {"FORWARD": 1, "BACKWARD_INPUT": 1, "BACKWARD_WEIGHT": 1, "FULL_BACKWARD": 2}
 Action = tuple[int, str, int]  # stage, kind, micro-batch
 
@@ -34,11 +34,11 @@ def pipeline(schedule: str, *, pp: int, count: int = 8, stages: Sequence[int] = 
     )
 
 
-def try_all(costs: Sequence[int], num_stages: int) -> tuple[int, ...]:
-    """Return the best split of all there are: cheapest at its dearest, then most equal, then fewer late."""
+def best_of_all_splits(costs: Sequence[int], num_stages: int) -> tuple[int, ...]:
+    """Return the best of all splits: lowest maximum cost, then most equal, then fewer layers in later stages."""
     ranked = []
-    for cuts in itertools.combinations(range(1, len(costs)), num_stages - 1):
-        bounds = list(itertools.pairwise((0, *cuts, len(costs))))
+    for splits in itertools.combinations(range(1, len(costs)), num_stages - 1):
+        bounds = list(itertools.pairwise((0, *splits, len(costs))))
         sums = [sum(costs[start:stop]) for start, stop in bounds]
         ranked.append((max(sums), sum(each**2 for each in sums), [start - stop for start, stop in bounds]))
     return tuple(-count for count in min(ranked)[2])
@@ -59,7 +59,7 @@ def test_no_other_split_is_better() -> None:
     for _ in range(200):
         costs = [draw.randint(1, 9) for _ in range(draw.randint(1, 9))]
         num_stages = draw.randint(1, len(costs))
-        assert cheapest_split(costs, num_stages) == try_all(costs, num_stages)
+        assert cheapest_split(costs, num_stages) == best_of_all_splits(costs, num_stages)
 
 
 def test_a_large_head_counts_with_its_cost() -> None:
@@ -104,7 +104,7 @@ def test_interleaved_stages_by_hand_may_be_more_than_two_a_rank() -> None:
 
 
 def torch_order(kind: Any, *, pp: int, count: int, rounds: int) -> list[list[Action]]:
-    """Return the actions of each rank as torch orders them. Only the order is asked for, so there are no stages."""
+    """Return the actions of each rank in torch's order. The schedule object needs no stages for that."""
     schedule = kind.__new__(kind)
     schedule.pp_group_size, schedule._n_microbatches, schedule.n_local_stages = pp, count, rounds
     schedule.num_stages = schedule._num_stages = pp * rounds
@@ -114,8 +114,8 @@ def torch_order(kind: Any, *, pp: int, count: int, rounds: int) -> list[list[Act
     return [[(each[0], each[1].name, each[2]) for each in order if each is not None] for order in orders]
 
 
-def idle_share(orders: list[list[Action]], *, num_stages: int) -> float:
-    """Return the share of the time in which a rank waits when every action starts as soon as it can."""
+def idle_fraction(orders: list[list[Action]], *, num_stages: int) -> float:
+    """Return the fraction of time that a rank waits if every action starts as soon as it can."""
     done: dict[Action, int] = {}
     clocks = [0] * len(orders)
     waiting = [list(reversed(order)) for order in orders]
@@ -125,14 +125,14 @@ def idle_share(orders: list[list[Action]], *, num_stages: int) -> float:
             while order and (start := start_of(order[-1], done, num_stages)) is not None:
                 stage, kind, micro_batch = order.pop()
                 clocks[rank] = max(clocks[rank], start) + COST[kind]
-                makes = "BACKWARD_INPUT" if kind == "FULL_BACKWARD" else kind
-                done[stage, makes, micro_batch] = clocks[rank]
-        assert len(done) > before, "the ranks wait for each other"
+                finished = "BACKWARD_INPUT" if kind == "FULL_BACKWARD" else kind
+                done[stage, finished, micro_batch] = clocks[rank]
+        assert len(done) > before, "the ranks deadlock"
     return 1 - sum(COST[kind] for _, kind, _ in orders[0]) / max(clocks)
 
 
 def start_of(action: Action, done: dict[Action, int], num_stages: int) -> int | None:
-    """Return when all that the action needs is there; None while it is not."""
+    """Return when all inputs of the action are ready; None while they are not."""
     stage, kind, micro_batch = action
     if kind == "FORWARD":
         needs = [(stage - 1, "FORWARD", micro_batch)] * (stage > 0)
@@ -147,14 +147,14 @@ def start_of(action: Action, done: dict[Action, int], num_stages: int) -> int | 
 @pytest.mark.parametrize(("pp", "count"), [(2, 4), (3, 6), (4, 8), (4, 12), (8, 16), (8, 40), (4, 4), (4, 5), (8, 9)])
 def test_the_bubble_equals_the_wait_in_torchs_zero_bubble_order(pp: int, count: int) -> None:
     order = torch_order(schedules.ScheduleZBVZeroBubble, pp=pp, count=count, rounds=2)
-    assert pipeline("zero-bubble", pp=pp, count=count).bubble == pytest.approx(idle_share(order, num_stages=2 * pp))
+    assert pipeline("zero-bubble", pp=pp, count=count).bubble == pytest.approx(idle_fraction(order, num_stages=2 * pp))
 
 
 @pytest.mark.parametrize(("pp", "count", "rounds"), [(2, 4, 2), (4, 8, 2), (4, 10, 2), (4, 12, 3), (3, 9, 2)])
 def test_the_bubble_equals_the_wait_in_torchs_interleaved_order(pp: int, count: int, rounds: int) -> None:
     order = torch_order(schedules.ScheduleInterleaved1F1B, pp=pp, count=count, rounds=rounds)
     plan = pipeline("interleaved", pp=pp, count=count, stages=(1,) * pp * rounds)
-    assert plan.bubble == pytest.approx(idle_share(order, num_stages=pp * rounds))
+    assert plan.bubble == pytest.approx(idle_fraction(order, num_stages=pp * rounds))
 
 
 def test_the_bubble_shrinks_with_micro_batches_and_better_schedules() -> None:

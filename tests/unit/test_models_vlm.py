@@ -1,4 +1,4 @@
-"""Models that see, on paper: shapes by name, from folders and from recipes, and what they weigh."""
+"""Specs of vision-language models: from presets, folders and recipes, and their number of parameters."""
 
 import json
 from dataclasses import replace
@@ -26,12 +26,12 @@ from trimaran.models.to_hf_vlm import disk_form, vlm_to_disk
 from trimaran.nets import network_of
 
 TINY = VLM_PRESETS["tiny"]
-PUBLISHED = {  # parameters, from the safetensors that their makers published
+PUBLISHED = {  # parameters, from the published safetensors
     "qwen2-vl-2b": 2_208_985_600,
     "qwen2-vl-7b": 8_291_375_616,
     "qwen2.5-vl-3b": 3_754_622_976,
     "qwen2.5-vl-7b": 8_292_166_656,
-    # Without the last layer of CLIP and its last norm, which LLaVA has on disk and does not look at.
+    # Without the last layer of CLIP and its last norm, which LLaVA has on disk but does not use.
     "llava-1.5-7b": 7_063_427_072 - 12_596_224 - 2_048,
     "internvl-26b": 25_514_186_112,
 }
@@ -81,7 +81,7 @@ def test_a_spec_survives_a_round_trip_through_its_config(name: str) -> None:
         vision=replace(spec.vision, ends=replace(spec.vision.ends, table=table)),
         language=replace(spec.language, name=again.language.name),
     )
-    if name == "tiny":  # how large its images are is for the processor, and not in a config.json
+    if name == "tiny":  # the image sizes belong to the processor and are not in config.json
         wanted = replace(wanted, min_pixels=again.min_pixels, max_pixels=again.max_pixels)
     assert again == wanted
 
@@ -100,7 +100,7 @@ def test_our_model_has_the_same_outline_as_the_one_of_transformers(name: str) ->
     spec, images = VLM_PRESETS[name], ImageLimits(count=3, size=None if name.startswith("llava") else 700)
     ours = vlm_outline(spec, images)
     theirs = outline_from_hf(vlm_to_disk(spec), where="config.json", name=name, images=images)
-    if name.startswith("llava"):  # which has a norm that nobody looks at
+    if name.startswith("llava"):  # it has an unused norm
         first = theirs.towers[0]
         theirs = replace(theirs, towers=(replace(first, extras=first.extras - 2048), *theirs.towers[1:]))
     assert [(each.name, each.parameters, each.positions, each.segment) for each in ours.towers] == [
@@ -118,7 +118,7 @@ def test_the_images_of_the_data_section_set_the_positions_of_the_towers() -> Non
     with pytest.raises(UserError, match="the images of a sample are 48 tokens, and its sequence has 32"):
         outline_for(section, DataSection(images_per_sample=3, image_size=64, seq_len=32))
     tiled = outline_for(ModelSection(family="vlm", preset="tiny-tiled"), DataSection(image_size=96))
-    assert tiled.towers[0].positions == 5 * 37, "four tiles and a small whole, each with its class token"
+    assert tiled.towers[0].positions == 5 * 37, "four tiles and a thumbnail, each with its class token"
 
 
 def test_a_spec_gives_the_image_rules_of_the_data() -> None:
@@ -133,7 +133,7 @@ def test_the_shape_of_each_tower_can_be_changed() -> None:
     spec = shaped(vision={"layers": 2, "block": {"gated": True}}, language={"hidden": 64, "norm_eps": 1e-5})
     assert spec.vision == replace(TINY.vision, layers=2, block=replace(TINY.vision.block, gated=True))
     assert (spec.language.hidden, spec.language.head_dim, spec.language.block.norm_eps) == (64, 16, 1e-5)
-    assert spec.sections == (2, 3, 3), "which go with the width of a head, unless they are told too"
+    assert spec.sections == (2, 3, 3), "they follow the head size unless they are set"
     assert shaped(vision={"full_layers": [1, 2], "window": 32}).vision.full_layers == (1, 2)
 
 
@@ -182,7 +182,7 @@ LLAVA = {"model_type": "llava", "text_config": {"model_type": "llama"}, "vision_
 @pytest.mark.parametrize(
     ("config", "what"),
     [
-        ({"model_type": "gemma3"}, "model_type is 'gemma3'; it knows qwen2_vl, qwen2_5_vl, llava, trimaran_vlm"),
+        ({"model_type": "gemma3"}, "model_type is 'gemma3'; it supports qwen2_vl, qwen2_5_vl, llava, trimaran_vlm"),
         ({}, "model_type is None"),
         (LLAVA | {"vision_config": {"model_type": "siglip_vision_model"}}, "its vision is 'siglip_vision_model'"),
         (LLAVA | {"vision_feature_select_strategy": "full"}, "vision_feature_select_strategy is 'full'"),
@@ -237,10 +237,11 @@ def test_sparse_hub_configs_are_read_with_the_defaults_of_their_classes() -> Non
 
 @pytest.mark.parametrize("config", [Qwen2VLConfig(), Qwen2_5_VLConfig()], ids=["qwen2-vl", "qwen2.5-vl"])
 def test_the_defaults_of_transformers_are_read(config: Any) -> None:
-    told = config.to_dict()
-    told["vision_config"] |= {"hidden_size": 8192} if told["model_type"] == "qwen2_vl" else {"out_hidden_size": 8192}
-    spec = vlm_from_disk(told, where="config.json")
+    fields = config.to_dict()
+    name = "hidden_size" if fields["model_type"] == "qwen2_vl" else "out_hidden_size"
+    fields["vision_config"] |= {name: 8192}
+    spec = vlm_from_disk(fields, where="config.json")
     assert (spec.language.layers, spec.hidden, spec.vision.layers) == (80, 8192, 32)
-    told["vision_config"]["hidden_size" if told["model_type"] == "qwen2_vl" else "out_hidden_size"] = 8000
+    fields["vision_config"][name] = 8000
     with pytest.raises(UserError, match="8000 is not the language's 8192"):
-        vlm_from_disk(told, where="config.json")
+        vlm_from_disk(fields, where="config.json")

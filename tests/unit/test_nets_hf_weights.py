@@ -49,8 +49,8 @@ CONFIGS = {
     "qwen2": Qwen2Config(**SMALL),
     "qwen3": Qwen3Config(**SMALL, head_dim=16),
     "qwen2-moe": Qwen2MoeConfig(**SMALL, **EXPERTS, shared_expert_intermediate_size=24),
-    "one-expert": Qwen3MoeConfig(**SMALL, **EXPERTS | {"num_experts": 1, "num_experts_per_tok": 1}, head_dim=16),
-    "qwen3-moe": Qwen3MoeConfig(**SMALL, **EXPERTS, head_dim=16, norm_topk_prob=True),
+    "one-expert": Qwen3MoeConfig(**SMALL, **EXPERTS | {"num_experts": 1, "num_experts_per_tok": 1, "head_dim": 16}),
+    "qwen3-moe": Qwen3MoeConfig(**SMALL, **EXPERTS | {"head_dim": 16}, norm_topk_prob=True),
 }
 TOKENS = torch.randint(0, 96, (2, 48), generator=torch.Generator().manual_seed(1))
 

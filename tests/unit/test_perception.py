@@ -49,8 +49,8 @@ def only(inputs: Inputs, row: int) -> Inputs:
     """Return one scene of a micro-batch."""
     rows = {name: each[row : row + 1] for name, each in inputs.items() if name in ("cameras", "segmentation", "valid")}
     for name, owners in (("points", "point_rows"), ("boxes", "box_rows")):
-        mine = inputs[owners] == row
-        rows |= {name: inputs[name][mine], owners: torch.zeros_like(inputs[owners][mine])}
+        selected = inputs[owners] == row
+        rows |= {name: inputs[name][selected], owners: torch.zeros_like(inputs[owners][selected])}
     return rows
 
 
@@ -98,7 +98,7 @@ def test_a_cell_attends_to_the_token_that_shows_its_object() -> None:
         _, hits, _ = cast(_cameras(RULES), box)
         shown = (hits == 0).reshape(RULES.cameras, columns, RULES.width // columns, rows, -1).sum(axis=(2, 4))
         best = int(bias[int(x + RULES.reach), int(y + RULES.reach)].argmax())
-        assert shown.transpose(0, 2, 1).ravel()[best] > 0, f"the box at {x}, {y} is not where its cell looks"
+        assert shown.transpose(0, 2, 1).ravel()[best] > 0, f"the cell at {x}, {y} attends to a token without its box"
 
 
 def test_the_loss_of_a_scene_does_not_depend_on_the_others_in_its_batch() -> None:
@@ -117,20 +117,20 @@ def test_the_loss_is_the_sum_of_its_parts() -> None:
 
 
 def test_a_quarantined_scene_has_no_weight() -> None:
-    made, whole = network(), batch()
+    made, everything = network(), batch()
     feed, _ = scene_feeds(DataSection(), SMALL.scenes(), seed=3, share=ALONE)
     gone = feed.samples(0, [0])[2]
     inputs = batch(quarantined=frozenset({gone}))
     assert inputs["valid"].tolist() == [True, True, False, True]
-    others = sum(loss_of(made, only(whole, row)).item() for row in (0, 1, 3))
+    others = sum(loss_of(made, only(everything, row)).item() for row in (0, 1, 3))
     assert loss_of(made, inputs).item() == pytest.approx(others, rel=1e-5)
     assert SceneFeed(feed._scenes, seed=3, share=ALONE, quarantined=frozenset({gone})).num_quarantined(0) == 1
 
 
 def test_scenes_without_points_and_objects_give_every_parameter_a_gradient() -> None:
     made, inputs = network(), batch()
-    none = {name: inputs[name][:0] for name in ("points", "point_rows", "boxes", "box_rows")}
-    loss_of(made, inputs | none).backward()
+    empty = {name: inputs[name][:0] for name in ("points", "point_rows", "boxes", "box_rows")}
+    loss_of(made, {**inputs, **empty}).backward()
     for name, parameter in made.module.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.isfinite().all(), name
@@ -174,16 +174,16 @@ def test_a_taxi_predicted_as_a_car_does_not_count() -> None:
 
 
 def test_every_split_into_stages_computes_the_same_as_the_full_model() -> None:
-    inputs, whole = batch(), network()
-    expected, _ = whole.forward(inputs)
-    for cut in range(1, SMALL.layers):
-        first, second = network(blocks=range(cut)), network(blocks=range(cut, SMALL.layers))
+    inputs, full = batch(), network()
+    expected, _ = full.forward(inputs)
+    for split in range(1, SMALL.layers):
+        first, second = network(blocks=range(split)), network(blocks=range(split, SMALL.layers))
         stream, _ = first.forward(inputs)
         assert tuple(stream.shape) == first.stream_shape(inputs, tp=1)[1] == second.stream_shape(inputs, tp=1)[0]
         output, _ = second.forward(inputs, stream)
         torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-6)
         names = [name for each in (first, second) for name, _ in each.module.named_parameters()]
-        assert sorted(names) == sorted(name for name, _ in whole.module.named_parameters())
+        assert sorted(names) == sorted(name for name, _ in full.module.named_parameters())
 
 
 @pytest.mark.parametrize("preset", PERCEPTION_PRESETS)
@@ -201,7 +201,7 @@ def test_the_outline_and_the_module_names_equal_those_of_the_module(preset: str)
         of_tower = [each for name, each in made.module.named_parameters() if name.startswith(prefix)]
         assert tower.parameters == sum(each.numel() for each in of_tower), tower.name
     real = {name for name, _ in made.module.named_modules() if name}
-    # A residual block that changes nothing but its input has no `skip`; the name on paper does no harm.
+    # A residual block with equal channels and stride 1 has no `skip`; the extra name does no harm.
     assert {name for name in module_names(spec) if not name.endswith("skip")} <= real <= set(module_names(spec))
 
 
@@ -222,9 +222,9 @@ def test_saved_weights_are_read_back(tmp_path: Path) -> None:
 
 
 def test_user_errors_are_refused(tmp_path: Path) -> None:
-    asked = ModelSection(family="perception", path=str(tmp_path))
+    from_folder = ModelSection(family="perception", path=str(tmp_path))
     sections = [
-        (asked, "M040"),
+        (from_folder, "M040"),
         (ModelSection(family="perception", preset="giant"), "M001"),
         (ModelSection(family="perception", shape={"camera": 4}), "M008"),
         (ModelSection(family="perception", shape={"cameras": 2}), "M009"),
@@ -238,7 +238,7 @@ def test_user_errors_are_refused(tmp_path: Path) -> None:
         assert caught.value.code == code
     (tmp_path / "config.json").write_text(json.dumps(perception_config(SMALL) | {"model_type": "llama"}))
     with pytest.raises(UserError, match="llama"):
-        spec_of(asked)
+        spec_of(from_folder)
 
 
 def test_a_step_has_the_same_scenes_under_every_split_and_number_of_workers() -> None:
@@ -246,22 +246,22 @@ def test_a_step_has_the_same_scenes_under_every_split_and_number_of_workers() ->
 
     def scenes(share: DataShare, workers: int = 0) -> dict[int, list[float]]:
         feed, _ = scene_feeds(DataSection(), rules, seed=5, share=share)
-        found: dict[int, list[float]] = {}
+        sums: dict[int, list[float]] = {}
         with Loader(feed, start_step=2, steps=3, workers=workers) as loader:
             step = next(loader)
         for micro in range(share.grad_accum):
             inputs = step.micro(micro)
             for row in range(share.micro_batch):
-                mine = only(inputs, row)
+                scene = only(inputs, row)
                 number = step.sample_ids[micro * share.micro_batch + row]
-                found[number] = [each.double().sum().item() for _, each in sorted(mine.items()) if each.ndim > 1]
-        return found
+                sums[number] = [each.double().sum().item() for _, each in sorted(scene.items()) if each.ndim > 1]
+        return sums
 
-    whole = scenes(DataShare(rank=0, dp=1, micro_batch=8, grad_accum=1))
-    assert len(whole) == 8
-    assert scenes(DataShare(rank=0, dp=1, micro_batch=2, grad_accum=4), workers=2) == whole
+    full = scenes(DataShare(rank=0, dp=1, micro_batch=8, grad_accum=1))
+    assert len(full) == 8
+    assert scenes(DataShare(rank=0, dp=1, micro_batch=2, grad_accum=4), workers=2) == full
     halves = [scenes(DataShare(rank=rank, dp=2, micro_batch=2, grad_accum=2)) for rank in range(2)]
-    assert halves[0] | halves[1] == whole
+    assert halves[0] | halves[1] == full
 
 
 def test_held_out_scenes_are_never_trained_on() -> None:

@@ -152,7 +152,12 @@ def _attention(layer: OutlineLayer, split: BlockSplit, rates: DeviceRates, profi
     if not layer.heads:
         return 0.0, 0.0
     flops = (
-        2.0 * split.positions * layer.heads / split.tp * (layer.head_dim + layer.value_dim) * layer.seen(split.length)
+        2.0
+        * split.positions
+        * layer.heads
+        / split.tp
+        * (layer.head_dim + layer.value_dim)
+        * layer.mean_attended_keys(split.length)
     )
     return attention_seconds(flops, split.length, layer.head_dim, kernel=profile.attention, rates=rates)
 

@@ -23,7 +23,7 @@ class Job:
 
     def positions(self, tower: Tower, plan: Plan) -> int:
         """Return how many positions of a micro-batch one rank processes in `tower`: its part of every sample."""
-        return plan.micro_batch * tower.places(self.seq_len)[0] // plan.mesh.cp
+        return plan.micro_batch * tower.sample_positions(self.seq_len)[0] // plan.mesh.cp
 
     def recompute_of(self, tower: Tower, plan: Plan) -> str | int:
         """Return the tower's recompute mode."""

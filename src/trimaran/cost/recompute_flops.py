@@ -25,7 +25,7 @@ def repeated_flops(job: Job, plan: Plan) -> Flops:
 @lru_cache(maxsize=4096)  # many plans of a search share one recompute mode
 def _tower_flops(tower: Tower, recompute: str | int, seq_len: int, profile: TimeProfile) -> float:
     """Return the repeated FLOPs of one sample. A number k means every k-th block, from the first on."""
-    positions, length = tower.places(seq_len)
+    positions, length = tower.sample_positions(seq_len)
     blocks = [block for block, count in tower.runs for _ in range(count)]
     stride = int(recompute) if isinstance(recompute, int) else 1
     selective = recompute == "selective"

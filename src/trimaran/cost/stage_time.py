@@ -168,7 +168,9 @@ def _unit(inputs: StageInputs, plan: Plan, group: LayerGroup) -> tuple[TimeUnit,
     if isinstance(block, Opaque):
         passes, dense, experts = opaque_passes(block, inputs.micro_batch, inputs.rates), float(block.parameters), 0.0
     else:
-        split = BlockSplit(job.positions(group.tower, plan), group.tower.places(job.seq_len)[1], mesh.tp, mesh.ep)
+        split = BlockSplit(
+            job.positions(group.tower, plan), group.tower.sample_positions(job.seq_len)[1], mesh.tp, mesh.ep
+        )
         passes = layer_passes(
             block, split, inputs.rates, job.stack.time, compiled=inputs.kind.is_compiled, fp8=inputs.kind.is_fp8
         )
@@ -277,7 +279,7 @@ def _root_unit(inputs: StageInputs, part: RankPart) -> tuple[TimeUnit, tuple[flo
     main, weights = inputs.job.outline.main, float(part.root)
     if (tower := part.head_tower) is None:
         return TimeUnit(1, weights, 0.0, not main.frozen, None, 0.0, 0.0), (0.0, 0.0)
-    positions = inputs.micro_batch * tower.places(inputs.job.seq_len)[0] // inputs.degrees[2]
+    positions = inputs.micro_batch * tower.sample_positions(inputs.job.seq_len)[0] // inputs.degrees[2]
     split, loss = BlockSplit(positions, 0, inputs.degrees[0], 1), inputs.kind.loss
     passes = head_passes(tower, split, inputs.rates, inputs.job.stack.time)
     ends = passes.forward, passes.input_grad + passes.weight_grad * (not tower.frozen)

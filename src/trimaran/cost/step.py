@@ -36,7 +36,7 @@ def predict(job: Job, cluster: Cluster, plan: Plan) -> Prediction:
     if slowdown:
         terms["allocator"] = Seconds(slowdown * sum(terms.values()))
     seconds = Seconds(sum(terms.values()))
-    samples, positions = plan.global_batch, job.outline.main.places(job.seq_len)[0]
+    samples, positions = plan.global_batch, job.outline.main.sample_positions(job.seq_len)[0]
     flops = Flops(samples * job.outline.training_flops(job.seq_len))
     peak_flops, sustained = device.peak(precision), rates_of(device, plan.precision).matmul_flops
     return Prediction(

@@ -1,6 +1,6 @@
 """The shape of a network, from a preset, a Hugging Face config.json or the recipe. Imports no torch."""
 
-from trimaran.models.disk_config import disk_config
+from trimaran.models.any_spec import Spec, disk_config
 from trimaran.models.from_hf import spec_from_hf, spec_to_hf
 from trimaran.models.hf_vision import ImageLimits
 from trimaran.models.json_file import read_json
@@ -11,7 +11,6 @@ from trimaran.models.outline_hf import outline_from_hf
 from trimaran.models.perception_spec import PERCEPTION_PRESETS, PerceptionSpec
 from trimaran.models.resolve import model_folder, outline_for, outline_if_known, outline_named, refuse_freezing, spec_of
 from trimaran.models.spec import Block, ExpertSpec, ModelSpec, Rope
-from trimaran.models.specs import Spec
 from trimaran.models.stages import split_by_cost, split_outline, stage_ranges, stages_of_rank
 from trimaran.models.vlm_outline import vlm_outline
 from trimaran.models.vlm_presets import VLM_PRESETS

@@ -53,7 +53,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 def unsupported(config: Mapping[str, Any]) -> str | None:
     """Return the first feature of `config` that our decoder lacks; None if it supports all of them."""
     if (kind := config.get("model_type")) not in list(ARCHITECTURES):
-        return f"model_type is {show(kind)}; the decoder knows {', '.join(ARCHITECTURES)}"
+        return f"model_type is {show(kind)}; the decoder supports {', '.join(ARCHITECTURES)}"
     for key, plain in _PLAIN.items():
         if config.get(key) not in plain:
             return f"{key} is {show(config[key])}"

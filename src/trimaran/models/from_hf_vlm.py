@@ -33,7 +33,7 @@ def vlm_from_disk(config: Mapping[str, Any], *, where: str) -> VlmSpec:
     """Return the shape that `config` describes. `where` names the configuration in errors."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in READERS:
-        raise _cannot(f"model_type is {show(kind)}; it knows {', '.join(READERS)}", where)
+        raise _cannot(f"model_type is {show(kind)}; it supports {', '.join(READERS)}", where)
     spec = READERS[kind](Fields(config, where))
     if problem := first_invalid_vlm_field(spec):
         raise bad_field(problem[0], problem[1], where)
@@ -119,9 +119,9 @@ def _llava(fields: Fields) -> VlmSpec:
     if (kind := below.word("model_type", default="clip_vision_model")) != "clip_vision_model":
         raise _cannot(f"its vision is {show(kind)}, and not clip_vision_model", fields.where)
     text = fields.below("text_config")
-    told = {name: value for name, value in text.config.items() if value is not None}
-    usual = _LLAMA if told.get("model_type", "llama") == "llama" else {}
-    told = {"model_type": "llama", **usual, **told, "tie_word_embeddings": _tied(fields, text)}
+    given = {name: value for name, value in text.config.items() if value is not None}
+    usual = _LLAMA if given.get("model_type", "llama") == "llama" else {}
+    given = {"model_type": "llama", **usual, **given, "tie_word_embeddings": _tied(fields, text)}
     for name, value, plain in (
         ("projector_hidden_act", fields.word("projector_hidden_act", default="gelu"), "gelu"),
         ("multimodal_projector_bias", fields.boolean("multimodal_projector_bias", default=True), True),
@@ -131,15 +131,15 @@ def _llava(fields: Fields) -> VlmSpec:
             raise _cannot(f"{name} is {show(value)}", fields.where)
     return VlmSpec(
         name="llava",
-        vision=_clip_eye(fields, below.assuming(USUAL["clip_vision_model"])),
+        vision=_clip_vision(fields, below.assuming(USUAL["clip_vision_model"])),
         projector=ProjectorSpec(merge=1, normed=False),
-        language=spec_from_hf(told, where=text.where),
+        language=spec_from_hf(given, where=text.where),
         image_token=fields.integer("image_token_index", "image_token_id", default=32000),
         max_tiles=1,
     )
 
 
-def _clip_eye(fields: Fields, below: Fields) -> VisionSpec:
+def _clip_vision(fields: Fields, below: Fields) -> VisionSpec:
     layers, tapped = below.size("num_hidden_layers"), fields.config.get("vision_feature_layer", -2)
     if not isinstance(tapped, int) or isinstance(tapped, bool) or not -layers <= tapped <= layers or tapped == 0:
         raise _cannot(f"vision_feature_layer is {show(tapped)} of {layers} layers", fields.where)

@@ -35,7 +35,7 @@ def outline_from_module(module: nn.Module, *inputs: Any, **named: Any) -> Outlin
     the first. Attention is counted as the CPU's flash kernel computes it.
     """
     module = getattr(module, "_orig_mod", module)  # unwrap torch.compile
-    return _outline_from_config(module) or _watched(module, inputs, named)
+    return _outline_from_config(module) or _traced_outline(module, inputs, named)
 
 
 def _outline_from_config(module: nn.Module) -> Outline | None:
@@ -44,9 +44,9 @@ def _outline_from_config(module: nn.Module) -> Outline | None:
     if not hasattr(config, "to_dict"):
         return None
     name = type(module).__name__
-    told = json.loads(json.dumps(config.to_dict(), default=str)) | {"architectures": [name]}
+    fields = json.loads(json.dumps(config.to_dict(), default=str)) | {"architectures": [name]}
     try:
-        outline = outline_from_hf(told, where=name, name=name)
+        outline = outline_from_hf(fields, where=name, name=name)
     except UserError:
         return None  # the module is recorded instead
     if outline.num_parameters != _count(module.parameters()):
@@ -76,12 +76,12 @@ class _Record:
 
 
 @dataclass(slots=True)
-class _Log:
+class _BlockLog:
     """The blocks in the order in which they were entered; operations are counted in the last of them."""
 
     records: list[_Record] = field(default_factory=lambda: [_Record()])
     counted: set[int] = field(default_factory=set)
-    kept: dict[int, Any] = field(default_factory=dict)
+    storages: dict[int, Any] = field(default_factory=dict)
 
     def enter(self, path: str, block: nn.Module) -> None:
         if self.records[0].name == "":
@@ -100,16 +100,16 @@ class _Log:
     def keep(self, tensor: Tensor) -> Tensor:
         """Count what is saved for backward, each storage once; weights are resident anyway."""
         storage = tensor.untyped_storage()
-        if storage._cdata not in self.kept:
-            self.kept[storage._cdata] = tensor
+        if storage._cdata not in self.storages:
+            self.storages[storage._cdata] = tensor
             self.records[-1].saved_bytes += storage.nbytes()
         return tensor
 
 
-class _OperatorWatch(TorchDispatchMode):
+class _OperatorCounter(TorchDispatchMode):
     """Adds the FLOPs and memory traffic of every operation to the running block."""
 
-    def __init__(self, log: _Log) -> None:
+    def __init__(self, log: _BlockLog) -> None:
         super().__init__()
         self.log = log
 
@@ -124,31 +124,33 @@ class _OperatorWatch(TorchDispatchMode):
         return out
 
 
-def _watched(module: nn.Module, inputs: Sequence[Any], named: Mapping[str, Any]) -> Outline:
+def _traced_outline(module: nn.Module, inputs: Sequence[Any], named: Mapping[str, Any]) -> Outline:
     tensors = _tensors((inputs, named))
     if not tensors or not tensors[0].shape or not tensors[0].shape[0]:
         raise UserError("M031", "no example input: the first tensor must have samples in its first dimension",
                         where="inputs", fix="call outline_from_module(module, *example_inputs)")  # fmt: skip
-    log, mode = _Log(), FakeTensorMode(allow_non_fake_inputs=True)
+    log, mode = _BlockLog(), FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
-        memo = {id(each): _hollow(each) for each in [*module.parameters(), *module.buffers()]}
-        inputs, named = tree_map_only(Tensor, _hollow, (inputs, named))
+        memo = {id(each): _fake_copy(each) for each in [*module.parameters(), *module.buffers()]}
+        inputs, named = tree_map_only(Tensor, _fake_copy, (inputs, named))
     try:
-        ghost = copy.deepcopy(module, memo)
-        for path, block in _blocks("", ghost):
+        fake_module = copy.deepcopy(module, memo)
+        for path, block in _blocks("", fake_module):
             block.register_forward_pre_hook(lambda each, _, path=path: log.enter(path, each))
             block.register_forward_hook(lambda _, __, output: log.leave(output))
-        log.kept = {each.untyped_storage()._cdata: each for each in [*ghost.parameters(), *ghost.buffers()]}
-        with torch.enable_grad(), mode, _OperatorWatch(log), saved_tensors_hooks(log.keep, lambda each: each):
-            ghost(*inputs, **named)
+        log.storages = {
+            each.untyped_storage()._cdata: each for each in [*fake_module.parameters(), *fake_module.buffers()]
+        }
+        with torch.enable_grad(), mode, _OperatorCounter(log), saved_tensors_hooks(log.keep, lambda each: each):
+            fake_module(*inputs, **named)
     except Exception as error:
         name, first = type(module).__name__, str(error).strip().split("\n")[0][:200]
         raise UserError("M030", f"{name} does not run on fake tensors: {type(error).__name__}: {first}", where=name,
                         fix="make its forward independent of tensor values for these inputs") from error  # fmt: skip
-    return _outline(ghost, log, num_samples=tensors[0].shape[0])
+    return _outline(fake_module, log, num_samples=tensors[0].shape[0])
 
 
-def _hollow(tensor: Tensor) -> Tensor:
+def _fake_copy(tensor: Tensor) -> Tensor:
     """Return a fake tensor of the same shape; call it inside FakeTensorMode."""
     hollow = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
     if isinstance(tensor, nn.Parameter):
@@ -172,9 +174,9 @@ def _blocks(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield from _blocks(name, child)
 
 
-def _outline(ghost: nn.Module, log: _Log, *, num_samples: int) -> Outline:
+def _outline(fake_module: nn.Module, log: _BlockLog, *, num_samples: int) -> Outline:
     """Return the recorded blocks as towers: a new one begins where trained and frozen blocks alternate."""
-    name, towers = type(ghost).__name__, []
+    name, towers = type(fake_module).__name__, []
     for frozen, group in groupby(log.records, lambda record: record.frozen):
         records = list(group)
         blocks = [_opaque(record, num_samples) for record in records]
@@ -189,7 +191,7 @@ def _outline(ghost: nn.Module, log: _Log, *, num_samples: int) -> Outline:
             frozen=frozen,
         )
         towers.append(tower)
-    left = _count(ghost.parameters()) - sum(tower.parameters for tower in towers)
+    left = _count(fake_module.parameters()) - sum(tower.parameters for tower in towers)
     towers[-1] = replace(towers[-1], extras=left)
     return Outline(name=name, towers=tuple(towers))
 

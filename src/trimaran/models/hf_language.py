@@ -155,8 +155,8 @@ def language_tower(fields: Fields, *, tied: bool | None = None, nested: bool = F
 
 def _scales_logits(fields: Fields, kind: str) -> bool:
     """Return whether the logits are scaled or capped. An explicit null means no, whatever the default."""
-    told = (fields.config.get(name, fields.usual.get(name)) for name in LOGIT_SCALING_FIELDS)
-    return kind.startswith(LOGIT_SCALING_FAMILIES) or any(each is not None for each in told)
+    values = (fields.config.get(name, fields.usual.get(name)) for name in LOGIT_SCALING_FIELDS)
+    return kind.startswith(LOGIT_SCALING_FAMILIES) or any(each is not None for each in values)
 
 
 def longest(fields: Fields) -> int:

@@ -221,12 +221,11 @@ def head_parameters(fields: Fields, hidden: int) -> int:
     """Return the parameters of a stand-alone vision model's head: classes, boxes, a pooler, or nothing."""
     built = fields.config.get("architectures")
     name = str(built[0]) if isinstance(built, list) and built else ""
-    told = fields.config.get("id2label")
-    labels = len(told) if isinstance(told, dict) else fields.size("num_labels", default=2)
+    names = fields.config.get("id2label")
+    labels = len(names) if isinstance(names, dict) else fields.size("num_labels", default=2)
     if name.endswith("ForImageClassification"):
         return labels * ((2 if name.startswith("Dinov2") else 1) * hidden + 1)
-    if name.endswith(
-        "ForObjectDetection"
-    ):  # two feed-forwards of three matmuls: classes with "no object", and four box sides
+    # Two feed-forwards of three matmuls: classes with "no object", and four box sides.
+    if name.endswith("ForObjectDetection"):
         return 4 * hidden * (hidden + 1) + (labels + 1 + 4) * (hidden + 1)
     return hidden * (hidden + 1) if name in ("ViTModel", "YolosModel") else 0

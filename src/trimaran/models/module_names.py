@@ -4,9 +4,9 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
 from trimaran.core import UserError, did_you_mean
+from trimaran.models.any_spec import Spec
 from trimaran.models.perception_spec import PerceptionSpec, perception_module_names
 from trimaran.models.spec import ModelSpec
-from trimaran.models.specs import Spec
 from trimaran.models.vlm_spec import VlmSpec
 
 FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")

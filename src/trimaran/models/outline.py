@@ -89,7 +89,7 @@ class OutlineLayer:
     def parameters(self) -> int:
         return self.dense_weights + self.expert_weights + self.router_weights + self.extras
 
-    def seen(self, length: int) -> float:
+    def mean_attended_keys(self, length: int) -> float:
         """Return how many keys a query attends to on average in a sequence of `length`.
 
         With a causal mask the first queries do not fill the window; without a window the mean is half the length.
@@ -99,7 +99,7 @@ class OutlineLayer:
 
     def flops(self, positions: int, length: int) -> Flops:
         """Return the FLOPs of a forward over `positions`, in sequences of `length`."""
-        attention = self.heads * (self.head_dim + self.value_dim) * self.seen(length)
+        attention = self.heads * (self.head_dim + self.value_dim) * self.mean_attended_keys(length)
         return Flops(2.0 * positions * (self.active_weights + attention))
 
 
@@ -166,7 +166,7 @@ class Tower:
             sum(block.parameters * count for block, count in self.runs) + self.embedding_parameters + head + self.extras
         )
 
-    def places(self, seq_len: int) -> tuple[int, int]:
+    def sample_positions(self, seq_len: int) -> tuple[int, int]:
         """Return the positions of one sample here, and how many of them attend to each other."""
         positions = self.positions or seq_len
         return positions, self.segment or positions
@@ -223,7 +223,7 @@ class Outline:
         """Return the FLOPs of one sample's forward and backward; an embedding is a lookup and costs nothing."""
         total = 0.0
         for tower in self.towers:
-            positions, length = tower.places(seq_len)
+            positions, length = tower.sample_positions(seq_len)
             forward = sum(count * block.flops(positions, length) for block, count in tower.runs)
             total += self.passes(tower) * (forward + 2.0 * positions * tower.head_parameters)
         return Flops(total)

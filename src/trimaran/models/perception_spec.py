@@ -199,7 +199,7 @@ def perception_outline(spec: PerceptionSpec) -> Outline:
         gated=False, causal=False, extras=4 * hidden,
     )  # fmt: skip
     queries = _elementwise("queries", cells * hidden + 2 * hidden, cells, hidden)
-    heads = _together("heads", [
+    heads = _merged("heads", [
         part
         for outputs in (spec.num_heats + BOX_OUTPUTS, spec.num_grounds)
         for part in (_convolution(cells, hidden, hidden), _convolution(cells, hidden, outputs, kernel=1, bias=True))
@@ -217,52 +217,57 @@ def perception_outline(spec: PerceptionSpec) -> Outline:
 
 
 def _camera(spec: PerceptionSpec) -> tuple[tuple[Opaque, int], ...]:
-    places, taken = spec.cameras * (spec.height // 2) * (spec.width // 2), spec.camera_widths[0]
-    blocks = [_together("camera stem", [_convolution(places, 3, taken)])]
-    for number, given in enumerate(spec.camera_widths):
-        places //= 4 if number else 1
-        parts = [_convolution(places, taken, given), _convolution(places, given, given)]
-        if taken != given or number:
-            parts.append(_convolution(places, taken, given, kernel=1, normed=False))
-        blocks.append(_together(f"camera layer {number}", parts))
-        taken = given
-    proj = _convolution(places, taken, spec.hidden, kernel=1, normed=False)
-    blocks.append(_together("camera neck", [proj, _elementwise("", (places + 2) * spec.hidden, places, spec.hidden)]))
+    positions, in_channels = spec.cameras * (spec.height // 2) * (spec.width // 2), spec.camera_widths[0]
+    blocks = [_merged("camera stem", [_convolution(positions, 3, in_channels)])]
+    for number, out_channels in enumerate(spec.camera_widths):
+        positions //= 4 if number else 1
+        parts = [
+            _convolution(positions, in_channels, out_channels),
+            _convolution(positions, out_channels, out_channels),
+        ]
+        if in_channels != out_channels or number:
+            parts.append(_convolution(positions, in_channels, out_channels, kernel=1, normed=False))
+        blocks.append(_merged(f"camera layer {number}", parts))
+        in_channels = out_channels
+    proj = _convolution(positions, in_channels, spec.hidden, kernel=1, normed=False)
+    blocks.append(
+        _merged("camera neck", [proj, _elementwise("", (positions + 2) * spec.hidden, positions, spec.hidden)])
+    )
     return tuple((each, 1) for each in blocks)
 
 
 def _lidar(spec: PerceptionSpec) -> tuple[tuple[Opaque, int], ...]:
     cells, hidden = spec.cells * spec.cells, spec.hidden
     points = POINTS_A_CELL * cells
-    look = [_convolution(points, POINT_FEATURES, hidden, kernel=1), _convolution(points, hidden, hidden, kernel=1)]
-    stem = _together("lidar stem", [*look, _elementwise("", 0, cells, hidden)])
-    layer = _together("lidar layer", [_convolution(cells, hidden, hidden)] * 2)
+    mlp = [_convolution(points, POINT_FEATURES, hidden, kernel=1), _convolution(points, hidden, hidden, kernel=1)]
+    stem = _merged("lidar stem", [*mlp, _elementwise("", 0, cells, hidden)])
+    layer = _merged("lidar layer", [_convolution(cells, hidden, hidden)] * 2)
     return (stem, 1), (layer, spec.lidar_layers)
 
 
 def _convolution(
-    places: int, taken: int, given: int, *, kernel: int = 3, normed: bool = True, bias: bool = False
+    positions: int, in_channels: int, out_channels: int, *, kernel: int = 3, normed: bool = True, bias: bool = False
 ) -> Opaque:
-    """Return a convolution at each of `places`, followed by a norm and a ReLU; each saves its input."""
-    weights = taken * given * kernel * kernel
+    """Return a convolution at each of `positions`, followed by a norm and a ReLU; each saves its input."""
+    weights = in_channels * out_channels * kernel * kernel
     tensors = 3 if normed else 1
     return Opaque(
-        name="", parameters=weights + 2 * given * normed * (not bias) + given * bias,
-        sample_flops=Flops(2.0 * places * weights), saved_bytes=Bytes(4 * places * given * tensors),
-        moved_bytes=Bytes(4 * places * (taken + 2 * given * tensors)), output_bytes=Bytes(4 * places * given),
-        num_kernels=tensors,
+        name="", parameters=weights + 2 * out_channels * normed * (not bias) + out_channels * bias,
+        sample_flops=Flops(2.0 * positions * weights), saved_bytes=Bytes(4 * positions * out_channels * tensors),
+        moved_bytes=Bytes(4 * positions * (in_channels + 2 * out_channels * tensors)),
+        output_bytes=Bytes(4 * positions * out_channels), num_kernels=tensors,
     )  # fmt: skip
 
 
-def _elementwise(name: str, parameters: int, places: int, features: int) -> Opaque:
-    size = 4 * places * features
+def _elementwise(name: str, parameters: int, positions: int, features: int) -> Opaque:
+    size = 4 * positions * features
     return Opaque(
         name=name, parameters=parameters, sample_flops=Flops(0.0), saved_bytes=Bytes(2 * size),
         moved_bytes=Bytes(4 * size), output_bytes=Bytes(size), num_kernels=2,
     )  # fmt: skip
 
 
-def _together(name: str, parts: list[Opaque]) -> Opaque:
+def _merged(name: str, parts: list[Opaque]) -> Opaque:
     """Return the parts as one block; its output is that of the last part."""
     return Opaque(
         name=name,

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trimaran.core import DataSection, ModelSection, UserError, did_you_mean
+from trimaran.models.any_spec import Spec
 from trimaran.models.from_hf import spec_from_hf, unsupported
 from trimaran.models.from_hf_vlm import FOREIGN, vlm_from_disk
 from trimaran.models.hf_vision import ImageLimits
@@ -16,7 +17,6 @@ from trimaran.models.outline_hf import outline_from_hf
 from trimaran.models.perception_spec import PerceptionSpec, perception_outline, perception_spec
 from trimaran.models.shape_fields import changed, refuse_unknown, wrong_value
 from trimaran.models.spec import Block, ModelSpec
-from trimaran.models.specs import Spec
 from trimaran.models.validate_spec import first_invalid_field
 from trimaran.models.validate_vlm import first_invalid_vlm_field
 from trimaran.models.vlm_outline import vlm_outline
@@ -103,7 +103,7 @@ def refuse_freezing(section: ModelSection) -> None:
     """Raise if towers of a Hugging Face model should be frozen that training cannot locate."""
     if section.freeze and section.family == "hf" and not isinstance(spec_of(section), VlmSpec):
         raise UserError("M014", f"training does not freeze {', '.join(section.freeze)} of a Hugging Face model",
-                        where="model.freeze", fix="use family vlm for what it knows, remove model.freeze, or "
+                        where="model.freeze", fix="use family vlm if it supports the model, remove model.freeze, or "
                         "use `trimaran plan`")  # fmt: skip
 
 

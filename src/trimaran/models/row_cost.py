@@ -15,10 +15,10 @@ def row_cost(outline: Outline) -> RowCost:
     patch = patch_pair = 0.0
     before = [tower for tower in outline.towers if tower is not main]
     for tower in before:
-        each, pair = _arithmetic(tower, outline)
+        linear, pair = _arithmetic(tower, outline)
         # A tower with fewer positions than the first one has merged them.
-        share = tower.positions / before[0].positions if before[0].positions else 1.0
-        patch, patch_pair = patch + each * share, patch_pair + pair
+        position_ratio = tower.positions / before[0].positions if before[0].positions else 1.0
+        patch, patch_pair = patch + linear * position_ratio, patch_pair + pair
     return RowCost(token_pair=token_pair / token, patch=patch / token, patch_pair=patch_pair / token)
 
 
@@ -28,10 +28,13 @@ def _arithmetic(tower: Tower, outline: Outline) -> tuple[float, float]:
     for block, count in tower.runs:
         if isinstance(block, OutlineLayer):
             linear += 2.0 * block.active_weights * count
-            seen = 0.5 if block.causal else 1.0
+            causal_fraction = 0.5 if block.causal else 1.0
             # A window bounds the number of keys: its cost is linear in the number of positions.
-            meets = 2.0 * block.heads * (block.head_dim + block.value_dim) * count
-            linear, pair = (linear + meets * block.window, pair) if block.window else (linear, pair + meets * seen)
+            pair_flops = 2.0 * block.heads * (block.head_dim + block.value_dim) * count
+            if block.window:
+                linear += pair_flops * block.window
+            else:
+                pair += pair_flops * causal_fraction
         elif tower.positions:
             linear += block.sample_flops * count / tower.positions
     passes = outline.passes(tower)

@@ -60,10 +60,10 @@ def split_outline(outline: Outline, num_stages: int, *, seq_len: int) -> tuple[i
     costs: list[int] = []
     passes = {tower.name: outline.passes(tower) for tower in outline.towers}
     for tower, block in outline.steps():
-        positions, length = tower.places(seq_len)
+        positions, length = tower.sample_positions(seq_len)
         costs.append(int(block.flops(positions, length)) * passes[tower.name])
     main = outline.main
-    costs[-1] += 2 * passes[main.name] * main.places(seq_len)[0] * main.head_parameters
+    costs[-1] += 2 * passes[main.name] * main.sample_positions(seq_len)[0] * main.head_parameters
     return cheapest_split(costs, num_stages)
 
 

@@ -10,7 +10,7 @@ from trimaran.models.vlm_spec import VisionSpec, VlmSpec
 
 def vlm_outline(spec: VlmSpec, images: ImageLimits) -> Outline:
     """Return the outline of `spec` for sequences with these images: vision, projector and language."""
-    pieces, patches = _view(spec, images)
+    num_tiles, patches = _view(spec, images)
     segment = patches + spec.vision.ends.class_token
     language = outline_of(spec.language)
     vision = Tower(
@@ -18,12 +18,12 @@ def vlm_outline(spec: VlmSpec, images: ImageLimits) -> Outline:
         runs=_runs(spec.vision),
         hidden=spec.vision.hidden,
         extras=spec.vision.outer_parameters,
-        positions=pieces * segment,
+        positions=num_tiles * segment,
         segment=segment,
     )
     return Outline(
         name=spec.name,
-        towers=(vision, _projector(spec, pieces * patches), *language.towers),
+        towers=(vision, _projector(spec, num_tiles * patches), *language.towers),
         max_seq_len=spec.max_seq_len,
     )
 

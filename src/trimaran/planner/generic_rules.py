@@ -113,7 +113,7 @@ def split_sizes(outline: Outline, plan: Plan, seq_len: int, axis: str) -> Iterat
         yield "ranks that experts may be spread over", mesh.expert_ranks
     for tower in outline.towers:
         if axis == "cp":
-            positions, _ = tower.places(seq_len)
+            positions, _ = tower.sample_positions(seq_len)
             yield f"positions of tower {tower.name}" + " in halves" * gather, positions // 2 if gather else positions
         for block, _ in tower.runs:
             if isinstance(block, OutlineLayer):

@@ -59,6 +59,6 @@ def losses_of(question: Question) -> LossChoices:
     return LossChoices(
         pinned=pins.loss if "loss" in pins.model_fields_set else "",
         can_fuse=ours and has_logits,
-        rows=main.places(question.recipe.data.seq_len)[0] if main else 0,
+        rows=main.sample_positions(question.recipe.data.seq_len)[0] if main else 0,
         outputs=main.outputs if main else 0,
     )

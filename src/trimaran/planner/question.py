@@ -44,7 +44,7 @@ class Question:
     def positions(self) -> int:
         """The most positions that one sample has in any tower."""
         seq_len = self.recipe.data.seq_len
-        return max(tower.places(seq_len)[0] for tower in self.outline.towers) if self.outline else seq_len
+        return max(tower.sample_positions(seq_len)[0] for tower in self.outline.towers) if self.outline else seq_len
 
     @property
     def pins(self) -> Plan:

@@ -66,7 +66,7 @@ def _show_facts(report: PlanReport, plan: Plan | None, console: Console) -> None
 def _step(question: Question) -> str:
     """Return the size of an optimizer step: sequences of tokens, or samples if the network fixes the positions."""
     recipe, unit = question.recipe, unit_of(question.outline)
-    length = question.outline.main.places(recipe.data.seq_len)[0] if question.outline else recipe.data.seq_len
+    length = question.outline.main.sample_positions(recipe.data.seq_len)[0] if question.outline else recipe.data.seq_len
     batch, what = recipe.train.global_batch, "sequences" if unit == "tokens" else "samples"
     if length == 1:  # a traced module has no positions to count
         return f"{batch:,} samples"

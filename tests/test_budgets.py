@@ -7,7 +7,7 @@ import pytest
 
 SRC = Path(__file__).parents[1] / "src" / "trimaran"
 FILES = sorted(SRC.rglob("*.py"))
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 50
 MAX_CONFIG_FIELDS = 12
 # The two classes that every package uses: flat because people and programs read them (docs/decisions/0009).

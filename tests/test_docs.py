@@ -68,6 +68,25 @@ def test_links_lead_somewhere() -> None:
     assert [(page.name, each) for page, each in links if "://" not in each and not (page.parent / each).exists()] == []
 
 
+def test_lines_fit_on_a_screen() -> None:
+    generated = {"parity.md", "accuracy.md"}  # their tables have names of plans and of runs
+    wide = [
+        f"{page.name}: {line[:60]}"
+        for page in PAGES
+        for line in FENCE.sub("", page.read_text()).splitlines()
+        if len(line) > 120 and not (page.name in generated and line.startswith("|"))
+    ]
+    assert wide == []
+
+
+def test_paths_of_the_tour_exist() -> None:
+    named = re.findall(r"`((?:[a-z_]+/)+[a-z_]+\.py)`", (ROOT / "docs" / "tour.md").read_text())
+    assert named
+    assert [
+        path for path in named if not (ROOT / path).exists() and not (ROOT / "src" / "trimaran" / path).exists()
+    ] == []
+
+
 def test_settings_are_fields_of_a_recipe() -> None:
     for page in PAGES:
         for quoted, plain in SETTING.findall(MISTAKE.sub("", page.read_text())):

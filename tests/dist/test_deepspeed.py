@@ -122,7 +122,7 @@ def test_the_metrics_are_those_of_the_torch_engine(workspace: Path) -> None:
     assert all(sharded["phases"][phase] > 0 for phase in ("data", "forward", "backward", "comm", "optimizer"))
 
 
-@pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 1e-2), ("fp16", 2e-3)])
+@pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 1e-2), slow(("fp16", 2e-3))])
 def test_half_precision_stays_close_to_fp32(workspace: Path, precision: str, tolerance: float) -> None:
     run = train_run(recipe_for(workspace), plan_for("gradients", precision=precision), workspace / "runs")
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
@@ -214,7 +214,13 @@ def steps_with_logits_times(recipe: Recipe, plan: Plan, factors: list[float]) ->
 
 @pytest.mark.parametrize(
     ("sharding", "precision"),
-    [("none", "fp32"), ("optimizer", "bf16"), ("gradients", "fp32"), ("parameters", "bf16"), ("gradients", "fp16")],
+    [
+        slow(("none", "fp32")),
+        slow(("optimizer", "bf16")),
+        ("gradients", "fp32"),
+        ("parameters", "bf16"),
+        slow(("gradients", "fp16")),
+    ],
 )
 def test_a_step_with_a_nan_or_a_loss_spike_changes_nothing(workspace: Path, sharding: str, precision: str) -> None:
     plan, factors = plan_for(sharding, world=1, precision=precision), [1.0, math.nan, 1e4, 1.0]

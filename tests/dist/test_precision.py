@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from tests.cases import quick_or_slow
+from tests.cases import quick_or_slow, slow
 from tests.parity import plan_for, train_run
 from tests.ranks import run_ranks
 from trimaran.core import Plan, Recipe
@@ -69,7 +69,13 @@ def fp32(workspace: Path) -> dict[str, list[dict[str, float]]]:
     return {preset: lines(each, plan_in("fp32", each, "one-process"), workspace) for preset, each in recipes.items()}
 
 
-@pytest.mark.parametrize(("preset", "name"), [*(("tiny", name) for name in PLANS), ("tiny-moe", "ddp-2")])
+@pytest.mark.parametrize(
+    ("preset", "name"),
+    quick_or_slow(
+        [*(("tiny", name) for name in PLANS), ("tiny-moe", "ddp-2")],
+        lambda case: case in {("tiny", "ddp-2"), ("tiny", "fsdp-2")},
+    ),
+)
 def test_fp16_follows_fp32_within_its_precision(workspace: Path, fp32: dict, preset: str, name: str) -> None:
     recipe = recipe_for(workspace, preset)
     metrics = lines(recipe, plan_in("fp16", recipe, name), workspace)
@@ -85,7 +91,7 @@ def test_only_fp16_reports_a_loss_scale(fp32: dict) -> None:
     assert not any("loss_scale" in line for line in fp32["tiny"])
 
 
-@pytest.mark.parametrize("name", ["ddp-2", "pp-2"])
+@pytest.mark.parametrize("name", ["ddp-2", slow("pp-2")])
 def test_overflowing_steps_are_skipped_and_logged(workspace: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     # A scale that is too high for the first gradients is halved step by step.
     monkeypatch.setattr(build, "build_loss_scale", lambda plan, train: LossScale(initial=2.0**32))
@@ -169,7 +175,7 @@ def test_modules_with_precision_overrides_match_one_process(workspace: Path, nam
     assert column(metrics, "loss_scale") == [INITIAL_SCALE] * 16  # some modules are fp16
 
 
-@pytest.mark.parametrize("name", ["ddp-2", "fsdp-2", "tp-2", "pp-2"])
+@pytest.mark.parametrize("name", [slow("ddp-2"), "fsdp-2", "tp-2", "pp-2"])
 def test_a_network_with_fp32_modules_evaluates_and_generates_in_bf16(workspace: Path, name: str) -> None:
     asked = {"evaluate": {"every": 1, "batches": 1}, "sample": {"tokens": 2, "prompt": "1"}}
     recipe = recipe_for(workspace, precision={"norm": "fp32", "layers.*.input_layernorm": "fp32"}, steps=2, **asked)

@@ -108,6 +108,7 @@ def test_the_calibration_folder_follows_the_environment() -> None:
     assert calibration_folder({"XDG_CACHE_HOME": "/x"}) == Path("/x/trimaran/calibration")
 
 
+@pytest.mark.slow  # it measures for half a minute
 def test_this_machine_is_measured_and_the_planner_uses_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,8 +2,9 @@
 
 import copy
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.cases import quick_or_slow
 from trimaran.core import Plan
 from trimaran.models import PRESETS, ModelSpec
 from trimaran.nets import Network, decoder_network, initialise
@@ -113,9 +115,15 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", NETWORKS)
+def combinations_with(modes: Sequence[Any]) -> list[Any]:
+    """Return every (network, mode, precision) for `parametrize`. bf16 is slow on many CPUs: one mode suffices."""
+    return quick_or_slow(
+        product(NETWORKS, modes, [torch.float32, torch.bfloat16]),
+        lambda case: case[2] == torch.float32 or case[1] == "selective",
+    )
+
+
+@pytest.mark.parametrize(("name", "mode", "precision"), combinations_with(MODES))
 def test_recompute_changes_no_bit_and_no_name(name: str, mode: Any, precision: torch.dtype) -> None:
     plain, network = NETWORKS[name](), NETWORKS[name]()
     apply_recompute(network, Plan(recompute=mode), None)
@@ -239,9 +247,7 @@ def offloaded(network: Network, *, min_bytes: int = 1024) -> RecordingCopies:
     return record
 
 
-@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("mode", ["none", *MODES])
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(("name", "mode", "precision"), combinations_with(["none", *MODES]))
 def test_offload_changes_no_bit_and_no_name(name: str, mode: Any, precision: torch.dtype) -> None:
     plain, network = NETWORKS[name](), NETWORKS[name]()
     apply_recompute(network, Plan(recompute=mode), None)

@@ -97,6 +97,7 @@ def test_a_row_depends_only_on_its_number() -> None:
     assert draw_row(work, 7).max() < work.model.vocab == 512
 
 
+@pytest.mark.slow  # three processes import torch
 def test_real_peers_train_the_same_work_and_one_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
     peers = works("1b", CONTESTS["1b"], QUICK)
     odd = Work.read(peers["loop"].fields() | {"shape": "no such shape"})

@@ -3,6 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 PARALLEL := --numprocesses=2 --dist=worksteal
+# Unit tests of more than ten seconds a file: left out of the inner loop.
+LONGER := parallel_memory planner_search nets_vlm_weights nets_decoder fp8 data_loader_faults towers accuracy head_loss
 
 .PHONY: demo test test-fast slow chaos soak check types rules format matrix bench accuracy wheel clean help
 
@@ -22,11 +24,13 @@ help:
 demo: .venv/demo
 	$(BIN)/trimaran train recipes/stdlib-tiny.yaml
 
+# Fault tests measure time, so they run alone, after the others.
 test: .venv/dev
-	$(PYTEST) $(PARALLEL)
+	$(PYTEST) $(PARALLEL) --ignore=tests/fault
+	$(PYTEST) tests/fault
 
 test-fast: .venv/dev
-	$(PYTEST) $(PARALLEL) tests/unit
+	$(PYTEST) $(PARALLEL) tests/unit $(addprefix --ignore=tests/unit/test_,$(addsuffix .py,$(LONGER)))
 
 slow: .venv/dev
 	$(PYTEST) -m slow

@@ -10,12 +10,12 @@ LONGER := parallel_memory planner_search nets_vlm_weights nets_decoder fp8 data_
 
 help:
 	@echo "make demo       environment, then plan and train the default recipe on this machine"
-	@echo "make test       environment, then the test suite, on two cores (under 12 minutes)"
-	@echo "make test-fast  the inner loop: unit tests and the house rules (under 3 minutes)"
+	@echo "make test       environment, then the test suite, on two cores"
+	@echo "make test-fast  the inner loop: the shorter unit tests"
 	@echo "make slow       cases that prove little beyond make test"
 	@echo "make chaos      every fault of docs/guides/fault-tolerance.md, caused for real (30 minutes)"
 	@echo "make soak       a fault a minute for 30 minutes; MINUTES=5 for less"
-	@echo "make check      format, lint, types, layer map, names and docs, in seconds; runs before make test in CI"
+	@echo "make check      format, lint, types, layer map, names and docs; runs before make test in CI"
 	@echo "make matrix     every axis and product of axes against one process; writes docs/parity.md (10 minutes)"
 	@echo "make bench      the benchmarks that run on a CPU"
 	@echo "make accuracy   the planner's errors beside other estimators'; WRITE=1 writes docs/accuracy.md"

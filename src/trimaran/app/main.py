@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trimaran import __version__
+from trimaran.app.terminal import clean_standard_streams, raw_stream
 
 if TYPE_CHECKING:
     from trimaran.core import UserError
@@ -44,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # what the terminal cannot show becomes a question mark
+    clean_standard_streams()
     try:
         app = _build_app(_requested_command(arguments, os.environ))
         code = app(arguments, prog_name="trimaran", standalone_mode=False)
@@ -126,11 +127,14 @@ def _show_error(error: Exception, arguments: Sequence[str]) -> int:
     if "--json" in arguments:
         typer.echo(json.dumps({"error": error.as_dict()}))
     else:
-        typer.echo(_error_lines(error), err=True, color=sys.stderr.isatty() and "NO_COLOR" not in os.environ)
+        _print_error(error)
     return EXIT_USER
 
 
-def _error_lines(error: "UserError") -> str:
-    """Return the three lines with a red code; control characters in the user's names are replaced."""
-    text = re.sub(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", "?", str(error))
-    return typer.style(error.code, fg="red", bold=True) + text.removeprefix(error.code)
+def _print_error(error: "UserError") -> None:
+    """Print the three lines, with a red code on a terminal."""
+    if sys.stderr.isatty() and "NO_COLOR" not in os.environ:
+        raw_stream(sys.stderr).write(typer.style(error.code, fg="red", bold=True))
+    else:
+        sys.stderr.write(error.code)
+    sys.stderr.write(str(error).removeprefix(error.code) + "\n")

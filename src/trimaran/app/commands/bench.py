@@ -43,20 +43,20 @@ def calibrate(
     trimaran bench calibrate
     trimaran bench calibrate --output our-node.json   # for `calibration:` in a cluster file
     """
-    from rich.console import Console
+    from trimaran.app.views.clean_console import open_console
 
     cluster = detect(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
     path = output or calibration_folder(os.environ) / f"{machine_name(cluster)}.json"
     _refuse_unwritable(path)
     refuse_unusable(os.environ)
-    measured = _measure(cluster, seconds, Console(stderr=True))
+    measured = _measure(cluster, seconds, open_console(stderr=True))
     name = cluster.device.name if cluster.device.kind == "cuda" else f"cpu, {num_cores()} cores"
     calibration = Calibration.model_validate({"device": name, "date": f"{date.today():%Y-%m-%d}", **measured})
     _write(path, calibration)
     if as_json:
         typer.echo(json.dumps({"path": str(path), "calibration": calibration.model_dump(exclude_none=True)}))
         return
-    _show(calibration, Console(highlight=False))
+    _show(calibration, open_console())
     typer.echo(f"\nwritten to {path}")
     if output:
         typer.echo(f"in a cluster file:  calibration: {output.resolve()}")

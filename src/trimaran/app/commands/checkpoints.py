@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from trimaran.app.request.options import Json, RunName, Settings, complete_recipe, complete_run, find_run
-from trimaran.app.views.logs import printable
+from trimaran.app.terminal import printable
 from trimaran.checkpoint.checkpoint_list import CheckpointRow, count_drafts, find_step, list_checkpoints, verify_all
 from trimaran.checkpoint.step_dirs import complete_steps, prune, step_path, steps_to_prune
 from trimaran.core import UserError, show_bytes
@@ -178,9 +178,9 @@ def import_folder(
     trimaran checkpoints import /data/fsdp/step-1000 --run-dir runs/mine --recipe mine.yaml
     trimaran resume runs/mine
     """
-    from rich.console import Console
+    from trimaran.app.views.clean_console import open_console
 
-    answer = _import(folder, run_dir, recipe, settings, step, Console(stderr=True))
+    answer = _import(folder, run_dir, recipe, settings, step, open_console(stderr=True))
     if as_json:
         typer.echo(json.dumps(answer))
         return
@@ -256,11 +256,10 @@ def _exclusive(run: "RunDirectory") -> AbstractContextManager[Any]:
 
 def _damages(path: Path) -> list[str] | None:
     """Return the damages of a checkpoint; None if a live run has pruned it meanwhile."""
-    from rich.console import Console
-
+    from trimaran.app.views.clean_console import open_console
     from trimaran.app.views.progress_bar import progress_bar
 
-    with progress_bar(Console(stderr=True)) as progress:
+    with progress_bar(open_console(stderr=True)) as progress:
         try:
             found = verify_all(path, lambda fraction: progress(f"verifying {path.name}", fraction))
         except (OSError, UserError):
@@ -273,8 +272,9 @@ def _damages(path: Path) -> list[str] | None:
 def _show(rows: list[CheckpointRow]) -> None:
     import time
 
-    from rich.console import Console
     from rich.table import Table
+
+    from trimaran.app.views.clean_console import open_console
 
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for column in ("step", "size", "written"):
@@ -286,7 +286,7 @@ def _show(rows: list[CheckpointRow]) -> None:
         ranks = "" if row.world_size is None else str(row.world_size)
         sizes = (show_bytes(row.bytes), show_bytes(row.written_bytes))
         table.add_row(str(row.step), *sizes, when, ranks, printable(row.plan), row.status)
-    Console(highlight=False, markup=False).print(table)
+    open_console().print(table)
     for row in (each for each in rows if each.why):
         typer.echo(f"step {row.step} is {row.status}: {printable(row.why)}")
 

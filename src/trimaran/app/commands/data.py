@@ -38,12 +38,11 @@ def pack_data(  # noqa: PLR0913 - each option of a command is a parameter
     trimaran data pack --source jsonl --path corpus.jsonl --out shards/corpus
     trimaran data pack --source text --path notes/ --tokenizer tokenizer.json --out shards/notes
     """
-    from rich.console import Console
-
+    from trimaran.app.views.clean_console import open_console
     from trimaran.app.views.progress_bar import progress_bar
 
     section = DataSection(source=source, path=path, tokenizer=tokenizer, text_field=text_field)
-    with progress_bar(Console(stderr=True)) as progress:
+    with progress_bar(open_console(stderr=True)) as progress:
         pack(section, out, end_token=end_token, progress=progress)
     _show(TokenShards.open(out), as_json=as_json)
 
@@ -75,9 +74,8 @@ def inspect_data(recipe: RecipeFile = None, settings: Settings = None, as_json: 
     """
     import os
 
-    from rich.console import Console
-
     from trimaran.app.request.request import read_recipe
+    from trimaran.app.views.clean_console import open_console
     from trimaran.app.views.inspect_samples import describe, show
     from trimaran.app.views.progress_bar import progress_bar
     from trimaran.data import cache_folder, prepare
@@ -90,7 +88,7 @@ def inspect_data(recipe: RecipeFile = None, settings: Settings = None, as_json: 
     if kind == "scenes":
         raise UserError("T030", "scenes are simulated while they are loaded: there is nothing to inspect",
                         where="data.source: scenes", fix="train on them directly")  # fmt: skip
-    with progress_bar(Console(stderr=True)) as progress:
+    with progress_bar(open_console(stderr=True)) as progress:
         if kind == "text":
             path = prepare(asked.data, cache=cache_folder(os.environ), progress=progress)
             _show(TokenShards.open(path), as_json=as_json)
@@ -101,7 +99,7 @@ def inspect_data(recipe: RecipeFile = None, settings: Settings = None, as_json: 
     if as_json:
         typer.echo(json.dumps(facts))
     else:
-        show(facts, Console(highlight=False))
+        show(facts, open_console())
 
 
 def _show(shards: TokenShards, *, as_json: bool, verified: bool = False) -> None:

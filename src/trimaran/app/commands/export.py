@@ -45,12 +45,11 @@ def export(
         raise UserError("A001", "--dtype is for --to hf: a DCP folder keeps the dtype of every tensor",
                         where="--dtype", fix="leave --dtype out")  # fmt: skip
     refuse_unusable(os.environ)
-    from rich.console import Console
-
+    from trimaran.app.views.clean_console import open_console
     from trimaran.app.views.progress_bar import progress_bar
 
     began, directory = time.monotonic(), find_run(run)
-    with progress_bar(Console(stderr=True)) as progress:
+    with progress_bar(open_console(stderr=True)) as progress:
 
         def write(path: Path) -> Path:
             target = out or directory.path / "exports" / f"{path.name}-{to}"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trimaran.app.request.options import Json, RunName, find_run, path_argument, program_name
-from trimaran.app.views.logs import printable
+from trimaran.app.terminal import printable
 from trimaran.core import UserError
 from trimaran.run.compile_cache import refuse_unusable
 

@@ -24,10 +24,11 @@ def incidents(run: RunName, as_json: Json = False) -> None:
     if as_json:
         typer.echo(json.dumps([each.as_dict() | {"verdict": incident_text(each)} for each in found]))
         return
-    from rich.console import Console
     from rich.text import Text
 
-    console = Console(highlight=False)
+    from trimaran.app.views.clean_console import open_console
+
+    console = open_console()
     state = RunState(directory)
     state.refresh()
     if vanished := state.status == "vanished":

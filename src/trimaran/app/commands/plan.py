@@ -98,11 +98,10 @@ def plan(  # noqa: PLR0913  (the options of a command)
     if as_json:
         typer.echo(json.dumps(as_dict(report, top=top)))
         return EXIT_DONE if report.best else EXIT_USER
-    from rich.console import Console
-
+    from trimaran.app.views.clean_console import open_console
     from trimaran.app.views.plan_answer_view import show_report
 
-    show_report(report, Console(highlight=False), top=top)
+    show_report(report, open_console(), top=top)
     if report.best is None:
         raise no_fit_error(report.answer)
     if report.caution:
@@ -115,9 +114,9 @@ def _spinner(*, quiet: bool) -> AbstractContextManager[object]:
     """Return a spinner for the terminal while plans are searched: thousands of GPUs take a moment."""
     if quiet or not sys.stderr.isatty():
         return nullcontext()
-    from rich.console import Console
+    from trimaran.app.views.clean_console import open_console
 
-    return Console(stderr=True).status("searching plans")
+    return open_console(stderr=True).status("searching plans")
 
 
 def plan_as_dict(request: "Request") -> dict[str, object]:

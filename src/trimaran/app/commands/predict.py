@@ -51,12 +51,12 @@ def _stream(stream: BinaryIO) -> None:
 
 def _show(stream: BinaryIO) -> None:
     """Print the answers as a table, with a progress bar on a terminal meanwhile."""
-    from rich.console import Console
     from rich.progress import Progress
 
+    from trimaran.app.views.clean_console import open_console
     from trimaran.app.views.predict_view import count_answers, show_answers
 
-    console, size = Console(highlight=False), _size(stream)
+    console, size = open_console(), _size(stream)
     with Progress(console=console, transient=True, disable=not (size and console.is_terminal)) as bar:
         read = bar.wrap_file(stream, total=size, description="predicting") if size else stream
         tally = count_answers(_answers(read))

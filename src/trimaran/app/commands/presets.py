@@ -29,9 +29,9 @@ def presets(as_json: Json = False) -> None:
                                for name, spec in table.items()}}  # fmt: skip
         typer.echo(json.dumps({key: asdict(spec) | {"parameters": spec.num_parameters} for key, spec in named.items()}))
         return
-    from rich.console import Console
+    from trimaran.app.views.clean_console import open_console
 
-    console = Console(highlight=False)
+    console = open_console()
     console.print(_decoders())
     console.print("\nmodel.family: vlm", style="dim")
     console.print(_vlms())

@@ -45,14 +45,14 @@ def profile(
     trimaran profile runs/stdlib-tiny --merge
     trimaran profile runs/stdlib-tiny --memory
     """
-    from rich.console import Console
+    from trimaran.app.views.clean_console import open_console
 
     directory = find_run(run)
     if merge:
         answer: dict[str, Any] = merge_newest_traces(directory)
     else:
         request = _request(directory, steps, ranks, memory=memory)
-        files = _files(directory, request, Console(stderr=True, highlight=False))
+        files = _files(directory, request, open_console(stderr=True))
         answer = {"run_dir": str(directory.path), "files": [str(each) for each in files]}
         answer |= _read(files, memory=memory)
     if as_json:
@@ -60,7 +60,7 @@ def profile(
         return
     from trimaran.app.views.profile_view import show_profile
 
-    show_profile(answer, Console(highlight=False, markup=False))
+    show_profile(answer, open_console())
 
 
 def merge_newest_traces(run: "RunDirectory") -> dict[str, Any]:

@@ -136,10 +136,9 @@ def _show_dry_run(request: Request, run: RunDirectory, *, as_json: bool) -> int:
     if as_json:
         typer.echo(json.dumps(plan_as_dict(request) | {"run_dir": str(run.path), "command": command}))
         return 0
-    from rich.console import Console
-
+    from trimaran.app.views.clean_console import open_console
     from trimaran.app.views.plan_view import show_plan
 
-    show_plan(request, Console(highlight=False))
+    show_plan(request, open_console())
     typer.echo(f"\nwould run in {run.path}:\n{shlex.join(command)}")
     return 0

@@ -30,12 +30,11 @@ def watch(run: RunName, as_json: Json = False) -> int:
         found = {"findings": [each.as_dict() for each in poller.findings], "doctor_trouble": poller.error}
         typer.echo(json.dumps(state.as_dict() | found))
         return 0
-    from rich.console import Console
-
+    from trimaran.app.views.clean_console import open_console
     from trimaran.app.views.live import follow, show_log
     from trimaran.app.views.summary import explain_failure, summarise
 
-    console = Console(highlight=False)
+    console = open_console()
     show_log(state.refresh()[-MAX_OLD_LINES:], console)
     follow(state, console, has_ended=lambda: state.status not in ACTIVE_STATUSES, poller=poller)
     if state.status in ("failed", "vanished"):

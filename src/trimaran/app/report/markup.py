@@ -3,7 +3,7 @@
 import html
 from collections.abc import Iterable, Mapping
 
-from trimaran.app.views.logs import printable
+from trimaran.app.terminal import printable
 
 VOID = {"meta"}  # HTML elements without an end tag
 SHAPES = {"line", "rect", "polyline", "polygon"}

@@ -142,9 +142,9 @@ def _print_results(
 
 def show(results: Sequence[CheckResult], others: Mapping[int, Sequence[CheckResult]]) -> None:
     """Print a line for each check with its fix below it; of other nodes only checks with a fix."""
-    from rich.console import Console
+    from trimaran.app.views.clean_console import open_console
 
-    console = Console(highlight=False)
+    console = open_console()
     remote = [(f"node {node}: ", each) for node, theirs in others.items() for each in theirs]
     shown = [*(("", each) for each in results), *((node, each) for node, each in remote if each.fix)]
     for node, result in shown:

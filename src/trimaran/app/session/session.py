@@ -14,6 +14,7 @@ from trimaran.app.request.options import path_argument, program_name
 from trimaran.app.request.request import Request
 from trimaran.app.session.prepare_data import prepare_data
 from trimaran.app.session.stop_signals import PausedSupervisorNotice, ShowRanksSignal, StopSignals
+from trimaran.app.views.clean_console import open_console
 from trimaran.app.views.live import follow, print_plain
 from trimaran.app.views.progress_bar import progress_bar
 from trimaran.app.views.run_findings import FindingsPoller, read_findings
@@ -37,7 +38,7 @@ def run_here(request: Request, path: Path, *, as_json: bool, quiet: bool) -> int
 
     With `as_json`, standard output is for the JSON result only, and the live view goes to standard error.
     """
-    console = Console(stderr=as_json, highlight=False)
+    console = open_console(stderr=as_json)
     _check_before_start(request, path)
     run = create_run(path, _prepare_data(request, console), request.plan)
     return run_and_show(run, console, as_json=as_json, quiet=quiet)
@@ -45,7 +46,7 @@ def run_here(request: Request, path: Path, *, as_json: bool, quiet: bool) -> int
 
 def resume_here(request: Request, run: RunDirectory, *, replan: bool, as_json: bool, quiet: bool) -> int:
     """Resume `run` with the recipe of `request`, and with its plan if `replan`, and return the exit code."""
-    console = Console(stderr=as_json, highlight=False)
+    console = open_console(stderr=as_json)
     _check_before_start(request, run.path)
     recipe = _prepare_data(request, console)
     with writing(run):

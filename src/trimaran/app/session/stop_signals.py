@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from trimaran.app.views.logs import printable
+from trimaran.app.terminal import printable
 from trimaran.launch.local import LocalRun
 from trimaran.launch.signals import SHOW_SIGNAL
 

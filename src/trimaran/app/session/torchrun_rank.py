@@ -16,6 +16,7 @@ from trimaran.app.request.options import program_name
 from trimaran.app.request.request import Request
 from trimaran.app.session.prepare_data import prepare_data
 from trimaran.app.session.session import print_result
+from trimaran.app.views.clean_console import open_console
 from trimaran.app.views.live import print_plain
 from trimaran.app.views.run_state import RunState
 from trimaran.core import EXIT_DONE
@@ -66,7 +67,7 @@ def _run_rank(
 ) -> int:
     os.environ.update(compile_cache(os.environ))
     rank_info = read_rank_info(os.environ, on_cpu=request.cluster.device.kind == "cpu")
-    console = Console(stderr=as_json, highlight=False)
+    console = open_console(stderr=as_json)
     check_machine = partial(refuse_unfit_machine, request, where=f"node {platform.node()}") if check else None
 
     def make_and_show() -> RunDirectory:
@@ -101,7 +102,8 @@ def _print_outcome(run: RunDirectory, rank_info: RankInfo, code: int, console: C
     state.refresh()
     for event in state.events_of_kind("error"):
         if event.rank == rank_info.rank and "code" in event.data:
-            print_plain(Console(stderr=True), "{code}: {what}\n  where: {where}\n  fix:   {fix}".format(**event.data))
+            text = "{code}: {what}\n  where: {where}\n  fix:   {fix}".format(**event.data)
+            print_plain(open_console(stderr=True), text)
     if rank_info.rank != 0 or code != EXIT_DONE:
         return code
     return print_result(state, console, code, as_json=as_json)

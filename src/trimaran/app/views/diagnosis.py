@@ -67,9 +67,9 @@ def write_findings(run: RunDirectory, answer: dict[str, Any]) -> None:
 
 
 def _print(findings: list[Finding], run: RunDirectory, *, steps: int, last: int) -> None:
-    from rich.console import Console
+    from trimaran.app.views.clean_console import open_console
 
-    console = Console(highlight=False)
+    console = open_console()
     for finding in findings:
         _print_one(console, finding, run)
     span = f"the last {steps} steps, up to step {last}" if steps else "a run without a finished step"

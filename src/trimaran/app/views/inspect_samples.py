@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from trimaran.app.views.text_chart import SKY
 from trimaran.core import DataSection, ImageRules, show_count
@@ -103,11 +104,12 @@ def show(facts: dict[str, Any], console: Console) -> None:
         table.add_row(each["name"], f"{each['samples']:,}", show_count(each["tokens"]), f"{each['pictures']:,}",
                       f"{each['pass']:,}", f"{each['bad']:,}")  # fmt: skip
     console.print(table)
-    console.print("\n[bold]tokens of a sample[/bold]" + (", image tokens included" if facts["pictures"] else ""))
+    included = ", image tokens included" if facts["pictures"] else ""
+    console.print(Text.assemble("\n", ("tokens of a sample", "bold"), included))
     most = max(each["samples"] for each in facts["lengths"])
     for each in facts["lengths"]:
         span = f"{each['least']:,} to {each['most']:,}"
-        console.print(f"{span:>21}  [{SKY}]{_bar(each['samples'] / most)}[/] {each['samples']:,}")
+        console.print(Text.assemble(f"{span:>21}  ", (_bar(each["samples"] / most), SKY), f" {each['samples']:,}"))
     if sides := facts["picture_sides"]:
         width, height, tokens = (_spread(sides[name]) for name in ("width", "height", "tokens"))
         console.print(f"\nimages    {width} pixels wide, {height} high, {tokens} tokens each")
@@ -125,9 +127,9 @@ def show(facts: dict[str, Any], console: Console) -> None:
 def _show_bad(facts: dict[str, Any], console: Console) -> None:
     if not facts["bad"]:
         return
-    console.print(f"\n[bold]bad samples[/bold], left out: {len(facts['bad']):,}")
+    console.print(Text.assemble("\n", ("bad samples", "bold"), f", left out: {len(facts['bad']):,}"))
     for entry in facts["bad"][:MAX_SHOWN_BAD]:
-        console.print(f"  {entry['where']}: {entry['reason']}", markup=False, soft_wrap=True)
+        console.print(f"  {entry['where']}: {entry['reason']}", soft_wrap=True)
     if len(facts["bad"]) > MAX_SHOWN_BAD:
         console.print(f"  and {len(facts['bad']) - MAX_SHOWN_BAD:,} more in", *(
             f"{each['part']}/bad.jsonl" for each in facts["sources"] if each["bad"]

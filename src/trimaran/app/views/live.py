@@ -7,7 +7,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from trimaran.app.views.logs import LogLine, printable
+from trimaran.app.terminal import printable
+from trimaran.app.views.logs import LogLine
 from trimaran.app.views.run_findings import FindingsPoller
 from trimaran.app.views.run_state import RunState
 from trimaran.app.views.run_view import draw, line

@@ -5,13 +5,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from trimaran.app.terminal import printable
 from trimaran.run import LineFollower
 
 MAX_TAIL_BYTES = 1 << 16
 TRACEBACK = "Traceback (most recent call last):"
 ATTEMPT = re.compile(r"-- start \d+ --")  # written by the fork server when it starts a rank
-
-_CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +51,6 @@ def tail(path: Path, num_lines: int) -> list[str]:
         lines = [text for line in file if (text := _visible_text(line))]
     return lines[-num_lines:]
 
-
-def printable(text: str) -> str:
-    """Return `text` without terminal control codes; newlines and tabs stay."""
-    return _CONTROL.sub("", text)
 
 
 def _visible_text(line: bytes) -> str:

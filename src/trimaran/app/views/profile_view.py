@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from trimaran.app.views.logs import printable
+from trimaran.app.terminal import printable
 from trimaran.core import show_bytes
 
 NUMBERS_WIDTH = 32  # columns of the numbers of a row

@@ -6,7 +6,7 @@ from typing import Any, TypeGuard
 
 from rich.text import Text
 
-from trimaran.app.views.logs import printable
+from trimaran.app.terminal import printable
 from trimaran.app.views.run_findings import FindingsPoller, RunFinding
 from trimaran.app.views.run_state import RunState
 from trimaran.app.views.text_chart import GREEN, ORANGE, RED, SKY

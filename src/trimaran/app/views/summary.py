@@ -9,8 +9,9 @@ from rich.rule import Rule
 from rich.text import Text
 
 from trimaran.app.request.options import path_argument, program_name
+from trimaran.app.terminal import printable
 from trimaran.app.views.live import print_plain
-from trimaran.app.views.logs import printable, tail
+from trimaran.app.views.logs import tail
 from trimaran.app.views.run_state import RunState
 from trimaran.app.views.run_view import difference
 from trimaran.app.views.text_chart import GREEN, RED

@@ -6,7 +6,7 @@ PARALLEL := --numprocesses=2 --dist=worksteal
 # Unit tests of more than ten seconds a file: left out of the inner loop.
 LONGER := parallel_memory planner_search nets_vlm_weights nets_decoder fp8 data_loader_faults towers accuracy head_loss
 
-.PHONY: demo test test-fast slow chaos soak check types rules format matrix bench accuracy wheel clean help
+.PHONY: demo test test-fast slow chaos soak check types rules format matrix nccl bench accuracy wheel clean help
 
 help:
 	@echo "make demo       environment, then plan and train the default recipe on this machine"
@@ -17,6 +17,7 @@ help:
 	@echo "make soak       a fault a minute for 30 minutes; MINUTES=5 for less"
 	@echo "make check      format, lint, types, layer map, names and docs; runs before make test in CI"
 	@echo "make matrix     every axis and product of axes against one process; writes docs/parity.md (10 minutes)"
+	@echo "make nccl       parity, faults and resumes over NCCL, ranks sharing a GPU; writes docs/parity-nccl.md"
 	@echo "make bench      the benchmarks that run on a CPU"
 	@echo "make accuracy   the planner's errors beside other estimators'; WRITE=1 writes docs/accuracy.md"
 	@echo "make wheel      build the wheel, install it into an empty environment and train there"
@@ -60,6 +61,9 @@ format: .venv/dev
 
 matrix: .venv/dev
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.matrix --write docs/parity.md
+
+nccl: .venv/dev
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.nccl --write docs/parity-nccl.md
 
 bench: .venv/dev
 	$(BIN)/python benchmarks/overhead.py

@@ -24,3 +24,14 @@ def mounted(path: Path, options: str) -> Iterator[Path]:
 
 def remount(path: Path, options: str) -> None:
     subprocess.run(["mount", "-o", f"remount,{options}", path], check=True)
+
+
+def fill(file: Path) -> None:
+    """Write a file until its disk is full to the last byte."""
+    with file.open("wb", buffering=0) as filler:
+        for size in (1 << 16, 1):
+            while True:
+                try:
+                    filler.write(bytes(size))
+                except OSError:
+                    break

@@ -76,6 +76,25 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
 }
 
 
+# The combinations that `make test` runs on more than two ranks.
+THREE_AXES = Mesh(dp_shard=2, tp=2, pp=2)
+PAIRS = (
+    Mesh(dp_replicate=2, dp_shard=2),
+    Mesh(dp_shard=2, pp=2),
+    Mesh(dp_shard=2, cp=2),
+    Mesh(pp=2, cp=2),
+)
+
+
+def is_quick(case: Case) -> bool:
+    """Return whether `make test` runs this case."""
+    mesh, plan = case.plan.mesh, case.plan
+    if mesh.world_size > 2:
+        return mesh == THREE_AXES or mesh in PAIRS
+    # The sharding and the context exchange do not affect experts.
+    return mesh.ep == 1 or (plan.sharding in ("none", "parameters") and plan.comm.context == "gather")
+
+
 def axis_sets() -> list[tuple[str, ...]]:
     """Return the legal combinations of axes. ep needs ranks with different tokens."""
     sets = [axes for size in range(1, len(AXES) + 1) for axes in combinations(AXES, size)]

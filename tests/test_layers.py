@@ -33,7 +33,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "probe": {"core"},
     "launch": {*PLANNING, *RUN},
     "doctor": {*PLANNING, *RUN},
-    "app": {*PLANNING, *RUN, *WORKER, "loop", "launch", "doctor"},
+    "drill": {"core", "run", "checkpoint"},
+    "app": {*PLANNING, *RUN, *WORKER, "loop", "launch", "doctor", "drill"},
 }
 # Which package may start which as a command, `python -m trimaran.x.y`. Commands separate what imports must not join:
 # the supervisor and its ranks, the doctor and a probe that may crash.
@@ -42,7 +43,7 @@ MAY_START: dict[str, set[str]] = {
     "doctor": {"probe"},
     "app": {"probe", "app"},  # app: the torchrun command that it prints for the user
 }
-TORCH_FREE = {*PLANNING, *RUN, "launch", "doctor"}
+TORCH_FREE = {*PLANNING, *RUN, "launch", "doctor", "drill"}
 TORCH_ALLOWED = {"models/from_module.py"}  # walks a live nn.Module
 PACKAGED = [path for path in FILES if path.parent != SRC]
 MODULE = re.compile(r"\btrimaran(?:\.[a-z_]\w*)*")

@@ -169,7 +169,7 @@ def inject_faults(attempt: ToyAttempt) -> None:
     commit, write = MemorySlot.commit, DurableDisk.write
 
     def committing(slot: MemorySlot, metadata: CopyMetadata, items: bytes, num_bytes: int) -> None:
-        if metadata.step == attempt.die_committing:
+        if (metadata.step, metadata.incarnation[0]) == (attempt.die_committing, attempt.number):
             os._exit(9)
         commit(slot, metadata, items, num_bytes)
 
@@ -200,6 +200,6 @@ def logged_steps(run: RunDirectory) -> list[int]:
     return [json.loads(line)["step"] for line in run.metrics.read_text().splitlines()]
 
 
-def run_until_killed(run: RunDirectory, attempt: ToyAttempt) -> None:
+def run_until_killed(run: RunDirectory, attempt: ToyAttempt, *, ranks: int = 2) -> None:
     with pytest.raises(AssertionError, match=DIED):
-        run_ranks(2, run_attempt, run.path, attempt)
+        run_ranks(ranks, run_attempt, run.path, attempt)

@@ -4,26 +4,30 @@ arXiv 2407.21783, table 5: GPU, HBM, SRAM and SoC 56 %, switches and cables 8 %,
 8 %, and 15 % of many kinds, for which damaged storage, NaN values and a slow device stand here.
 """
 
-import os
 import random
-import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 from tests.chaos.fault_run import inject_fault
-from tests.fault.harness import Supervised
-from trimaran.checkpoint.step_dirs import complete_steps
+from tests.fault.harness import Supervised, wait_for
 from trimaran.core import Cause
+from trimaran.drill.fault_kinds import KINDS as DRILLS
+from trimaran.drill.fault_kinds import DrillFault, FaultName
+from trimaran.drill.find_processes import find_processes
+from trimaran.drill.inject import inject
 
-Inject = Callable[[Supervised, int], None]
+Inject = Callable[[Supervised, int], AbstractContextManager[object]]
+SLOW_FACTOR = 4.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
     """A kind of fault: how many of 25 faults are of it, how it is injected into a rank, and its expected cause.
 
-    `restarts`: the supervisor ends as well and is started again.
+    The fault lasts until the end of the `with` block of `inject`. `restarts`: the supervisor ends as well and is
+    started again. `names_rank`: the incident must name the rank.
     """
 
     name: str
@@ -31,47 +35,53 @@ class Kind:
     inject: Inject
     cause: Cause
     restarts: bool = False
+    names_rank: bool = True
 
 
-def send(number: signal.Signals) -> Inject:
-    return lambda supervised, rank: os.kill(supervised.pid(rank), number)
+def drilled(name: FaultName) -> Inject:
+    """Return a fault that `trimaran drill` injects."""
+
+    def inject_drill(supervised: Supervised, rank: int) -> AbstractContextManager[object]:
+        fault = DrillFault(kind=DRILLS[name], rank=rank, factor=SLOW_FACTOR)
+        return inject(wait_for(lambda: find_processes(supervised.run)), fault)
+
+    return inject_drill
 
 
 def at_next_step(fault: str) -> Inject:
     """Return a fault that the rank runs into at its next step; see `plugin`."""
-    return lambda supervised, rank: inject_fault(supervised, rank, fault)
 
+    @contextmanager
+    def inject_once(supervised: Supervised, rank: int) -> Iterator[None]:
+        inject_fault(supervised, rank, fault)
+        yield
 
-def stop(supervised: Supervised, rank: int) -> None:
-    supervised.process.terminate()
-
-
-def damage_and_kill(supervised: Supervised, rank: int) -> None:
-    """Flip a bit of the newest checkpoint, and kill all processes, with their copies in memory."""
-    folder = supervised.run.checkpoints / f"step-{complete_steps(supervised.run.checkpoints)[-1]:08d}"
-    file = max(folder.glob("*.safetensors"))
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.chmod(0o644)
-    file.write_bytes(data)
-    supervised.process.kill()
+    return inject_once
 
 
 KINDS = (
-    Kind(name="device lost: kill -9", weight=9, inject=send(signal.SIGKILL), cause="crash"),
+    Kind(name="device lost: kill -9", weight=9, inject=drilled("kill"), cause="crash"),
     Kind(name="device fault: abort()", weight=5, inject=at_next_step("abort"), cause="crash"),
-    Kind(name="network: SIGSTOP", weight=2, inject=send(signal.SIGSTOP), cause="hang"),
+    Kind(name="network: SIGSTOP", weight=2, inject=drilled("stop"), cause="hang"),
     Kind(name="software: exception", weight=3, inject=at_next_step("raise"), cause="crash"),
-    Kind(name="maintenance: SIGTERM, resume", weight=2, inject=stop, cause="preempted", restarts=True),
+    Kind(
+        name="maintenance: SIGTERM, resume",
+        weight=2,
+        inject=drilled("terminate"),
+        cause="preempted",
+        restarts=True,
+        names_rank=False,
+    ),
     Kind(
         name="storage: bit flip, host lost",
         weight=2,
-        inject=damage_and_kill,
+        inject=drilled("damage-checkpoint"),
         cause="storage",
         restarts=True,
+        names_rank=False,
     ),
     Kind(name="values: NaN on one rank", weight=1, inject=at_next_step("nan"), cause="numeric"),
-    Kind(name="slow device: 5 s", weight=1, inject=at_next_step("slow"), cause="straggler"),
+    Kind(name="slow device", weight=1, inject=drilled("slow"), cause="straggler"),
 )
 
 

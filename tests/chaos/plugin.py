@@ -11,7 +11,7 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.fault import plugin
+from trimaran.checkpoint import export_hf
 from trimaran.checkpoint.durable import DurableDisk
 from trimaran.data.sequences import Sequences, TokenSample
 from trimaran.nets import Network
@@ -29,6 +30,7 @@ from trimaran.run import Section
 from trimaran.train import build
 from trimaran.train.health import replica_check
 from trimaran.train.process.supervisor_link import SupervisorLink
+from trimaran.train.steppers.stepper import PlainStepper
 
 RUN = Path(sys.argv[1])
 SLOW_SECONDS = 5.0
@@ -151,6 +153,25 @@ if seconds := float(os.environ.get("TRIMARAN_TEST_DISK_SECONDS", "0")):
         sync(self, fd)
 
     DurableDisk.sync = sync_slowly  # type: ignore[method-assign]
+
+if export_seconds := float(os.environ.get("TRIMARAN_TEST_EXPORT_SECONDS", "0")):  # for each tensor
+    all_tensors = export_hf._all_tensors
+
+    def yield_slowly(*args: Any) -> Iterator[tuple[str, Tensor]]:
+        for each in all_tensors(*args):
+            time.sleep(export_seconds)
+            yield each
+
+    export_hf._all_tensors = yield_slowly  # pyrefly: ignore[bad-assignment]
+
+if batch_seconds := float(os.environ.get("TRIMARAN_TEST_EVALUATION_SECONDS", "0")):  # for each batch
+    evaluate = PlainStepper.evaluate
+
+    def evaluate_slowly(self: PlainStepper, batch: Any) -> Tensor:
+        time.sleep(batch_seconds)
+        return evaluate(self, batch)
+
+    PlainStepper.evaluate = evaluate_slowly  # type: ignore[method-assign]
 
 if every := int(os.environ.get("TRIMARAN_TEST_COMPARE", "0")):
     defaults = replica_check.ReplicaCheck.__init__.__kwdefaults__

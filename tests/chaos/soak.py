@@ -1,7 +1,7 @@
 """`python -m tests.chaos.soak`: one run with repeated faults, in the mix of a large cluster; see `mix`.
 
 Prints a table and exits with 1 if less than 90 % of the time went into steps that survived, or if a fault got the wrong
-cause.
+cause, or the wrong rank.
 """
 
 import argparse
@@ -16,13 +16,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.chaos.mix import Kind, draw_kinds, wait_until
-from tests.chaos.report import InjectedFault, Soak, table
+from tests.chaos.report import InjectedFault, Soak, good_seconds, table, with_table
 from tests.fault.harness import Supervised, lines, wait_for
 from trimaran.core import Incident
+from trimaran.telemetry.ledger import read_ledger
 
 PAUSE = 0.05
 WARM_UP_STEPS = 40  # before the first fault, so that there is a checkpoint and a known step time
 TIMEOUT_SECONDS = 60.0
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "fault-tolerance.md"
 EXTRA = {"TRIMARAN_TEST_PLUGIN": "tests.chaos.plugin"}
 SETTINGS = ("train.steps=10000000", "checkpoint.memory=1")
 
@@ -57,17 +59,17 @@ class SoakRun:
         """Inject one fault and wait until the run has recovered."""
         supervised, rank = self.supervised, self.random.randrange(self.ranks)
         began = time.time()
-        kind.inject(supervised, rank)
-        if kind.restarts:
-            supervised.process.wait(TIMEOUT_SECONDS)
-        before = supervised.step()
-        if kind.restarts:
-            self.supervised = Supervised.again(supervised.run, pause=PAUSE, extra=EXTRA)
-        try:
-            incident = wait_for(lambda: self._settled(kind), TIMEOUT_SECONDS)
-        except AssertionError:
-            incident = None
-            assert self.supervised.process.poll() is None, "the supervisor has ended"
+        with kind.inject(supervised, rank):
+            if kind.restarts:
+                supervised.process.wait(TIMEOUT_SECONDS)
+            before = supervised.step()
+            if kind.restarts:
+                self.supervised = Supervised.again(supervised.run, pause=PAUSE, extra=EXTRA)
+            try:
+                incident = wait_for(lambda: self._settled(kind), TIMEOUT_SECONDS)
+            except AssertionError:
+                incident = None
+                assert self.supervised.process.poll() is None, "the supervisor has ended"
         detect = incident.cost.get("seconds_to_detect", incident.time - began) if incident else None
         recover = incident.cost.get("seconds_to_recover") if incident else None
         lost = incident.cost.get("lost_steps") if incident else None
@@ -78,8 +80,15 @@ class SoakRun:
             detect = detect if kind.cause == "preempted" else None  # no process that could detect it survives
         elif recover is None:
             self.supervised.wait_for_step(before + 3)
-        return InjectedFault(kind=kind.name, rank=rank, incident=incident, detect=detect, recover=recover,
-                    lost_steps=None if lost is None else int(lost))  # fmt: skip
+        return InjectedFault(
+            kind=kind.name,
+            rank=rank,
+            names_rank=kind.names_rank,
+            incident=incident,
+            detect=detect,
+            recover=recover,
+            lost_steps=None if lost is None else int(lost),
+        )
 
     def _settled(self, kind: Kind) -> Incident | None:
         """Return the new incident with the cause of `kind`, once its outcome is known."""
@@ -102,18 +111,18 @@ class SoakRun:
         self.supervised.process.send_signal(signal.SIGTERM)
         self.supervised.process.wait(TIMEOUT_SECONDS)
         metrics = lines(self.supervised.run.metrics)
-        good = sum(each["step_seconds"] - each["phases"]["checkpoint"] for each in metrics if not each.get("skipped"))
         expected = {fault.incident.id: fault for fault in self.faults if fault.incident is not None}
         others = [each for each in self.supervised.incidents if each.id not in expected]
         named = [each for each in self.supervised.incidents if each.id in expected and each.suspects]
         false = [each for each in named if each.suspects != (expected[each.id].rank,)]
         return Soak(
             wall_seconds=wall,
-            good_seconds=good,
+            good_seconds=good_seconds(metrics),
             steps=len(metrics),
             faults=self.faults,
             false_attributions=[*false, *(each for each in others if each.suspects and each.cause != "straggler")],
             unexpected=[each for each in others if each.cause == "straggler" or _is_unexpected(each)],
+            ledger=read_ledger(self.supervised.run).seconds,
         )
 
 
@@ -124,6 +133,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="also write the table to this file")
+    parser.add_argument("--guide", action="store_true", help="also write the table into docs/guides/fault-tolerance.md")
     parser.add_argument("--keep", type=Path, help="keep the run directory here; by default it is deleted")
     flags = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -139,6 +149,8 @@ def main() -> int:
     print(report)
     if flags.out:
         flags.out.write_text(report + "\n")
+    if flags.guide:
+        GUIDE.write_text(with_table(GUIDE.read_text(), table(soak, about=machine, peers=False)))
     return 0 if soak.passed else 1
 
 

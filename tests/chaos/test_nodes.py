@@ -14,7 +14,8 @@ import pytest
 
 from tests.chaos.nodes import Machine, TwoMachines, make_run
 from tests.fault.harness import lines, wait_for
-from trimaran.run import RunDirectory
+from trimaran.checkpoint.step_dirs import complete_steps
+from trimaran.run import RunDirectory, read_incidents
 
 ROOT_NEEDED = pytest.mark.skipif(
     os.geteuid() != 0 or not Path("/dev/net/tun").exists() or not shutil.which("ip"),
@@ -154,3 +155,18 @@ def test_a_run_can_be_stopped_from_any_machine(tmp_path: Path) -> None:
     (incident,) = machines.incidents
     assert (incident.cause, incident.action) == ("preempted", "saved")
     assert sorted(run.checkpoints.glob("step-*"))
+
+
+def test_a_directory_that_is_moved_on_the_shared_disk_stops_all_machines(tmp_path: Path) -> None:
+    """Fault `run-directory-moved`."""
+    run, new = make_run(tmp_path / "run", "train.steps=5000", *SETTINGS), RunDirectory(tmp_path / "elsewhere")
+    with TwoMachines(run) as machines:
+        machines.wait_for_step(15)
+        run.path.rename(new.path)
+        assert [machine.wait(60) for machine in machines.all] == [75, 75]
+    assert not run.path.exists()
+    (incident,) = (each for each in read_incidents(new) if each.cause == "storage")
+    assert (incident.action, str(new.path) in incident.what) == ("saved", True)
+    steps = [each["step"] for each in lines(new.metrics)]
+    assert steps == list(range(1, steps[-1] + 1))
+    assert max(complete_steps(new.checkpoints)) == steps[-1]

@@ -112,9 +112,8 @@ def test_mismatched_collectives_are_reported_with_their_call_sites(tmp_path: Pat
 def test_a_flipped_bit_of_one_replica_is_found_and_undone(tmp_path: Path) -> None:
     """Fault `bit-flip`: replicas are compared every 10 steps, and the run restores a state where they were equal."""
     settings = ("train.steps=100", "train.global_batch=12", "checkpoint.memory=1", "checkpoint.every=10")
-    with start_run(
-        tmp_path / "run", *settings, "faults.not_finite=rewind", "checkpoint.keep=8", ranks=3, compare="10"
-    ) as supervised:
+    rewinds = ("faults.not_finite=rewind", "checkpoint.keep=8", "faults.shard_check=0")
+    with start_run(tmp_path / "run", *settings, *rewinds, ranks=3, compare="10") as supervised:
         supervised.wait_for_step(33)
         inject_fault(supervised, 2, "flip")
         incident = next_fault(supervised, 0)
@@ -123,5 +122,27 @@ def test_a_flipped_bit_of_one_replica_is_found_and_undone(tmp_path: Path) -> Non
     assert (incident.cause, incident.suspects, incident.action) == ("numeric", (2,), "rewound")
     assert incident.step % 10 == 0
     assert incident.evidence["keys"]
+    assert supervised.attempts() == 1
+    assert_as_undisturbed(supervised.run, tmp_path / "calm")
+
+
+@pytest.mark.parametrize("sharding", ["parameters", "optimizer"])
+@pytest.mark.parametrize("memory", ["1", "auto"])
+def test_a_flipped_bit_of_a_shard_is_found_before_the_next_update(tmp_path: Path, sharding: str, memory: str) -> None:
+    """Fault `bit-flip` where no other rank has a copy of the shard."""
+    mesh = ("plan.mesh.dp_replicate=1", "plan.mesh.dp_shard=2", f"plan.sharding={sharding}")
+    settings = ("train.steps=80", f"checkpoint.memory={memory}", "faults.shard_check=1.0")
+    with start_run(tmp_path / "run", *mesh, *settings) as supervised:
+        supervised.wait_for_step(33)
+        inject_fault(supervised, 1, "flip")
+        incident = next_fault(supervised, 0)
+        remove_pause(supervised)
+        assert supervised.wait() == EXIT_DONE
+    print(f"{incident.what}: {incident.cost} {supervised.events(0, 'rewind')}")
+    assert (incident.cause, incident.suspects, incident.action) == ("numeric", (1,), "rewound")
+    assert incident.evidence["keys"]
+    (rewind,) = supervised.events(0, "rewind")
+    (bound, *_) = [each["data"]["steps"] for each in reversed(supervised.events(0, "loss_bound"))]
+    assert incident.step - rewind["data"]["to_step"] <= 2 + bound
     assert supervised.attempts() == 1
     assert_as_undisturbed(supervised.run, tmp_path / "calm")

@@ -139,14 +139,14 @@ def test_a_disk_that_is_full_or_read_only_costs_checkpoints_and_nothing_else(tmp
     with start_run(tmp_path / "run", "train.steps=600", "checkpoint.every=10", "checkpoint.memory=1") as supervised:
         subprocess.run(["mount", "--bind", str(small_disk), str(_make_folder(supervised.run.checkpoints))], check=True)
         try:
-            full = supervised.wait_for_fault(0, 30)
+            full = supervised.wait_for_fault(0)
             assert (full.cause, full.action) == ("storage", "continued")
             assert "No space left on device" in full.what
             assert verify(newest_checkpoint(supervised.run)) == []
             remount(small_disk, "size=20m")
             wait_for_checkpoints(supervised.run, 1, after=max(complete_steps(supervised.run.checkpoints)))
             remount(supervised.run.checkpoints, "bind,ro")
-            read_only = supervised.wait_for_fault(1, 30)
+            read_only = supervised.wait_for_fault(1)
             assert (read_only.cause, read_only.action) == ("storage", "continued")
             assert "Read-only file system" in read_only.what
             remount(supervised.run.checkpoints, "bind,rw")

@@ -18,6 +18,7 @@ from trimaran.models import PRESETS
 from trimaran.nets import Network, decoder_network, initialise
 from trimaran.nets.attention_context import attention, document_mask
 from trimaran.parallel import apply_plan, build_mesh, gradient_norm, vocab_parallel_cross_entropy
+from trimaran.parallel.axes import tp
 from trimaran.parallel.axes.cp import CONTEXTS, AllGatherContext
 from trimaran.train.process.rank_info import join_process_group, read_rank_info
 
@@ -76,6 +77,36 @@ def test_tensor_parallel_ranks_hold_shards_of_logits_and_matrices() -> None:
         assert mine == (2, 16, SPEC.vocab // 2)
         norms = (2 * SPEC.layers + 1) * SPEC.hidden
         assert held == (SPEC.num_parameters - norms) // 2 + norms
+
+
+def partial_gradient_of_input(how: str, x: torch.Tensor, weight: torch.Tensor) -> np.ndarray:
+    """Return this rank's gradient of the input of a column-parallel matmul."""
+    join_process_group(read_rank_info(os.environ))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    columns = DTensor.from_local(weight.chunk(mesh.size())[mesh.get_local_rank()], mesh, [Shard(0)])
+    tp.TAKES_GRADIENT_PLACEMENTS &= "old-torch" not in how
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        out = F.linear(tp._from_local_partial_gradient(2.0 * x, mesh), columns)
+        assert isinstance(out, DTensor)
+        return out.to_local().square().sum()
+
+    mine = x.clone().requires_grad_()
+    (torch.compile(loss, backend="aot_eager") if "compiled" in how else loss)(mine).backward()
+    assert mine.grad is not None
+    return mine.grad.numpy()
+
+
+@pytest.mark.parametrize("how", ["installed", "installed-compiled", "old-torch", "old-torch-compiled"])
+def test_the_gradients_of_a_partial_colwise_input_sum_to_the_full_gradient(how: str) -> None:
+    """`old-torch` is the way for torch before 2.12, whose `DTensor.from_local` takes no `grad_placements`."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(3, 8), torch.randn(6, 8)
+    expected = x.clone().requires_grad_()
+    F.linear(2.0 * expected, weight).square().sum().backward()
+    assert expected.grad is not None
+    gradients = [torch.from_numpy(each) for each in run_ranks(2, partial_gradient_of_input, how, x, weight)]
+    torch.testing.assert_close(sum(gradients), expected.grad)
 
 
 def attend_in_shards(kind: str, documents: torch.Tensor | None, tensors: list[torch.Tensor]) -> list[np.ndarray]:

@@ -10,6 +10,7 @@ import torch
 
 from tests.parity import plan_for, trajectory_of
 from tests.ranks import run_ranks
+from tests.special_files import put
 from tests.toy_run import DIED, ToyAttempt, events, inject_faults, logged_steps, new_run, run_attempt, run_until_killed
 from trimaran.checkpoint.manifest import read_manifest
 from trimaran.checkpoint.memory_copies import RankMemory
@@ -64,6 +65,18 @@ def test_memory_of_two_ranks_restores_one_rank_and_then_two_again(
     assert os.fstat(rank_memories[1]).st_size == 0, "the memory of the second rank is released"
     logs = run_ranks(2, run_attempt, run.path, ToyAttempt(to=15, number=2, rank_memories=rank_memories))
     assert [(log.start, log.is_right) for log in logs] == [(12, True)] * 2
+
+
+def test_a_kill_before_the_first_copy_of_a_new_plan_loses_nothing(
+    tmp_path: Path, rank_memories: tuple[int, ...]
+) -> None:
+    """One rank needs other slots than two did; those of two are the only place that holds the state."""
+    run = new_run(tmp_path, "checkpoint.every=0", "checkpoint.memory=1")
+    run_until_killed(run, ToyAttempt(to=50, rank_memories=rank_memories, faulty_rank=0, die_committing=9))
+    attempt = ToyAttempt(to=12, number=1, rank_memories=rank_memories, faulty_rank=0, die_committing=8)
+    run_until_killed(run, attempt, ranks=1)
+    logs = run_ranks(2, run_attempt, run.path, ToyAttempt(to=15, number=2, rank_memories=rank_memories))
+    assert [(log.start, log.is_right) for log in logs] == [(8, True)] * 2
 
 
 def test_a_rank_killed_during_a_write_leaves_the_checkpoint_before(tmp_path: Path) -> None:
@@ -208,6 +221,16 @@ def test_a_step_folder_without_a_manifest_is_renamed(tmp_path: Path) -> None:
     assert (log.start, log.error) == (5, "")
     assert complete_steps(run.checkpoints) == [10, 12]
     assert [each["step"] for each in events(run, "resume")[-1]["refused"]] == [10, 12]
+
+
+def test_a_fifo_in_a_checkpoint_is_refused_and_the_one_before_is_used(tmp_path: Path) -> None:
+    run = new_run(tmp_path, "checkpoint.every=5")
+    run_ranks(1, run_attempt, run.path, ToyAttempt(to=12))
+    put("fifo", step_path(run.checkpoints, 12) / "rank-00000.safetensors")
+    (log,) = run_ranks(1, run_attempt, run.path, ToyAttempt(to=13, number=1))  # it fails if the rank waits
+    assert (log.start, log.is_right) == (10, True)
+    (refused,) = events(run, "resume")[-1]["refused"]
+    assert (refused["step"], "it is a FIFO" in refused["why"]) == (12, True)
 
 
 def test_without_memory_a_checkpoint_is_written_synchronously(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,6 @@ from trimaran.train import build
 from trimaran.train.inputs import vision_features
 from trimaran.train.metrics.step_recorder import loader_wait
 from trimaran.train.process.rank_info import read_rank_info
-from trimaran.train.process.supervisor_link import SupervisorLink
 from trimaran.train.worker import run_worker
 
 
@@ -143,11 +143,21 @@ def test_only_waits_that_cost_time_are_in_the_metrics(
 
 
 def train_with_small_parts(path: Path) -> tuple[int, int]:
-    """Train on cached features, in parts of one image. Also returns how often the rank reported the section "start"."""
-    entered: list[str] = []
+    """Train on cached features, in parts of one image. Also returns how often the rank reported progress on them."""
+    reports: list[int] = []
     vision_features.FeatureCache = partial(FeatureCache, part_bytes=1)  # pyrefly: ignore[bad-assignment]
-    SupervisorLink.report_section = lambda self, section, step=0: entered.append(section)
-    return work(path), entered.count("start")
+    build.build_feature_cache = partial(_cache_and_count, build.build_feature_cache, reports)
+    return work(path), len(reports)
+
+
+def _cache_and_count(
+    build_cache: Callable[..., Any], reports: list[int], *args: Any, report_progress: Callable[[], None]
+) -> Any:
+    def report() -> None:
+        reports.append(1)
+        report_progress()
+
+    return build_cache(*args, report_progress=report)
 
 
 def test_each_part_of_the_features_reports_progress_on_all_ranks(folder: Path) -> None:

@@ -1,7 +1,7 @@
 """The parity matrix: every axis, and combinations of axes, train as one process does (principle 2, docs/principles.md).
 
 `make matrix` runs the full matrix. Here are all cases on up to four ranks, and three axes combined on eight: `make
-test` runs the axes alone, the pairs of `PAIRS` and that of three, `make chaos` the others.
+test` runs the axes alone, the pairs of `tests.matrix.PAIRS` and that of three, `make chaos` the others.
 """
 
 import os
@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from tests.cases import quick_or_slow
-from tests.matrix import Case, cases, recipe_for, reference, run, write_documents
+from tests.matrix import THREE_AXES, Case, cases, is_quick, recipe_for, reference, run, write_documents
 from tests.parity import assert_same_trajectory
 from tests.ranks import run_ranks
-from trimaran.core import Mesh, Plan, Recipe
+from trimaran.core import Plan, Recipe
 from trimaran.hardware import parse_cluster
 from trimaran.models import ModelSpec, spec_of
 from trimaran.nets import Decoder, initialise
@@ -27,22 +27,7 @@ from trimaran.train.build import build_networks
 from trimaran.train.process.rank_info import join_process_group, read_rank_info
 
 EVERY = cases()
-THREE_AXES = Mesh(dp_shard=2, tp=2, pp=2)
 CHOSEN = [case for case in EVERY if case.plan.mesh.world_size <= 4 or case.plan.mesh == THREE_AXES]
-PAIRS = (
-    Mesh(dp_replicate=2, dp_shard=2),
-    Mesh(dp_shard=2, pp=2),
-    Mesh(dp_shard=2, cp=2),
-    Mesh(pp=2, cp=2),
-)
-
-
-def is_quick(case: Case) -> bool:
-    mesh, plan = case.plan.mesh, case.plan
-    if mesh.world_size > 2:
-        return mesh == THREE_AXES or mesh in PAIRS
-    # The sharding and the context exchange do not affect experts.
-    return mesh.ep == 1 or (plan.sharding in ("none", "parameters") and plan.comm.context == "gather")
 
 
 @pytest.fixture(scope="module")

@@ -29,18 +29,19 @@ BAD = 3
 class NanFault:
     """NaN in one module of one rank, whenever it sees the samples of step `BAD`; with `once` only the first time.
 
-    `call` is the number of the forward that sees them first.
+    `call` is the number of the forward that sees them first. Without `rank`, every rank produces NaN from the samples
+    that rank 1 sees first.
     """
 
     module: str
-    rank: int = 1
+    rank: int | None = 1
     gradient: bool = False
     once: bool = False
     call: int = BAD
 
 
-def plant(fault: NanFault) -> None:
-    """Add the fault to the networks that this process will build."""
+def plant(fault: NanFault, shared: Path = Path("bad-samples")) -> None:  # noqa: C901 - three hooks
+    """Add the fault to the networks that this process will build. Ranks share the bad samples in a file."""
     build_networks, seen = build.build_networks, []
     state = {"bad": False}
 
@@ -48,6 +49,11 @@ def plant(fault: NanFault) -> None:
         seen.append(fields["tokens"].clone())
         again = len(seen) > fault.call and torch.equal(seen[-1], seen[fault.call - 1]) and not fault.once
         state["bad"] = len(seen) == fault.call or again
+        if fault.rank is None:
+            digest = str(hash(tuple(seen[-1].flatten().tolist())))
+            if len(seen) == fault.call and os.environ["RANK"] == "1":
+                shared.write_text(digest)
+            state["bad"] = shared.exists() and shared.read_text() == digest
 
     def corrupt(module: torch.nn.Module, args: Any, out: Tensor) -> Tensor:
         if not state["bad"]:
@@ -72,8 +78,8 @@ def plant(fault: NanFault) -> None:
 def train_with_fault(path: Path, fault: NanFault, searches: int = nonfinite_search.MAX_SEARCHES) -> int:
     run, rank_info = RunDirectory(path), read_rank_info(os.environ)
     nonfinite_search.MAX_SEARCHES = searches  # pyrefly: ignore[bad-assignment]
-    if fault.rank == rank_info.rank:
-        plant(fault)
+    if fault.rank in (rank_info.rank, None):
+        plant(fault, path / "bad-samples")
     return run_worker(run, rank_info, cache=path.parent / "cache")
 
 
@@ -110,6 +116,37 @@ def test_the_module_and_the_rank_that_first_produced_a_nan_are_reported(
     assert (origin["module"], origin["what"]) == expected[:2]
     assert origin["rank"] == expected[2] or "tp" in fields  # tensor-parallel ranks all have it then
     assert (fault.rank in origin["ranks"]) == (not fault.once)
+
+
+@pytest.mark.parametrize(
+    ("fields", "fault", "again"),
+    [
+        ({"dp_replicate": 2}, NanFault("layers.1.mlp", rank=None), True),
+        ({"dp_replicate": 2}, NanFault("layers.1.mlp"), False),
+        slow(({"dp_replicate": 2}, NanFault("layers.1.mlp", once=True), False)),
+        ({"dp_shard": 2}, NanFault("layers.0.mlp", rank=None, gradient=True), True),
+        slow(({"dp_shard": 2}, NanFault("layers.0.mlp"), False)),
+        slow(({"dp_shard": 2, "tp": 2}, NanFault("layers.0.mlp"), False)),
+        slow(({"dp_replicate": 2, "pp": 2, "grad_accum": 2}, NanFault("layers.0.mlp", call=5), False)),
+    ],
+    ids=["replicas-data", "replicas-device", "once", "shards-data", "shards-device", "tensor", "pipeline"],
+)
+def test_the_same_batch_on_another_rank_tells_data_from_device(
+    tmp_path: Path, fields: dict[str, Any], fault: NanFault, again: bool
+) -> None:
+    ranks = 4 if len(fields) > 1 else 2
+    event = skip_event(run_with_fault(tmp_path / "run", ranks, fault, fields))
+    reproduced = event["reproduced"]
+    assert (reproduced["again"], reproduced["same_device"]) == (again, False)
+    assert reproduced["on_rank"] in ((2, 3) if "tp" in fields else (0,))  # the group of rank 1 is the first with tp
+    assert ("suspect the device of rank" in reproduced["verdict"]) == (not again), reproduced
+
+
+def test_a_single_group_computes_the_same_batch_again_and_says_so(tmp_path: Path) -> None:
+    for once in (False, True):
+        fault = NanFault("layers.0.mlp", rank=0, once=once)
+        reproduced = skip_event(run_with_fault(tmp_path / f"{once}", 1, fault, {}))["reproduced"]
+        assert (reproduced["again"], reproduced["same_device"]) == (not once, True)
 
 
 @pytest.mark.parametrize("fields", [{"precision": "bf16", "grad_accum": 1}, slow({})], ids=str)

@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,11 @@ from trimaran.checkpoint.durable import DurableDisk
 from trimaran.core import Bytes, Plan, Recipe, UserError
 from trimaran.data import Sequences, TokenSample, position
 from trimaran.nets import initialise
-from trimaran.run import RunDirectory, create_run, refuse_full_disk
+from trimaran.run import HeartbeatBoard, RunDirectory, Section, create_run, refuse_full_disk
 from trimaran.train import build
+from trimaran.train.evaluate import HoldoutEvaluator
 from trimaran.train.process.rank_info import read_rank_info
+from trimaran.train.process.supervisor_link import SupervisorLink
 from trimaran.train.worker import run_worker
 
 SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64}
@@ -258,3 +262,79 @@ def test_a_disk_too_small_for_the_weights_is_refused_before_the_start(small_disk
         refuse_full_disk(small_disk / "deep" / "run", Bytes(2 << 20))
     assert caught.value.code == "D005"
     refuse_full_disk(small_disk / "deep" / "run", Bytes(1 << 10))
+
+
+class SectionRecorder:
+    """Records every report of a rank to its supervisor: the section and the step."""
+
+    def __init__(self) -> None:
+        self.board = HeartbeatBoard.make(1)
+        self.board.clear()
+        self.reports: list[tuple[str, int]] = []
+        enter = self.board.enter
+
+        def record(local_rank: int, section: Section, step: int) -> None:
+            self.reports.append((section, step))
+            enter(local_rank, section, step)
+
+        self.board.enter = record  # type: ignore[method-assign]
+
+
+def sections_of_a_run(path: Path, cache: Path) -> tuple[int, list[tuple[str, int]], bool]:
+    recorder = SectionRecorder()
+    link = SupervisorLink(board=recorder.board, rank_memories=(os.memfd_create("rank-memory"),))
+    code = run_worker(RunDirectory(path), read_rank_info(os.environ), cache=cache, link=link)
+    return code, recorder.reports, recorder.board.read(0).saved
+
+
+def test_a_rank_reports_the_right_section_and_every_unit_of_progress(folder: Path) -> None:
+    train = {"steps": 3, "evaluate": {"every": 2, "batches": 3}, "sample": {"tokens": 7}}
+    recipe = recipe_with(train=train)
+    run = create_run(folder / "run", recipe, plan_for(recipe, grad_accum=1))
+    [(code, reports, saved)] = run_ranks(1, sections_of_a_run, run.path, folder / "cache")
+    assert (code, saved) == (0, True)
+    after = reports[max(number for number, (section, _) in enumerate(reports) if section == "step") :]
+    last = [section for section, step in after if step == 3]
+    assert [name for name, _ in groupby(name for name in last if name not in ("finish", "data", "copy"))] == [
+        "save", "export", "evaluation", "sampling", "close"
+    ]  # fmt: skip
+    assert last.count("sampling") == 7, "one for each token"
+    assert last.count("data") == 1 + 3, "the end of the loader, and one for each batch"
+    assert last.count("export") > 20, "one for each tensor and file"
+    assert "finish" in last[last.index("sampling") :], "a section that ended is left"
+
+
+def fail_in_the_last_evaluation(path: Path, cache: Path) -> int:
+    def run(self: HoldoutEvaluator, *, step: int) -> bool:
+        raise ValueError("a planted error")
+
+    HoldoutEvaluator.run = run  # type: ignore[method-assign]
+    return run_rank(path, cache)
+
+
+def test_an_error_after_training_does_not_fail_the_run_and_is_recorded(folder: Path) -> None:
+    recipe = recipe_with(train={"steps": 2, "evaluate": {"batches": 2}, "sample": {"tokens": 5}})
+    run = create_run(folder / "run", recipe, plan_for(recipe, grad_accum=1))
+    assert run_ranks(1, fail_in_the_last_evaluation, run.path, folder / "cache") == [0]
+    kinds = [each["kind"] for each in events(run)]
+    assert kinds[kinds.index("trained") :] == ["trained", "unfinished", "unfinished", "done"]
+    evaluation, sample = (each["data"] for each in events(run) if each["kind"] == "unfinished")
+    assert evaluation == {"what": "evaluation", "why": "ValueError: a planted error"}
+    assert sample["what"] == "sample"
+    assert (run.model / "model.safetensors").exists()
+
+
+def test_a_sample_ends_after_its_time_on_all_ranks_and_says_so(folder: Path) -> None:
+    recipe = recipe_with(train={"steps": 1, "sample": {"tokens": 60000, "seconds": 1.0}})
+    run = train_run(recipe, plan_for(recipe, grad_accum=1, dp_replicate=2), folder)
+    (sample,) = [each["data"] for each in events(run) if each["kind"] == "sample"]
+    assert re.fullmatch(r"[0-9]+ of 60000 tokens: after 1 s \(train.sample.seconds\)", sample["cut_short"])
+
+
+@pytest.mark.parametrize(("steps", "section", "tokens"), [(49, {}, 0), (50, {}, 240), (2, {"prompt": "x"}, 240)])
+def test_a_sample_is_generated_after_enough_steps_or_on_request(
+    steps: int, section: dict[str, Any], tokens: int
+) -> None:
+    recipe = Recipe.model_validate({"train": {"steps": steps} | ({"sample": section} if section else {})})
+    assert recipe.train.sample_tokens == tokens
+    assert Recipe.model_validate(recipe.model_dump()).train.sample_tokens == tokens

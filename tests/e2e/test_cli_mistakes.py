@@ -121,7 +121,7 @@ def test_for_a_missing_recipe_the_closest_name_is_suggested(folder: Path, capsys
 
 
 @pytest.mark.parametrize(
-    ("name", "code"), [("huge.yaml", "A004"), ("binary.yaml", "A005"), ("folder.yaml", "A003"), ("/dev/zero", "A004")]
+    ("name", "code"), [("huge.yaml", "A004"), ("binary.yaml", "A005"), ("folder.yaml", "A003"), ("/dev/zero", "A003")]
 )
 def test_a_file_that_is_not_a_recipe_is_refused(
     name: str, code: str, folder: Path, capsys: pytest.CaptureFixture[str]

@@ -117,7 +117,7 @@ def test_a_name_cannot_send_control_codes_to_the_terminal() -> None:
 def test_a_character_that_cannot_be_shown_is_replaced() -> None:
     ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
     assert run("plan", env=ascii_only).returncode == 0
-    assert run("watch", os.fsdecode(b"runs/\xff")).stderr.startswith("D001")
+    assert run("watch", os.fsdecode(b"runs/\xff")).stderr.startswith("A001")
 
 
 def test_a_closed_pipe_is_not_an_error() -> None:

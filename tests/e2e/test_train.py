@@ -53,7 +53,8 @@ def processes_of(run: Path) -> list[psutil.Process]:
 
 
 def test_a_recipe_becomes_a_trained_model(tmp_path: Path) -> None:
-    process = start("--json", "--set", "train.steps=12", "--set", "train.evaluate.every=5", cwd=tmp_path)
+    settings = ("train.steps=12", "train.evaluate.every=5", "train.sample.tokens=40")
+    process = start("--json", *(word for each in settings for word in ("--set", each)), cwd=tmp_path)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     answer = json.loads(out)
@@ -66,15 +67,15 @@ def test_a_recipe_becomes_a_trained_model(tmp_path: Path) -> None:
     metrics = lines(run / "metrics.jsonl")
     assert [each["step"] for each in metrics] == list(range(1, 13))
     for each in metrics:
-        assert sum(each["phases"].values()) == pytest.approx(each["step_seconds"], rel=1e-6)
+        assert sum(each["phases"].values()) == pytest.approx(each["step_seconds"], abs=5e-6)  # microseconds are written
         assert each["tokens"] == 8 * 32
         assert each["samples"] == 8
-        assert each["tokens_per_second"] == pytest.approx(each["tokens"] / each["step_seconds"])
+        assert each["tokens_per_second"] == pytest.approx(each["tokens"] / each["step_seconds"], rel=1e-3)
         assert each["peak_bytes"] > 0
         assert 0 < each["mfu"] < 1
     assert set(metrics[0]["phases"]) == {"data", "forward", "backward", "comm", "optimizer", "checkpoint"}
 
-    events = lines(run / "events" / "rank-0.jsonl")
+    events = [each for each in lines(run / "events" / "rank-0.jsonl") if each["kind"] != "loss_bound"]
     assert [each["kind"] for each in events] == [
         "start",
         "ready",
@@ -83,6 +84,7 @@ def test_a_recipe_becomes_a_trained_model(tmp_path: Path) -> None:
         "evaluation",
         "checkpoint",
         "saved",
+        "trained",
         "evaluation",
         "sample",
         "done",

@@ -4,11 +4,11 @@ import ctypes
 import os
 import re
 import signal
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.fault.faulty_ranks import FaultyRanks, Scenario
 from trimaran.core import Incident
+from trimaran.drill.inject import slowed_process
 from trimaran.launch.attribution import Attribution
 from trimaran.launch.node import AttemptSpec
 from trimaran.launch.slow_rank_check import SlowRankCheck
@@ -291,15 +292,6 @@ def train_in_step(rank: int, link: SupervisorLink) -> None:
         dist.all_reduce(torch.ones(()))
 
 
-def slow_down(pid: int, over: threading.Event) -> None:
-    """Let a process run only 40 % of the time."""
-    while not over.is_set():
-        os.kill(pid, signal.SIGSTOP)
-        time.sleep(0.06)
-        os.kill(pid, signal.SIGCONT)
-        time.sleep(0.04)
-
-
 @dataclass(frozen=True)
 class FakeAttempt:
     """What the check sees of an attempt; it is also its only node."""
@@ -332,17 +324,12 @@ def test_a_rank_that_is_slowed_down_is_the_only_straggler(tmp_path: Path) -> Non
     with FaultyRanks(tmp_path, 2, train_in_step) as ranks:
         ranks.wait_until(lambda: ranks.board.read(0).step > 5)
         spec = AttemptSpec(attempt=0, first_rank=0, num_ranks=2, world_size=2, store="", token="")
-        attempt, over = FakeAttempt(ranks, spec), threading.Event()
+        attempt = FakeAttempt(ranks, spec)
         check = SlowRankCheck(ranks.run, IncidentLog(ranks.run))
         assert watch_for(2.0, attempt, check) == []
         onset = ranks.board.read(0).step
-        thread = threading.Thread(target=slow_down, args=(ranks.pid(1), over))
-        thread.start()
-        try:
+        with slowed_process(psutil.Process(ranks.pid(1)), 2.5):
             (incident,) = watch_for(15.0, attempt, check)
-        finally:
-            over.set()
-            thread.join()
     assert (incident.cause, incident.suspects, incident.action) == ("straggler", (1,), "continued")
     assert incident.cost["slowdown"] > 1.3
     assert incident.step - onset <= 60  # 20 on a quiet machine

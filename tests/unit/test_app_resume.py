@@ -109,7 +109,7 @@ def test_the_status_is_that_of_the_newest_attempt(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert [step.step for step in state.steps] == [1, 2, 3, 4, 5, 6, 7]
     assert state.restarts == 1
-    assert state_of(run).losses == state.losses
+    assert state_of(run).steps == state.steps
 
 
 def test_incidents_attempts_and_goodput_are_part_of_the_answer(tmp_path: Path) -> None:

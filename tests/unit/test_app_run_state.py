@@ -33,10 +33,10 @@ def test_refresh_reads_only_what_is_new(tmp_path: Path) -> None:
     with Journal(run, 0) as journal:
         journal.step(step_metrics(1, loss=4.0))
         state.refresh()
-        assert (state.status, state.losses) == ("training", [4.0])
+        assert (state.status, [step.loss for step in state.steps]) == ("training", [4.0])
         journal.step(step_metrics(2, loss=3.0))
         state.refresh()
-    assert state.losses == [4.0, 3.0]
+    assert [step.loss for step in state.steps] == [4.0, 3.0]
     assert len(state.events_of_kind("start")) == 2
 
 
@@ -76,7 +76,7 @@ def test_a_nan_loss_is_null_in_json(tmp_path: Path) -> None:
         journal.step(step_metrics(1, loss=math.nan))
         journal.event("evaluation", step=1, loss=math.inf, tokens=1)
     state = state_of(run)
-    assert math.isnan(state.losses[0])
+    assert math.isnan(state.first_loss)
     answer = state.as_dict()
     assert (answer["first_loss"], answer["held_out_loss"]) == (None, None)
 
@@ -85,7 +85,7 @@ def test_fields_and_events_of_a_later_version_are_skipped(tmp_path: Path) -> Non
     run = new_run(tmp_path / "run")
     run.metrics.write_text(json.dumps(step_metrics(1, loss=2.0).as_dict() | {"novelty": [1]}) + "\n")
     run.events(0).write_text('{"kind": "novelty", "rank": 0, "time": 1.0, "step": 0, "data": {}, "more": 1}\n')
-    assert state_of(run).losses == [2.0]
+    assert [step.loss for step in state_of(run).steps] == [2.0]
 
 
 def test_the_first_error_of_any_rank_is_the_failure(tmp_path: Path) -> None:

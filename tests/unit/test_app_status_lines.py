@@ -14,10 +14,11 @@ from rich.console import Console
 
 from tests.runs import finished_run, new_run, start_ranks, step_metrics
 from trimaran.app.main import main
+from trimaran.app.report.detailed_steps import MAX_STEPS, detailed_steps
 from trimaran.app.views import run_findings
 from trimaran.app.views.live import follow
 from trimaran.app.views.run_findings import FindingsPoller, RunFinding
-from trimaran.app.views.run_state import DETAILED_STEPS, RunState
+from trimaran.app.views.run_state import RunState
 from trimaran.app.views.run_view import draw
 from trimaran.app.views.status_lines import status_lines
 from trimaran.core import Finding
@@ -225,8 +226,8 @@ def test_details_are_kept_evenly_over_a_long_run(tmp_path: Path) -> None:
     run = new_run(tmp_path / "run")
     lines = [json.dumps(step_metrics(step, loss=1.0).as_dict() | {"number": step}) for step in range(1, 5001)]
     run.metrics.write_text("\n".join(lines) + "\n")
-    state = state_of(run)
-    steps = [step for step, _ in state.detailed]
-    assert DETAILED_STEPS <= len(steps) < 2 * DETAILED_STEPS
-    assert {after - before for before, after in pairwise(steps)} == {8}
-    assert state.latest == {"number": 5000}
+    found = detailed_steps(run)
+    assert MAX_STEPS / 2 <= len(found) < MAX_STEPS
+    assert {after - before for (before, _), (after, _) in pairwise(found)} == {8}
+    assert all(details == {"number": step} for step, details in found)
+    assert state_of(run).latest == {"number": 5000}

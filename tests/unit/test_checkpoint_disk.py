@@ -170,11 +170,41 @@ def test_a_forged_manifest_cannot_name_other_files(folder: Path, name: str) -> N
         lambda fields: fields["files"]["rank-00000.safetensors"].update(bytes=-1),
         lambda fields: fields["files"]["rank-00000.safetensors"].update(bytes=1 << 70),
         lambda fields: fields["files"]["rank-00000.safetensors"].update(sha256="x"),
+        lambda fields: fields.update(time=float("nan")),
+        lambda fields: fields.update(time=float("inf")),
+        lambda fields: fields.update(time=-1.0),
+        lambda fields: fields.update(term=-1),
+        lambda fields: fields.update(world_size=0),
+        lambda fields: fields["progress"].update(guard={"mean": float("nan")}),
+        lambda fields: fields["progress"].update(guard={"good_steps": -1}),
+        lambda fields: fields["progress"].update(seed=1 << 70),
+        lambda fields: fields["progress"].update(data="\x1b[2J"),
+        lambda fields: fields["progress"].update(deep=[[[[[[[[[[1]]]]]]]]]]),
     ],
 )
 def test_a_forged_manifest_must_be_valid(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     forge(step_path(folder, 2), change)
     assert verify(step_path(folder, 2))
+
+
+@pytest.mark.parametrize("name", ["../../x\x1b", "model/../../x", "/etc/x", "model/x\n", "model/\u202ex", "m" * 5000])
+def test_a_forged_index_cannot_have_a_name_that_is_a_path_or_not_printable(folder: Path, name: str) -> None:
+    path = step_path(folder, 2)
+    index = json.loads((path / "index.json").read_text())
+    index["tensors"][name] = index["tensors"].pop(next(iter(index["tensors"])))
+    text = json.dumps(index).encode()
+    (path / "index.json").write_bytes(text)
+    record = {"bytes": len(text), "sha256": sha256(text).hexdigest()}
+    forge(path, lambda fields: fields["files"].update({"index.json": record}))
+    (damage,) = verify(path)
+    assert damage.what.startswith("is invalid: the tensor name")
+    assert str(damage).isprintable()
+
+
+def test_a_tensor_name_that_could_not_be_read_again_is_not_written() -> None:
+    row = ["model/x\x1b", "fp32", [1], [0], [1], "rank-00000.safetensors", 0]
+    with pytest.raises(UserError, match="K006: the checkpoint cannot be written: the tensor name"):
+        index_bytes((layout_of([row]),))
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b"{}", b"[" * 100_000, b"\xff" * 200, b"1" * 10_000])

@@ -1,5 +1,6 @@
 """Copies in memory: valid and complete, or not there; and how much memory they may take."""
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,7 +16,15 @@ from trimaran.checkpoint.memory_copies import CopyMetadata, MemorySlot, MemorySo
 from trimaran.checkpoint.rank_share import RankShare, build_share
 from trimaran.checkpoint.tensor_shards import TensorShard
 from trimaran.core import CheckpointSection, Seconds
-from trimaran.train.checkpointing.save_interval import SaveCost, SaveSchedule, copy_every, is_review, save_interval
+from trimaran.train.checkpointing.save_interval import (
+    CopySchedule,
+    SaveCost,
+    SaveSchedule,
+    copy_every,
+    is_review,
+    max_repeated_steps,
+    save_interval,
+)
 
 GIB = 1 << 30
 
@@ -180,6 +189,34 @@ def test_copies_in_memory_take_at_most_half_a_percent_of_the_time() -> None:
     assert copy_every(Seconds(0.0006), Seconds(0.1)) == 2
     assert copy_every(Seconds(0.05), Seconds(0.1)) == 100
     assert [count for count in range(400) if is_review(count)] == [3, 8, 32, 128, 256, 384]
+
+
+def test_copies_are_as_frequent_as_the_bound_on_lost_time_needs_up_to_one_percent() -> None:
+    bound = Seconds(5.0)
+    assert copy_every(Seconds(0.0001), Seconds(0.1), lost_seconds=bound) == 1  # cheap: every step
+    assert copy_every(Seconds(0.01), Seconds(0.1), lost_seconds=bound) == 20  # 0.5 % loses 2 s: no need for more
+    assert copy_every(Seconds(0.04), Seconds(0.1), lost_seconds=bound) == 49  # not 80: (49 + 1) x 0.1 s
+    assert copy_every(Seconds(1.0), Seconds(0.1), lost_seconds=bound) == 1000  # 1 % is the limit
+    assert copy_every(Seconds(1.0), Seconds(20.0), lost_seconds=bound) == 5  # a step alone takes longer
+
+
+def test_the_first_copies_to_each_slot_do_not_make_later_copies_rare() -> None:
+    schedule = CopySchedule("auto", lambda mine: mine[None], lost_seconds=Seconds(5.0), warm_up=3)
+    for step in range(1, 7):
+        schedule.record_step(0.05)
+        assert schedule.is_due(step)
+        schedule.record_copy(step, 0.01 if step <= 3 else 0.0002)
+    assert schedule.every == 1
+    assert schedule.step_seconds == 0.05
+
+
+def test_the_bound_is_one_interval_and_one_step_or_the_interval_of_checkpoints_on_disk() -> None:
+    assert [max_repeated_steps(every) for every in (1, 10)] == [2, 11]
+    assert max_repeated_steps(10, stride=4) == 16
+    schedules = [SaveSchedule(CheckpointSection(every=every), world_size=1, guess=GUESS) for every in (0, 100, "auto")]
+    never, fixed, timed = (each.max_repeated_steps(Seconds(0.1)) for each in schedules)
+    assert (never, fixed) == (None, 100 + 1 + 2 + 10)
+    assert timed == math.ceil(schedules[2].interval / 0.1) + 1 + 2 + 10
 
 
 class Clock:

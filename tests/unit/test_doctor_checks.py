@@ -37,6 +37,7 @@ from trimaran.doctor.machine_facts import (
     MachineMeasurements,
     Nic,
     NodeMeasurements,
+    ProcessLimits,
     RunRequirements,
     Versions,
 )
@@ -224,6 +225,7 @@ def test_network_cards_that_are_down_slow_or_far_are_named() -> None:
         ("NCCL_SOCKET_IFNAM", "eth0", "NCCL has no variable NCCL_SOCKET_IFNAM"),
         ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segment:True", "did you mean 'expandable_segments'?"),
         ("OMP_NUM_THREADS", "64", "OMP_NUM_THREADS=64 for 2 ranks oversubscribes 8 cores"),
+        ("OMP_NUM_THREADS", "64,1", "OMP_NUM_THREADS=64,1 for 2 ranks oversubscribes 8 cores"),
         ("NCCL_SOCKET_IFNAME", "eth7", "no interface name starts with that"),
         ("CUDA_VISIBLE_DEVICE", "0", "has no effect"),
     ],
@@ -259,9 +261,25 @@ def test_too_little_shared_memory_is_reported_for_several_gpus() -> None:
     assert shared_memory.check(changed(HEALTHY, "host", shm=None)).status == "skip"
 
 
+@pytest.mark.parametrize("value", ["abc", "0", "-2", "2,x"])
+def test_threads_that_openmp_would_ignore_refuse_a_run(value: str) -> None:
+    result = environment.check(replace(HEALTHY, environment={"OMP_NUM_THREADS": value}))
+    assert (result.status, f"OMP_NUM_THREADS is '{value}', which is not" in result.what) == ("fail", True)
+    assert environment.check(replace(HEALTHY, environment={"OMP_NUM_THREADS": ""})).status == "pass"
+
+
 def test_low_limits_are_reported() -> None:
     assert limits.check(changed(HEALTHY, "host", nofile=256)).status == "warn"
     assert limits.check(changed(HEALTHY, "host", nofile=32)).status == "fail"
+    few = changed(HEALTHY, "host", nofile=100)
+    assert limits.check(replace(few, requirements=RunRequirements(ranks=2))).status == "warn"
+    refused = limits.check(replace(few, requirements=RunRequirements(ranks=8)))
+    assert refused.status == "fail"
+    assert refused.what == "only 100 files may be open at once, and a rank of 8 opens at least 124"
+    for limit, least in (("processes", 46), ("address_bytes", 2 << 30), ("file_bytes", 1 << 20)):
+        two = replace(HEALTHY, requirements=RunRequirements(ranks=2, nodes=2))
+        assert limits.check(replace(two, limits=ProcessLimits(**{limit: least}))).status == "warn"
+        assert limits.check(replace(two, limits=ProcessLimits(**{limit: least // 2}))).status == "fail"
     assert "locked" in limits.check(changed(HEALTHY, "host", memlock=65536)).what
     dumps = changed(HEALTHY, "host", core=None, core_pattern="core.%p")
     assert limits.check(dumps).fix == "ulimit -c 0"

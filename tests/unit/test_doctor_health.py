@@ -111,6 +111,18 @@ def test_a_nan_is_reported_with_its_module_and_rank(
     assert "at step 3" in found.verdict
 
 
+def test_a_nan_that_another_rank_does_not_get_from_the_same_batch_is_blamed_on_the_device() -> None:
+    data: dict[str, Any] = {"reason": "the loss is nan", "loss": None, "grad_norm": None, "ranks": [1], "born": ORIGIN}
+    verdict = "the same batch is finite on rank 0: suspect the device of rank 1, not the data"
+    reproduced = {"on_rank": 0, "again": False, "same_device": False, "verdict": verdict}
+    found = only("F050", events=(event("skip", **data, reproduced=reproduced),))
+    assert verdict in found.verdict
+    assert found.patch == {}
+    assert "suspect the hardware of rank 1" in found.fix
+    from_data = only("F050", events=(event("skip", **data, reproduced=reproduced | {"again": True}),))
+    assert from_data.patch == {"faults.not_finite": "rewind"}
+
+
 def test_a_loss_spike_is_reported_whether_its_update_was_skipped_or_applied() -> None:
     data = {"reason": "the loss jumped from 2.3 to 2300", "loss": 2300.0, "grad_norm": 9.0, "ranks": [1]}
     skipped = only("F051", events=(event("skip", **data, sample_ids=[4]),))
@@ -221,6 +233,21 @@ def test_incidents_become_findings_with_the_rank_at_fault(
     assert ended.severity == "fault"
 
 
+def test_a_hang_that_the_run_later_got_past_is_not_said_to_come_back() -> None:
+    hung = incident("hang", "rank 1 made no progress", step=8)
+    before = only("F063", incidents=(hung,), steps=())
+    assert (before.confidence, "may hang there again" in before.expected_effect) == (0.9, True)
+    passed = {
+        "new steps": {},
+        "the end": {"steps": (), "attempts": ({"over": 0, "why": "all steps are done"},)},
+        "a done event": {"steps": (), "events": ({"kind": "done", "rank": 0, "attempt": 1, "step": 8, "data": {}},)},
+    }
+    for what, more in passed.items():
+        later = only("F063", incidents=(hung,), **more)
+        assert "need not come back" in later.expected_effect, what
+        assert later.confidence < 0.5, what
+
+
 def test_attempts_without_progress_are_counted() -> None:
     ends = [{"attempt": n, "ended": float(n), "how": "trouble", "step": 6} for n in range(3)]
     found = {each.code: each for rule in RULES for each in rule(evidence(
@@ -266,3 +293,5 @@ def test_unusable_samples_are_counted() -> None:
 def test_differing_replicas_are_reported() -> None:
     data = {"message": "rank 2 differs from the others", "ranks": [2], "keys": ["norm.weight"], "since": 30}
     assert only("F073", events=(event("differ", at=40, **data),)).culprit == "rank 2"
+    changed = only("F073", events=(event("differ", at=40, **data, type="MemoryChanged"),))
+    assert changed.verdict.startswith("memory changed between updates 1 time")

@@ -1,5 +1,6 @@
 """When silent ranks are a hang, and when they only wait for another rank."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 from tests.runs import new_run
 from trimaran.launch.attempt_watch import AttemptWatch
 from trimaran.launch.node import AttemptSpec, NodeEvent, RankSilent
-from trimaran.run import Heartbeat
+from trimaran.run import Heartbeat, Journal, RunDirectory
 from trimaran.run.attempts import AttemptOutcome
 
 
@@ -58,6 +59,9 @@ def watch(path: Path, node: FakeNode) -> AttemptWatch:
         ("save", 7, None),
         ("evaluation", 6, None),
         ("compile", 7, None),
+        ("export", 7, None),
+        ("sampling", 7, None),
+        ("first", 7, "trouble"),
         ("step", 7, "trouble"),
         ("data", 8, "trouble"),
     ],
@@ -96,3 +100,27 @@ def test_a_rank_that_makes_progress_again_is_not_silent(tmp_path: Path) -> None:
     node.current = {0: heartbeat("step", 8, 109.0), 1: heartbeat("step", 8, 109.1)}
     assert attempt.poll() is None
     assert attempt.silent == {}
+
+
+def test_an_attempt_is_saved_once_rank_0_says_so(tmp_path: Path) -> None:
+    """The others have written their part before rank 0 has committed the whole."""
+    node = FakeNode(heartbeat("export", 8, 100.0), replace(heartbeat("finish", 8, 100.0), saved=True))
+    attempt = watch(tmp_path, node)
+    attempt.poll()
+    assert not attempt.is_saved
+    node.current[0] = replace(node.current[0], saved=True)
+    attempt.poll()
+    assert attempt.is_saved
+    node.current = {}
+    attempt.poll()
+    assert attempt.is_saved
+
+
+def test_an_attempt_knows_what_was_not_done_after_training(tmp_path: Path) -> None:
+    attempt = watch(tmp_path, FakeNode(heartbeat("sampling", 8, 100.0), heartbeat("sampling", 8, 100.0)))
+    run = RunDirectory(tmp_path / "run")
+    with Journal(run, 0) as journal:
+        journal.event("trained", step=8, next=["evaluation", "sample"])
+        journal.event("evaluation", step=8, loss=1.0)
+    attempt.poll()
+    assert (attempt.is_saved, attempt.not_done()) == (True, ["sample"])

@@ -41,6 +41,8 @@ def recorded(name: str) -> dict[int, RankReport]:
         ("interpreter-held", "hang", (0,), (1,)),
         ("stopped", "hang", (2,), (0, 1)),
         ("mismatch", "mismatch", (2,), (0, 1)),
+        ("nccl-mismatch", "mismatch", (1,), (0, 2, 3)),
+        ("nccl-missing", "hang", (1,), (0, 2, 3)),
         ("circle", "mismatch", (0, 1), ()),
     ],
 )
@@ -94,6 +96,21 @@ def test_ranks_wait_only_for_members_of_their_group() -> None:
     assert attribution.suspects == (3,)
 
 
+# Ends of logs of ranks on an H200 with NCCL 2.28.9, torch 2.11; the second is NCCL's text, not seen in a run.
+NCCL_PEER_KILLED = """\
+ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.
+Last error:
+socketProgress: Connection closed by remote peer localhost<51958>
+terminate called after throwing an instance of 'c10::Error'
+  what():  NCCL Error 6: remote process exited or there was a network error
+"""
+NCCL_TRUNCATED = """\
+NET/Socket : peer 127.0.0.1<5> message truncated : receiving 40 bytes instead of 28. If you believe your socket \
+network is in a healthy state, there may be a mismatch in collective sizes or environment settings between ranks
+"""
+CUDA_FAULT_SEEN_BY_WATCHDOG = """\
+Process group watchdog thread terminated with exception: CUDA error: an illegal memory access was encountered
+"""
 DEATHS: list[tuple[int, dict[str, object] | None, str, bool, Cause, bool]] = [
     # exit code, data of the error event, end of the log, killed by the OOM killer; cause, primary
     (-9, None, "", False, "crash", True),
@@ -101,6 +118,9 @@ DEATHS: list[tuple[int, dict[str, object] | None, str, bool, Cause, bool]] = [
     (-11, None, "Fatal Python error: Segmentation fault", False, "crash", True),
     (-6, None, "what():  std::bad_alloc", False, "oom", True),
     (-6, None, "Is there a distributed collective mismatch in your code?", False, "mismatch", True),
+    (-6, None, NCCL_PEER_KILLED, False, "network", False),
+    (-6, None, NCCL_TRUNCATED, False, "mismatch", True),
+    (-6, None, CUDA_FAULT_SEEN_BY_WATCHDOG, False, "crash", True),
     (0, None, "", False, "exit", True),
     (75, None, "", False, "preempted", False),
     (2, {"code": "M001", "what": "no such preset", "where": "model.preset", "fix": "-"}, "", False, "user", True),
@@ -196,6 +216,11 @@ def hang() -> Incident:
     return Incident(id="i-0002", cause="hang", time=0.0, what=what, step=12,
                     suspects=(1,), victims=(0, 2), evidence=evidence, action="restarted",
                     cost={"seconds_to_detect": 6.21, "seconds_to_recover": 8.04, "lost_steps": 1.0})  # fmt: skip
+
+
+def test_the_cost_of_an_incident_is_shown_beside_what_the_run_had_stated() -> None:
+    bounded = replace(hang(), cost=hang().cost | {"max_lost_steps": 3, "max_lost_seconds": 0.272})
+    assert incident_text(bounded).splitlines()[-1].endswith("1 step repeated (at most 3, about 272 ms)")
 
 
 def test_the_text_of_an_incident_has_ranks_evidence_action_and_cost() -> None:

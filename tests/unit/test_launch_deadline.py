@@ -33,15 +33,50 @@ def test_steps_between_two_polls_are_counted_one_by_one() -> None:
     assert after_steps(4.0, every=5).of("step") == 20.0
 
 
-def test_other_sections_get_start_seconds_first_and_ten_times_the_longest_later() -> None:
+@pytest.mark.parametrize("section", ["first", "evaluation", "sampling", "copy"])
+def test_units_of_the_same_work_get_start_seconds_first_and_ten_times_the_longest_later(section: Any) -> None:
     deadlines = Deadlines(FaultsSection(start_seconds=900))
-    assert deadlines.of("save") == 900
-    deadlines.overdue({0: heartbeat("save", 3, 100.0)}, 100.0)
-    deadlines.overdue({0: heartbeat("step", 4, 107.0)}, 107.0)
-    assert deadlines.of("save") == 70
-    deadlines.overdue({0: heartbeat("evaluation", 4, 110.0)}, 110.0)
+    assert deadlines.of(section) == 900
+    deadlines.overdue({0: heartbeat(section, 4, 110.0)}, 110.0)
     deadlines.overdue({0: heartbeat("step", 5, 110.5)}, 110.5)
-    assert deadlines.of("evaluation") == 30
+    assert deadlines.of(section) == 30
+    deadlines.overdue({0: heartbeat(section, 5, 120.0)}, 120.0)
+    deadlines.overdue({0: heartbeat(section, 5, 127.0)}, 127.0)
+    assert deadlines.of(section) == 70
+
+
+@pytest.mark.parametrize("section", ["start", "save", "restore", "load", "prepare", "export", "compile", "data"])
+def test_a_short_read_write_or_compilation_does_not_shorten_the_deadline_of_the_next(section: Any) -> None:
+    deadlines = Deadlines(FaultsSection(start_seconds=900))
+    deadlines.overdue({0: heartbeat(section, 3, 100.0)}, 100.0)
+    deadlines.overdue({0: heartbeat("step", 4, 100.1)}, 100.1)
+    assert deadlines.of(section) == 900
+
+
+def test_the_end_of_a_step_after_a_copy_or_an_evaluation_does_not_count_as_a_short_step() -> None:
+    deadlines = Deadlines(FaultsSection(hang_seconds=6.0))
+    for step in range(30):
+        began = 10.0 * step
+        for section, at, after in (
+            ("step", step, 0.0),
+            ("copy", step + 1, 9.0),
+            ("step", step, 9.1),
+            ("evaluation", step + 1, 9.2),
+            ("data", step + 1, 9.3),
+            ("evaluation", step + 1, 9.4),
+            ("step", step, 9.8),
+            ("data", step + 1, 9.9),
+        ):
+            deadlines.overdue({0: heartbeat(section, at, began + after)}, began + after)
+    assert deadlines.of("step") == pytest.approx(5 * 9.3)
+
+
+def test_steps_after_a_rewind_are_learnt_too() -> None:
+    deadlines = Deadlines(FaultsSection(hang_seconds=6.0))
+    deadlines.overdue({0: heartbeat("step", 50, 100.0)}, 100.0)
+    for step in range(40, 62):
+        deadlines.overdue({0: heartbeat("step", step, 4.0 * step)}, 4.0 * step)
+    assert deadlines.of("step") == 20.0
 
 
 def test_only_ranks_past_their_deadline_are_overdue() -> None:
@@ -67,6 +102,14 @@ def test_silence_while_the_supervisor_did_not_poll_does_not_count() -> None:
     assert deadlines.overdue(hung, 507.0) == {0: 7.0}
 
 
+def test_ranks_that_were_stopped_with_the_supervisor_get_the_same_time_as_after_their_last_heartbeat() -> None:
+    deadlines = after_steps(0.05)
+    assert deadlines.counted_silence(10.0, 16.5) == 6.5
+    deadlines.note_pause(24.0)
+    assert deadlines.counted_silence(10.0, 26.0) == 2.0, "the ranks are continued 2 s after the supervisor"
+    assert deadlines.counted_silence(25.0, 31.5) == 6.5
+
+
 def test_repeated_pauses_of_the_supervisor_do_not_excuse_silence_forever() -> None:
     deadlines = after_steps(0.05)
     hung = {0: heartbeat("step", 50, 10.0)}
@@ -85,13 +128,6 @@ def test_new_ranks_keep_the_durations_learnt_from_earlier_ones() -> None:
     assert deadlines.of("step") == 20.0
 
 
-def test_waiting_for_data_always_gets_start_seconds() -> None:
-    deadlines = Deadlines(FaultsSection(start_seconds=900))
-    deadlines.overdue({0: heartbeat("data", 3, 100.0)}, 100.0)
-    deadlines.overdue({0: heartbeat("step", 3, 100.1)}, 100.1)
-    assert deadlines.of("data") == 900
-
-
 def test_a_rank_that_waits_for_a_core_is_not_hung_and_neither_are_ranks_that_wait_for_it() -> None:
     deadlines = after_steps(0.05)
     hung = {rank: heartbeat("step", 41, 500.0) for rank in range(2)}
@@ -105,10 +141,3 @@ def test_a_rank_that_just_ended_is_not_overdue_for_its_earlier_waits_for_a_core(
     hung = {0: heartbeat("step", 50, 500.0)}
     assert deadlines.overdue(hung, 501.0, {0: 100.0}) == {}
     assert deadlines.overdue(hung, 502.0, {0: 0.0}) == {}, "/proc no longer has it"
-
-
-def test_compiling_always_gets_start_seconds() -> None:
-    deadlines = Deadlines(FaultsSection(start_seconds=900))
-    deadlines.overdue({0: heartbeat("compile", 4, 110.0)}, 110.0)
-    deadlines.overdue({0: heartbeat("step", 4, 110.5)}, 110.5)
-    assert deadlines.of("compile") == 900

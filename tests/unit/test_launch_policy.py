@@ -49,6 +49,13 @@ def test_three_starts_without_a_new_step_stop_the_run() -> None:
         assert text in decision.why
 
 
+def test_a_fault_after_the_last_step_does_not_name_a_step_that_does_not_exist() -> None:
+    decision = decide_after(*3 * [cycle(step=8)], options=RecoveryOptions(world_size=4, last_step=8))
+    assert decision.action == "stopped"
+    assert "after step 8, the last one" in decision.why
+    assert "step 9" not in decision.why
+
+
 def test_progress_resets_the_count_of_starts() -> None:
     assert decide_after(cycle(), cycle(), cycle(new_steps=1), cycle(), cycle()).action == "restarted"
 

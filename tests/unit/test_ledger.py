@@ -14,8 +14,9 @@ from tests.goodput import check_goodput
 from tests.runs import new_run, step_metrics
 from trimaran.run import Journal, RunDirectory, append_line
 from trimaran.run.journal import forget_steps_after
-from trimaran.telemetry.ledger import CATEGORIES, STEP_CATEGORIES, Ledger, LedgerReader, read_ledger, split_step
-from trimaran.telemetry.step_lines import read_step
+from trimaran.telemetry.ledger import CATEGORIES, Ledger, LedgerReader, read_ledger
+from trimaran.telemetry.step_blocks import STEP_CATEGORIES, split_step
+from trimaran.telemetry.step_lines import StepLine, read_step
 
 STEP = {"data": 0.05, "forward": 0.25, "backward": 0.5, "comm": 0.125, "optimizer": 0.05, "checkpoint": 0.025}
 STEP_SECONDS = sum(STEP.values())
@@ -176,7 +177,7 @@ def test_a_poll_reads_only_new_lines_and_yields_each_step_once(tmp_path: Path) -
 
     def poll() -> bool:
         anew = reader.poll()
-        seen.append([line.step for line in reader.new_steps()])
+        seen.append([line.step for line in reader.new_steps() if isinstance(line, StepLine)])
         simulated.check(reader.compute())
         return anew
 

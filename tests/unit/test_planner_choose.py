@@ -285,7 +285,7 @@ def test_an_unknown_model_gets_replicas_and_no_prediction() -> None:
     assert explain(plan).memory == explain(plan).time == ()
 
 
-@pytest.mark.parametrize("global_batch", [5040, 42 * 10**15])
+@pytest.mark.parametrize("global_batch", [5040, 14_414_400])
 def test_choosing_takes_less_than_a_second_and_is_deterministic(global_batch: int) -> None:
     wanted, cluster = recipe(global_batch=global_batch, seq_len=2048), parse_cluster("6x7xH100")
     start = time.perf_counter()

@@ -2,6 +2,7 @@
 
 import json
 import math
+import stat
 import threading
 from pathlib import Path
 
@@ -13,7 +14,6 @@ from trimaran.run import (
     IncidentLog,
     Journal,
     JsonlFollower,
-    append_line,
     create_run,
     free_run_path,
     last_step,
@@ -129,10 +129,12 @@ def test_an_incomplete_line_harms_neither_the_next_one_nor_a_resume(tmp_path: Pa
     assert last_step(run) == 3
 
 
-def test_a_full_disk_loses_lines_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    full = tmp_path / "full.jsonl"
-    full.symlink_to("/dev/full")
-    for number in range(3):
-        append_line(full, {"step": number})
-    assert "lines of" in caplog.text
-    assert "No space left" in caplog.text
+def test_a_new_run_directory_is_private_and_an_existing_one_keeps_its_mode(tmp_path: Path) -> None:
+    create_run(tmp_path / "deep" / "run", Recipe(), Plan())
+    assert stat.S_IMODE((tmp_path / "deep" / "run").stat().st_mode) == 0o700
+    assert stat.S_IMODE((tmp_path / "deep").stat().st_mode) & 0o055  # a folder for several runs is like any other
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o2750)
+    create_run(shared, Recipe(), Plan())
+    assert stat.S_IMODE(shared.stat().st_mode) == 0o2750

@@ -84,8 +84,8 @@ def test_a_rewind_restarts_the_warm_up(block: nn.Module) -> None:
     assert compilations.late == 0
 
 
-@pytest.mark.parametrize(("section", "seen"), [("step", "compile"), ("first", "first"), ("evaluation", "evaluation")])
-def test_a_compilation_in_the_middle_of_a_step_is_reported_to_the_supervisor(section: Any, seen: str) -> None:
+@pytest.mark.parametrize("section", ["step", "first", "evaluation"])
+def test_a_compilation_is_reported_to_the_supervisor_in_any_section(section: Any) -> None:
     link, during = SupervisorLink(board=HeartbeatBoard.make(1)), []
 
     def backend(module: Any, _: Any) -> Any:
@@ -97,6 +97,6 @@ def test_a_compilation_in_the_middle_of_a_step_is_reported_to_the_supervisor(sec
     link.report_section(section, 7)
     torch.compile(torch.sin, backend=backend)(torch.zeros(2))
     torch._dynamo.reset()
-    assert [(heartbeat.section, heartbeat.step) for heartbeat in during if heartbeat] == [(seen, 7)]
+    assert [(heartbeat.section, heartbeat.step) for heartbeat in during if heartbeat] == [("compile", 7)]
     assert link.heartbeat is not None
     assert (link.heartbeat.section, link.heartbeat.step) == (section, 7)

@@ -26,6 +26,7 @@ COMMANDS = {
     "report": "Write one HTML page about a run, to keep or to send.",
     "profile": "Trace steps of a live run, or show what uses its memory.",
     "incidents": "Show what went wrong in a run, and what was done.",
+    "drill": "Inject a fault into a run; is it named and survived?",
     "checkpoints": "List checkpoints of a run; verify, compare, prune, import.",
     "export": "Convert a checkpoint to a Hugging Face or DCP folder.",
     "generate": "Generate text with a trained model.",
@@ -46,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # what the terminal cannot show becomes a question mark
     clean_standard_streams()
     try:
+        _refuse_other_encodings(arguments)
         app = _build_app(_requested_command(arguments, os.environ))
         code = app(arguments, prog_name="trimaran", standalone_mode=False)
         sys.stdout.flush()
@@ -56,6 +58,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return CLOSED_PIPE
     except Exception as error:
         return _show_error(error, arguments)
+
+
+def _refuse_other_encodings(arguments: Sequence[str]) -> None:
+    """Raise if an argument is not UTF-8: it could not be written to a recipe, a log or JSON."""
+    for word in arguments:
+        if not word.isascii() and any("\ud800" <= character <= "\udfff" for character in word):
+            from trimaran.core import UserError
+
+            raise UserError("A001", f"the argument {word!a} is not UTF-8 text", where="the command line",
+                            fix="write it in UTF-8; rename a file whose name has another encoding")  # fmt: skip
 
 
 def _build_app(requested: str | None) -> typer.Typer:
@@ -112,7 +124,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 def _show_error(error: Exception, arguments: Sequence[str]) -> int:
     """Print a user's mistake and return 2. Any other error is raised again: a fault needs its traceback."""
-    from trimaran.core import EXIT_USER, UserError
+    from trimaran.core.errors import EXIT_USER, UserError, file_error
 
     if isinstance(error, typer.TyperException):
         name = [word for word in arguments[:1] if not word.startswith("-")]
@@ -120,6 +132,8 @@ def _show_error(error: Exception, arguments: Sequence[str]) -> int:
         # Typer prints choices one a line, and pydantic's messages have a prefix.
         what = " ".join(error.format_message().split()).replace("Value error, ", "").rstrip(".")
         error = UserError("A001", what, where=f"`{command}`", fix=f"see `{command} --help`")
+    if isinstance(error, OSError) and not isinstance(error, UserError):
+        error = file_error(error) or error
     if not isinstance(error, UserError):
         raise error
     if os.environ.get("RANK", "0") != "0":

@@ -18,6 +18,7 @@ from trimaran.checkpoint.safe_pickle import GlobalName, PersistentId, PickledCal
 from trimaran.checkpoint.shard_index import coverage_error
 from trimaran.checkpoint.tensor_regions import VALUE_BYTES, IndexEntry, TensorIndex, TensorMeta, TensorRegion
 from trimaran.core import UserError
+from trimaran.core.regular_files import open_regular_file
 
 METADATA_FILE = ".metadata"
 MAX_METADATA_BYTES = 256 << 20
@@ -121,7 +122,7 @@ class DcpSource:
         if name not in self._maps:
             if len(self._maps) >= MAX_OPEN_FILES:
                 self._maps.pop(next(iter(self._maps)))
-            with self._path(name).open("rb") as file:
+            with open_regular_file(self._path(name)) as file:
                 self._maps[name] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         return self._maps[name]
 

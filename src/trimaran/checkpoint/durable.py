@@ -10,11 +10,13 @@ from trimaran.core import UserError, show_bytes
 
 CHUNK_BYTES = 8 << 20
 CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class DurableDisk:
     """The calls that write a checkpoint. Tests replace it with one that fails at a chosen call."""
+
+    num_pieces = 0
+    """How many chunks were written and files synced: the progress of a save."""
 
     def make_folder(self, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
@@ -26,9 +28,11 @@ class DurableDisk:
     def write(self, fd: int, data: memoryview) -> None:
         while data:
             data = data[os.write(fd, data) :]
+            self.num_pieces += 1
 
     def sync(self, fd: int) -> None:
         os.fsync(fd)
+        self.num_pieces += 1
 
     def sync_folder(self, path: Path) -> None:
         """Return when the names in the folder are durable."""
@@ -92,7 +96,7 @@ def _free_space(path: Path) -> str:
     while not existing.exists():
         existing = existing.parent
     usage = shutil.disk_usage(existing)
-    mount = existing
+    mount = existing.resolve()  # the path may begin with a descriptor of the run directory
     while not mount.is_mount():
         mount = mount.parent
     return f"disk {mount}: {show_bytes(usage.free)} of {show_bytes(usage.total)} free"

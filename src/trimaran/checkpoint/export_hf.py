@@ -38,7 +38,7 @@ TOKENIZER_FILES = (
 )
 
 
-def save_network(
+def save_network(  # noqa: PLR0913 - what to write, where to, and who is told
     networks: Sequence[Network],
     folder: Path,
     *,
@@ -46,28 +46,37 @@ def save_network(
     stages: StageMap,
     origin: Path | None,
     add_files: Callable[[Path], None],
+    report_progress: Callable[[], None] = lambda: None,
 ) -> None:
     """Write the network to `folder` as safetensors with its config.json. Every rank must call it; rank 0 writes.
 
     `networks` are the pipeline stages on this rank, `stages` says which rank holds the others. Parameters are gathered
     one at a time, so rank 0 holds at most one file of them. `add_files` adds other files, such as the tokenizer. An
     existing folder is replaced. `origin` is the model that training started from; its tokenizer files and token ids are
-    copied.
+    copied. `report_progress` is called after each tensor, and on rank 0 after each file.
     """
-    tensors = _all_tensors(networks, stages, rank)
+    tensors = _reported(_all_tensors(networks, stages, rank), report_progress)
     if rank != 0:
         for _ in tensors:
             pass
         return
     try:
         config = networks[0].disk_config()
-        write_hf_folder(folder, config, tensors, origin=origin, add_files=add_files, replace=True)
+        write_hf_folder(
+            folder,
+            config,
+            tensors,
+            origin=origin,
+            add_files=add_files,
+            replace=True,
+            report_progress=report_progress,
+        )
     except (OSError, SafetensorError) as error:
         fix = "free disk space, then write them from the last checkpoint: trimaran resume RUN"
         raise UserError("D006", f"the trained weights cannot be written: {error}", where=str(folder), fix=fix) from None
 
 
-def write_hf_folder(
+def write_hf_folder(  # noqa: PLR0913 - what to write, where to, and who is told
     folder: Path,
     config: dict[str, Any],
     tensors: Iterable[tuple[str, Tensor]],
@@ -75,6 +84,7 @@ def write_hf_folder(
     origin: Path | None,
     add_files: Callable[[Path], None],
     replace: bool = False,
+    report_progress: Callable[[], None] = lambda: None,
 ) -> None:
     """Write a Hugging Face folder of these tensors, atomically. At most one file of tensors is in memory.
 
@@ -88,13 +98,13 @@ def write_hf_folder(
         draft.mkdir(parents=True)
         merged = config | (_token_ids(origin) if origin else {})
         _write_text(draft / "config.json", json.dumps(merged, indent=2) + "\n")
-        _write_weights(tensors, draft)
+        _write_weights(tensors, draft, report_progress)
         add_files(draft)
         if origin:
             _copy_tokenizer_files(origin, draft)
         for file in draft.glob("*.safetensors"):
             shutil.copymode(draft / "config.json", file)  # safetensors makes files that only the owner can read
-        sync_folder(draft)
+        sync_folder(draft, report_progress)
         if replace and folder.is_dir():
             folder.rename(old)
         draft.rename(folder)
@@ -104,11 +114,13 @@ def write_hf_folder(
         shutil.rmtree(old, ignore_errors=True)
 
 
-def sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path, report_progress: Callable[[], None] = lambda: None) -> None:
     """Return when the files in `folder`, and their names, are durable."""
     for file in folder.iterdir():
         _sync(file)
+        report_progress()
     _sync(folder)
+    report_progress()
 
 
 def _sync(path: Path) -> None:
@@ -117,6 +129,14 @@ def _sync(path: Path) -> None:
         os.fsync(file)
     finally:
         os.close(file)
+
+
+def _reported(
+    tensors: Iterable[tuple[str, Tensor]], report_progress: Callable[[], None]
+) -> Iterator[tuple[str, Tensor]]:
+    for each in tensors:
+        report_progress()
+        yield each
 
 
 def _all_tensors(networks: Sequence[Network], stages: StageMap, rank: int) -> Iterator[tuple[str, Tensor]]:
@@ -160,7 +180,7 @@ def _copy_tokenizer_files(origin: Path, folder: Path) -> None:
             shutil.copyfile(origin / name, folder / name)
 
 
-def _write_weights(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
+def _write_weights(tensors: Iterable[tuple[str, Tensor]], folder: Path, report_progress: Callable[[], None]) -> None:
     parts: list[dict[str, int]] = []
     batch: dict[str, Tensor] = {}
 
@@ -168,6 +188,7 @@ def _write_weights(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
         save_file(batch, folder / f"part-{len(parts)}", metadata={"format": "pt"})
         parts.append({name: each.nbytes for name, each in batch.items()})
         batch.clear()
+        report_progress()
 
     for name, tensor in tensors:
         if batch and sum(each.nbytes for each in batch.values()) + tensor.nbytes > MAX_FILE_BYTES:

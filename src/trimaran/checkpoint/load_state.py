@@ -1,6 +1,6 @@
 """Fills the shards of a rank from a saved state, whatever the sharding of that one was."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 
 import numpy as np
@@ -17,9 +17,12 @@ SAME_MODEL = "resume with the model and optimizer that it was saved with"
 ANOTHER_CHECKPOINT = "resume from another checkpoint: `trimaran checkpoints verify RUN` says which are intact"
 
 
-def fill_shards(shards: Sequence[TensorShard], source: CheckpointSource) -> None:
+def fill_shards(
+    shards: Sequence[TensorShard], source: CheckpointSource, report_progress: Callable[[], None] = lambda: None
+) -> None:
     """Copy the values of every shard from `source`, bit for bit. All shards are checked before the first is written.
 
+    `report_progress` is called after each tensor.
     Raises UserError if the source lacks a tensor, has it with another shape or dtype, or has only some of its values.
     """
     checked = [(shard, _matching_regions(shard, source)) for shard in shards]
@@ -28,6 +31,7 @@ def fill_shards(shards: Sequence[TensorShard], source: CheckpointSource) -> None
             for region, start, size in regions:
                 values = source.read(shard.key, region)[_window(start, size, region.start)]
                 shard.tensor[_window(start, size, shard.start)].copy_(values)
+            report_progress()
 
 
 def refuse_unused_tensors(

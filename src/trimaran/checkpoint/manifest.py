@@ -1,17 +1,17 @@
 """The manifest of a checkpoint: its step, its files with their checksums, and a digest of itself. Imports no torch."""
 
 import json
+import math
 import os
 import re
-import stat
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from trimaran.checkpoint.durable import READ_FLAGS
 from trimaran.core import UserError
+from trimaran.core.regular_files import open_regular_file
 
 FORMAT = 1
 MANIFEST, INDEX = "manifest.json", "index.json"
@@ -22,6 +22,10 @@ MAX_INDEX_BYTES = 4 << 30
 SHA256_HEX = re.compile(r"[0-9a-f]{64}")
 ZERO_DIGEST = "0" * 64
 FILE_END = b'"\n}\n'
+MAX_TIME = 1e11  # seconds since the epoch: the year 5138
+MAX_NUMBER = 1 << 63
+MAX_PROGRESS_DEPTH = 8
+OPTIMIZER_VALUES = ("states", "optimizer")  # keys of `progress` with values of a user's own optimizer: any are allowed
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +100,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise UserError("K008", f"there is no checkpoint here: {MANIFEST} is missing", where=str(folder),
                         fix="name a folder like checkpoints/step-00000012 of a run") from None  # fmt: skip
     except (OSError, ValueError) as error:
-        raise DamagedError(folder, [Damage(MANIFEST, f"cannot be read: {error}")]) from None
+        raise DamagedError(folder, [unreadable(MANIFEST, error)]) from None
     digest = text[-len(ZERO_DIGEST) - len(FILE_END) : -len(FILE_END)]
     blank = text[: -len(ZERO_DIGEST) - len(FILE_END)] + ZERO_DIGEST.encode() + FILE_END
     if not text.endswith(FILE_END) or sha256(blank).hexdigest().encode() != digest:
@@ -105,14 +109,18 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def read_limited(path: Path, limit_bytes: int) -> bytes:
-    """Return the contents of a regular file of at most `limit_bytes`. Raises ValueError for anything else."""
-    with os.fdopen(os.open(path, READ_FLAGS), "rb") as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError("it is not a file")
-        if status.st_size > limit_bytes:
-            raise ValueError(f"{status.st_size:,} bytes are more than the limit of {limit_bytes:,}")
+    """Return the contents of a file of at most `limit_bytes`. Raises ValueError if it is longer, OSError for a FIFO,
+    a link or anything else that is not a regular file."""
+    with open_regular_file(path) as file:
+        if (size := os.fstat(file.fileno()).st_size) > limit_bytes:
+            raise ValueError(f"{size:,} bytes are more than the limit of {limit_bytes:,}")
         return file.read(limit_bytes + 1)
+
+
+def unreadable(name: str, error: OSError | ValueError) -> Damage:
+    """Return the damage of a file that could not be read."""
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+    return Damage(name, f"cannot be read: {reason}")
 
 
 def _checked(folder: Path, text: bytes) -> Manifest:
@@ -138,7 +146,40 @@ def _checked(folder: Path, text: bytes) -> Manifest:
     named = STEP_NAME.fullmatch(folder.name)
     if fields["step"] < 0 or (named and int(named[1]) != fields["step"]):
         raise DamagedError(folder, [Damage(MANIFEST, f"is of step {fields['step']}")])
+    if wrong := _invalid_values(fields):
+        raise DamagedError(folder, [Damage(MANIFEST, wrong)])
     return Manifest(**fields, files=files)
+
+
+def _invalid_values(fields: dict[str, Any]) -> str:
+    """Return what is wrong with the numbers and texts of a manifest, after its name; an empty text if nothing is."""
+    if not 0 <= fields["time"] <= MAX_TIME:  # false for NaN too
+        return f"has an impossible time: {fields['time']}"
+    counts = {"step": fields["step"], "term": fields["term"], "world size": fields["world_size"] - 1}
+    if wrong := [name for name, count in counts.items() if not 0 <= count < MAX_NUMBER]:
+        return f"has an impossible {wrong[0]}"
+    for name, value in fields["progress"].items():
+        if name not in OPTIMIZER_VALUES and not _is_plain(value):
+            return f"has an impossible progress: {ascii(name)[:80]} is {ascii(value)[:80]}"
+    return ""
+
+
+def _is_plain(value: Any, depth: int = 0) -> bool:
+    """Return whether a value is what a counter saves: finite numbers, counts that are not negative, printable texts."""
+    match value:
+        case bool() | None:
+            return True
+        case int():
+            return 0 <= value < MAX_NUMBER
+        case float():
+            return math.isfinite(value)
+        case str():
+            return value.isprintable()
+        case dict() if depth < MAX_PROGRESS_DEPTH:
+            return all(key.isprintable() and _is_plain(each, depth + 1) for key, each in value.items())
+        case list() if depth < MAX_PROGRESS_DEPTH:
+            return all(_is_plain(each, depth + 1) for each in value)
+    return False
 
 
 def _invalid_record(name: str, record: Any) -> Damage | None:

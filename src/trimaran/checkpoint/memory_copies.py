@@ -132,8 +132,7 @@ class RankMemory:
         They are if the layout is the same as before. The memory is allocated now, so that a lack of it is an OSError;
         without `allocate` the caller must call `allocate`.
         """
-        header = _round_to_pages(SLOT_START.size + items_bytes + MAX_PROGRESS_BYTES)
-        layout = (num_slots, header, _round_to_pages(num_bytes))
+        layout = _layout(num_slots, num_bytes, items_bytes)
         if layout == self._layout:
             return True
         self.slots, self._layout = (), (0, 0, 0)
@@ -146,6 +145,10 @@ class RankMemory:
         os.pwrite(self.fd, LAYOUT.pack(*fields, zlib.crc32(repr(fields).encode())), 0)
         self._open()
         return False
+
+    def has_layout(self, num_slots: int, *, num_bytes: int, items_bytes: int) -> bool:
+        """Return whether `create_slots` would leave the contents as they are."""
+        return self._layout == _layout(num_slots, num_bytes, items_bytes)
 
     def allocate(self, should_continue: Callable[[], bool] = lambda: True) -> None:
         """Allocate the memory, at about 6 GB a second; a lack of it is an OSError.
@@ -258,6 +261,12 @@ def _decode_metadata(data: bytes) -> CopyMetadata:
     fields = json.loads(data)
     attempt, num_rewinds = fields.pop("incarnation")
     return CopyMetadata(incarnation=(attempt, num_rewinds), **fields)
+
+
+def _layout(num_slots: int, num_bytes: int, items_bytes: int) -> tuple[int, int, int]:
+    """Return the number of slots, the bytes of a header and the bytes of the data of a slot."""
+    header = _round_to_pages(SLOT_START.size + items_bytes + MAX_PROGRESS_BYTES)
+    return num_slots, header, _round_to_pages(num_bytes)
 
 
 def _round_to_pages(num_bytes: int) -> int:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from trimaran.checkpoint.memory_copies import MemorySlot, checksum, decode_contents, encode_contents, encode_items
 from trimaran.checkpoint.rank_layout import RankLayout
+from trimaran.run.gloo_listeners import closed_listeners
 
 CHUNK_BYTES = 64 << 20
 FIRST_INTERVAL_STEPS = 2
@@ -38,7 +39,8 @@ class PeerCopies:
         self, rank_layout: RankLayout, peer_slots: Sequence[MemorySlot], wait_committed: Callable[[], None]
     ) -> None:
         """`wait_committed` returns when the slot that was copied to last is committed."""
-        self._group: Any = dist.new_group(backend="gloo")
+        with closed_listeners():
+            self._group: Any = dist.new_group(backend="gloo")
         self._next_rank = (rank_layout.rank + rank_layout.local_size) % rank_layout.world_size
         self._previous_rank = (rank_layout.rank - rank_layout.local_size) % rank_layout.world_size
         self._peer_slots, self._wait_committed = list(peer_slots), wait_committed
@@ -51,6 +53,11 @@ class PeerCopies:
         self._idle.set()
         self._queue: SimpleQueue[tuple[MemorySlot, float]] = SimpleQueue()
         threading.Thread(target=self._work, name="trimaran-peer", daemon=True).start()
+
+    @property
+    def interval_steps(self) -> int:
+        """The number of steps from one round to the next, at least."""
+        return self._interval_steps
 
     @property
     def in_use(self) -> list[MemorySlot]:

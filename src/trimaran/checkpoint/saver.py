@@ -26,6 +26,7 @@ from trimaran.core import CheckpointSection, UserError
 RANK_TIMEOUT_SECONDS = 3600.0
 """How long to wait for another rank to write its share."""
 MAX_POLL_SECONDS = 0.25
+PROGRESS_SECONDS = 0.25  # between looks at what a save has written
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 
 
@@ -111,6 +112,7 @@ class Saver:
         self._idle = threading.Event()
         self._idle.set()
         self._count = 0
+        self._num_verified = 0  # chunks of files that were read back
         threading.Thread(target=self._work, name="trimaran-save", daemon=True).start()
 
     def begin(self, newest: int | None) -> None:
@@ -127,9 +129,20 @@ class Saver:
         self._idle.clear()
         self._requests.put(request)
 
-    def wait(self) -> None:
-        """Return when no checkpoint is being written."""
-        self._idle.wait()
+    def wait(self, report_progress: Callable[[], None] = lambda: None) -> None:
+        """Return when no checkpoint is being written. Calls `report_progress` as pieces are written and verified."""
+        seen = self._num_pieces
+        while not self._idle.wait(PROGRESS_SECONDS):
+            if self._num_pieces != seen:
+                seen = self._num_pieces
+                report_progress()
+
+    @property
+    def _num_pieces(self) -> int:
+        return self._disk.num_pieces + self._num_verified
+
+    def _count_verified(self) -> None:
+        self._num_verified += 1
 
     def results(self) -> list[SaveResult]:
         """Return the results since the last call."""
@@ -156,7 +169,7 @@ class Saver:
             written = self._conclude(request, draft, final)
             if not written["failed"]:
                 self._layout_sent = True
-                self._publish("damages", json.dumps(_read_back(final, self._rank_layout)))
+                self._publish("damages", json.dumps(_read_back(final, self._rank_layout, self._count_verified)))
                 written = self._check(request, final, written)
         except Exception as error:  # training continues, and the older checkpoints are intact
             written = {"failed": _message(error), "bytes": 0, "written_bytes": 0}
@@ -250,14 +263,14 @@ def refuse_not_finite(share: RankShare, memory: Tensor) -> None:
                                 fix="resume from the checkpoint before: trimaran resume RUN")  # fmt: skip
 
 
-def _read_back(final: Path, rank_layout: RankLayout) -> list[str]:
+def _read_back(final: Path, rank_layout: RankLayout, report_progress: Callable[[], None]) -> list[str]:
     """Return what is wrong with the files that this rank has to verify.
 
     They are taken from the manifest: if the step was there already, its files are not those just written.
     """
     try:
         names = sorted(read_manifest(final).files)[rank_layout.rank :: rank_layout.world_size]
-        return [str(damage) for damage in verify(final, files=names)]
+        return [str(damage) for damage in verify(final, files=names, report_progress=report_progress)]
     except (OSError, UserError) as error:
         return [_message(error)]
 

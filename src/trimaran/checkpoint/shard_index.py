@@ -10,8 +10,10 @@ from math import prod
 from typing import Any
 
 from trimaran.checkpoint.tensor_regions import VALUE_BYTES, IndexEntry, TensorIndex, TensorMeta, TensorRegion, overlap
+from trimaran.core import UserError
 
 MAX_COUNT = 1 << 62
+MAX_KEY_LENGTH = 2048
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,6 +63,9 @@ def merge(layouts: Sequence[ShardLayout]) -> TensorIndex:
         for key, dtype, shape, start, size, file, offset in layout.rows:
             meta = metas.get(key)
             if meta is None:
+                if wrong := key_error(key):
+                    raise UserError("K006", f"the checkpoint cannot be written: {wrong}", where=ascii(key)[:80],
+                                    fix="give the module or parameter another name")  # fmt: skip
                 metas[key] = meta = TensorMeta(dtype, tuple(shape))
             if meta.dtype != dtype or meta.shape != tuple(shape):
                 raise AssertionError(f"{key} is {meta} on one rank and {dtype} {shape} on another")
@@ -81,6 +86,8 @@ def parse_index(text: bytes, sizes: Mapping[str, int]) -> TensorIndex:
     except (KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
         raise ValueError(f"it is not an index ({type(error).__name__})") from None
     for key, entry in index.items():
+        if wrong := key_error(key):
+            raise ValueError(wrong)
         width = VALUE_BYTES[entry.meta.dtype]
         for region in entry.regions:
             if not 0 <= region.offset <= region.offset + region.num_values * width <= sizes.get(region.file, -1):
@@ -88,6 +95,17 @@ def parse_index(text: bytes, sizes: Mapping[str, int]) -> TensorIndex:
         if wrong := coverage_error(entry):
             raise ValueError(f"{key}: {wrong}")
     return index
+
+
+def key_error(key: str) -> str:
+    """Return why `key` is not a name of a tensor; an empty text if it is. Exports use names in files and messages."""
+    if not key.isprintable():
+        return f"the tensor name {key[:80]!a} has characters that cannot be printed"
+    if len(key) > MAX_KEY_LENGTH:
+        return f"the tensor name {key[:80]!a}... is longer than {MAX_KEY_LENGTH:,} characters"
+    if key.startswith("/") or not {".", ".."}.isdisjoint(key.split("/")):
+        return f"the tensor name {key[:80]!a} is a path"
+    return ""
 
 
 def coverage_error(entry: IndexEntry) -> str:

@@ -39,7 +39,7 @@ def complete_steps(folder: Path) -> list[int]:
     found = []
     for entry in os.scandir(folder):
         named = STEP_NAME.fullmatch(entry.name)
-        if named and entry.is_dir(follow_symlinks=False) and (folder / entry.name / MANIFEST).is_file():
+        if named and entry.is_dir(follow_symlinks=False) and os.path.lexists(folder / entry.name / MANIFEST):
             found.append(int(named[1]))
     return sorted(found)
 

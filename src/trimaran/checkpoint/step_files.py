@@ -7,10 +7,18 @@ from pathlib import Path
 
 import numpy as np
 
-from trimaran.checkpoint.durable import READ_FLAGS
-from trimaran.checkpoint.manifest import INDEX, MAX_INDEX_BYTES, Damage, DamagedError, read_limited, read_manifest
+from trimaran.checkpoint.manifest import (
+    INDEX,
+    MAX_INDEX_BYTES,
+    Damage,
+    DamagedError,
+    read_limited,
+    read_manifest,
+    unreadable,
+)
 from trimaran.checkpoint.shard_index import parse_index
 from trimaran.checkpoint.tensor_regions import VALUE_BYTES, TensorIndex, TensorMeta, TensorRegion
+from trimaran.core.regular_files import open_regular_fd
 
 
 class StepFiles:
@@ -34,7 +42,7 @@ class StepFiles:
         try:
             text = read_limited(self.folder / INDEX, MAX_INDEX_BYTES)
         except (OSError, ValueError) as error:
-            raise DamagedError(self.folder, [Damage(INDEX, f"cannot be read: {error}")]) from None
+            raise DamagedError(self.folder, [unreadable(INDEX, error)]) from None
         if len(text) != record.bytes or sha256(text).hexdigest() != record.sha256:
             raise DamagedError(self.folder, [Damage(INDEX, "does not match the manifest")])
         try:
@@ -45,9 +53,9 @@ class StepFiles:
     def _mapped(self, name: str) -> np.ndarray:
         if name not in self._maps:
             try:
-                fd = os.open(self.folder / name, READ_FLAGS)
+                fd = open_regular_fd(self.folder / name)
             except OSError as error:
-                raise DamagedError(self.folder, [Damage(name, f"cannot be read: {error.strerror}")]) from None
+                raise DamagedError(self.folder, [unreadable(name, error)]) from None
             try:
                 size = os.fstat(fd).st_size
                 if size != self.manifest.files[name].bytes:

@@ -10,12 +10,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from trimaran.checkpoint.durable import CHUNK_BYTES, READ_FLAGS, DurableDisk, report_disk_errors, write_file
+from trimaran.checkpoint.durable import CHUNK_BYTES, DurableDisk, report_disk_errors, write_file
 from trimaran.checkpoint.manifest import INDEX, MANIFEST, FileRecord, Manifest, manifest_bytes, read_manifest
 from trimaran.checkpoint.rank_share import ALIGNMENT, RankShare, ShareItem
 from trimaran.checkpoint.shard_index import ShardLayout, index_bytes, layout_of
 from trimaran.checkpoint.step_dirs import looks_complete, refuse, remove_checkpoint
 from trimaran.core import UserError
+from trimaran.core.regular_files import open_regular_file
 
 
 class KeyValueStore(Protocol):
@@ -183,7 +184,7 @@ def _link_previous(
 
 
 def _has_content(path: Path, content: Sequence[memoryview]) -> bool:
-    with os.fdopen(os.open(path, READ_FLAGS), "rb", buffering=0) as file:
+    with open_regular_file(path) as file:
         if os.fstat(file.fileno()).st_size != sum(map(len, content)):
             return False
         for chunk in _chunks(content):

@@ -1,4 +1,4 @@
-"""Values that cross process boundaries: recipe, plan, events, units and errors. No file and no device is read here."""
+"""Values that cross process boundaries: recipe, plan, events, units and errors. Only `regular_files` opens files."""
 
 from trimaran.core.errors import (
     EXIT_AGAIN,
@@ -8,7 +8,7 @@ from trimaran.core.errors import (
     UserError,
     did_you_mean,
 )
-from trimaran.core.event import PHASES, Event, EventKind, StepMetrics
+from trimaran.core.event import PHASES, SECONDS_DECIMALS, SLOW_DETAILS, Event, EventKind, StepMetrics
 from trimaran.core.finding import Decision, Finding
 from trimaran.core.image_rules import ImageRules, RowCost
 from trimaran.core.incident import Action, Cause, Incident
@@ -37,6 +37,8 @@ __all__ = [
     "EXIT_USER",
     "GIB",
     "PHASES",
+    "SECONDS_DECIMALS",
+    "SLOW_DETAILS",
     "Action",
     "Bytes",
     "Cause",

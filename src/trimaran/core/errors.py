@@ -1,6 +1,7 @@
 """The error for a user's mistake, and the exit codes. Any other exception is a fault."""
 
 import difflib
+import errno
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,6 +11,24 @@ EXIT_AGAIN = 75  # stopped early with a complete checkpoint: start it again
 EXIT_STUCK = 93  # no progress: do not start it again
 
 
+MAX_CHARACTERS = 1000  # of each line of an error; it may quote a value of any length
+FILE_FIXES = {  # what to do about an error of the operating system that no command expects
+    errno.EACCES: "check its owner and permissions with ls -l",
+    errno.EPERM: "check its owner and permissions with ls -l",
+    errno.EROFS: "name a folder on a disk that is not read-only",
+    errno.ENOSPC: "free disk space",
+    errno.EDQUOT: "free disk space: your quota is used up",
+    errno.ENAMETOOLONG: "use a shorter name",
+    errno.ENOTDIR: "name a path whose folders are folders",
+    errno.EISDIR: "name a file, not a folder",
+    errno.ELOOP: "name a path without a loop of links",
+    errno.EMFILE: "raise the limit of open files: ulimit -n 65536",
+    errno.ENFILE: "close other programs: the machine has no file handle left",
+    errno.EIO: "check the disk, or name a file that can be read",
+    errno.ESTALE: "check the network file system, then try again",
+}
+
+
 class UserError(Exception):
     """A user's mistake: what is wrong, where, and how to fix it. Shown without a traceback; the exit code is 2.
 
@@ -17,6 +36,7 @@ class UserError(Exception):
     """
 
     def __init__(self, code: str, what: str, *, where: str, fix: str) -> None:
+        what, where, fix = _shortened(what), _shortened(where), _shortened(fix)
         super().__init__(code, what, where, fix)
         self.code, self.what, self.where, self.fix = code, what, where, fix
 
@@ -25,6 +45,21 @@ class UserError(Exception):
 
     def as_dict(self) -> dict[str, Any]:
         return {"code": self.code, "what": self.what, "where": self.where, "fix": self.fix}
+
+
+def file_error(error: OSError) -> UserError | None:
+    """Return the UserError for an error of a disk or of permissions; None for any other, which may be our own fault."""
+    if error.errno not in FILE_FIXES:
+        return None
+    return UserError("A024", f"a file or folder cannot be used: {error.strerror}",
+                     where=str(error.filename or "a file that was being read or written"),
+                     fix=FILE_FIXES[error.errno])  # fmt: skip
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= MAX_CHARACTERS:
+        return text
+    return f"{text[: MAX_CHARACTERS - 100]} ... {text[-40:]} ({len(text):,} characters)"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -12,15 +12,23 @@ EventKind = Literal[
     "recompile",  # something was compiled after the first steps. data: what, why
     "evaluation",
     "checkpoint",  # a checkpoint is complete. data: path, seconds, stall_seconds, bytes, written_bytes
+    "loss_bound",  # what a fault costs at most from now on. data: steps, seconds, node_steps, node_seconds (or null)
     "loader",  # the loader changed its settings. data: workers, depth, pinned, reason
     "bad_sample",  # a sample could not be used; its row was kept without a target. data: sample, reason
-    "skip",  # an update was not applied. data: reason, loss, grad_norm, ranks, sample_ids, born {module, what, rank}
-    "differ",  # replicas differ. data: message, ranks, keys, since, action
+    "skip",  # an update was not applied. data: reason, loss, grad_norm, ranks, sample_ids, born {module, what, rank},
+    # reproduced {on_rank, again, same_device, verdict}: whether the same batch gives it again on another rank
+    "differ",  # replicas differ, or memory changed between two updates. data: message, ranks, keys, since, action
     "rewind",  # data: to_step
     "replay",  # the metrics of all later steps were withdrawn: those steps run again. data: steps, seconds
+    "disk",  # metrics cannot be written and are kept in memory (data: failed), or are written again.
+    # data: file, failed; lost, first_lost, last_lost (steps) if some were lost
+    "connections",  # strangers flood the rank's ports, or few file descriptors are left. data: refused (packets),
+    # descriptors, limit
     "profile",  # a profile was written. data: what (trace | memory | failed), path, first, last, request
-    "sample",
+    "sample",  # data: prompt, text; cut_short (why it has fewer tokens); of an answer: expected, right
     "saved",
+    "trained",  # the last step is done, and the last checkpoint and the model are saved. data: next [kinds of events]
+    "unfinished",  # training is done and saved, but something after it was not done. data: what, why
     "stop",
     "error",
     "done",
@@ -70,10 +78,43 @@ class StepMetrics:
         return self.tokens / self.step_seconds
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the line; `details` (router, pipeline, loss scale) become top-level keys."""
-        line = asdict(self)
-        details = line.pop("details")
-        return line | {"tokens_per_second": self.tokens_per_second} | details
+        """Return the line; `details` (router, pipeline, loss scale) become top-level keys.
+
+        The loss is exact. Seconds are rounded to microseconds, other numbers to `DIGITS`, which a float32 survives.
+        """
+        phases = {name: round(seconds, SECONDS_DECIMALS) for name, seconds in self.phases.items()}
+        return {
+            "step": self.step,
+            "loss": self.loss,
+            "grad_norm": round_digits(self.grad_norm),
+            "lr": round_digits(self.lr),
+            "tokens": self.tokens,
+            "samples": self.samples,
+            "step_seconds": round(self.step_seconds, SECONDS_DECIMALS),
+            "mfu": round_digits(self.mfu, 5),
+            "peak_bytes": self.peak_bytes,
+            "phases": phases,
+            "time": round(self.time, SECONDS_DECIMALS),
+            "tokens_per_second": round_digits(self.tokens_per_second, 8),
+        } | {name: _rounded_detail(name, value) for name, value in self.details.items()}
 
 
 PHASES = ("data", "forward", "backward", "comm", "optimizer", "checkpoint")
+DIGITS = 9  # significant decimal digits that identify a float32
+DETAIL_DIGITS = {"hfu": 5, "groups": 7}
+SECONDS_DECIMALS = 6
+# Details that change slowly or are statistics. Lines of a long run have them now and then, see `SlowDetails`.
+SLOW_DETAILS = ("memory", "hfu", "ranks", "rows", "bubble", "router", "towers", "lrs")
+
+
+def round_digits(value: float, digits: int = DIGITS) -> float:
+    """Return `value` rounded to significant decimal digits; whole numbers, such as a loss scale, stay exact."""
+    return value if value.is_integer() else float(f"{value:.{digits}g}")
+
+
+def _rounded_detail(name: str, value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded_detail(name, each) for key, each in value.items()}
+    if not isinstance(value, float):
+        return value
+    return round(value, SECONDS_DECIMALS) if name == "waits" else round_digits(value, DETAIL_DIGITS.get(name, DIGITS))

@@ -20,8 +20,9 @@ Cause = Literal[
     "unknown",
 ]
 Action = Literal[
-    "continued", "skipped", "rewound", "quarantined", "restarted", "replanned", "resized", "saved", "waited", "stopped"
-]
+    "continued", "skipped", "rewound", "quarantined", "restarted", "replanned", "resized", "saved", "waited", "stopped",
+    "finished",  # training was done and saved before, so that the run is done
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +31,8 @@ class Incident:
 
     `time` is seconds since the epoch. `step` is the last finished step. `suspects` are the ranks that caused it,
     `victims` those that only failed because of it. `what` is a sentence without a full stop. `cost` has
-    `seconds_to_detect`, `seconds_to_recover` (to the first new step) and `lost_steps` (repeated), as far as known.
+    `seconds_to_detect`, `seconds_to_recover` (to the first new step) and `lost_steps` (repeated), as far as known, and
+    `max_lost_steps` and `max_lost_seconds`: what the run had stated before that such a fault costs at most.
     """
 
     id: str

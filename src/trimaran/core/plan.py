@@ -10,7 +10,8 @@ from trimaran.core.prediction import Prediction
 Degree = Annotated[int, Field(ge=1, le=65536)]
 Axis = Literal["dp_replicate", "dp_shard", "tp", "pp", "cp", "ep"]
 Sharding = Literal["none", "optimizer", "gradients", "parameters"]
-Recompute = Literal["none", "selective", "full"] | Annotated[int, Field(ge=1)]
+BatchSize = Annotated[int, Field(ge=1, le=2**24)]
+Recompute = Literal["none", "selective", "full"] | Annotated[int, Field(ge=1, le=65536)]
 Loss = Literal["logits", "fused", "chunked"]
 AXES: tuple[Axis, ...] = ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep")
 
@@ -62,7 +63,7 @@ class Pipeline(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = "1f1b"
-    stages: tuple[int, ...] = ()
+    stages: Annotated[tuple[Annotated[int, Field(le=65536)], ...], Field(max_length=65536)] = ()
 
 
 class Comm(BaseModel):
@@ -78,9 +79,9 @@ class Comm(BaseModel):
 
     bucket_mb: Annotated[int, Field(ge=1, le=4096)] = 25
     compression: Literal["none", "fp16", "bf16", "powersgd", "topk"] = "none"
-    local_steps: Annotated[int, Field(ge=1)] = 1
+    local_steps: Annotated[int, Field(ge=1, le=10**6)] = 1
     prefetch: Annotated[int, Field(ge=1, le=64)] = 1
-    reshard: Literal["auto", "always", "never"] | Annotated[int, Field(ge=2)] = "auto"
+    reshard: Literal["auto", "always", "never"] | Annotated[int, Field(ge=2, le=65536)] = "auto"
     context: Literal["gather", "exchange"] = "gather"
 
 
@@ -107,8 +108,8 @@ class Plan(BaseModel):
     mesh: Mesh = Mesh()
     sharding: Sharding = "none"
     pipeline: Pipeline = Pipeline()
-    micro_batch: Annotated[int, Field(ge=1)] = 1
-    grad_accum: Annotated[int, Field(ge=1)] = 1
+    micro_batch: BatchSize = 1
+    grad_accum: BatchSize = 1
     precision: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
     recompute: Recompute = "none"
     offload: Literal["none", "optimizer", "parameters", "activations"] = "none"

@@ -5,12 +5,20 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from trimaran.core.plan import Plan
+from trimaran.core.plan import BatchSize, Plan
 
-Positive = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
+MAX_COUNT = 10**12  # of steps and the like: far above what a run can reach, and exact in JSON and in a float
+MAX_SECONDS = 10**9  # of a time limit: 31 years, which is none
+MAX_POLL_SECONDS = 10**6  # of a timeout that the operating system keeps: poll(2) takes at most 24 days
+MAX_REAL = 1e30  # far below the largest fp32 number
+
+Positive = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Rate = Annotated[float, Field(gt=0, le=10)]
+Real = Annotated[float, Field(ge=0, le=MAX_REAL)]
+Wait = Annotated[float, Field(gt=0, le=MAX_SECONDS)]
+FilePath = Annotated[str, Field(max_length=4096)]
 Slug = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
 
 STRICT = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
@@ -22,8 +30,10 @@ class ModelSection(BaseModel):
     model_config = STRICT
 
     family: Literal["decoder", "vlm", "perception", "hf"] = "decoder"
-    preset: Annotated[str | None, Field(description="a named model shape, such as tiny or llama-3.2-1b")] = None
-    path: Annotated[str | None, Field(description="a local Hugging Face model folder: its shape and weights")] = None
+    preset: Annotated[FilePath | None, Field(description="a named model shape, such as tiny or llama-3.2-1b")] = None
+    path: Annotated[FilePath | None, Field(description="a local Hugging Face model folder: its shape and weights")] = (
+        None
+    )
     shape: Annotated[dict[str, Any], Field(description="fields of the shape to change, such as {layers: 2}")] = {}
     freeze: Annotated[tuple[str, ...], Field(description="towers that are not trained, such as [vision]")] = ()
     trust_remote_code: Annotated[bool, Field(description="run the Python code that comes with the hf model")] = False
@@ -46,10 +56,10 @@ class MixtureSource(BaseModel):
 
     name: Slug
     source: Source
-    path: str | None = None
+    path: FilePath | None = None
     text_field: Annotated[str, Field(description="the field or column that holds the text")] = "text"
-    images: Annotated[str | None, Field(description="the folder that image paths are relative to")] = None
-    weight: Annotated[float | None, Field(gt=0)] = None
+    images: Annotated[FilePath | None, Field(description="the folder that image paths are relative to")] = None
+    weight: Annotated[float | None, Field(gt=0, le=MAX_REAL)] = None
     epochs: Annotated[float | None, Field(gt=0, le=1000)] = None
 
     @model_validator(mode="after")
@@ -73,7 +83,7 @@ class SamplesSection(BaseModel):
     template: Annotated[
         Literal["auto", "chatml", "llama3", "vicuna", "plain"], Field(description="how a conversation becomes text")
     ] = "auto"
-    images: Annotated[str | None, Field(description="the folder that image paths are relative to")] = None
+    images: Annotated[FilePath | None, Field(description="the folder that image paths are relative to")] = None
     min_pixels: Annotated[Count, Field(description="smaller images are enlarged; 0: the model's default")] = 0
     max_pixels: Annotated[Count, Field(description="larger images are shrunk; 0: the model's default")] = 0
     max_bad: Annotated[Fraction, Field(description="fraction of bad samples at which the run stops")] = 0.01
@@ -88,8 +98,10 @@ class DataSection(BaseModel):
     model_config = STRICT
 
     source: Source = "python-stdlib"
-    path: Annotated[str | None, Field(description="file or folder; every source but python-stdlib needs it")] = None
-    tokenizer: Annotated[str | None, Field(description="a tokenizers JSON file; byte-level without it")] = None
+    path: Annotated[FilePath | None, Field(description="file or folder; every source but python-stdlib needs it")] = (
+        None
+    )
+    tokenizer: Annotated[FilePath | None, Field(description="a tokenizers JSON file; byte-level without it")] = None
     text_field: Annotated[str, Field(description="the field of a JSONL line or dataset row that holds the text")] = (
         "text"
     )
@@ -104,8 +116,12 @@ class DataSection(BaseModel):
         Literal["auto"] | Annotated[int, Field(ge=0, le=256)],
         Field(description="loader processes per rank; 0: a thread; auto: tuned while the run waits for data"),
     ] = "auto"
-    timeout_seconds: Annotated[float, Field(gt=0, description="a loader without an answer for this long hangs")] = 60.0
-    epochs: Annotated[float, Field(ge=0, description="passes over the data that end the run; 0: train.steps alone")] = 0
+    timeout_seconds: Annotated[
+        Wait, Field(le=MAX_POLL_SECONDS, description="a loader without an answer for this long hangs")
+    ] = 60.0
+    epochs: Annotated[
+        float, Field(ge=0, le=10**6, description="passes over the data that end the run; 0: train.steps alone")
+    ] = 0
     mixture: Annotated[tuple[MixtureSource, ...], Field(description="several sources instead of one")] = ()
     samples: SamplesSection = SamplesSection()
 
@@ -130,7 +146,7 @@ class TowerOptimizer(BaseModel):
     model_config = STRICT
 
     lr: Rate | None = None
-    weight_decay: Annotated[float | None, Field(ge=0)] = None
+    weight_decay: Real | None = None
 
 
 class Optimizer(BaseModel):
@@ -140,8 +156,8 @@ class Optimizer(BaseModel):
 
     beta1: Fraction = 0.9
     beta2: Fraction = 0.95
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    eps: Annotated[float, Field(gt=0, le=MAX_REAL)] = 1e-8
+    weight_decay: Real = 0.1
     states: Annotated[
         Literal["fp32", "bf16", "8bit"], Field(description="format of the moments: 8, 4 or 2 bytes a parameter")
     ] = "fp32"
@@ -157,14 +173,31 @@ class Evaluate(BaseModel):
     batches: Count = 4
 
 
+DEFAULT_SAMPLE_TOKENS = 240
+MIN_SAMPLED_STEPS = 50  # the text after fewer steps is noise
+
+
 class SampleSection(BaseModel):
-    """The text that the model generates at the end. `tokens` 0 switches it off."""
+    """The text that the model generates at the end, for at most `seconds`. `tokens` 0 switches it off.
+
+    A recipe that sets any of these fields gets a sample after any number of steps.
+    """
 
     model_config = STRICT
 
     prompt: str = "def "
-    tokens: Annotated[int, Field(ge=0, le=65536)] = 240
-    temperature: Annotated[float, Field(ge=0)] = 0.9
+    tokens: Annotated[
+        Literal["auto"] | Annotated[int, Field(ge=0, le=65536)],
+        Field(description="auto: 240, and none in a run of fewer than 50 steps"),
+    ] = "auto"
+    temperature: Real = 0.9
+    seconds: Annotated[Wait, Field(description="the sample ends after this time, with fewer tokens")] = 10.0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sample_if_asked(cls, fields: Any) -> Any:
+        is_asked = isinstance(fields, dict) and fields and "tokens" not in fields
+        return fields | {"tokens": DEFAULT_SAMPLE_TOKENS} if is_asked else fields
 
 
 class TrainSection(BaseModel):
@@ -173,10 +206,10 @@ class TrainSection(BaseModel):
     model_config = STRICT
 
     steps: Positive = 100
-    global_batch: Positive = 32
+    global_batch: BatchSize = 32
     lr: Rate = 1e-3
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    clip_norm: Annotated[float, Field(ge=0, description="0 switches clipping off")] = 1.0
+    clip_norm: Annotated[Real, Field(description="0 switches clipping off")] = 1.0
     deterministic: bool = False
     precision: Annotated[
         dict[str, Literal["fp32", "bf16", "fp16"]],
@@ -188,23 +221,36 @@ class TrainSection(BaseModel):
     evaluate: Evaluate = Evaluate()
     sample: SampleSection = SampleSection()
 
+    @property
+    def sample_tokens(self) -> int:
+        """How many tokens are generated at the end; 0 for none."""
+        if self.sample.tokens != "auto":
+            return self.sample.tokens
+        return DEFAULT_SAMPLE_TOKENS if self.steps >= MIN_SAMPLED_STEPS else 0
+
 
 class CheckpointSection(BaseModel):
     """When checkpoints are saved, where, and for how long.
 
     `every` and `memory` are steps: between checkpoints on disk, and between copies in host memory, which survive a
-    killed rank. `auto` saves as often as costs at most 0.5 % of the time.
+    killed rank. `auto` saves as often as costs at most 0.5 % of the time, and copies to memory as often as costs at
+    most 1 % if a fault would otherwise cost more than `lost_seconds` of training.
     """
 
     model_config = STRICT
 
     every: Annotated[Literal["auto"] | Count, Field(description="steps; auto: Young/Daly; 0: only at the end")] = "auto"
     memory: Annotated[Literal["auto"] | Count, Field(description="steps; 0 keeps no copy in memory")] = "auto"
+    lost_seconds: Annotated[
+        float, Field(gt=0, le=MAX_COUNT, description="training to repeat after a fault of a rank; for memory: auto")
+    ] = 5.0
     keep: Annotated[Positive, Field(description="how many of the newest checkpoints to keep")] = 2
     keep_every: Annotated[Count, Field(description="multiples of this step are never deleted; 0: none")] = 0
     asynchronous: Annotated[bool, Field(description="write while training continues")] = True
     incremental: Annotated[bool, Field(description="do not write unchanged data again")] = True
-    device_hours: Annotated[float, Field(gt=0, description="mean time between failures of one device")] = 8000.0
+    device_hours: Annotated[
+        float, Field(gt=0, le=MAX_COUNT, description="mean time between failures of one device")
+    ] = 8000.0
 
 
 class FaultsSection(BaseModel):
@@ -220,14 +266,18 @@ class FaultsSection(BaseModel):
     cycles: Annotated[Positive, Field(description="restarts without a new step before the run gives up")] = 3
     ranks: Annotated[tuple[Positive, Positive] | None, Field(description="fewest and most ranks to run with")] = None
     not_finite: Literal["skip", "rewind", "stop"] = "skip"
-    spike: Annotated[float, Field(ge=0, description="times the recent mean loss; 0 switches it off")] = 10.0
+    spike: Annotated[Real, Field(description="times the recent mean loss; 0 switches it off")] = 10.0
     max_skips: Annotated[Positive, Field(description="skipped steps in a row before the run stops")] = 10
     max_quarantined: Annotated[Count, Field(description="samples that may be quarantined")] = 100
-    hang_seconds: Annotated[
+    shard_check: Annotated[
         float,
-        Field(gt=0, description="a step hangs after this many seconds and five median steps; compiling does not count"),
+        Field(ge=0, le=1, description="fraction of the time for finding memory that changes between updates; 0: none"),
+    ] = 0.01
+    hang_seconds: Annotated[
+        Wait,
+        Field(description="a step hangs after this many seconds and five median steps; compiling does not count"),
     ] = 6.0
-    start_seconds: Annotated[float, Field(gt=0, description="limit for building, compiling and loading")] = 900.0
+    start_seconds: Annotated[Wait, Field(description="limit for building, compiling and loading")] = 900.0
 
     @field_validator("ranks")
     @classmethod
@@ -265,7 +315,9 @@ class TelemetrySection(BaseModel):
     model_config = STRICT
 
     details_every: Annotated[Count, Field(description="steps between norms and updates by module; 0: never")] = 10
-    sample_seconds: Annotated[float, Field(ge=0, description="interval of GPU and host samples; 0: never")] = 5.0
+    sample_seconds: Annotated[
+        float, Field(ge=0, le=MAX_SECONDS, description="interval of GPU and host samples; 0: never")
+    ] = 5.0
     profile: Annotated[str, Field(description="steps FIRST:END to trace, without END")] = ""
     profile_ranks: Annotated[str, Field(description="all, or ranks such as 0,3")] = "0"
     memory_snapshots: Annotated[bool, Field(description="record the history of allocations, for OOM reports")] = False
@@ -280,7 +332,7 @@ class TelemetrySection(BaseModel):
     def _first_before_end(cls, profile: str) -> str:
         if not profile:
             return profile
-        if not re.fullmatch(r"[0-9]+:[0-9]+", profile):
+        if not re.fullmatch(r"[0-9]{1,15}:[0-9]{1,15}", profile):
             raise ValueError("write the first step and the end, such as 10:13 for the steps 10, 11 and 12")
         first, end = map(int, profile.split(":"))
         if not 1 <= first < end:
@@ -290,7 +342,7 @@ class TelemetrySection(BaseModel):
     @field_validator("profile_ranks")
     @classmethod
     def _ranks_or_all(cls, ranks: str) -> str:
-        if not re.fullmatch(r"all|[0-9]+(,[0-9]+)*", ranks):
+        if not re.fullmatch(r"all|[0-9]{1,6}(,[0-9]{1,6})*", ranks):
             raise ValueError("write all, or the numbers of ranks, such as 0,3")
         return ranks
 
@@ -307,5 +359,5 @@ class Recipe(BaseModel):
     checkpoint: CheckpointSection = CheckpointSection()
     faults: FaultsSection = FaultsSection()
     telemetry: TelemetrySection = TelemetrySection()
-    cluster: Annotated[str, Field(description="auto, 8xH100, 4x8xA100-80GB, 2xcpu or a YAML file")] = "auto"
+    cluster: Annotated[FilePath, Field(description="auto, 8xH100, 4x8xA100-80GB, 2xcpu or a YAML file")] = "auto"
     plan: Literal["auto"] | Plan = "auto"

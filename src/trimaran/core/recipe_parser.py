@@ -1,35 +1,19 @@
 """Parses a recipe; every mistake becomes one UserError that names the line."""
 
-import re
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
 from trimaran.core.errors import UserError, did_you_mean
+from trimaran.core.parse_text import TextError, compose_yaml, load_yaml
 from trimaran.core.recipe import Recipe
 
 MAX_RECIPE_BYTES = 1 << 20
-MAX_DEPTH = 20
-INT, FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
+MAX_SHOWN = 80  # characters of a wrong value in an error
 
 Path = tuple[str | int, ...]
-
-
-class YamlLoader(yaml.SafeLoader):
-    """YAML 1.1 without base 60 numbers: `10:13` is a range of steps or a time of day, not 613."""
-
-    yaml_implicit_resolvers: ClassVar = {  # pyrefly: ignore[bad-override]
-        first: [each for each in resolvers if each[0] not in (INT, FLOAT) or first == "."]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
-
-YamlLoader.add_implicit_resolver(INT, re.compile(r"^[-+]?(0|[1-9][0-9_]*|0b[01_]+|0[0-7_]+|0x[0-9a-fA-F_]+)$"),
-                             list("-+0123456789"))  # fmt: skip
-YamlLoader.add_implicit_resolver(FLOAT, re.compile(r"^[-+]?(([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)([eE][-+][0-9]+)?|"
-                                               r"\.(inf|Inf|INF))$"), list("-+0123456789"))  # fmt: skip
 
 
 def parse_recipe(text: str, *, name: str, overrides: Iterable[str] = ()) -> Recipe:
@@ -56,15 +40,15 @@ def dump_recipe(recipe: Recipe) -> str:
 def _load_yaml(text: str, name: str) -> tuple[dict[str, Any], dict[Path, int]]:
     lines: dict[Path, int] = {}
     try:
-        root = yaml.compose(text, Loader=YamlLoader)
+        root = compose_yaml(text)
         if root is not None:
-            _walk(root, (), lines, set(), name)
-        tree = yaml.load(text, Loader=YamlLoader)  # safe: YamlLoader is a SafeLoader
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{name}, line {mark.line + 1}" if mark else name
-        problem = getattr(error, "problem", None) or str(error).split("\n")[0]
-        raise UserError("R001", f"this is not YAML: {problem}", where=where,
+            _walk(root, (), lines, name)
+        tree = load_yaml(text)
+    except TextError as error:
+        where = f"{name}, line {error.line}" if error.line else name
+        if error.is_refused:
+            raise UserError("R003", error.what, where=where, fix="write the values out") from None
+        raise UserError("R001", f"this is not YAML: {error.what}", where=where,
                         fix="check indents, colons and quotes; values with ': ' need quotes") from None  # fmt: skip
     if tree is None:
         return {}, lines
@@ -74,14 +58,9 @@ def _load_yaml(text: str, name: str) -> tuple[dict[str, Any], dict[Path, int]]:
     return tree, lines
 
 
-def _walk(node: yaml.Node, path: Path, lines: dict[Path, int], seen: set[int], name: str) -> None:
-    """Record the line of every key; refuse aliases, duplicate keys and deep nesting, which no recipe needs."""
-    line = node.start_mark.line + 1
-    if id(node) in seen or len(path) > MAX_DEPTH:
-        what = "a YAML alias (*name) is not allowed" if id(node) in seen else "the nesting is too deep"
-        raise UserError("R003", what, where=f"{name}, line {line}", fix="write the values out")
-    seen.add(id(node))
-    lines.setdefault(path, line)
+def _walk(node: yaml.Node, path: Path, lines: dict[Path, int], name: str) -> None:
+    """Record the line of every key; refuse duplicate keys."""
+    lines.setdefault(path, node.start_mark.line + 1)
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             here = (*path, str(key.value))
@@ -89,21 +68,23 @@ def _walk(node: yaml.Node, path: Path, lines: dict[Path, int], seen: set[int], n
                 raise UserError("R004", f"'{key.value}' is set twice", where=f"{name}, line {key.start_mark.line + 1}",
                                 fix=f"keep one; the first is on line {lines[here]}")  # fmt: skip
             lines[here] = key.start_mark.line + 1
-            _walk(value, here, lines, seen, name)
+            _walk(value, here, lines, name)
     elif isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):
-            _walk(value, (*path, index), lines, seen, name)
+            _walk(value, (*path, index), lines, name)
 
 
 def _override(tree: dict[str, Any], pair: str) -> None:
     path, separator, raw = pair.partition("=")
     keys = path.strip().split(".")
     if not separator or not all(keys):
-        raise UserError("R010", f"'{pair}' is not a setting", where="--set", fix="write --set train.steps=200")
+        raise UserError(
+            "R010", f"'{_shortened(pair)}' is not a setting", where="--set", fix="write --set train.steps=200"
+        )
     try:
-        value = yaml.load(raw, Loader=YamlLoader)
-    except yaml.YAMLError:
-        raise UserError("R010", f"the value '{raw}' is not YAML", where=f"--set {path}",
+        value = load_yaml(raw)
+    except TextError as error:
+        raise UserError("R010", f"the value '{_shortened(raw)}' is not YAML: {error.what}", where=f"--set {path}",
                         fix="quote the value, or write a plain number or word") from None  # fmt: skip
     here = tree
     for key in keys[:-1]:
@@ -111,7 +92,7 @@ def _override(tree: dict[str, Any], pair: str) -> None:
         if below is None or below == "auto":
             below = {}
         if not isinstance(below, dict):
-            raise UserError("R010", f"{key} is {below!r}, which has no fields", where=f"--set {path}",
+            raise UserError("R010", f"{key} is {_shortened(repr(below))}, which has no fields", where=f"--set {path}",
                             fix="set the entire section, or name a field of it")  # fmt: skip
         here[key] = here = dict(below)
     here[keys[-1]] = value
@@ -133,7 +114,9 @@ def _first_error(error: ValidationError, name: str, lines: Mapping[Path, int], t
                          fix=f"the fields here are {', '.join(names)}")  # fmt: skip
     got = mistake.get("input")
     code = "R012" if "type" in mistake["type"] or "parsing" in mistake["type"] else "R013"
-    return UserError(code, f"{dotted} is {got!r}: {_plain(mistake)}", where=where, fix=_fix(mistake, dotted))
+    return UserError(
+        code, f"{dotted} is {_shortened(repr(got))}: {_plain(mistake)}", where=where, fix=_fix(mistake, dotted)
+    )
 
 
 def _real_path(location: Path, tree: dict[str, Any]) -> Path:
@@ -160,6 +143,10 @@ def _fields_at(path: Path) -> list[str]:
         options = [annotation, *getattr(annotation, "__args__", ())]
         model = next(each for each in options if isinstance(each, type) and issubclass(each, BaseModel))
     return [field for field in model.model_fields if field != "prediction"]
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... ({len(text):,} characters)"
 
 
 def _plain(mistake: Mapping[str, Any]) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from trimaran.core import Recipe, UserError
+from trimaran.core.regular_files import open_regular_file, read_regular_text
 from trimaran.data.quarantine import BadSampleError
 
 PART_BYTES = 64 << 20
@@ -85,11 +86,12 @@ class FeatureCache:
 
     def _map(self, part: int) -> np.ndarray:
         if part not in self._maps:
-            self._maps[part] = np.memmap(self._file(part), dtype=self.dtype, mode="r").reshape(-1, self.width)
+            with open_regular_file(self._file(part), follow_links=True) as file:
+                self._maps[part] = np.memmap(file, dtype=self.dtype, mode="r").reshape(-1, self.width)
         return self._maps[part]
 
     def _info(self, part: int) -> dict:
-        return json.loads(self._file(part).with_suffix(".json").read_text(encoding="utf-8"))
+        return json.loads(read_regular_text(self._file(part).with_suffix(".json"), follow_links=True))
 
     def _exists(self, part: int) -> bool:
         file = self._file(part)

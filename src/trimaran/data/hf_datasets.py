@@ -7,6 +7,7 @@ from typing import Any
 import datasets
 
 from trimaran.core import UserError
+from trimaran.core.regular_files import check_regular_file
 from trimaran.data.text_sources import row_text
 
 BATCH_ROWS = 1000
@@ -46,6 +47,9 @@ def read_saved(path: Path) -> Iterator[tuple[int, dict[str, Any], float]]:
 
 def _open_saved(path: Path) -> datasets.Dataset:
     try:
+        for each in sorted(path.rglob("*")):
+            if not each.is_dir():
+                check_regular_file(each, follow_links=True)
         dataset = datasets.load_from_disk(path)
     except (OSError, ValueError, KeyError) as error:
         raise _unreadable(path, error) from None
@@ -61,6 +65,7 @@ def _open_saved(path: Path) -> datasets.Dataset:
 def _open_table(file: Path) -> datasets.IterableDataset:
     """Return the rows of a file. Streaming avoids a second copy in the user's `datasets` cache."""
     try:
+        check_regular_file(file, follow_links=True)
         return datasets.load_dataset(BUILDERS[file.suffix], data_files=str(file), split="train", streaming=True)
     except (OSError, ValueError) as error:
         raise _unreadable(file, error) from None
@@ -84,6 +89,6 @@ def _texts(rows: Any, field: str, path: Path) -> Iterator[str]:
 
 
 def _unreadable(path: Path, error: Exception) -> UserError:
-    first_line = str(error).partition("\n")[0]
+    first_line = (getattr(error, "strerror", None) or str(error)).partition("\n")[0]
     return UserError("T018", f"`datasets` cannot read this: {first_line}", where=str(path),
                      fix="check the file, or convert it to JSONL")  # fmt: skip

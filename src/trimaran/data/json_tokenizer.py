@@ -9,6 +9,7 @@ import numpy as np
 import tokenizers
 
 from trimaran.core import UserError, did_you_mean
+from trimaran.core.regular_files import read_regular_bytes
 from trimaran.data.tokenizer import TOKENIZER_FILE
 
 END_TOKENS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>")
@@ -80,7 +81,7 @@ def _read(path: Path) -> bytes:
         raise UserError("T011", "the tokenizer is a folder", where=f"data.tokenizer: {path}",
                         fix=f"name the file: {path / TOKENIZER_FILE}")  # fmt: skip
     try:
-        return path.read_bytes()
+        return read_regular_bytes(path, follow_links=True)
     except OSError as error:
         raise UserError("T011", f"the tokenizer cannot be read: {error.strerror}", where=f"data.tokenizer: {path}",
                         fix="name a tokenizer.json, or leave data.tokenizer out to use bytes") from None  # fmt: skip

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from trimaran.core import DataSection, UserError
+from trimaran.core.user_folders import needed_user_cache
 from trimaran.data.sequences import count_sequences
 from trimaran.data.text_sources import TextChunk, check_file_starts, find_files, named_path, read_chunks
 from trimaran.data.token_shards import FORMAT, ShardWriter, TokenShards
@@ -25,7 +26,7 @@ def cache_folder(environ: Mapping[str, str]) -> Path:
     """
     if named := environ.get("TRIMARAN_CACHE"):
         return Path(named)
-    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trimaran" / "data"
+    return needed_user_cache(environ) / "data"
 
 
 def prepare(section: DataSection, *, cache: Path, progress: Progress | None = None) -> Path:

@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from trimaran.core import UserError
+from trimaran.core.regular_files import read_regular_text
 from trimaran.data.sequences import IGNORED, Sequences, TokenSample
-from trimaran.run import append_line
+from trimaran.run import RunDirectory, append_line
 
 READ_ATTEMPTS = 3
 RETRY_PAUSE_SECONDS = 0.1
@@ -38,7 +39,11 @@ class Quarantine:
         self.ids |= frozenset(new)
         if write and self._path is not None:
             for each in new:
-                append_line(self._path, {"sample": each, "reason": reason, "step": step})
+                line, reserve = (
+                    {"sample": each, "reason": reason, "step": step},
+                    RunDirectory(self._path.parent).reserve,
+                )
+                append_line(self._path, line, reserve=reserve)
 
 
 def read_quarantine(path: Path) -> tuple[int, ...]:
@@ -49,7 +54,7 @@ def read_quarantine(path: Path) -> tuple[int, ...]:
     try:
         if path.stat().st_size > MAX_QUARANTINE_BYTES:
             raise ValueError(f"it is larger than {MAX_QUARANTINE_BYTES} bytes")
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in read_regular_text(path).splitlines():
             sample = json.loads(line)["sample"]
             if type(sample) is not int or not 0 <= sample < 2**63:
                 raise ValueError(f"{sample!r} is not a sample id")

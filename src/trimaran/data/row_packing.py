@@ -18,6 +18,7 @@ from typing import Literal
 import numpy as np
 
 from trimaran.core import ImageRules, RowCost
+from trimaran.core.regular_files import open_regular_file
 from trimaran.data.sample_costs import SampleSizes, SampleTable
 from trimaran.data.sample_order import positions
 
@@ -233,7 +234,7 @@ def _key(table: SampleTable, ids: np.ndarray, rules: PackingRules) -> str:
 def _read(path: Path, rules: PackingRules) -> RowPacking | None:
     """Return the packing saved at `path`; None if the file is missing or damaged."""
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        with open_regular_file(path, follow_links=True) as file, np.load(file, allow_pickle=False) as arrays:
             counts = arrays["counts"].tolist()
             offsets, samples = arrays["offsets"], arrays["samples"]  # reading verifies the CRC of the zip file
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from trimaran.core import DataSection, UserError, did_you_mean
+from trimaran.core.regular_files import open_regular_file
 from trimaran.data import lazy_import
 
 HEAD_BYTES = 1 << 16
@@ -89,7 +90,7 @@ def check_file_starts(section: DataSection, files: list[Path]) -> None:
         lazy_import.require("datasets", where="data.source")
         return
     for file in files[:HEAD_FILES]:
-        with _reading(file), file.open("rb") as stream:
+        with _reading(file), open_regular_file(file, follow_links=True) as stream:
             head = stream.read(HEAD_BYTES)
         text = _decode(head, file, offset=0, final=len(head) < HEAD_BYTES)
         if section.source == "jsonl":
@@ -102,7 +103,7 @@ def _read_texts(section: DataSection, files: list[Path]) -> Iterator[TextChunk]:
     total, before = _total_bytes(files), 0
     for file in files:
         offset = 0
-        with _reading(file), file.open("rb") as stream:
+        with _reading(file), open_regular_file(file, follow_links=True) as stream:
             chunk = stream.read(CHUNK_BYTES) + stream.readline()
             while chunk:
                 following = stream.read(CHUNK_BYTES) + stream.readline()
@@ -117,7 +118,7 @@ def _read_jsonl(section: DataSection, files: list[Path]) -> Iterator[TextChunk]:
     total, before = _total_bytes(files), 0
     for file in files:
         offset = 0
-        with _reading(file), file.open("rb") as stream:
+        with _reading(file), open_regular_file(file, follow_links=True) as stream:
             for number, line in enumerate(stream, start=1):
                 text = _line_text(_decode(line, file, offset=offset), section.text_field, f"{file}:{number}")
                 offset += len(line)

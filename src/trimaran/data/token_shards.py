@@ -17,6 +17,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trimaran.core import UserError
+from trimaran.core.regular_files import open_regular_file, read_regular_text
 from trimaran.data.tokenizer import Tokenizer, open_tokenizer
 
 FORMAT = "trimaran-shards-1"
@@ -167,7 +168,7 @@ class TokenShards:
     def open(cls, path: Path) -> Self:
         """Return the shards at `path`. Checks only file sizes; `verify` checks the content."""
         try:
-            text = (path / META).read_text(encoding="utf-8")
+            text = read_regular_text(path / META, follow_links=True)
         except (OSError, UnicodeDecodeError):
             raise UserError("T014", f"this is not a folder of packed shards: it has no readable {META}",
                             where=str(path), fix="create one with: trimaran data pack") from None  # fmt: skip
@@ -239,10 +240,10 @@ class TokenShards:
 def _map(file: Path, dtype: np.dtype, count: int) -> np.ndarray:
     """Return the memory-mapped file as a plain ndarray: slicing a memmap is several times slower."""
     try:
-        size = file.stat().st_size
-        if size != count * dtype.itemsize:
-            raise _damaged(file, f"it has {size:,} bytes instead of {count * dtype.itemsize:,}")
-        return np.asarray(np.memmap(file, dtype=dtype, mode="r"))
+        with open_regular_file(file, follow_links=True) as stream:
+            if (size := os.fstat(stream.fileno()).st_size) != count * dtype.itemsize:
+                raise _damaged(file, f"it has {size:,} bytes instead of {count * dtype.itemsize:,}")
+            return np.asarray(np.memmap(stream, dtype=dtype, mode="r"))
     except OSError as error:
         raise _damaged(file, error.strerror or str(error)) from None
 

@@ -113,11 +113,14 @@ def load_tokenizer(path: str | None, *, end_token: str | None = None) -> Tokeniz
 
 def open_tokenizer(description: Mapping[str, str], folder: Path) -> Tokenizer:
     """Return the tokenizer that `save` wrote to `folder`; `description` is what its `describe` returned."""
-    if description["kind"] == "bytes":
+    if description.get("kind") == "bytes":
         return ByteTokenizer()
-    file = folder / TOKENIZER_FILE
-    tokenizer = load_tokenizer(str(file), end_token=description["end_token"])
-    if tokenizer.describe()["sha256"] != description["sha256"]:
+    file, end_token = folder / TOKENIZER_FILE, description.get("end_token")
+    if not isinstance(end_token, str):
+        raise UserError("T011", "the description of the tokenizer has no kind or no end token", where=str(folder),
+                        fix="pack the data or train the run again; this folder was damaged")  # fmt: skip
+    tokenizer = load_tokenizer(str(file), end_token=end_token)
+    if tokenizer.describe().get("sha256") != description.get("sha256"):
         raise UserError("T015", "the tokenizer saved with these shards is not the one they were packed with",
                         where=str(file), fix="pack the data again: trimaran data pack")  # fmt: skip
     return tokenizer

@@ -24,5 +24,7 @@ def _findings(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     try:
         for finding in rule(evidence):
             yield finding if finding.step else replace(finding, step=evidence.last_step)
-    except Exception:
-        log.exception("the rule %s failed", getattr(rule, "__name__", rule))
+    except Exception as error:
+        name = f"{rule.__module__.rpartition('.')[2]}.{getattr(rule, '__name__', rule)}"
+        log.warning("the rule %s failed, a file of the run may be damaged: %s: %s", name, type(error).__name__, error)
+        log.debug("the rule %s failed", name, exc_info=True)

@@ -1,22 +1,26 @@
 """Reads the files of a run once, for all rules."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from trimaran.core import Finding, Plan, Recipe, UserError
+from trimaran.core import SLOW_DETAILS, Finding, Plan, Recipe, UserError
 from trimaran.doctor.memory_evidence import read_snapshots
 from trimaran.doctor.profile_evidence import read_traces
 from trimaran.hardware import parse_cluster
 from trimaran.models import outline_if_known, spec_of
 from trimaran.planner import Question
 from trimaran.run import JsonlFollower, RunDirectory
+from trimaran.run.journal import parse_lines
+from trimaran.run.lines_from_end import last_lines
 
 Line = dict[str, Any]
+REPEATED_DETAILS = tuple(name for name in SLOW_DETAILS if name not in ("ranks", "rows"))
 MAX_STEPS = 400  # the most recent ones, which the rules see
-MAX_FILE_BYTES = 8 << 20  # from the end of a file, so that a run of weeks is read in a moment
+MAX_BYTES = 2 << 20  # from the ends of the files of one kind, so that a run of weeks is read in a moment
+MIN_FILE_BYTES = 1 << 17  # of each file, such as the samples of one of many nodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)  # compared by identity: `step_breakdown` caches by it
@@ -60,11 +64,12 @@ def read_evidence(
     `against` is a run of the same recipe to compare with.
     """
     lines = {name: _lines(run, pattern) for name, pattern in FILE_PATTERNS.items()}
+    steps = [each for each in parse_lines(last_lines(run.metrics, MAX_STEPS)) if _is_step(each)]
     recipe, plan = run.read_recipe(), run.read_plan()
     return Evidence(
         recipe=recipe,
         plan=plan,
-        steps=tuple(each for each in lines.pop("steps") if _is_step(each))[-MAX_STEPS:],
+        steps=tuple(_with_latest_details(steps)),
         traces=tuple(read_traces(run.profiles)),
         snapshots=tuple(read_snapshots(run.profiles)),
         planner_inputs=cache(lambda: read_planner_inputs(recipe, plan, calibrations=calibrations)),
@@ -111,7 +116,6 @@ def read_planner_inputs(recipe: Recipe, plan: Plan, *, calibrations: Path | None
 
 
 FILE_PATTERNS = {
-    "steps": "metrics.jsonl",
     "events": "events/rank-*.jsonl",
     "incidents": "incidents.jsonl",
     "samples": "telemetry/node-*.jsonl",
@@ -120,9 +124,20 @@ FILE_PATTERNS = {
 
 
 def _lines(run: RunDirectory, pattern: str) -> list[Line]:
-    return [
-        line for path in sorted(run.path.glob(pattern)) for line in JsonlFollower(path, backlog=MAX_FILE_BYTES).new()
-    ]
+    paths = sorted(run.path.glob(pattern))
+    backlog = max(MIN_FILE_BYTES, MAX_BYTES // max(1, len(paths)))
+    return [line for path in paths for line in JsonlFollower(path, backlog=backlog).new()]
+
+
+def _with_latest_details(steps: Iterable[Line]) -> Iterator[Line]:
+    """Yield the steps; those whose lines leave out slow details have the latest ones.
+
+    `ranks` and `rows` are not repeated: they are statistics, and rules count how often something is so.
+    """
+    latest: Line = {}
+    for step in steps:
+        latest |= {name: step[name] for name in REPEATED_DETAILS if name in step}
+        yield latest | step
 
 
 def _time(line: Line) -> float:

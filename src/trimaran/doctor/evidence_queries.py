@@ -21,6 +21,13 @@ def ended_run(incident: Line) -> bool:
     return incident.get("action") in RUN_ENDING_ACTIONS
 
 
+def was_passed(evidence: Evidence, incident: Line) -> bool:
+    """Whether the run later got past what it was doing at the incident: a new step, or its end with exit code 0."""
+    over = [each["over"] for each in evidence.attempts if "over" in each]
+    later = [each for each in evidence.events_of_kind("done") if each.get("attempt", 0) > incident.get("attempt", 0)]
+    return evidence.last_step > int(incident.get("step") or 0) or bool(later) or over[-1:] == [0]
+
+
 def incident_severity(incidents: Sequence[Line]) -> Any:
     return "fault" if ended_run(incidents[-1]) else "warning"
 

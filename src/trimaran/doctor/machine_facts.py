@@ -101,7 +101,10 @@ class Interconnect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
-    """The host. A limit of None means unlimited; `quota` is the container's CPU quota in cores."""
+    """The host. A limit of None means unlimited; `quota` is the container's CPU quota in cores.
+
+    `nofile` is the hard limit of open files: a run raises its soft limit to it.
+    """
 
     cores: int
     memory_free: Bytes
@@ -115,6 +118,15 @@ class HostFacts:
     core_pattern: str = ""
     loopback: str = ""
     clock: Seconds = ZERO_SECONDS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessLimits:
+    """Further ulimits; None means unlimited. `processes` is how many threads this user may still start."""
+
+    processes: int | None = None
+    address_bytes: int | None = None
+    file_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +204,7 @@ class Facts:
     gpus: tuple[Gpu, ...] = ()
     interconnect: Interconnect | None = None
     host: HostFacts
+    limits: ProcessLimits = ProcessLimits()
     disk: DiskFacts | None = None
     requirements: RunRequirements | None = None
     measured: MachineMeasurements | None = None

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from trimaran.core.regular_files import read_regular_text
+
 MAX_SNAPSHOTS = 16  # the newest
 MAX_FILE_BYTES = 16 << 20
 FILE_NAME = re.compile(r"memory-step-\d+-rank-(\d+)\.json")
@@ -17,7 +19,7 @@ def read_snapshots(folder: Path) -> Iterator[dict[str, Any]]:
     for path in sorted(folder.glob("memory-step-*-rank-*.json"))[-MAX_SNAPSHOTS:]:
         name = FILE_NAME.fullmatch(path.name)
         try:
-            tree = json.loads(path.read_text(encoding="utf-8")) if path.stat().st_size <= MAX_FILE_BYTES else None
+            tree = json.loads(read_regular_text(path)) if path.stat().st_size <= MAX_FILE_BYTES else None
         except (OSError, ValueError):
             continue
         if name and isinstance(tree, dict) and isinstance(tree.get("time"), int | float):

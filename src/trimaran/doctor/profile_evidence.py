@@ -11,6 +11,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from trimaran.core.regular_files import open_regular_file
+
 log = logging.getLogger(__name__)
 
 MAX_TRACE_BYTES = 128 << 20  # uncompressed; larger traces are not read
@@ -39,7 +41,7 @@ def read_traces(folder: Path) -> Iterator[dict[str, Any]]:
 @lru_cache(maxsize=64)
 def _facts(path: Path, changed: int, size: int) -> dict[str, Any]:
     """Return the summary of a trace. `changed` and `size` are keys of the cache: an unchanged file is read once."""
-    with gzip.open(path) as file:
+    with open_regular_file(path, follow_links=True) as packed, gzip.open(packed) as file:
         raw = file.read(MAX_TRACE_BYTES + 1)
     if len(raw) > MAX_TRACE_BYTES:
         return {}

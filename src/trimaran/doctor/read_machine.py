@@ -17,7 +17,7 @@ from tempfile import NamedTemporaryFile
 import psutil
 
 from trimaran.core import Bytes, Seconds
-from trimaran.doctor.machine_facts import DiskFacts, Facts, Gpu, HostFacts, Interconnect, Nic, Versions
+from trimaran.doctor.machine_facts import DiskFacts, Facts, Gpu, HostFacts, Interconnect, Nic, ProcessLimits, Versions
 from trimaran.doctor.nvidia_smi import (
     FULL_QUERY,
     PEER_MATRIX,
@@ -52,6 +52,11 @@ def read_facts(environment: Mapping[str, str], *, quick: bool, gpus: bool = True
         gpus=found,
         interconnect=read_interconnect(found, links=not quick),
         host=read_host(),
+        limits=ProcessLimits(
+            processes=_free_processes(),
+            address_bytes=_limit(resource.RLIMIT_AS),
+            file_bytes=_limit(resource.RLIMIT_FSIZE),
+        ),
     )
 
 
@@ -94,7 +99,7 @@ def read_host() -> HostFacts:
         quota=cpu_quota(),
         shm=Bytes(shm.total) if shm else None,
         shm_free=Bytes(shm.free) if shm else None,
-        nofile=_limit(resource.RLIMIT_NOFILE),
+        nofile=_limit(resource.RLIMIT_NOFILE, hard=True),
         memlock=_limit(resource.RLIMIT_MEMLOCK),
         core=_limit(resource.RLIMIT_CORE),
         core_pattern=_read(Path("/proc/sys/kernel/core_pattern")),
@@ -211,9 +216,21 @@ def _installed(package: str) -> str:
         return ""
 
 
-def _limit(kind: int) -> int | None:
-    soft = resource.getrlimit(kind)[0]
-    return None if soft == resource.RLIM_INFINITY else soft
+def _limit(kind: int, *, hard: bool = False) -> int | None:
+    limit = resource.getrlimit(kind)[1 if hard else 0]
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def _free_processes() -> int | None:
+    """Return how many processes and threads this user may still start; None if there is no limit, as for root."""
+    limit, user = _limit(resource.RLIMIT_NPROC, hard=True), os.getuid()
+    if limit is None or user == 0:
+        return None
+    running = 0
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            running += process.num_threads() if process.uids().real == user else 0
+    return max(0, limit - running)
 
 
 def _numa(device: Path) -> int:

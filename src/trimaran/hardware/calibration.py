@@ -10,6 +10,8 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trimaran.core import Flops, Seconds, UserError
+from trimaran.core.regular_files import read_regular_bytes
+from trimaran.core.user_folders import user_cache
 from trimaran.hardware.cluster import Cluster, Link
 from trimaran.hardware.device_catalogue import DEVICES, STREAM_FRACTION, Device
 from trimaran.hardware.validation_error import first_error
@@ -64,14 +66,15 @@ class Calibration(BaseModel):
     shapes: Annotated[dict[str, Positive], Field(max_length=64)] = {}
 
 
-def calibration_folder(environ: Mapping[str, str]) -> Path:
-    """Return the folder of measurements: under TRIMARAN_CACHE, or in the user's cache.
+def calibration_folder(environ: Mapping[str, str]) -> Path | None:
+    """Return the folder of measurements: under TRIMARAN_CACHE, or in the user's cache; None without a home directory.
 
     `environ` is an argument because only `app`, `launch` and `train/__main__.py` read the environment.
     """
     if named := environ.get("TRIMARAN_CACHE"):
         return Path(named) / "calibration"
-    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trimaran" / "calibration"
+    cache = user_cache(environ)
+    return cache / "calibration" if cache else None
 
 
 def parse_calibration(tree: object, *, where: str) -> Calibration:
@@ -88,8 +91,7 @@ def parse_calibration(tree: object, *, where: str) -> Calibration:
 def read_calibration(path: Path) -> Calibration:
     """Return the calibration in the file; raise UserError if it is missing, damaged or too large."""
     try:
-        with path.open("rb") as file:
-            raw = file.read(MAX_FILE_BYTES + 1)
+        raw = read_regular_bytes(path, follow_links=True, limit_bytes=MAX_FILE_BYTES + 1)
         tree = json.loads(raw) if len(raw) <= MAX_FILE_BYTES else None
     except OSError as error:
         raise UserError("C006", f"the calibration cannot be read: {error.strerror}", where=str(path),

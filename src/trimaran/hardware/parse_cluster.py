@@ -6,10 +6,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trimaran.core import GIB, Bytes, Seconds, UserError
+from trimaran.core.parse_text import TextError, load_yaml
+from trimaran.core.regular_files import read_regular_bytes
 from trimaran.hardware.calibration import apply_calibration, parse_calibration, read_calibration
 from trimaran.hardware.cluster import LATENCY_SECONDS, Cluster, Link
 from trimaran.hardware.detect import cpu_cluster, detect
@@ -102,14 +103,15 @@ def _build(counts: list[int], name: str, text: str, calibrations: Path | None = 
 
 def _read_cluster(path: Path) -> Cluster:
     try:
-        with path.open("rb") as file:
-            raw = file.read(MAX_FILE_BYTES + 1)
-        tree = yaml.safe_load(raw) if len(raw) <= MAX_FILE_BYTES else None
+        raw = read_regular_bytes(path, follow_links=True, limit_bytes=MAX_FILE_BYTES + 1)
+        tree = load_yaml(raw) if len(raw) <= MAX_FILE_BYTES else None
     except OSError as error:
         raise UserError("C004", f"the cluster file cannot be read: {error.strerror}", where=str(path),
                         fix="name a file that exists, or a cluster such as 8xH100") from None  # fmt: skip
-    except (yaml.YAMLError, RecursionError, ValueError):  # ValueError: a date that does not exist
-        tree = None
+    except TextError as error:
+        where = f"{path}, line {error.line}" if error.line else str(path)
+        raise UserError("C004", f"this is not YAML: {error.what}", where=where,
+                        fix="start from: {device: H100, num_nodes: 2, devices_per_node: 8}") from None  # fmt: skip
     if not isinstance(tree, dict):
         raise UserError("C004", "this is not a small YAML mapping", where=str(path),
                         fix="start from: {device: H100, num_nodes: 2, devices_per_node: 8}")  # fmt: skip

@@ -7,10 +7,12 @@ start it again; 130 or 131 ended at once by a second SIGINT or by SIGQUIT; other
 """
 
 import argparse
+import json
 import logging
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from trimaran.launch.signals import Signals
 
@@ -25,34 +27,44 @@ from trimaran.launch.local_node import LocalNode  # noqa: E402
 from trimaran.launch.local_node_group import LocalNodeGroup  # noqa: E402
 from trimaran.launch.multi_node import run_on_several_nodes  # noqa: E402
 from trimaran.launch.node_options import add_node_flags, parse_node_options  # noqa: E402
+from trimaran.launch.policy import EXIT_FAULT  # noqa: E402
 from trimaran.launch.preflight_process import PreflightProcess  # noqa: E402
 from trimaran.launch.replan import cluster_of  # noqa: E402
 from trimaran.launch.supervisor import Supervisor, file_lost_supervisor  # noqa: E402
-from trimaran.run import RunDirectory, last_step, open_run  # noqa: E402
+from trimaran.run import last_step, open_run  # noqa: E402
 from trimaran.run.compile_cache import refuse_unusable  # noqa: E402
+from trimaran.run.held_directory import HeldDirectory, LostDirectoryError, report_lost_directory  # noqa: E402
 from trimaran.run.lease import take_lease  # noqa: E402
+from trimaran.run.process_control import raise_soft_limits  # noqa: E402
 
 
 def main(signals: Signals) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     parser = argparse.ArgumentParser(prog="python -m trimaran.launch", description="Run a run on this machine.")
     parser.add_argument("run", type=Path, help="a run directory")
+    parser.add_argument("--error-descriptor", type=int, help="where to write a configuration error as a JSON object")
     add_node_flags(parser)
     flags = parser.parse_args()
+    raise_soft_limits()
     try:
         refuse_unusable(os.environ)
-        run, node_options = open_run(flags.run), parse_node_options(flags)
+        held, node_options = HeldDirectory(open_run(flags.run).path), parse_node_options(flags)
+        held.watch()
         check = not flags.no_check
-        if node_options is None:
-            return run_on_this_machine(run, signals, check=check)
-        return run_on_several_nodes(run, node_options, signals, check=check)
+        with report_lost_directory(held):
+            if node_options is None:
+                return run_on_this_machine(held, signals, check=check)
+            return run_on_several_nodes(held, node_options, signals, check=check)
     except UserError as error:
         print(error, file=sys.stderr)  # noqa: T201
-        return EXIT_USER
+        if flags.error_descriptor is not None:
+            os.write(flags.error_descriptor, json.dumps(error.as_dict()).encode())
+        return EXIT_FAULT if isinstance(error, LostDirectoryError) else EXIT_USER
 
 
-def run_on_this_machine(run: RunDirectory, signals: Signals, *, check: bool = True) -> int:
-    """Run `run` on this machine only and return its exit code. With `check`, raise if it cannot work here."""
+def run_on_this_machine(held: HeldDirectory, signals: Signals, *, check: bool = True) -> int:
+    """Run a run on this machine only and return its exit code. With `check`, raise if it cannot work here."""
+    run = held.run
     recipe, plan = run.read_recipe(), run.read_plan()
     cluster = cluster_of(recipe, plan.mesh.world_size)
 
@@ -72,8 +84,8 @@ def run_on_this_machine(run: RunDirectory, signals: Signals, *, check: bool = Tr
             if preflight and (unfit := preflight.wait_for_error()):
                 raise unfit
             incident = file_lost_supervisor(run)
-            supervisor = Supervisor(run, nodes, signals, highest_step=last_step(run), open_incident=incident)
-            return supervisor.supervise()
+            known: dict[str, Any] = {"highest_step": last_step(run), "open_incident": incident}
+            return Supervisor(run, nodes, signals, held=held, **known).supervise()
 
 
 def max_ranks(recipe: Recipe, plan: Plan, cluster: Cluster) -> int:

@@ -15,13 +15,15 @@ from trimaran.run.attempts import AttemptOutcome
 LAST_EVENTS = {EXIT_DONE: "done", EXIT_AGAIN: "stop"}
 LAST_EVENT_SECONDS = 0.3  # until that event is readable
 CLOCK_TOLERANCE_SECONDS = 0.01  # times of other nodes are this much less exact than those of this machine
-LONG_SECTIONS: tuple[Section, ...] = ("data", "save", "evaluation", "compile")  # other ranks may wait long for these
+# Other ranks may wait long for a rank in another section than these: it reads, writes, compiles or generates.
+SHORT_SECTIONS: tuple[Section, ...] = ("start", "first", "step", "finish", "close")
 
 
 class AttemptWatch:
     """The state of an attempt: which ranks ended, which are silent, which nodes are lost, and the ranks' events.
 
-    `highest_step` is how many steps all ranks have finished. `events` are those of this attempt.
+    `highest_step` is how many steps all ranks have finished. `events` are those of this attempt. `is_saved`: the last
+    step is done, and the last checkpoint and the model are on disk. Rank 0 knows, because it commits both.
     """
 
     def __init__(self, run: RunDirectory, nodes: Sequence[Node], spec: AttemptSpec) -> None:
@@ -31,6 +33,7 @@ class AttemptWatch:
         self.lost: list[NodeLost] = []
         self.events: list[dict[str, Any]] = []
         self.highest_step = 0
+        self.is_saved = False
         self._oom_kills = count_oom_kills()
         # Skip the lines of earlier attempts; those that are still being written are recognised by their number.
         self._followers = {rank: JsonlFollower(run.events(rank), backlog=0) for rank in range(spec.world_size)}
@@ -56,6 +59,8 @@ class AttemptWatch:
             self.highest_step, min((heartbeat.step for heartbeat in heartbeats.values()), default=0)
         )
         self._read_events()
+        told = any(event["rank"] == 0 for event in self.of_kind("trained"))
+        self.is_saved = self.is_saved or told or (0 in heartbeats and heartbeats[0].saved)
         if self.lost or self._is_hung(heartbeats) or self.unexpected_exits(grace_seconds=LAST_EVENT_SECONDS):
             return "trouble"
         if len(self.ended) < self.spec.world_size:
@@ -79,7 +84,9 @@ class AttemptWatch:
         waited_for = (
             heartbeat for rank, heartbeat in heartbeats.items() if rank in self.alive and rank not in self.silent
         )
-        return not any(heartbeat.section in LONG_SECTIONS and heartbeat.step <= reached for heartbeat in waited_for)
+        return not any(
+            heartbeat.section not in SHORT_SECTIONS and heartbeat.step <= reached for heartbeat in waited_for
+        )
 
     def unexpected_exits(self, *, grace_seconds: float = 0.0) -> list[RankEnded]:
         """Return the ranks that ended with another code than 0 or 75, or with one of these but without its last event.
@@ -103,6 +110,14 @@ class AttemptWatch:
     @property
     def alive(self) -> list[int]:
         return [rank for rank in range(self.spec.world_size) if rank not in self.ended]
+
+    def not_done(self) -> list[str]:
+        """Return the kinds of the events that were to follow training and that rank 0 has not written."""
+        mine = [event for event in self.events if event["rank"] == 0]
+        planned = next((event["data"].get("next", []) for event in mine if event["kind"] == "trained"), [])
+        written = {event["kind"] for event in mine if event["kind"] != "unfinished"}
+        reported = {event["data"].get("what") for event in mine if event["kind"] == "unfinished"}
+        return [kind for kind in planned if kind not in written and kind not in reported]
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in self.events if event["kind"] == kind]

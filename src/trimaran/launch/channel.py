@@ -102,6 +102,11 @@ class Channel:
     def num_unauthenticated(self) -> int:
         return sum(connection.authenticator is None for connection in list(self._connections.values()))
 
+    @property
+    def num_refused(self) -> int:
+        """How many connections were closed before they proved the token, or because they broke the protocol."""
+        return sum(list(self.refused.values()))
+
     def end_attempt(self, attempt: int) -> None:
         """Drop the values of `attempt` and of all before it. Their pending and later requests fail as over."""
         self._call(lambda: self._end(attempt))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trimaran.core.regular_files import read_regular_bytes
 from trimaran.run import HeartbeatBoard, RunDirectory
 
 MAX_HEARTBEAT_AGE_SECONDS = 1.5  # a heartbeat thread that has not run for so long will not answer a request
@@ -79,7 +80,7 @@ def _dump_stacks(run: RunDirectory, ranks: Sequence[ReportTarget], sizes: dict[i
     time.sleep(0.02 if ranks else 0.0)  # for the rest of a dump that has begun
     for each in ranks:
         with contextlib.suppress(FileNotFoundError):
-            if data := run.stacks(each.rank).read_bytes()[sizes[each.rank] :]:
+            if data := read_regular_bytes(run.stacks(each.rank))[sizes[each.rank] :]:
                 (folder / f"rank-{each.rank}.stacks.txt").write_bytes(data)
 
 

@@ -15,11 +15,20 @@ CONNECTION_LOST = re.compile(
     r"|timed out|timeout|remote process exited|communicator was aborted|watchdog|no longer reachable",
     re.IGNORECASE,
 )
+# What torch's watchdog logs before it aborts a rank whose NCCL peers are gone. NCCL reports a peer that was killed as a
+# remote or a system error, depending on how its socket was closed.
+NCCL_PEER_LOST = re.compile(
+    r"ncclRemoteError|remote process exited|closed by remote peer|Watchdog caught collective operation timeout"
+    r"|failed : (Connection reset by peer|Connection refused|Broken pipe)"
+)
 GLOO_NOISE = re.compile(r"^\[\S+\.cc:\d+\] |\.? This is typically caused by .*")  # uninformative parts of its messages
 # The cause that a message at the end of a log stands for. The first match counts.
 CAUSE_PATTERNS: dict[Cause, re.Pattern[str]] = {
     "oom": OUT_OF_MEMORY,
-    "mismatch": re.compile(r"collective mismatch|mismatch between collectives|doesn't match expected size"),
+    "mismatch": re.compile(
+        r"collective mismatch|mismatch between collectives|doesn't match expected size"
+        r"|[Mm]essage truncated|mismatch in collective sizes"  # NCCL
+    ),
     "storage": re.compile(r"No space left on device|Disk quota exceeded|Read-only file system|Input/output error"),
 }
 CAUSE_OF_TYPE: dict[str, Cause] = {"OutOfMemoryError": "oom", "MemoryError": "oom", "LoaderFault": "data"}
@@ -83,6 +92,9 @@ def _read_signal(number: int, log_tail: str, *, oom_killed: bool) -> RankFault:
         for cause, pattern in CAUSE_PATTERNS.items():
             if pattern.search(log_tail):
                 return RankFault(cause=cause, what=f"crashed with {name}: {_line_with(pattern, log_tail)}")
+    if number == signal.SIGABRT and NCCL_PEER_LOST.search(log_tail):
+        what = f"was aborted by torch's watchdog after other ranks were lost: {_line_with(NCCL_PEER_LOST, log_tail)}"
+        return RankFault(cause="network", what=what, primary=False)
     return RankFault(cause="crash", what=f"{'crashed with' if number in CRASH_SIGNALS else 'was killed by'} {name}")
 
 

@@ -11,8 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trimaran.core.regular_files import append_regular_file
 from trimaran.run import RunDirectory
 from trimaran.run.compile_cache import compile_cache
+from trimaran.run.held_directory import descriptor_of
 
 # Variables that torch reads when it is imported: its flight recorder, and to count GPUs without initialising CUDA.
 FORK_SERVER_ENVIRONMENT = {
@@ -35,22 +37,24 @@ class ForkServerClient:
     def start(cls, run: RunDirectory, environment: Mapping[str, str], fds: Sequence[int]) -> "ForkServerClient":
         """Start a fork server that passes `fds` to its ranks. Returns at once, while it imports torch."""
         ours, theirs = socket.socketpair()
+        held = [] if (descriptor := descriptor_of(run)) is None else [descriptor]
         command = [
             sys.executable,
             "-m",
             "trimaran.train.process.fork_server",
-            str(run.path.absolute()),
+            str(run.location.absolute()),
             str(theirs.fileno()),
             str(os.getpid()),
+            *map(str, held),
         ]
-        with theirs, run.agent_log.open("ab") as log:
+        with theirs, append_regular_file(run.agent_log) as log:
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=compile_cache(environment) | dict(environment) | FORK_SERVER_ENVIRONMENT,
-                pass_fds=[theirs.fileno(), *fds],
+                pass_fds=[theirs.fileno(), *held, *fds],
                 start_new_session=True,
             )
         ours.setblocking(False)

@@ -1,8 +1,8 @@
 """An incident as a few lines of text: what happened, the ranks at fault, the evidence, the action and the cost."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from trimaran.core import Incident
+from trimaran.core import Incident, show_seconds
 from trimaran.launch.attribution import name_ranks
 
 MAX_FACTS = 3
@@ -19,6 +19,7 @@ ACTION_TEXTS = {
     "saved": "saved a checkpoint",
     "waited": "waited",
     "stopped": "stopped the run",
+    "finished": "the run is done: training was finished and saved before",
 }
 
 
@@ -65,8 +66,19 @@ def _evidence(incident: Incident) -> list[str]:
 def _action(incident: Incident) -> str:
     if incident.action is None:
         return "none yet"
-    action, why = ACTION_TEXTS[incident.action], incident.evidence.get("why")
+    action, why = ACTION_TEXTS.get(incident.action, incident.action), incident.evidence.get("why")
     return f"{action}: {why}" if why and why not in action else action
+
+
+def _steps(number: int) -> str:
+    return f"{number} step{'' if number == 1 else 's'}"
+
+
+def _bound(cost: Mapping[str, float]) -> str:
+    """Return what the fault may cost at most, as the ranks stated it before; empty if they did not."""
+    if "max_lost_steps" not in cost:
+        return ""
+    return f" (at most {round(cost['max_lost_steps'])}, about {show_seconds(cost.get('max_lost_seconds', 0.0))})"
 
 
 def _cost(incident: Incident) -> str:
@@ -80,7 +92,7 @@ def _cost(incident: Incident) -> str:
         parts.append(f"stopped in {cost['seconds_to_stop']:.1f} s")
     if "lost_steps" in cost:
         lost = round(cost["lost_steps"])
-        parts.append("no step lost" if lost == 0 else f"{lost} step{'' if lost == 1 else 's'} repeated")
+        parts.append(("no step lost" if lost == 0 else f"{_steps(lost)} repeated") + _bound(cost))
     if "slowdown" in cost:
         parts.append(f"each step takes {cost['slowdown']:.1f} times as long")
     return ", ".join(parts)

@@ -49,6 +49,7 @@ def investigate(run: RunDirectory, watch: AttemptWatch, incidents: IncidentLog, 
         watch.poll()
     final = _attribute_with_reports(run, watch, folder)
     evidence = final.evidence | ({"folder": str(folder.relative_to(run.path))} if folder.exists() else {})
+    evidence |= _section(watch)
     named = noticed if dead and final.suspects == first.suspects else time.monotonic()
     incident = incidents.amend(
         incident,
@@ -57,9 +58,25 @@ def investigate(run: RunDirectory, watch: AttemptWatch, incidents: IncidentLog, 
         suspects=final.suspects,
         victims=final.victims,
         evidence=evidence,
-        cost={"seconds_to_detect": round(named - since, 3)},
+        cost={"seconds_to_detect": round(named - since, 3)} | loss_bound(watch),
     )
     return Investigation(incident=incident, since=since)
+
+
+def loss_bound(watch: AttemptWatch) -> dict[str, float]:
+    """Return what the trouble costs at most, as the ranks stated it last: fields of an incident's cost; maybe empty."""
+    bound = next((event["data"] for event in reversed(watch.of_kind("loss_bound"))), {})
+    # Without its fork server a node has lost its ranks, but not the copies in its memory.
+    prefix = "node_" if any("fork server" not in each.what for each in watch.lost) else ""
+    found = {name: bound.get(prefix + name) for name in ("steps", "seconds")}
+    return {f"max_lost_{name}": each for name, each in found.items() if each is not None}
+
+
+def _section(watch: AttemptWatch) -> dict[str, str]:
+    """Return the section of the rank that has been silent for longest, as evidence; nothing if none is silent."""
+    if not watch.silent:
+        return {}
+    return {"section": max(watch.silent.values(), key=lambda each: each.seconds).heartbeat.section}
 
 
 def _since(watch: AttemptWatch) -> float:

@@ -1,6 +1,7 @@
 """Runs a run on this machine: the command of its supervisor, the environment of its ranks, and how it is stopped."""
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -10,13 +11,17 @@ from dataclasses import dataclass
 
 import psutil
 
-from trimaran.core import Plan
+from trimaran.core import Plan, UserError
+from trimaran.core.regular_files import append_regular_file
+from trimaran.hardware.openmp_threads import openmp_threads
 from trimaran.launch.collect_reports import STOPPED_STATES, process_state
 from trimaran.launch.signals import HANDLED_SIGNALS
 from trimaran.run import RunDirectory
 from trimaran.run.process_control import die_with_parent
 
 END_SECONDS = 3.0  # for a supervisor to end after SIGQUIT
+MAX_ERROR_BYTES = 1 << 16
+OPENMP = "OMP_NUM_THREADS"
 # The variables that torch reads its allocator settings from. The second and third are older names of the first.
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
@@ -42,7 +47,7 @@ def worker_environment(outer: Mapping[str, str], plan: Plan, *, on_cpu: bool, de
     except that a run on CPUs hides all GPUs."""
     cores = len(os.sched_getaffinity(0))
     ours = {
-        "OMP_NUM_THREADS": str(max(1, cores // plan.mesh.world_size)),
+        OPENMP: str(max(1, cores // plan.mesh.world_size)),
         "GLOO_SOCKET_IFNAME": "lo",
         "PYTHONUNBUFFERED": "1",
         "KINETO_LOG_LEVEL": "6",  # otherwise the profiler logs its starts and stops to the rank's log
@@ -54,16 +59,24 @@ def worker_environment(outer: Mapping[str, str], plan: Plan, *, on_cpu: bool, de
     elif not any(name in outer for name in ALLOCATOR_VARIABLES):
         ours |= allocator_settings(plan)
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}
-    return {name: value for name, value in ours.items() if name not in outer} | hidden
+    kept = without_unusable(outer)
+    return {name: value for name, value in ours.items() if name not in kept} | hidden
+
+
+def without_unusable(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables without an OMP_NUM_THREADS that OpenMP cannot read: H007 reports it, `--no-check` skips."""
+    is_usable = openmp_threads(environment.get(OPENMP)) is not None
+    return {name: value for name, value in environment.items() if name != OPENMP or is_usable}
 
 
 @dataclass(frozen=True, slots=True)
 class LocalRun:
-    """A running supervisor on this machine, controlled with signals."""
+    """A running supervisor on this machine, controlled with signals. `errors` is a file in memory that it writes to."""
 
     run: RunDirectory
     command: list[str]
     process: subprocess.Popen[bytes]
+    errors: int | None = None
 
     def poll(self) -> int | None:
         """Return the exit code; None while the run continues."""
@@ -71,6 +84,11 @@ class LocalRun:
 
     def wait(self, timeout: float | None = None) -> int:
         return self.process.wait(timeout)
+
+    def read_error(self) -> UserError | None:
+        """Return the error that the supervisor, which has ended, reported about itself; None if there is none."""
+        text = b"" if self.errors is None else os.pread(self.errors, MAX_ERROR_BYTES, 0)
+        return UserError(**json.loads(text)) if text else None
 
     @property
     def is_stopped(self) -> bool:
@@ -120,14 +138,16 @@ def start_local(run: RunDirectory) -> LocalRun:
 
     They get their own session, so that Ctrl-C reaches only this process, which decides what to do.
     """
-    command = [*local_command(run), "--no-check"]  # the caller has checked the machine
-    with run.agent_log.open("ab") as log:
+    errors = os.memfd_create("trimaran-errors")
+    command = [*local_command(run), "--no-check", f"--error-descriptor={errors}"]  # the caller has checked the machine
+    with append_regular_file(run.agent_log) as log:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
+            pass_fds=[errors],
             start_new_session=True,
             preexec_fn=_stop_with_parent,
         )
-    return LocalRun(run, command, process)
+    return LocalRun(run, command, process, errors)

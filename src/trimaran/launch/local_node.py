@@ -23,6 +23,7 @@ from trimaran.launch.collect_reports import (
 from trimaran.launch.deadline import Deadlines
 from trimaran.launch.fork_server_client import ForkServerClient
 from trimaran.launch.node import AttemptSpec, NodeEvent, NodeLost, RankEnded, RankSilent
+from trimaran.launch.shared_gpu import shared_gpu_environment
 from trimaran.launch.sidecar_process import SidecarProcess
 from trimaran.run import Heartbeat, HeartbeatBoard, RunDirectory
 
@@ -101,6 +102,7 @@ class LocalNode:
             "TRIMARAN_TOKEN": spec.token,
             "TRIMARAN_PULSE": str(self._board.fd),
             "TRIMARAN_BERTHS": ",".join(map(str, self._rank_memories)),
+            **shared_gpu_environment(self._environment, rank.rank),
             **spec.environment,
         }
 
@@ -127,8 +129,12 @@ class LocalNode:
         return events
 
     def _stopped(self, heartbeats: Mapping[int, Heartbeat], now: float) -> dict[int, float]:
-        """Return for how many seconds ranks have been stopped by a signal, which is a hang in any section."""
-        quiet = {rank: now - heartbeats[rank].alive for rank in self._alive()}
+        """Return for how many seconds ranks have been stopped by a signal, which is a hang in any section.
+
+        A pause of the supervisor does not count: what stopped it may have stopped the ranks, and may continue them
+        later.
+        """
+        quiet = {rank: self._deadlines.counted_silence(heartbeats[rank].alive, now) for rank in self._alive()}
         limit = self._faults.hang_seconds
         return {
             rank: seconds

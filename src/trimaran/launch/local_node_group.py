@@ -37,6 +37,9 @@ class LocalNodeGroup:
     def end_attempt(self, attempt: int) -> None:
         self._channel.end_attempt(attempt)
 
+    def count_refused(self) -> int:
+        return self._channel.num_refused
+
     def holds(self) -> bool:
         return self._lease.holds()
 

@@ -17,8 +17,9 @@ from trimaran.launch.node_options import NodeOptions
 from trimaran.launch.remote_node_group import FencedError, RemoteNodeGroup
 from trimaran.launch.signals import Signals
 from trimaran.launch.supervisor import OpenIncident, Supervisor
-from trimaran.run import IncidentLog, RunDirectory, append_line, last_step
+from trimaran.run import IncidentLog, append_line, last_step
 from trimaran.run.attempts import read_attempts
+from trimaran.run.held_directory import HeldDirectory
 from trimaran.run.lease import LeaseHolder, LeaseWatch, claim_term, held_lease_error
 
 log = logging.getLogger(__name__)
@@ -29,14 +30,16 @@ TAKE_OVER_SECONDS = 30.0  # for the remaining nodes of a run to get a coordinato
 NAME_TAKEN_SECONDS = 8.0  # after a lost connection; then our old session has timed out, and another node uses our name
 
 
-def run_on_several_nodes(run: RunDirectory, node_options: NodeOptions, signals: Signals, *, check: bool = True) -> int:
-    """Take part in `run` until it is over, as coordinator or follower, and return its exit code.
+def run_on_several_nodes(
+    held: HeldDirectory, node_options: NodeOptions, signals: Signals, *, check: bool = True
+) -> int:
+    """Take part in a run until it is over, as coordinator or follower, and return its exit code.
 
     With `check`, a machine on which the run cannot work keeps it from starting on all nodes.
     """
-    agent = NodeAgent(run, node_options, check=check)
+    agent = NodeAgent(held.run, node_options, check=check)
     try:
-        return Participant(agent, signals).run_to_end()
+        return Participant(agent, held, signals).run_to_end()
     finally:
         agent.close()
 
@@ -44,8 +47,8 @@ def run_on_several_nodes(run: RunDirectory, node_options: NodeOptions, signals: 
 class Participant:
     """This machine's role in the run over time. `formed`: it has worked together with other nodes."""
 
-    def __init__(self, agent: NodeAgent, signals: Signals) -> None:
-        self._agent, self._signals = agent, signals
+    def __init__(self, agent: NodeAgent, held: HeldDirectory, signals: Signals) -> None:
+        self._agent, self._held, self._signals = agent, held, signals
         self._watch = LeaseWatch(agent.run)
         self._formed = False
         self._lost_coordinator: Incident | None = None  # filed when we lost it; None while there is a coordinator
@@ -99,8 +102,8 @@ class Participant:
         with lease:
             run, incident = self._agent.run, self._take_over()
             try:
-                supervisor = Supervisor(run, nodes, self._signals, highest_step=last_step(run), open_incident=incident)
-                code = supervisor.supervise()
+                known: dict[str, Any] = {"highest_step": last_step(run), "open_incident": incident}
+                code = Supervisor(run, nodes, self._signals, held=self._held, **known).supervise()
                 if lease.holds():
                     nodes.dismiss(code)
                     return code
@@ -172,5 +175,6 @@ class Participant:
     def _file(self, incident: Incident) -> Incident:
         """Write an incident of this node. Those of the run are written by the coordinator."""
         log.warning("%s (%s)", incident.what, incident.action or "noticed")
-        append_line(self._agent.run.path / f"incidents-{self._agent.node.name}.jsonl", incident.as_dict())
+        run = self._agent.run
+        append_line(run.path / f"incidents-{self._agent.node.name}.jsonl", incident.as_dict(), reserve=run.reserve)
         return incident

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from trimaran.core import Incident, Plan, Recipe
+from trimaran.core.regular_files import read_regular_text
 from trimaran.launch.node import AttemptSpec, Node
 from trimaran.launch.policy import PolicyDecision, RecoveryOptions
 from trimaran.launch.replace_plan import replace_plan
@@ -60,7 +61,7 @@ def read_resize_request(run: RunDirectory, nodes: Sequence[Node]) -> int | None:
     """Return the number of ranks in the `resize` file; None if there is none, or no plan exists for it."""
     if not run.resize_request.exists():
         return None
-    text = run.resize_request.read_text(encoding="utf-8", errors="replace").strip()
+    text = read_regular_text(run.resize_request, errors="replace").strip()
     if not text:
         return None  # being written
     plan, recipe, capacity = run.read_plan(), run.read_recipe(), sum(node.num_ranks for node in nodes)
@@ -87,12 +88,13 @@ def recovery_options(run: RunDirectory, recipe: Recipe) -> RecoveryOptions:
     plan = run.read_plan()
     change = less_memory(plan, recipe)
     smaller = next((size for size in smaller_sizes(plan, recipe) if resized(plan, recipe, size)), None)
-    quarantined = len(run.quarantine.read_text(encoding="utf-8").splitlines()) if run.quarantine.exists() else 0
+    quarantined = len(read_regular_text(run.quarantine).splitlines()) if run.quarantine.exists() else 0
     return RecoveryOptions(
         world_size=plan.mesh.world_size,
         smaller=smaller,
         less_memory=change[1] if change else None,
         quarantined=quarantined,
+        last_step=recipe.train.steps,
     )
 
 
@@ -104,4 +106,5 @@ def apply_decision(run: RunDirectory, recipe: Recipe, decision: PolicyDecision, 
     elif decision.action == "resized" and decision.world_size and (new := resized(plan, recipe, decision.world_size)):
         replace_plan(run, new)
     for sample in decision.samples:
-        append_line(run.quarantine, {"sample": sample, "reason": incident.what, "step": incident.step})
+        line = {"sample": sample, "reason": incident.what, "step": incident.step}
+        append_line(run.quarantine, line, reserve=run.reserve)

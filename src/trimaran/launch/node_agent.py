@@ -4,7 +4,7 @@ import os
 
 from trimaran.core import Plan
 from trimaran.launch.channel import Channel
-from trimaran.launch.local import worker_environment
+from trimaran.launch.local import without_unusable, worker_environment
 from trimaran.launch.local_node import LocalNode
 from trimaran.launch.node_options import NodeOptions
 from trimaran.launch.preflight_process import PreflightProcess
@@ -33,12 +33,12 @@ class NodeAgent:
             "NCCL_SOCKET_IFNAME": interface,
             "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // num_ranks)),
         }
-        self.per_node = frozenset(ours)
+        self.per_node, given = frozenset(ours), without_unusable(os.environ)
         self.channel = Channel(node_options.address, self.token, own_node=node_options.name)
         self.node = LocalNode(
             run,
             num_ranks=num_ranks,
-            environment=os.environ | self.environment(plan) | {name: os.environ.get(name, ours[name]) for name in ours},
+            environment=os.environ | self.environment(plan) | {name: given.get(name, ours[name]) for name in ours},
             faults=self.recipe.faults,
             name=node_options.name,
         )

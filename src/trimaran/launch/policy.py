@@ -33,12 +33,14 @@ class RecoveryOptions:
 
     `world_size` is the current one; `smaller` the next smaller one that the recipe allows and a plan exists for;
     `less_memory` describes the change to a plan that needs less memory; `quarantined` counts samples left out so far.
+    `last_step` is the number of the run's last step, if known.
     """
 
     world_size: int
     smaller: int | None = None
     less_memory: str | None = None
     quarantined: int = 0
+    last_step: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +99,9 @@ def _after_other_fault(history: Sequence[Cycle], faults: FaultsSection, options:
         return PolicyDecision(action="resized", why=why, world_size=options.smaller)
     if len(stuck) >= faults.cycles:
         return PolicyDecision(
-            action="stopped", code=EXIT_STUCK, why=f"no new step in {len(stuck)} starts; {_suspicion(stuck)}"
+            action="stopped",
+            code=EXIT_STUCK,
+            why=f"no new step in {len(stuck)} starts; {_suspicion(stuck, options.last_step)}",
         )
     return PolicyDecision(action="restarted", why="from the newest state")
 
@@ -119,12 +123,14 @@ def _same_rank(cycles: Sequence[Cycle]) -> int | None:
     return only[0] if len(only) == 1 else None
 
 
-def _suspicion(cycles: Sequence[Cycle]) -> str:
+def _suspicion(cycles: Sequence[Cycle], last_step: int | None) -> str:
     """Return the likely reason why a run makes no progress."""
     steps = {cycle.incident.step for cycle in cycles}
     causes = {cycle.incident.cause for cycle in cycles}
     rank, parts = _same_rank(cycles), []
-    if len(steps) == 1 and (step := steps.pop()):
+    if len(steps) == 1 and last_step is not None and max(steps) >= last_step:
+        parts.append(f"always after step {last_step}, the last one: suspect the disk that its state is saved to")
+    elif len(steps) == 1 and (step := steps.pop()):
         parts.append(f"always after step {step}: suspect the data of step {step + 1}, or the code")
     elif steps == {0} or not steps:
         parts.append("it never reached the first step: suspect the code or the machine")

@@ -20,7 +20,7 @@ class PreflightProcess:
     """A preflight check, started by the constructor. `where` is the name of this machine in messages."""
 
     def __init__(self, run: RunDirectory, *, kind: str, nodes: int = 1, where: str = "this machine") -> None:
-        command = [sys.executable, "-m", "trimaran.doctor.node_check", str(run.path.absolute())]
+        command = [sys.executable, "-m", "trimaran.doctor.node_check", str(run.location.absolute())]
         command += [f"--kind={kind}", f"--nodes={nodes}", f"--where={where}"]
         self._process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True

@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from trimaran.core.regular_files import open_regular_file, read_regular_text
 from trimaran.launch.collect_reports import STOPPED_STATES
 from trimaran.run import RunDirectory
 
@@ -126,7 +127,7 @@ def read_rank_reports(run: RunDirectory, folder: Path, ranks: Iterable[int]) -> 
 def read_tail(path: Path) -> str:
     """Return the end of a file; an empty string if it cannot be read."""
     try:
-        with path.open("rb") as file:
+        with open_regular_file(path) as file:
             file.seek(0, 2)
             file.seek(max(0, file.tell() - LOG_TAIL_BYTES))
             return file.read().decode(errors="replace")
@@ -197,7 +198,7 @@ def _states(folder: Path) -> dict[int, str]:
 
 def _load(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_regular_text(path))
     except (OSError, ValueError):
         return None
 

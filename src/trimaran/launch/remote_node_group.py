@@ -84,6 +84,9 @@ class RemoteNodeGroup:
     def end_attempt(self, attempt: int) -> None:
         self._agent.channel.end_attempt(attempt)
 
+    def count_refused(self) -> int:
+        return self._agent.channel.num_refused
+
     def holds(self) -> bool:
         return self._lease.holds()
 

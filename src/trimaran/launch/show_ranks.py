@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trimaran.core import show_bytes
+from trimaran.core.regular_files import read_regular_text
 from trimaran.launch.node import Node, on_all_nodes
 from trimaran.run import RunDirectory
 
@@ -60,12 +61,12 @@ def _describe(folder: Path, rank: int, process: dict[str, Any]) -> str:
     where = f"step {report.get('step')}, {report.get('section')} for {report.get('entered_seconds_ago', 0.0):.1f} s"
     stacks = ""
     with contextlib.suppress(OSError):
-        stacks = (folder / f"rank-{rank}.stacks.txt").read_text(encoding="utf-8", errors="replace")
+        stacks = read_regular_text(folder / f"rank-{rank}.stacks.txt", errors="replace")
     return f"rank {rank} on {report.get('host')}, process {report.get('pid')}: {where}; {memory}\n{stacks}"
 
 
 def _load(path: Path, otherwise: Any) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_regular_text(path))
     except (OSError, ValueError):
         return otherwise

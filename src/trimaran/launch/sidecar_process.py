@@ -10,7 +10,9 @@ import sys
 import time
 from collections.abc import Mapping
 
+from trimaran.core.regular_files import append_regular_file
 from trimaran.run import RunDirectory
+from trimaran.run.held_directory import descriptor_of
 
 log = logging.getLogger(__name__)
 
@@ -60,20 +62,24 @@ class SidecarProcess:
     def _begin(self) -> None:
         self._due, self._delay = time.monotonic() + self._delay, min(2 * self._delay, MAX_RESTART_SECONDS)
         name = f"sidecar-{self._node}.log" if self._node else "sidecar.log"
-        command = [sys.executable, "-m", "trimaran.telemetry.sidecar", str(self._run.path.absolute()), str(self._node)]
+        path, descriptor = self._run.location.absolute(), descriptor_of(self._run)
+        command = [sys.executable, "-m", "trimaran.telemetry.sidecar", str(path), str(self._node)]
         command.append(f"--supervisor={os.getpid()}")
+        if descriptor is not None:
+            command.append(f"--descriptor={descriptor}")
         if self._above is not None:
             command.append(f"--above={self._above}")
         if (visible := self._environment.get("CUDA_VISIBLE_DEVICES")) is not None:
             command.append(f"--visible={visible}")
         try:
-            with (self._run.agent_log.parent / name).open("ab") as out:
+            with append_regular_file(self._run.agent_log.parent / name) as out:
                 self._process = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
                     stdout=out,
                     stderr=subprocess.STDOUT,
                     env=dict(self._environment),
+                    pass_fds=[] if descriptor is None else [descriptor],
                     start_new_session=True,
                 )
         except OSError as error:

@@ -37,8 +37,8 @@ class StepDurations:
 
     def add(self, heartbeat: Heartbeat) -> None:
         """Add a rank's heartbeat. Sections other than plain steps, such as an evaluation, start the window anew."""
-        if heartbeat.section == "data":
-            return  # between two steps
+        if heartbeat.section in ("data", "copy"):
+            return  # between two steps, or a part of one
         if heartbeat.section != "step":
             self._passed.clear()
         elif not self._passed or heartbeat.step > self._passed[-1][0]:

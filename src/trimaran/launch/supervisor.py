@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 
 from trimaran.core import EXIT_AGAIN, EXIT_DONE, Incident
 from trimaran.launch.attempt_watch import AttemptWatch
+from trimaran.launch.directory_watch import DirectoryWatch
 from trimaran.launch.incident_text import headline
 from trimaran.launch.investigate import Investigation, investigate
 from trimaran.launch.network_check import NetworkCheck
@@ -26,16 +27,21 @@ from trimaran.launch.rank_events import RankEventIncidents
 from trimaran.launch.show_ranks import show_ranks
 from trimaran.launch.signals import Signals
 from trimaran.launch.slow_rank_check import SlowRankCheck
-from trimaran.run import IncidentLog, RunDirectory, last_step
+from trimaran.launch.stranger_check import StrangerCheck
+from trimaran.run import IncidentLog, Journal, JsonlFollower, RunDirectory, last_step
 from trimaran.run.attempts import AttemptLog, AttemptOutcome, read_attempts
+from trimaran.run.held_directory import HeldDirectory
 
 log = logging.getLogger(__name__)
+
+EVENT_BACKLOG_BYTES = 1 << 20  # the last events of a long run are enough
+MAX_COSTS = ("max_lost_steps", "max_lost_seconds")
 
 POLL_SECONDS = 0.05
 LEASE_SECONDS = 1.0  # between checks of the lease
 LONG_WAIT_SECONDS = 1.0  # a longer wait for nodes is recorded with the incident
 
-SupervisorOutcome = AttemptOutcome | Literal["killed", "fenced"]
+SupervisorOutcome = AttemptOutcome | Literal["killed", "fenced", "deleted"]
 
 
 class NodeGroup(Rendezvous, Protocol):
@@ -57,6 +63,10 @@ class NodeGroup(Rendezvous, Protocol):
         """Return whether this supervisor still holds the run's lease."""
         ...
 
+    def count_refused(self) -> int:
+        """Return how many connections to the run's channel were closed because they did not prove its token."""
+        ...
+
 
 @dataclass(slots=True, kw_only=True)
 class OpenIncident:
@@ -74,7 +84,11 @@ def file_lost_supervisor(run: RunDirectory) -> OpenIncident | None:
         return None
     last, step = known.attempts[-1], last_step(run)
     what = f"the previous supervisor was killed (process {last.pid} on {last.host})"
-    incident = IncidentLog(run).notice("host", what, attempt=last.number, step=step, action="restarted")
+    events = JsonlFollower(run.events(0), backlog=EVENT_BACKLOG_BYTES).new()
+    bounds = [each.get("data", {}) for each in events if each.get("kind") == "loss_bound"]
+    found = {f"max_lost_{name}": bounds[-1].get(f"node_{name}") for name in ("steps", "seconds")} if bounds else {}
+    cost = {key: each for key, each in found.items() if each is not None}
+    incident = IncidentLog(run).notice("host", what, attempt=last.number, step=step, action="restarted", cost=cost)
     return OpenIncident(incident=incident, since=time.monotonic(), highest_step=step)
 
 
@@ -82,7 +96,7 @@ class Supervisor:
     """Supervises a run to its end, through any number of attempts.
 
     `highest_step` is the highest step that the run had finished before. `open_incident`: another supervisor or
-    coordinator was lost, and this one takes over.
+    coordinator was lost, and this one takes over. `held`: the run directory, if it is to be noticed that it was moved.
     """
 
     def __init__(
@@ -93,10 +107,12 @@ class Supervisor:
         *,
         highest_step: int = 0,
         open_incident: OpenIncident | None = None,
+        held: HeldDirectory | None = None,
     ) -> None:
         self.run, self.node_group, self.signals = run, nodes, signals
         self.recipe = run.read_recipe()
         self.incidents, self.attempts = IncidentLog(run), AttemptLog(run)
+        self._directory = DirectoryWatch(run, self.incidents, self.attempts, held=held)
         self.history: list[Cycle] = []
         self._highest_step = highest_step
         self._open_incidents: list[OpenIncident] = [open_incident] if open_incident else []
@@ -109,6 +125,7 @@ class Supervisor:
     def supervise(self) -> int:
         """Return the exit code of the run: 0 done, 2, 75, 93, 128 + a signal, or another for a fault."""
         self.run.stop_request.unlink(missing_ok=True)
+        self._directory.poll()
         if self.signals.stop_requested and not self._open_incidents:
             return self._over(EXIT_AGAIN, f"stopped by {self.signals.name} before anything was started")
         while True:
@@ -147,13 +164,22 @@ class Supervisor:
         watch = AttemptWatch(self.run, nodes, attempt_spec(plan, self.node_group, attempt=number))
         outcome = self._watch(watch)
         investigation = None
+        is_closing = watch.is_saved and not watch.not_done() and len(watch.of_kind("done")) == plan.mesh.world_size
+        if outcome == "trouble" and is_closing:
+            log.warning("the run is done, but not all ranks could close; they are killed")
+            outcome = "done"
         if outcome == "trouble":
             investigation = investigate(self.run, watch, self.incidents, step=watch.highest_step)
         on_all_nodes(nodes, lambda node: node.kill())
         if outcome == "fenced":
             return EXIT_FAULT  # another process holds the lease: this one must not write any more
+        if outcome == "deleted" and self._directory.held is not None:
+            raise self._directory.held.lost_error()
         self.node_group.end_attempt(number)
-        self._settle(watch, is_over=outcome in ("done", "stopped"))
+        self._settle(watch, is_over=outcome in ("done", "stopped") or watch.is_saved)
+        if watch.is_saved:
+            self.attempts.end("done", step=watch.highest_step)
+            return self._finish(watch, investigation)
         self.attempts.end(outcome if outcome in ("done", "stopped") else "trouble", step=watch.highest_step)
         if investigation is not None:
             return self._recover(investigation, new_steps=self._highest_step - before)
@@ -163,19 +189,43 @@ class Supervisor:
             return self._over(self.signals.exit_code, f"ended at once by {self.signals.name}")
         return self._over(EXIT_DONE, "all steps are done") if outcome == "done" else self._stopped(watch)
 
+    def _finish(self, watch: AttemptWatch, investigation: Investigation | None) -> int:
+        """End a run whose training is done and saved. Returns 0, whatever happened to its ranks after that."""
+        why = "all steps are done and saved"
+        left, step = watch.not_done(), watch.highest_step
+        reason = "it was ended at once" if self.signals.kill_requested else "a rank ended"
+        if investigation is not None:
+            evidence = investigation.incident.evidence | {"why": f"{why}; not done: {', '.join(left) or 'nothing'}"}
+            incident = self.incidents.amend(investigation.incident, action="finished", evidence=evidence)
+            log.warning("%s: %s", headline(incident), evidence["why"])
+            reason = incident.what
+        if self._stop_incident is not None:
+            self.incidents.amend(self._stop_incident, action="finished", step=step)
+        if left:
+            with Journal(self.run, 0, attempt=watch.spec.attempt) as journal:  # the ranks are gone
+                for kind in left:
+                    journal.event("unfinished", step=step, what=kind, why=reason)
+        skipped = [*left, *(event["data"].get("what") for event in watch.of_kind("unfinished") if event["rank"] == 0)]
+        return self._over(EXIT_DONE, f"{why}; not done: {', '.join(skipped)}" if skipped else "all steps are done")
+
     def _watch(self, watch: AttemptWatch) -> SupervisorOutcome:
         """Poll until the attempt is over or in trouble; the ranks that are left are still alive then."""
         # Steps that an open incident cost are counted with it.
         steps_before = 0 if self._open_incidents else self._highest_step
         reported = RankEventIncidents(self.incidents, attempt=watch.spec.attempt, steps_before=steps_before)
         network, slow_ranks = NetworkCheck(self.run, self.incidents, watch), SlowRankCheck(self.run, self.incidents)
+        strangers = StrangerCheck(self.incidents, watch, self.node_group.count_refused)
         num_read = 0
         while (outcome := watch.poll()) is None:
             network.poll()
+            strangers.poll()
             slow_ranks.poll(watch)
             reported.add(watch.events[num_read:])
             num_read = len(watch.events)
             self._settle(watch)
+            self._directory.poll()
+            if self._directory.deleted:
+                return "deleted"
             if self._lost_the_lease():
                 return "fenced"
             if self.signals.kill_requested:
@@ -198,9 +248,12 @@ class Supervisor:
     def _forward_requests(self, watch: AttemptWatch) -> None:
         """Ask the ranks to stop if a stop or another number of ranks was requested; a resize is a stop and a start."""
         stop_file = self.run.stop_request.exists() and not self._stopping
-        if self._stop_incident is None and (self.signals.stop_requested or stop_file):
+        known: Mapping[str, Any] = {"attempt": watch.spec.attempt, "step": watch.highest_step}
+        if self._stop_incident is None and (moved := self._directory.moved):
+            log.error("%s; stopping with a checkpoint there", moved)
+            self._stop_incident = self.incidents.notice("storage", moved, **known)
+        elif self._stop_incident is None and (self.signals.stop_requested or stop_file):
             what = f"the run was asked to stop by {self.signals.name}"
-            known: Mapping[str, Any] = {"attempt": watch.spec.attempt, "step": watch.highest_step}
             self._stop_incident = self.incidents.notice("preempted", what, **known)
         elif not self._stopping:
             self._new_size = read_resize_request(self.run, watch.nodes) or self._growth(watch)
@@ -236,8 +289,14 @@ class Supervisor:
         cycle = Cycle(incident=incident, new_steps=new_steps)
         options = recovery_options(self.run, self.recipe)
         decision = decide([*self.history, cycle], self.recipe.faults, options)
+        # Steps that an open incident cost are lost to this one too, and no state is discarded before it is copied.
+        bounds = [each.incident.cost for each in self._open_incidents]
+        cost = {key: max(each.get(key, 0.0) for each in (incident.cost, *bounds)) for key in MAX_COSTS}
         incident = self.incidents.amend(
-            incident, action=decision.action, evidence=incident.evidence | {"why": decision.why}
+            incident,
+            action=decision.action,
+            evidence=incident.evidence | {"why": decision.why},
+            cost=incident.cost | {key: each for key, each in cost.items() if each},
         )
         log.warning("%s: %s; %s", headline(incident), decision.action, decision.why)
         self.history.append(Cycle(incident=incident, new_steps=new_steps))
@@ -266,9 +325,11 @@ class Supervisor:
         )
         cost = {"seconds_to_stop": round(time.time() - incident.time, 3), "lost_steps": 0.0}
         self.incidents.amend(incident, action="saved", step=watch.highest_step, cost=cost)
-        return self._over(EXIT_AGAIN, "stopped with a complete checkpoint; `trimaran resume` continues")
+        moved = f"{self._directory.moved}; " if self._directory.moved else ""
+        return self._over(EXIT_AGAIN, f"{moved}stopped with a complete checkpoint; `trimaran resume` continues")
 
     def _over(self, code: int, why: str) -> int:
         log.info("over: %d, %s", code, why)
         self.attempts.over(code, why)
+        self._directory.end()
         return code

@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from trimaran.core import UserError
+from trimaran.core.regular_files import read_regular_bytes
 
 
 def read_json(path: Path, *, limit_bytes: int) -> dict[str, Any]:
     """Return the mapping in the file. Raises UserError if it is missing, malformed or too large."""
     try:
-        with path.open("rb") as file:
-            text = file.read(limit_bytes + 1)
+        text = read_regular_bytes(path, follow_links=True, limit_bytes=limit_bytes + 1)
     except OSError as error:
         raise UserError("M004", f"{path.name} cannot be read: {error.strerror}", where=str(path),
                         fix="name a folder with a Hugging Face model that you may read") from None  # fmt: skip

@@ -7,6 +7,7 @@ from typing import Any
 
 from trimaran.core import Bytes, Flops, ModelSection, UserError, did_you_mean
 from trimaran.core.scene_rules import GROUND, OBJECTS, SceneRules
+from trimaran.core.user_folders import expand_user
 from trimaran.models.json_file import read_json
 from trimaran.models.outline import Opaque, Outline, OutlineLayer, Tower
 from trimaran.models.shape_fields import changed, refuse_unknown, wrong_value
@@ -119,7 +120,7 @@ PERCEPTION_PRESETS = {
 def perception_spec(section: ModelSection) -> PerceptionSpec:
     """Return the shape of `section`: a preset or the config.json of a trained model, with the given changes."""
     if section.path is not None:
-        return _reshaped(read_perception_config(Path(section.path).expanduser()), section.shape, "model.shape")
+        return _reshaped(read_perception_config(expand_user(section.path)), section.shape, "model.shape")
     name = section.preset or "tiny"
     if name not in PERCEPTION_PRESETS:
         similar = did_you_mean(name, PERCEPTION_PRESETS)

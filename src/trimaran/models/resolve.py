@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trimaran.core import DataSection, ModelSection, UserError, did_you_mean
+from trimaran.core.user_folders import expand_user
 from trimaran.models.any_spec import Spec
 from trimaran.models.from_hf import spec_from_hf, unsupported
 from trimaran.models.from_hf_vlm import FOREIGN, vlm_from_disk
@@ -87,7 +88,7 @@ def outline_if_known(section: ModelSection, data: DataSection | None = None) -> 
 
 def outline_named(text: str) -> Outline:
     """Return the outline of `text`: a preset, a Hugging Face folder, or a config.json."""
-    path = Path(text).expanduser()
+    path = expand_user(text)
     if text in PRESETS:
         return outline_of(PRESETS[text])
     if text in VLM_PRESETS:
@@ -140,7 +141,7 @@ def _frozen(outline: Outline, names: tuple[str, ...]) -> Outline:
 
 def model_folder(path: str) -> Path:
     """Return the folder of the Hugging Face model that `path`, a folder or its config.json, names."""
-    named = Path(path).expanduser()
+    named = expand_user(path)
     folder = named.parent if named.name == "config.json" else named
     if not folder.is_dir():
         raise UserError("M004", "there is no such folder", where=f"model.path {path}",

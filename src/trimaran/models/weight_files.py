@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from trimaran.core import UserError
+from trimaran.core.regular_files import check_regular_file
 from trimaran.models.json_file import read_json
 
 MAX_INDEX_BYTES = 100_000_000
@@ -11,6 +12,9 @@ MAX_INDEX_BYTES = 100_000_000
 def weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files of the model in `folder`; an empty list if it holds no weights of any kind."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    for path in (index, single):
+        if path.exists():
+            check_regular_file(path, follow_links=True)  # in a Hugging Face cache every file is a link
     if index.is_file():
         return _indexed_files(index)
     if single.is_file():

@@ -22,12 +22,14 @@ FillWeights = Callable[[nn.Module, torch.device], None]
 log = logging.getLogger(__name__)
 
 
-def open_hf_model(path: Path, *, trust_remote_code: bool, seed: int) -> tuple[nn.Module, FillWeights]:
+def open_hf_model(
+    path: Path, *, trust_remote_code: bool, seed: int, report_progress: Callable[[], None] = lambda: None
+) -> tuple[nn.Module, FillWeights]:
     """Return the model in the folder, and a function that gives it fp32 weights on a device after it is sharded.
 
     A rank never holds more than its own shard and one block. The weights are those on disk; if the folder holds only a
     config, they are random and depend only on `seed` and their names. A model that cannot be built this way is loaded
-    unsharded; the log says why.
+    unsharded; the log says why. `report_progress` is called after each tensor that the function reads.
     """
     folder = model_folder(str(path))
     has_weights = bool(weight_files(folder))
@@ -38,7 +40,7 @@ def open_hf_model(path: Path, *, trust_remote_code: bool, seed: int) -> tuple[nn
         return load_hf_model(path, trust_remote_code=trust_remote_code, seed=seed), _materialise
     if has_weights:
         module.eval()  # as transformers returns a loaded model
-        return module, lambda sharded, device: _read(sharded, device, folder, sources)
+        return module, lambda sharded, device: _read(sharded, device, folder, sources, report_progress)
     unsharded = deepcopy(module)
     return module, lambda sharded, device: _initialise_all(sharded, device, unsharded, seed)
 
@@ -58,9 +60,15 @@ def _build_on_meta(config: Any, folder: Path | None, trust_remote_code: bool) ->
     return module, sources, problem
 
 
-def _read(module: nn.Module, device: torch.device, folder: Path, sources: list[WeightSource]) -> None:
+def _read(
+    module: nn.Module,
+    device: torch.device,
+    folder: Path,
+    sources: list[WeightSource],
+    report_progress: Callable[[], None],
+) -> None:
     _materialise(module, device)
-    read_weights(module, folder, sources)
+    read_weights(module, folder, sources, report_progress)
 
 
 def _initialise_all(module: nn.Module, device: torch.device, unsharded: nn.Module, seed: int) -> None:

@@ -1,6 +1,6 @@
 """Reads this rank's slices of safetensors into a Hugging Face model, which may rename or fuse tensors in memory."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass
@@ -64,8 +64,13 @@ def find_weight_sources(module: Any, folder: Path) -> tuple[list[WeightSource], 
     return sources, _mismatch(module, {name: tuple(each.shape) for name, each in wanted.items()}, found)
 
 
-def read_weights(module: nn.Module, folder: Path, sources: list[WeightSource]) -> None:
-    """Fill the module in place with this rank's slices, in its own dtypes. Fused tensors are briefly unsharded."""
+def read_weights(
+    module: nn.Module, folder: Path, sources: list[WeightSource], report_progress: Callable[[], None] = lambda: None
+) -> None:
+    """Fill the module in place with this rank's slices, in its own dtypes. Fused tensors are briefly unsharded.
+
+    `report_progress` is called after each source.
+    """
     targets = dict(module.named_buffers()) | dict(module.named_parameters(remove_duplicate=False))
     with ExitStack() as stack, torch.no_grad():
         files = open_weights(folder, stack)
@@ -77,6 +82,7 @@ def read_weights(module: nn.Module, folder: Path, sources: list[WeightSource]) -
                     values = {name: files[name].get_tensor(name) for name, _ in source.tensors}
                     for target, tensor in source.convert(module, values):
                         _copy(targets[target], tensor)
+                report_progress()
         except SafetensorError as error:
             raise damaged(folder, error) from None
 

@@ -1,6 +1,6 @@
 """Reads and writes a Decoder's weights as Hugging Face safetensors. No pickle is read: it can run any program."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trimaran.core import UserError
+from trimaran.core.regular_files import check_regular_file
 from trimaran.models import ModelSpec, weight_files
 from trimaran.nets.decoder import Decoder
 from trimaran.nets.local_shards import local_part, local_slices
@@ -20,11 +21,11 @@ HEAD = "lm_head.weight"
 STACKED_NDIM = 3  # of the stacked experts' weights; every other weight is a matrix or a vector
 
 
-def load_hf_weights(module: nn.Module, folder: Path) -> None:
+def load_hf_weights(module: nn.Module, folder: Path, report_progress: Callable[[], None] = lambda: None) -> None:
     """Fill a Decoder in place from the safetensors in `folder`, in the parameters' own dtypes.
 
     Each rank reads only the rows it holds, and a stage only its layers. Names and shapes are checked before the first
-    value is written.
+    value is written. `report_progress` is called after each tensor.
     """
     assert isinstance(module, Decoder), "only our decoder has these names"
     with ExitStack() as stack, torch.no_grad():
@@ -34,6 +35,7 @@ def load_hf_weights(module: nn.Module, folder: Path) -> None:
         try:
             for name, parameter in parameters.items():
                 _copy(parameter, name, sources)
+                report_progress()
         except SafetensorError as error:
             raise damaged(folder, error) from None
 
@@ -75,6 +77,7 @@ def open_weights(folder: Path, stack: ExitStack) -> dict[str, Any]:
                         fix="name a folder with model.safetensors, or train a preset from scratch")  # fmt: skip
     for path in files:
         try:
+            check_regular_file(path, follow_links=True)  # in a Hugging Face cache every file is a link
             file = stack.enter_context(safe_open(path, framework="pt"))
         except (SafetensorError, OSError) as error:
             raise damaged(path, error) from None
@@ -138,5 +141,8 @@ def first_few(names: Sequence[str]) -> str:
 
 def damaged(where: Path, error: Exception) -> UserError:
     return UserError(
-        "M022", f"the weights cannot be read: {error}", where=str(where), fix="copy or download them again"
+        "M022",
+        f"the weights cannot be read: {getattr(error, 'strerror', None) or error}",
+        where=str(where),
+        fix="copy or download them again",
     )

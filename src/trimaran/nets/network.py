@@ -1,6 +1,6 @@
 """The interface between the trainer and a network, ours or Hugging Face's."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,9 +86,9 @@ class Network:
         """Return the config.json for `disk_tensors`."""
         return spec_to_hf(self._decoder_spec)
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: Path, report_progress: Callable[[], None] = lambda: None) -> None:
         """Fill the module in place from the safetensors in `folder`; each rank reads its own shards."""
-        load_hf_weights(self.module, folder)
+        load_hf_weights(self.module, folder, report_progress)
 
     @property
     def _decoder_spec(self) -> ModelSpec:

@@ -1,6 +1,6 @@
 """The `Network` of our vision-language model."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,8 +70,8 @@ class VlmNetwork(Network):
     def disk_config(self) -> dict[str, Any]:
         return vlm_to_disk(self.spec)
 
-    def load(self, folder: Path) -> None:
-        load_vlm_weights(self.module, folder)
+    def load(self, folder: Path, report_progress: Callable[[], None] = lambda: None) -> None:
+        load_vlm_weights(self.module, folder, report_progress)
 
 
 def vlm_network(spec: VlmSpec, blocks: range | None = None) -> VlmNetwork:

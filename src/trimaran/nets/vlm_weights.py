@@ -1,6 +1,6 @@
 """Reads and writes the weights of our vision-language model as safetensors, in Hugging Face's format or our own."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,11 @@ MAX_CONFIG_BYTES = 10_000_000
 Sources = Mapping[str, tuple[Any, str]]  # by a tensor's canonical name: its open file, and its name in that file
 
 
-def load_vlm_weights(module: Vlm, folder: Path) -> None:
+def load_vlm_weights(module: Vlm, folder: Path, report_progress: Callable[[], None] = lambda: None) -> None:
     """Fill a Vlm in place from the safetensors in `folder`, in the parameters' own dtypes.
 
     Each rank reads only the rows it holds, and a stage only its blocks. Names and shapes are checked before the first
-    value is written.
+    value is written. `report_progress` is called after each tensor.
     """
     form = _form_in(folder)
     with ExitStack() as stack, torch.no_grad():
@@ -38,6 +38,7 @@ def load_vlm_weights(module: Vlm, folder: Path) -> None:
         try:
             for name, parameter in parameters.items():
                 _copy(parameter, on_disk(name, module.spec, form), sources)
+                report_progress()
         except SafetensorError as error:
             raise damaged(folder, error) from None
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from trimaran.core import Plan, Prediction, UserError, show_bytes
+from trimaran.core.parse_text import without_duplicates
 from trimaran.cost import Job, predict
 from trimaran.hardware import Cluster
 from trimaran.models import OutlineLayer
@@ -69,7 +70,8 @@ def _parse(text: bytes, number: int) -> dict[str, Any]:
     if not text.strip():
         raise UserError("P051", "the line is blank", where=where, fix="write one question on each line")
     try:
-        line = json.loads(text.decode("utf-8-sig" if number == 1 else "utf-8"), parse_constant=_reject_constant)
+        line = json.loads(text.decode("utf-8-sig" if number == 1 else "utf-8"), parse_constant=_reject_constant,
+                          parse_float=_finite_number, object_pairs_hook=without_duplicates)  # fmt: skip
     except ValueError as error:
         problem = error.msg if isinstance(error, json.JSONDecodeError) else str(error)[:80]
         raise UserError("P051", f"the line is not JSON: {problem}", where=where,
@@ -81,6 +83,12 @@ def _parse(text: bytes, number: int) -> dict[str, Any]:
 
 def _reject_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
+
+
+def _finite_number(text: str) -> float:
+    if math.isinf(number := float(text)):
+        raise ValueError(f"{text[:20]} is too large for a number")
+    return number
 
 
 def _section(line: Mapping[str, Any], key: str) -> str:

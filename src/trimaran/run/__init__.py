@@ -2,7 +2,8 @@
 
 from trimaran.run.heartbeat import Heartbeat, HeartbeatBoard, Section
 from trimaran.run.incidents import IncidentLog, read_incidents
-from trimaran.run.journal import Journal, JsonlFollower, LineFollower, append_line, last_step
+from trimaran.run.journal import Journal, JsonlFollower, LineFollower, last_step
+from trimaran.run.line_writer import append_line
 from trimaran.run.run_directory import (
     RunDirectory,
     create_run,

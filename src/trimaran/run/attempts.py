@@ -6,10 +6,12 @@ import time
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from trimaran.run.journal import JsonlFollower, append_line
+from trimaran.run.journal import JsonlFollower
+from trimaran.run.line_writer import LineWriter
 from trimaran.run.run_directory import RunDirectory
 
 AttemptOutcome = Literal["done", "stopped", "trouble"]
+_START_FIELDS = ("time", "world_size", "host", "pid")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,23 +32,33 @@ class AttemptLog:
     """Writes the attempts of a supervisor."""
 
     def __init__(self, run: RunDirectory) -> None:
-        self._path = run.attempts
+        self._writer = LineWriter(run.attempts, reserve=run.reserve)
         self.count = len(read_attempts(run).attempts)
 
     def begin(self, *, world_size: int) -> int:
         """Write that ranks are being started, and return the number of this attempt."""
         number, self.count = self.count, self.count + 1
         here = {"host": platform.node(), "pid": os.getpid()}
-        append_line(self._path, {"attempt": number, "time": time.time(), "world_size": world_size} | here)
+        self._write({"attempt": number, "time": time.time(), "world_size": world_size} | here)
         return number
 
     def end(self, how: AttemptOutcome, *, step: int) -> None:
         """Write that the ranks of the last attempt are gone."""
-        append_line(self._path, {"attempt": self.count - 1, "ended": time.time(), "how": how, "step": step})
+        self._write({"attempt": self.count - 1, "ended": time.time(), "how": how, "step": step})
 
     def over(self, code: int, why: str) -> None:
         """Write that the supervisor ends with exit code `code`. Ranks start again only if the user resumes the run."""
-        append_line(self._path, {"over": code, "why": why, "time": time.time()})
+        self._write({"over": code, "why": why, "time": time.time()})
+
+    def flush(self) -> None:
+        """Write the lines that could not be written before."""
+        if self._writer.failure:
+            self._writer.flush()
+            self._writer.close()
+
+    def _write(self, record: dict[str, Any]) -> None:
+        self._writer.write(record)
+        self._writer.close()  # lines are hours apart
 
 
 class Attempts:
@@ -70,9 +82,9 @@ class Attempts:
             self.over, self.why = line["over"], line.get("why", "")
         elif "ended" in line and self.attempts:
             last = self.attempts[-1]
-            last.ended, last.how, last.step = line["ended"], line["how"], line["step"]
-        elif "world_size" in line:
-            fields = {key: line[key] for key in ("time", "world_size", "host", "pid")}
+            last.ended, last.how, last.step = line["ended"], line.get("how"), line.get("step", 0)
+        elif line.keys() >= {"attempt", *_START_FIELDS}:
+            fields = {key: line[key] for key in _START_FIELDS}
             self.attempts.append(Attempt(number=line["attempt"], **fields))
             self.over, self.why = None, ""
 

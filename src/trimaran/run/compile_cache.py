@@ -7,6 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from trimaran.core.errors import UserError
+from trimaran.core.user_folders import user_cache
 
 INDUCTOR, TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 FOLDERS = ("inductor", "triton")  # one for each of the two variables
@@ -34,9 +35,8 @@ def compile_folder(environ: Mapping[str, str]) -> Path | None:
     if named := environ.get("TRIMARAN_CACHE"):
         root = Path(named)
     else:
-        try:
-            root = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trimaran"
-        except RuntimeError:  # the home directory is unknown
+        root = user_cache(environ)
+        if root is None:
             return None
     folder = root.absolute() / "compile" / f"torch-{version('torch')}"
     return folder if all(_writable(folder / each) for each in FOLDERS) else None

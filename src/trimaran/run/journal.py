@@ -1,69 +1,46 @@
-"""Files of JSON lines, written by one process and followed by others.
+"""The lines that a run writes: events and metrics, written by one process and followed by others.
 
-A process may be killed, and a disk may fill up, in the middle of a line. The next record then starts on a new line, and
-readers skip the broken one.
+Every line is complete, see `line_writer.py`; readers skip one that is not.
 """
 
-import errno
+import contextlib
 import json
-import logging
-import math
 import os
+import stat
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from trimaran.core import Event, EventKind, StepMetrics
+from trimaran.core.regular_files import append_regular_file, open_regular_file
+from trimaran.run.line_writer import RETRY_SECONDS, LineWriter, LostLines
+from trimaran.run.lines_from_end import lines_from_end
+from trimaran.run.record_types import checked_record
+from trimaran.run.reserve import fill_reserve
 from trimaran.run.run_directory import RunDirectory
 
-log = logging.getLogger(__name__)
-
-DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE}
-
-
-class LineWriter:
-    """Appends JSON lines to a file. If the disk is full or broken, lines are lost with one warning; it never raises."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        self._is_failing = False
-
-    def write(self, record: dict[str, Any]) -> None:
-        """Append `record` with one system call."""
-        line = _line(record).encode()
-        size = os.fstat(self._fd).st_size
-        is_torn = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
-        data = b"\n" + line if is_torn else line
-        try:
-            is_complete = os.write(self._fd, data) == len(data)
-        except OSError as error:
-            if error.errno not in DISK_ERRORS:
-                raise
-            self._warn_once(error.strerror or str(error))
-            return
-        self._warn_once("" if is_complete else "no space is left")
-
-    def close(self) -> None:
-        os.close(self._fd)
-
-    def _warn_once(self, why: str) -> None:
-        if why and not self._is_failing:
-            log.warning("lines of %s are lost: %s", self.path, why)
-        self._is_failing = bool(why)
+METRICS_KEPT_BYTES = 4 << 20  # lines of about 8,000 steps, kept in memory while the disk is full
+MAX_UNWRITTEN_STEPS = 1  # metrics of a step are written one step later, so a killed rank may not have written its last
 
 
 class Journal:
-    """The open files of one rank: its events and, on rank 0, the metrics."""
+    """The open files of one rank: its events and, on rank 0, the metrics.
+
+    A `disk` event is written when metrics cannot be written and are kept in memory, and another one when they can be
+    again. Events may use the run's reserve.
+    """
 
     def __init__(self, run: RunDirectory, rank: int, *, attempt: int = 0) -> None:
-        self.rank, self.attempt = rank, attempt
-        self._events = LineWriter(run.events(rank))
-        self._metrics = LineWriter(run.metrics) if rank == 0 else None
+        self.rank, self.attempt, self._run = rank, attempt, run
+        self._events = LineWriter(run.events(rank), reserve=run.reserve)
+        self._metrics = LineWriter(run.metrics, max_kept_bytes=METRICS_KEPT_BYTES) if rank == 0 else None
+        if rank == 0:
+            with contextlib.suppress(OSError):  # a run has this file from its start; a full disk is reported later
+                append_regular_file(run.metrics).close()
+        self._failure = ""  # why metrics could not be written, as the last `disk` event says
+        self._room_due = 0.0
 
     def event(self, kind: EventKind, *, step: int = 0, **data: Any) -> None:
         record = Event(kind=kind, rank=self.rank, time=time.time(), step=step, attempt=self.attempt, data=data)
@@ -71,15 +48,40 @@ class Journal:
 
     def step(self, metrics: StepMetrics) -> None:
         """Write one line of `metrics.jsonl`. Ranks other than 0 write nothing."""
+        self._events.flush(at_once=False)
         if self._metrics is not None:
             self._metrics.write(metrics.as_dict())
+            self._report_failure(self._metrics, metrics.step)
 
     def resume(self, step: int) -> None:
         """Delete the metrics of all steps after `step`, which are repeated. A `replay` event records their cost."""
-        if self._metrics is not None:
-            lost = forget_steps_after(step, self._metrics.path)
-            if lost:
-                self.event("replay", step=step, steps=len(lost), seconds=sum(lost))
+        if self._metrics is None:
+            return
+        self._metrics.forget_after(step)
+        lost = forget_steps_after(step, self._metrics.path) if self._metrics.path.exists() else []
+        if lost:
+            self.event("replay", step=step, steps=len(lost), seconds=sum(lost))
+        written = last_step(self._run)
+        if 0 < written < step - MAX_UNWRITTEN_STEPS and not self._metrics.num_kept:
+            missing = {"lost": step - written, "first_lost": written + 1, "last_lost": step}
+            self.event("disk", step=step, file=self._metrics.path.name, **missing)
+
+    def _report_failure(self, metrics: LineWriter, step: int) -> None:
+        """Write a `disk` event if metrics cannot be written any more, or can be again.
+
+        They can be again when there is room for the reserve, too: what they could write before came from it.
+        """
+        if metrics.failure and not self._failure:
+            self._failure = metrics.failure
+            self.event("disk", step=step, file=metrics.path.name, failed=metrics.failure)
+        elif self._failure and not metrics.failure and time.monotonic() >= self._room_due:
+            self._room_due = time.monotonic() + RETRY_SECONDS
+            if not self._run.reserve.exists() or fill_reserve(self._run.reserve):
+                self._report_room(metrics, step)
+
+    def _report_room(self, metrics: LineWriter, step: int) -> None:
+        missing, metrics.lost, self._failure = metrics.lost, LostLines(), ""
+        self.event("disk", step=step, file=metrics.path.name, **_fields(missing))
 
     def __enter__(self) -> Self:
         return self
@@ -87,9 +89,20 @@ class Journal:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if (metrics := self._metrics) is not None:
+            if not metrics.flush():
+                metrics.lose_kept()
+                self.event("disk", file=metrics.path.name, failed=metrics.failure, **_fields(metrics.lost))
+            elif self._failure:
+                self._report_room(metrics, 0)
+            metrics.close()
+        self._events.flush()
         self._events.close()
-        if self._metrics is not None:
-            self._metrics.close()
+
+
+def _fields(lost: LostLines) -> dict[str, int]:
+    """Return the fields of a `disk` event about lost metrics; none if none were lost."""
+    return {"lost": lost.count, "first_lost": lost.first_step, "last_lost": lost.last_step} if lost.count else {}
 
 
 class LineFollower:
@@ -102,13 +115,23 @@ class LineFollower:
         self._path = path
         self._offset = 0 if backlog is None or not path.exists() else max(0, path.stat().st_size - backlog)
 
+    def skip_to(self, offset: int) -> None:
+        """Continue at `offset`, where a line begins."""
+        self._offset = offset
+
+    @property
+    def offset(self) -> int:
+        """Where the next line begins."""
+        return self._offset
+
     def new(self) -> Iterator[bytes]:
         try:
-            if self._path.stat().st_size == self._offset:
+            status = self._path.lstat()
+            if status.st_size == self._offset and stat.S_ISREG(status.st_mode):
                 return  # many files are polled many times a second, and few have grown
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return
-        with self._path.open("rb") as file:
+        with open_regular_file(self._path) as file:
             self._offset = min(self._offset, os.fstat(file.fileno()).st_size)  # `Journal.resume` may shorten the file
             file.seek(self._offset)
             for line in file:
@@ -129,55 +152,50 @@ class JsonlFollower:
 
 
 def parse_lines(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """Yield the records of `lines`, and skip lines that are not a JSON object."""
+    """Yield the records of `lines`, and skip lines that are not a JSON object or whose fields have wrong types."""
     for line in lines:
         try:
-            record = json.loads(line)
-        except ValueError:
+            record = checked_record(json.loads(line, parse_constant=_null))
+        except (ValueError, RecursionError):
             continue
-        if isinstance(record, dict):
+        if record is not None:
             yield record
 
 
+def _null(constant: str) -> None:
+    """Read NaN and Infinity as null, as `LineWriter` writes them."""
+
+
 def last_step(run: RunDirectory) -> int:
-    """Return the last step that the run has metrics for; 0 if there is none."""
-    last = deque(JsonlFollower(run.metrics).new(), maxlen=1)
-    return last[0].get("step", 0) if last else 0
-
-
-def append_line(path: Path, record: dict[str, Any]) -> None:
-    """Append `record` to the JSON lines at `path`."""
-    writer = LineWriter(path)
-    try:
-        writer.write(record)
-    finally:
-        writer.close()
+    """Return the last step that the run has metrics for; 0 if there is none. Only the end of the file is read."""
+    for _, line in lines_from_end(run.metrics):
+        if line.endswith(b"\n") and (step := _step_of(line)) is not None:
+            return step[0]
+    return 0
 
 
 def forget_steps_after(step: int, path: Path) -> list[float]:
-    """Truncate the metrics at `path` after the last line of a step up to `step`; return the lost steps' seconds."""
-    keep, lost = 0, []
-    with path.open("rb+") as file:
-        for line in file:
-            records = [*parse_lines([line])]
-            if lost or any(record.get("step", 0) > step for record in records) or not line.endswith(b"\n"):
-                lost += [record.get("step_seconds") or 0.0 for record in records]
-            else:
-                keep += len(line)
-        file.truncate(keep)
-    return lost
+    """Truncate the metrics at `path` after the last line of a step up to `step`; return the lost steps' seconds.
+
+    Steps are in order, so only the end of the file is read: a start costs the same after a million steps.
+    """
+    keep, lost = os.path.getsize(path), []
+    for offset, line in lines_from_end(path):
+        found = _step_of(line)
+        if found is not None and line.endswith(b"\n") and found[0] <= step:
+            break
+        if found is not None:
+            lost.append(found[1])
+        if found is not None or not line.endswith(b"\n"):  # a damaged line within the kept ones stays
+            keep = offset
+    os.truncate(path, keep)
+    return lost[::-1]
 
 
-def _line(record: dict[str, Any]) -> str:
-    """Return `record` as one line of strict JSON. NaN and Inf become null, which every reader can parse."""
-    return json.dumps(_finite(record), allow_nan=False, separators=(",", ":")) + "\n"
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    return value
+def _step_of(line: bytes) -> tuple[int, float] | None:
+    """Return the step of a line of the metrics and its seconds; None if the line is damaged."""
+    for record in parse_lines([line]):
+        number, seconds = record.get("step"), record.get("step_seconds")
+        if isinstance(number, int):
+            return number, seconds if isinstance(seconds, int | float) else 0.0
+    return None

@@ -20,6 +20,9 @@ from types import TracebackType
 from typing import Self
 
 from trimaran.core import UserError
+from trimaran.core.regular_files import open_regular_fd, read_regular_text
+from trimaran.run.held_directory import lock_directory
+from trimaran.run.record_types import is_count, is_time
 from trimaran.run.run_directory import RunDirectory, writing
 from trimaran.run.wire import fingerprint
 
@@ -27,6 +30,7 @@ RENEW_SECONDS = 1.0
 POLL_SECONDS = 0.25
 EXPIRY_SECONDS = 10.0  # a holder whose counter has not changed for so long is dead
 FENCED_SECONDS = 8.0  # a holder that could not renew for so long stops: others may soon take over
+LOCK_SECONDS = 5.0  # until the processes of a dead holder, which may share its lock, have ended too
 RELEASED = "released"
 NO_HARD_LINKS_ERRORS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
 
@@ -53,10 +57,14 @@ class LeaseHolder:
 
 
 class Lease:
-    """The right to supervise a run. A thread renews it until `release`."""
+    """The right to supervise a run. A thread renews it until `release`.
 
-    def __init__(self, run: RunDirectory, holder: LeaseHolder, *, shared: bool) -> None:
-        self.run, self.holder, self.shared = run, holder, shared
+    `lock` is the descriptor of the directory's lock, which keeps other processes of this machine out even if they
+    cannot see the files of the lease.
+    """
+
+    def __init__(self, run: RunDirectory, holder: LeaseHolder, *, shared: bool, lock: int | None = None) -> None:
+        self.run, self.holder, self.shared, self._lock = run, holder, shared, lock
         self._renewed = time.monotonic()
         self._newest = holder.term
         self._over = threading.Event()
@@ -82,6 +90,8 @@ class Lease:
             self._thread.join(timeout=RENEW_SECONDS)
             with contextlib.suppress(OSError):
                 _write_counter(self.run, self.term, RELEASED)
+            if self._lock is not None:
+                os.close(self._lock)
 
     def __enter__(self) -> Self:
         return self
@@ -147,21 +157,36 @@ def take_lease(run: RunDirectory, *, address: str = "", shared: bool = False) ->
     If the holder is on another machine and dead, this takes 10 s. `shared`: the run is on several machines, see
     `Lease.holds`.
     """
-    watch = LeaseWatch(run)
+    watch, until = LeaseWatch(run), time.monotonic() + LOCK_SECONDS
     while True:
         holder_or_term = watch.poll()
-        if isinstance(holder_or_term, int):
-            with writing(run):
-                lease = claim_term(run, holder_or_term, address=address, shared=shared)
-            if lease is not None:
-                return lease
-        elif watch.certain:
-            raise held_lease_error(run, holder_or_term)
-        else:
+        if isinstance(holder_or_term, LeaseHolder):
+            if watch.certain:
+                raise held_lease_error(run, holder_or_term)
             time.sleep(POLL_SECONDS)
+            until = time.monotonic() + LOCK_SECONDS
+            continue
+        with writing(run):
+            try:
+                lock = lock_directory(run)
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise _locked_error(run) from None
+                time.sleep(POLL_SECONDS)
+                continue
+            lease = None
+            try:
+                lease = claim_term(run, holder_or_term, address=address, shared=shared, lock=lock)
+            finally:
+                if lease is None and lock is not None:
+                    os.close(lock)
+        if lease is not None:
+            return lease
 
 
-def claim_term(run: RunDirectory, term: int, *, address: str = "", shared: bool = False) -> Lease | None:
+def claim_term(
+    run: RunDirectory, term: int, *, address: str = "", shared: bool = False, lock: int | None = None
+) -> Lease | None:
     """Return the lease of `term`, which `LeaseWatch.poll` found free; None if another process was faster."""
     holder = LeaseHolder(
         term=term,
@@ -174,14 +199,21 @@ def claim_term(run: RunDirectory, term: int, *, address: str = "", shared: bool 
         created=time.time(),
     )
     is_ours = _create_once(_term_file(run, term), json.dumps(asdict(holder)) + "\n")
-    return Lease(run, holder, shared=shared) if is_ours else None
+    return Lease(run, holder, shared=shared, lock=lock) if is_ours else None
 
 
 def held_lease_error(run: RunDirectory, holder: LeaseHolder) -> UserError:
     """Return the error for a run that another process is running."""
-    return UserError("S020", f"this run is already running: run {holder.run}, {holder}", where=str(run.path),
+    return UserError("S020", f"this run is already running: run {holder.run}, {holder}", where=str(run.location),
                      fix="wait until it ends, stop it with Ctrl-C or SIGTERM there, or start another run: "
                      "--run-dir DIR")  # fmt: skip
+
+
+def _locked_error(run: RunDirectory) -> UserError:
+    """Return the error for a directory whose lock is held, while its lease names no live process: it was deleted."""
+    return UserError("S020", "this run is already running: another process on this machine holds its directory",
+                     where=str(run.location),
+                     fix="find that process with `lsof` and end it, or start another run: --run-dir DIR")  # fmt: skip
 
 
 def newest_term(run: RunDirectory) -> int:
@@ -201,10 +233,13 @@ def read_holder(run: RunDirectory) -> LeaseHolder | None:
         return None
     unknown = LeaseHolder(term=term, host="?", pid=0, started=0, machine="?", run="?", address="", created=time.time())
     try:
-        tree = json.loads(_term_file(run, term).read_text(encoding="utf-8"))
-        return LeaseHolder(**{each.name: tree[each.name] for each in fields(LeaseHolder)})
-    except (OSError, ValueError, KeyError, TypeError):
+        tree = json.loads(read_regular_text(_term_file(run, term)))
+        found = {each.name: tree[each.name] for each in fields(LeaseHolder)} | {"term": term}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return unknown  # incomplete or damaged: only its counter tells whether it is alive
+    has_texts = all(isinstance(found[name], str) for name in ("host", "machine", "run", "address"))
+    has_numbers = is_count(found["pid"]) and is_count(found["started"]) and is_time(found["created"])
+    return LeaseHolder(**found) if has_texts and has_numbers else unknown
 
 
 def run_token(run: RunDirectory) -> str:
@@ -215,7 +250,7 @@ def run_token(run: RunDirectory) -> str:
     if not path.exists():
         _create_once(path, secrets.token_urlsafe(32) + "\n")
     _refuse_shared_access(path, is_folder=False)
-    return path.read_text(encoding="ascii").strip()
+    return read_regular_text(path).strip()
 
 
 def machine_id() -> str:
@@ -234,7 +269,7 @@ def _counter_file(run: RunDirectory, term: int) -> Path:
 
 def _write_counter(run: RunDirectory, term: int, text: str) -> None:
     """Write in place and always the same number of bytes, which also works on a full disk."""
-    fd = os.open(_counter_file(run, term), os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
+    fd = open_regular_fd(_counter_file(run, term), os.O_CREAT | os.O_WRONLY, mode=0o600)
     try:
         os.write(fd, text.ljust(20).encode("ascii"))
     finally:
@@ -243,7 +278,7 @@ def _write_counter(run: RunDirectory, term: int, text: str) -> None:
 
 def _read_counter(run: RunDirectory, term: int) -> str:
     try:
-        return _counter_file(run, term).read_text(encoding="ascii").strip()
+        return read_regular_text(_counter_file(run, term)).strip()
     except (OSError, ValueError):
         return ""
 

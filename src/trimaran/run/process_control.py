@@ -1,12 +1,15 @@
-"""Linux `prctl` calls: end with the parent process, set the process name, adopt orphaned processes."""
+"""What a process sets about itself: its parent's death signal, its name, orphans, limits."""
 
+import contextlib
 import ctypes
 import os
+import resource
 
 # Option numbers of linux/prctl.h.
 PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
 PR_SET_CHILD_SUBREAPER = 36
+MAX_OPEN_FILES, MAX_PROCESSES = 1 << 20, 1 << 22  # the kernel's own defaults for the highest limits
 
 
 def die_with_parent(signal_number: int, *, parent: int | None = None) -> None:
@@ -27,6 +30,20 @@ def set_process_name(name: str) -> None:
 def adopt_orphans() -> None:
     """Become the parent of descendants whose own parent ends, so that `waitpid` can reap them here."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def raise_soft_limits() -> None:
+    """Raise the limits of open files and processes as far as this process may; processes that it starts inherit them.
+
+    A soft limit is only a default for programs that cannot handle many descriptors; ours can, and need one for each
+    connection to another rank.
+    """
+    for kind, most in ((resource.RLIMIT_NOFILE, MAX_OPEN_FILES), (resource.RLIMIT_NPROC, MAX_PROCESSES)):
+        soft, hard = resource.getrlimit(kind)
+        allowed = most if hard == resource.RLIM_INFINITY else min(hard, most)
+        if soft != resource.RLIM_INFINITY and soft < allowed:
+            with contextlib.suppress(ValueError, OSError):  # a sandbox may forbid it, and the limit may be enough
+                resource.setrlimit(kind, (allowed, hard))
 
 
 def _prctl(option: int, argument: int | bytes) -> None:

@@ -8,6 +8,7 @@ import secrets
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from trimaran.core.regular_files import read_regular_bytes
 from trimaran.run.run_directory import RunDirectory
 
 MAX_STEPS = 100  # a trace grows by some hundred thousand spans a step
@@ -61,8 +62,7 @@ def write_request(run: RunDirectory, request: ProfileRequest) -> None:
 def read_request(run: RunDirectory) -> ProfileRequest | None:
     """Return the pending request; None if there is none, or it is invalid."""
     try:
-        with request_file(run).open("rb") as file:
-            tree = json.loads(file.read(MAX_REQUEST_BYTES))
+        tree = json.loads(read_regular_bytes(request_file(run), limit_bytes=MAX_REQUEST_BYTES))
         request = ProfileRequest(
             steps=int(tree["steps"]), ranks=str(tree["ranks"]), memory=bool(tree["memory"]), id=str(tree["id"])[:64]
         )

@@ -1,8 +1,8 @@
 """The run directory: the paths of a run's files, and how a new run claims its folder."""
 
-import errno
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -11,17 +11,37 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from trimaran.core import Bytes, Plan, Prediction, Recipe, UserError, dump_recipe, parse_recipe, show_bytes
+from trimaran.core.parse_text import TextError, load_json
+from trimaran.core.regular_files import read_regular_bytes
+from trimaran.run.reserve import DISK_FULL_ERRORS
 
 MARKER = "trimaran-run.json"
-DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
+MAX_FILE_BYTES = 16 << 20  # of recipe and plan
+DESCRIPTORS = "/proc/self/fd/"
 
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """The paths of one run. Constructing it touches no file; `create_run` and `open_run` do."""
+    """The paths of one run. Constructing it touches no file; `create_run` and `open_run` do.
+
+    The processes of a run open its files below a descriptor of the directory (`/proc/self/fd/N`, see `HeldDirectory`),
+    so that they write to the same directory if it is moved or replaced.
+    """
 
     path: Path
+
+    @property
+    def location(self) -> Path:
+        """The path to show to a person and to give to other programs; a held directory is where it is now."""
+        return Path(show_paths(str(self.path), self.path))
+
+    @property
+    def reserve(self) -> Path:
+        """A preallocated file that is given up when the disk is full; see `reserve.py`."""
+        return self.path / "reserve"
 
     @property
     def recipe(self) -> Path:
@@ -34,6 +54,11 @@ class RunDirectory:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def metrics_index(self) -> Path:
+        """Sums of the metrics by blocks of steps, a cache for readers; see `telemetry/step_index.py`."""
+        return self.path / "metrics.index.jsonl"
 
     @property
     def stop_request(self) -> Path:
@@ -117,25 +142,36 @@ class RunDirectory:
         return self.path / "logs" / "agent.log"
 
     def read_recipe(self) -> Recipe:
-        return parse_recipe(self.recipe.read_text(encoding="utf-8"), name=str(self.recipe))
+        """Return the run's recipe; raise UserError if its file is missing or damaged."""
+        return parse_recipe(_read_text(self.recipe), name=str(self.recipe))
 
     def read_plan(self) -> Plan:
-        tree = json.loads(self.plan.read_text(encoding="utf-8"))
-        prediction = Prediction.model_validate(tree["prediction"]) if tree.get("prediction") else None
-        return Plan.model_validate(tree["plan"]).model_copy(update={"prediction": prediction})
+        """Return the run's plan with its prediction; raise UserError if its file is missing or damaged."""
+        try:
+            tree = load_json(_read_text(self.plan))
+            prediction = Prediction.model_validate(tree["prediction"]) if tree.get("prediction") else None
+            return Plan.model_validate(tree["plan"]).model_copy(update={"prediction": prediction})
+        except TextError as error:
+            raise _unreadable(self.plan, error.what, line=error.line) from None
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            raise _unreadable(self.plan, f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        except (KeyError, TypeError, AttributeError):
+            raise _unreadable(self.plan, "it has no plan") from None
 
 
 def create_run(path: Path, recipe: Recipe, plan: Plan) -> RunDirectory:
     """Claim `path` for a new run and write its recipe and plan. If that fails, nothing is left behind.
 
-    The folder must not exist or be empty: a new run never overwrites another run or other files.
+    The folder must not exist or be empty: a new run never overwrites another run or other files. A new folder is only
+    accessible to its owner; an existing one keeps its mode.
     """
     refuse_occupied(path)
     run = RunDirectory(path)
     created = [parent for parent in (path, *path.parents) if not parent.exists()]
     written: list[Path] = []
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
         _write_new(path / MARKER, json.dumps({"format": 1, "created": time.time(), "pid": os.getpid()}) + "\n")
         written.append(path / MARKER)
         for folder in ("events", "logs"):
@@ -171,6 +207,14 @@ def holds_run(path: Path) -> bool:
     return (path / MARKER).is_file()
 
 
+def show_paths(text: str, path: Path) -> str:
+    """Return `text` with the path of the directory in place of its descriptor, if `path` is below `/proc/self/fd/N`."""
+    if not str(path).startswith(DESCRIPTORS):
+        return text
+    descriptor = DESCRIPTORS + path.parts[4]
+    return re.sub(rf"{descriptor}(?!\d)", lambda _: os.readlink(descriptor), text)
+
+
 def free_run_path(root: Path, name: str) -> Path:
     """Return `root/name`, or `root/name-2`, `root/name-3` and so on if that exists."""
     candidates = [root / name, *(root / f"{name}-{number}" for number in range(2, 10_000))]
@@ -201,8 +245,9 @@ def writing(run: RunDirectory) -> Iterator[None]:
         fix = "make it writable: check its permissions and how its disk is mounted"
         if error.errno in DISK_FULL_ERRORS:
             fix = "free disk space: `trimaran checkpoints prune RUN --keep 1`"
-        raise UserError("D003", f"the run directory cannot be written: {error.strerror or error}",
-                        where=str(error.filename or run.path), fix=fix) from error  # fmt: skip
+        where = show_paths(str(error.filename or run.path), run.path)
+        raise UserError("D003", f"the run directory cannot be written: {error.strerror or error}", where=where,
+                        fix=fix) from error  # fmt: skip
 
 
 def refuse_full_disk(path: Path, needed: Bytes) -> None:
@@ -225,6 +270,27 @@ def dump_plan(plan: Plan) -> str:
     tree: dict[str, Any] = {"plan": plan.model_dump(mode="json")}
     tree["prediction"] = plan.prediction.model_dump(mode="json") if plan.prediction else None
     return json.dumps(tree, indent=2) + "\n"
+
+
+def _read_text(path: Path) -> str:
+    """Return the text of a file that the run cannot do without."""
+    try:
+        data = read_regular_bytes(path, limit_bytes=MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise _unreadable(path, error.strerror or str(error)) from None
+    if len(data) > MAX_FILE_BYTES:
+        raise _unreadable(path, f"it is larger than {show_bytes(MAX_FILE_BYTES)}")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise _unreadable(path, "it is not UTF-8 text", line=data.count(b"\n", 0, error.start) + 1) from None
+
+
+def _unreadable(path: Path, why: str, *, line: int = 0) -> UserError:
+    return UserError("A008", f"{path.name} of this run cannot be read: {why}",
+                     where=f"{path}, line {line}" if line else str(path),
+                     fix="if the run is just starting, wait; otherwise restore the file, or start the run again"
+                     )  # fmt: skip
 
 
 def _occupied(path: Path) -> UserError:

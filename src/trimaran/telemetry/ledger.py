@@ -14,19 +14,17 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from trimaran.run.journal import JsonlFollower, LineFollower
+from trimaran.run.journal import JsonlFollower
 from trimaran.run.run_directory import RunDirectory
-from trimaran.telemetry.step_lines import StepLine, read_step, read_waits
+from trimaran.telemetry.step_blocks import STEP_CATEGORIES, StepBlock, split_step
+from trimaran.telemetry.step_lines import StepLine
+from trimaran.telemetry.step_reader import MAX_UNINDEXED_BYTES, StepReader
 
 Line = Mapping[str, Any]
 
 # Productive time comes first. `idle` is the time between a stop and a resume, when no process ran.
 CATEGORIES = (
-    "compute",
-    "communication",
-    "data",
-    "straggler",
-    "save",
+    *STEP_CATEGORIES,  # of the time inside a step
     "evaluation",
     "compile",
     "init",
@@ -34,7 +32,6 @@ CATEGORIES = (
     "replay",
     "idle",
 )
-STEP_CATEGORIES = CATEGORIES[:5]  # of the time inside a step
 # After the last step, the category of the time before an event.
 CATEGORY_BEFORE_EVENT = {
     "checkpoint": "save",
@@ -125,18 +122,24 @@ class LedgerReader:
     """Reads the files of a run incrementally.
 
     `read` returns the ledger. A caller that needs the steps as well calls `poll`, then `new_steps`, then `compute`, so
-    that each line is read once.
+    that each line is read once. The last `num_lines` steps are then single ones, also of a long run.
     """
 
-    def __init__(self, run: RunDirectory) -> None:
-        self._run = run
+    def __init__(
+        self,
+        run: RunDirectory,
+        *,
+        num_lines: int = RECENT_STEPS,
+        max_unindexed_bytes: int = MAX_UNINDEXED_BYTES,
+    ) -> None:
+        self._run, self._num_lines, self._max_unindexed_bytes = run, max(num_lines, RECENT_STEPS), max_unindexed_bytes
         self._open()
 
     def _open(self) -> None:
         self._attempts: list[AttemptTimes] = []
         self._supervised = False
-        self._attempt_lines, self._metrics = JsonlFollower(self._run.attempts), LineFollower(self._run.metrics)
-        self._events = JsonlFollower(self._run.events(0))
+        self._attempt_lines, self._events = JsonlFollower(self._run.attempts), JsonlFollower(self._run.events(0))
+        self._steps = StepReader(self._run, num_lines=self._num_lines, max_unindexed_bytes=self._max_unindexed_bytes)
 
     def read(self, *, now: float | None = None) -> Ledger:
         """Read new lines and return the ledger, see `compute`."""
@@ -163,16 +166,22 @@ class LedgerReader:
         truncated = [self._read_event(line) for line in self._events.new() if _is_event(line)]
         return any(truncated)
 
-    def new_steps(self) -> Iterator[StepLine]:
-        """Count the new steps, and yield them."""
+    def new_steps(self) -> Iterator[StepLine | StepBlock]:
+        """Count the new steps, and yield them; of a long past, blocks of steps that one attempt did."""
         attempt: AttemptTimes | None = None
         first = after = 0  # `attempt` did the steps from `first` on and before `after`
-        for step in filter(None, map(read_step, self._metrics.new())):
-            if not first <= step.step < after:
-                attempt, first, after = self._attempt_of_step(step.step)
+        for step in self._steps.new(self._is_of_one_attempt):
+            number = step.first if isinstance(step, StepBlock) else step.step
+            if not first <= number < after:
+                attempt, first, after = self._attempt_of_step(number)
             if attempt is not None:
-                _add_step(attempt, step)
+                _add_block(attempt, step) if isinstance(step, StepBlock) else _add_step(attempt, step)
             yield step
+
+    def _is_of_one_attempt(self, block: StepBlock) -> bool:
+        """Whether one attempt did all steps of `block`, and they are not among its latest, whose times are kept."""
+        _, _, after = self._attempt_of_step(block.first)
+        return block.last + RECENT_STEPS < after
 
     def compute(self, *, now: float | None = None) -> Ledger:
         """Return the ledger of what was read so far.
@@ -264,20 +273,6 @@ def read_ledger(run: RunDirectory, *, now: float | None = None) -> Ledger:
     return LedgerReader(run).read(now=now)
 
 
-def split_step(step: StepLine) -> tuple[float, float, float, float, float]:
-    """Return the seconds of a step in the order of `STEP_CATEGORIES`; they add up to `step_seconds`."""
-    phases, total = step.phases, step.step_seconds
-    if not total > 0:
-        total = sum(phases.values())
-    data, save = phases.get("data", 0.0), phases.get("checkpoint", 0.0)
-    left = max(0.0, total - data - save)
-    comm, straggler = read_waits(step.rest)
-    straggler = min(left, straggler)
-    # A rank waits for others inside a collective, in whichever phase that is.
-    communication = min(left, max(phases.get("comm", 0.0), comm + straggler)) - straggler
-    return left - straggler - communication, communication, data, straggler, save
-
-
 def _add_step(attempt: AttemptTimes, step: StepLine) -> None:
     """Add a step's seconds to its attempt. A step with NaN or Inf times is skipped."""
     compute, communication, data, straggler, save = split_step(step)
@@ -292,6 +287,13 @@ def _add_step(attempt: AttemptTimes, step: StepLine) -> None:
     seconds[4] += save
     steps.highest, steps.last = max(steps.highest, step.step), max(steps.last, step.time)
     steps.recent.append(total)
+
+
+def _add_block(attempt: AttemptTimes, block: StepBlock) -> None:
+    """Add the seconds of a block of steps to its attempt."""
+    attempt.seconds = [before + added for before, added in zip(attempt.seconds, block.seconds, strict=True)]
+    steps = attempt.steps
+    steps.highest, steps.last = max(steps.highest, block.highest), max(steps.last, block.time)
 
 
 def _is_event(line: Line) -> bool:

@@ -5,7 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trimaran.run.journal import JsonlFollower
+from trimaran.core.regular_files import read_regular_text
+from trimaran.run.journal import LineFollower, parse_lines
+from trimaran.run.lines_from_end import lines_from_end
 from trimaran.run.run_directory import RunDirectory
 
 FOLDERS = (("event", "events", "rank-*.jsonl"), ("sample", "telemetry", "node-*.jsonl"))
@@ -20,9 +22,9 @@ class RunTail:
     def __init__(self, run: RunDirectory) -> None:
         self._run, self._position_file = run, run.path / "telemetry" / "fed.json"
         self._since = self._newest = self._read_position()
-        self._followers: dict[Path, tuple[str, JsonlFollower]] = {}
+        self._followers: dict[Path, tuple[str, LineFollower]] = {}
         self._add("step", run.metrics)
-        self._add("incident", run.incidents)
+        self._add("incident", run.incidents, is_whole=True)
 
     def new(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield (name of the sink's method, line) of the lines written since the last call."""
@@ -30,7 +32,7 @@ class RunTail:
             for path in sorted((self._run.path / folder).glob(pattern)):
                 self._add(kind, path)
         for kind, follower in self._followers.values():
-            for line in follower.new():
+            for line in parse_lines(follower.new()):
                 written = line.get("time")
                 if not isinstance(written, int | float) or (written <= self._since and kind != "incident"):
                     continue
@@ -45,12 +47,26 @@ class RunTail:
         draft.write_text(json.dumps({"time": self._newest}) + "\n", encoding="ascii")
         draft.replace(self._position_file)
 
-    def _add(self, kind: str, path: Path) -> None:
+    def _add(self, kind: str, path: Path, *, is_whole: bool = False) -> None:
         if path not in self._followers:
-            self._followers[path] = kind, JsonlFollower(path)
+            follower = LineFollower(path)
+            if self._since and not is_whole:
+                follower.skip_to(_first_after(self._since, path))
+            self._followers[path] = kind, follower
 
     def _read_position(self) -> float:
         try:
-            return float(json.loads(self._position_file.read_text(encoding="ascii"))["time"])
+            return float(json.loads(read_regular_text(self._position_file))["time"])
         except (OSError, ValueError, KeyError, TypeError):
             return 0.0
+
+
+def _first_after(since: float, path: Path) -> int:
+    """Return the offset of the lines written after the time `since`: the file is read from its end up to them."""
+    begin = 0
+    for offset, line in lines_from_end(path):
+        times = [record.get("time") for record in parse_lines([line])]
+        if any(isinstance(each, int | float) and each <= since for each in times):
+            return begin or offset + len(line)
+        begin = offset
+    return 0

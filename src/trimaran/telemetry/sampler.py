@@ -2,10 +2,9 @@
 
 import logging
 import time
-from pathlib import Path
 from typing import Any
 
-from trimaran.run.journal import LineWriter
+from trimaran.run.line_writer import LineWriter
 from trimaran.run.run_directory import RunDirectory
 from trimaran.telemetry.host_sampler import HostSampler
 from trimaran.telemetry.nvml import GpuSampler
@@ -22,14 +21,20 @@ class Sampler:
     def __init__(self, run: RunDirectory, node: int, *, supervisor: int, visible: str | None) -> None:
         self.node = node
         self._host, self._gpus = HostSampler(run.path, supervisor=supervisor), GpuSampler(visible)
-        self._writer = RetryingWriter(run.samples(node))
+        self._writer = LineWriter(run.samples(node))  # keeps samples in memory while the disk is full
+        self._warned = False
         self._last = time.monotonic()
 
     def take(self) -> dict[str, Any]:
         """Write a sample and return it."""
         self._last = time.monotonic()
         line = {"time": round(time.time(), 3), "node": self.node, **self._host.sample(), "gpus": self._gpus.sample()}
-        self._writer.write(line)
+        try:
+            self._writer.write(line)
+        except OSError as error:  # such as a missing permission
+            if not self._warned:
+                log.warning("samples are lost: %s", error)
+            self._warned = True
         return line
 
     def take_last(self) -> dict[str, Any] | None:
@@ -38,24 +43,4 @@ class Sampler:
 
     def close(self) -> None:
         self._gpus.close()
-
-
-class RetryingWriter:
-    """Writes lines to a file, and reopens it after an error. Lines that cannot be written are lost."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._writer: LineWriter | None = None
-        self._warned = False
-
-    def write(self, record: dict[str, Any]) -> None:
-        try:
-            if self._writer is None:
-                self._writer = LineWriter(self._path)
-            self._writer.write(record)
-        except OSError as error:
-            if not self._warned:
-                log.warning("samples are lost: %s", error)
-            if self._writer is not None:
-                self._writer.close()
-            self._warned, self._writer = True, None
+        self._writer.close()

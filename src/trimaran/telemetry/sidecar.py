@@ -17,7 +17,7 @@ from pathlib import Path
 
 from trimaran.core.recipe import TelemetrySection
 from trimaran.run.process_control import die_with_parent
-from trimaran.run.run_directory import RunDirectory, open_run
+from trimaran.run.run_directory import DESCRIPTORS, RunDirectory, open_run
 from trimaran.telemetry.run_tail import RunTail
 from trimaran.telemetry.sampler import FIRST_SAMPLE_SECONDS, Sampler
 from trimaran.telemetry.sink_feed import SinkFeed
@@ -137,6 +137,7 @@ def main() -> int:
     parser.add_argument("node", type=int, help="the number of this node; node 0 also feeds the sinks")
     parser.add_argument("--visible", help="the GPUs of the run, as CUDA_VISIBLE_DEVICES; without it, all")
     parser.add_argument("--supervisor", type=int, default=os.getppid(), help="the process with which the sidecar ends")
+    parser.add_argument("--descriptor", type=int, help="an inherited descriptor of the run directory, to open files in")
     parser.add_argument("--above", type=int, help="the process that started the ranks, if it is not the supervisor")
     flags = parser.parse_args()
     termination = TerminationSignal()
@@ -146,7 +147,8 @@ def main() -> int:
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
     options = {"supervisor": flags.supervisor, "above": flags.above, "visible": flags.visible}
-    Sidecar(open_run(flags.run), flags.node, termination, **options).run_until_terminated()
+    path = flags.run if flags.descriptor is None else Path(f"{DESCRIPTORS}{flags.descriptor}")
+    Sidecar(open_run(path), flags.node, termination, **options).run_until_terminated()
     return 0
 
 

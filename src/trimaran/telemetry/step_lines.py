@@ -7,11 +7,12 @@ from dataclasses import fields
 from typing import Any, NamedTuple
 
 from trimaran.core import PHASES, StepMetrics
+from trimaran.run.record_types import finite_values, is_count, is_number, is_time
 
 _FIELDS = {field.name: field.type for field in fields(StepMetrics) if field.name != "details"}
 _TYPES = {name: (int, float) if kind in (int, float) else (dict,) for name, kind in _FIELDS.items()}
 _DECODER = json.JSONDecoder()
-_NUMBER = rb"(-?\d[\d.eE+-]*|null)"
+_NUMBER = rb"(-?\d[\d.]{0,24}(?:[eE][+-]?\d\d?)?|null)"  # no more than 99 digits: a line that has is damaged
 
 
 class StepLine(NamedTuple):
@@ -60,8 +61,8 @@ def read_step(line: bytes) -> StepLine | None:
 def read_details(text: bytes) -> dict[str, Any]:
     """Return the details that `read_step` left unparsed; empty if they are damaged."""
     try:
-        return _DECODER.decode("{" + text.decode().removeprefix(","))
-    except ValueError:
+        return finite_values(_DECODER.decode("{" + text.decode().removeprefix(",")))
+    except (ValueError, RecursionError):
         return {}
 
 
@@ -81,10 +82,14 @@ def _parse_json(line: bytes) -> StepLine | None:
         values: dict[str, Any] = {name: math.nan if tree[name] is None else tree[name] for name in _FIELDS}
         if not all(isinstance(each, _TYPES[name]) for name, each in values.items()):
             return None
+        if not (is_count(values["step"]) and is_time(values["time"])):
+            return None
+        if not all(is_number(each) or each != each for each in values.values() if not isinstance(each, dict)):
+            return None
         others = {key: value for key, value in tree.items() if key not in (*_FIELDS, "tokens_per_second")}
         rest = json.dumps(others).encode().removeprefix(b"{")
         return StepLine(**values | {"phases": _finite_numbers(values["phases"])}, rest=rest)
-    except (ValueError, TypeError, LookupError, OverflowError):
+    except (ValueError, TypeError, LookupError, OverflowError, RecursionError):
         return None
 
 
@@ -105,7 +110,7 @@ def _head() -> re.Pattern[bytes]:
     """
     number = _NUMBER.replace(b"|null", b"")
     all_phases = rb"\{" + b",".join(b'"%s":%s' % (name.encode(), number) for name in PHASES) + rb"\}"
-    shapes: dict[Any, bytes] = {int: rb"(\d+)", float: _NUMBER}
+    shapes: dict[Any, bytes] = {int: rb"(\d{1,18})", float: _NUMBER}
     any_phases = rb"(?:%s|(\{[^{}]*\}))" % all_phases
     parts = [b'"%s":%s' % (name.encode(), shapes.get(kind, any_phases)) for name, kind in _FIELDS.items()]
     return re.compile(rb"\{" + b",".join(parts) + rb',"tokens_per_second":[^,}]+')

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trimaran.core import UserError
+from trimaran.core.regular_files import open_regular_file
 
 Interval = tuple[float, float]
 DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -97,12 +98,9 @@ class Trace:
 def load_trace(path: Path) -> Trace:
     """Return the trace in a file of PyTorch's profiler, compressed with gzip or not."""
     try:
-        with (
-            gzip.open(path, "rt", encoding="utf-8", errors="replace")
-            if path.suffix == ".gz"
-            else path.open(encoding="utf-8", errors="replace") as file
-        ):
-            tree = json.load(file)
+        with open_regular_file(path, follow_links=True) as file:
+            raw = gzip.decompress(file.read()) if path.suffix == ".gz" else file.read()
+        tree = json.loads(raw.decode("utf-8", errors="replace"))
         metadata = tree.get("trimaran", {})
         events = [each for each in tree["traceEvents"] if isinstance(each, dict)]
         return Trace(
@@ -116,7 +114,8 @@ def load_trace(path: Path) -> Trace:
             phases=[(int(step), str(phase), int(a), int(b)) for step, phase, a, b in metadata.get("phases", ())],
         )
     except (OSError, EOFError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UserError("D011", f"this is not a profiler trace: {error}", where=str(path),
+        why = getattr(error, "strerror", None) or error
+        raise UserError("D011", f"this is not a profiler trace: {why}", where=str(path),
                         fix="record a new one: trimaran profile RUN, or --profile FIRST:END") from None  # fmt: skip
 
 

@@ -8,9 +8,12 @@ import os
 import sys
 from pathlib import Path
 
+from trimaran.core.regular_files import open_regular_fd
+
 # Redirect before the other imports, so that the log also holds the error of a failed import.
 _RUN = Path(sys.argv[1])
-_LOG = os.open(_RUN / "logs" / f"rank-{os.environ['RANK']}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+_LOG = open_regular_fd(_RUN / "logs" / f"rank-{os.environ['RANK']}.log", _FLAGS, mode=0o644)
 os.dup2(_LOG, 1)
 os.dup2(_LOG, 2)
 

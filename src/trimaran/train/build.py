@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trimaran.checkpoint.tensor_shards import CheckpointState
 from trimaran.core import ModelSection, Plan, Recipe, TrainSection, UserError
 from trimaran.data.feed import BatchFeed, DataShare
 from trimaran.data.loader import Loader
@@ -27,17 +28,21 @@ from trimaran.parallel.axes.pp import StageMap, map_stages, trained_parameters
 from trimaran.parallel.comm.local_steps import weight_averaging
 from trimaran.parallel.tower_plan import freeze_towers
 from trimaran.run import Journal, RunDirectory
+from trimaran.run.gloo_listeners import closed_listeners
+from trimaran.telemetry.step_index import StepIndexer
 from trimaran.train.agreement import StopRequest
 from trimaran.train.checkpointing.checkpointer import Checkpointer
 from trimaran.train.evaluate import HoldoutEvaluator
 from trimaran.train.health.bad_sample_limit import BadSampleCount
 from trimaran.train.health.compilations import Compilations
+from trimaran.train.health.connection_watch import ConnectionWatch
 from trimaran.train.health.guard import Guard, RefusedStep, broadcast_quarantine
 from trimaran.train.health.nonfinite_search import NonfiniteSearch
 from trimaran.train.health.replica_check import ReplicaCheck
+from trimaran.train.health.shard_check import ShardCheck
 from trimaran.train.health.step_check import StepCheck
 from trimaran.train.health.unused_parameters import watch_unused_parameters
-from trimaran.train.inputs.training_data import CacheFeatures, TrainingData, load_training_data
+from trimaran.train.inputs.training_data import TrainingData, load_training_data
 from trimaran.train.inputs.vision_features import build_feature_cache
 from trimaran.train.loss.objective import Objective
 from trimaran.train.metrics.meters import build_meters
@@ -79,15 +84,19 @@ def build_worker_parts(
     stop = StopRequest() if stop is None else stop
     if recipe.train.deterministic:
         torch.use_deterministic_algorithms(True)
-    ranks = build_mesh(plan.mesh, device_type=rank_info.device.type)
-    networks = build_networks(recipe, plan, rank_info, ranks)
+    with closed_listeners():
+        ranks = build_mesh(plan.mesh, device_type=rank_info.device.type)
+    with link.section("load") as report_progress:
+        networks = build_networks(recipe, plan, rank_info, ranks, report_progress)
     if recipe.train.save:
         networks[0].disk_config()  # raises now, not after training, if the model cannot be saved
     timer.lap("network")
     share = DataShare(rank=ranks.data_rank, dp=plan.mesh.dp, micro_batch=plan.micro_batch, grad_accum=plan.grad_accum)
-    training_data = load_training_data(
-        recipe, networks[0], share, cache=cache, cache_features=_feature_cache_builder(recipe, plan, rank_info, link)
-    )
+    with link.section("prepare") as report_progress:
+        features = partial(build_feature_cache, recipe, plan, rank_info, report_progress=report_progress)
+        training_data = load_training_data(
+            recipe, networks[0], share, cache=cache, cache_features=features, report_progress=report_progress
+        )
     timer.lap("data")
     trainer = _build_trainer(run, rank_info, ranks, networks, training_data, journal, link, stop)
     timer.lap("optimizer")
@@ -119,7 +128,7 @@ def _build_trainer(  # noqa: PLR0913 - what all parts of the trainer share
     )
     state = stepper.state(recipe.train)
     stepper.set_training(True)  # transformers loads models in eval mode
-    replica_check = ReplicaCheck(state.shards, device=rank_info.device) if plan.engine == "torch" else None
+    replica_check = _build_memory_checks(guard, state, recipe, rank_info.device) if plan.engine == "torch" else None
     loader_from = partial(build_loader, recipe, rank_info, lambda: training_data.training(guard.quarantine.ids))
     reseed = partial(ranks.reseed, recipe.train.seed)
     evaluator = HoldoutEvaluator(recipe=recipe, feed=training_data.holdout, stepper=stepper,
@@ -138,13 +147,15 @@ def _build_trainer(  # noqa: PLR0913 - what all parts of the trainer share
             journal=journal,
             profiler=build_profiler(run, journal, clock, networks, rank_info.device, link),
             compilations=Compilations(link),
+            indexer=StepIndexer(run.metrics, run.metrics_index) if rank_info.rank == 0 else None,
+            connections=ConnectionWatch(journal) if link.store else None,
         ),
         check=StepCheck(
             plan=plan,
             guard=guard,
             journal=journal,
             replica_check=replica_check,
-            search=_build_nonfinite_search(networks, stepper, loader_from, reseed, rank_info.device, clock, link),
+            search=_build_nonfinite_search(networks, stepper, loader_from, reseed, ranks, clock, link),
         ),
         clock=clock,
         link=link,
@@ -153,14 +164,20 @@ def _build_trainer(  # noqa: PLR0913 - what all parts of the trainer share
     )
 
 
-def build_networks(recipe: Recipe, plan: Plan, rank_info: RankInfo, ranks: RankMesh) -> tuple[Network, ...]:
+def build_networks(
+    recipe: Recipe,
+    plan: Plan,
+    rank_info: RankInfo,
+    ranks: RankMesh,
+    report_progress: Callable[[], None] = lambda: None,
+) -> tuple[Network, ...]:
     """Return this rank's stages of the recipe's network, sharded by the plan. Without a pipeline there is one stage.
 
     Every plan starts from the same weights. A network is built on the meta device, sharded, and then initialised shard
-    by shard, so that no rank ever holds more than its shard.
+    by shard, so that no rank ever holds more than its shard. `report_progress` is called after each tensor read.
     """
     if recipe.model.family == "hf":
-        network, fill = _open_hf_network(recipe.model, recipe.train.seed)
+        network, fill = _open_hf_network(recipe.model, recipe.train.seed, report_progress)
         _check_seq_len(network, recipe.data.seq_len)
         refuse_unmatched(recipe.train.precision, [name for name, _ in network.module.named_modules() if name])
         freeze_towers(network, recipe.model.freeze)
@@ -181,10 +198,16 @@ def build_networks(recipe: Recipe, plan: Plan, rank_info: RankInfo, ranks: RankM
         apply_plan(network, plan, ranks)
         network.module.to_empty(device=_init_device(plan, rank_info))
         if recipe.model.path and weight_files(model_folder(recipe.model.path)):
-            network.load(model_folder(recipe.model.path))
+            network.load(model_folder(recipe.model.path), report_progress)
         else:
             initialise(network.module, seed=recipe.train.seed, spec=spec)
     return networks
+
+
+def _build_memory_checks(guard: Guard, state: CheckpointState, recipe: Recipe, device: torch.device) -> ReplicaCheck:
+    """Return the check of replicas, and give the guard the check of memory that changes between updates."""
+    guard.shard_check = ShardCheck(state.shards, device=device, max_fraction=recipe.faults.shard_check)
+    return ReplicaCheck(state.shards, device=device)
 
 
 def _init_device(plan: Plan, rank_info: RankInfo) -> torch.device:
@@ -200,14 +223,18 @@ def _check_seq_len(network: Network, seq_len: int) -> None:
                         where="data.seq_len", fix=f"set data.seq_len to {network.max_seq_len} or less")  # fmt: skip
 
 
-def _open_hf_network(section: ModelSection, seed: int) -> tuple[Network, Callable[[nn.Module, torch.device], None]]:
+def _open_hf_network(
+    section: ModelSection, seed: int, report_progress: Callable[[], None]
+) -> tuple[Network, Callable[[nn.Module, torch.device], None]]:
     """Return a Hugging Face model without weights, and a function that loads them once the model is sharded."""
     from trimaran.nets.hf_build import open_hf_model  # noqa: PLC0415  transformers takes seconds to import
     from trimaran.nets.hf_vlm import network_of_hf  # noqa: PLC0415
 
     assert section.path is not None, "a section without a path has no spec to plan with"
     path = Path(section.path)
-    module, fill = open_hf_model(path, trust_remote_code=section.trust_remote_code, seed=seed)
+    module, fill = open_hf_model(
+        path, trust_remote_code=section.trust_remote_code, seed=seed, report_progress=report_progress
+    )
     return network_of_hf(module, spec_of(section)), fill
 
 
@@ -216,30 +243,20 @@ def _build_nonfinite_search(  # noqa: PLR0913 - the parts of a step, the clock a
     stepper: Stepper,
     loader_from: Callable[[int], Loader],
     reseed: Callable[[int], None],
-    device: torch.device,
+    ranks: RankMesh,
     clock: StepClock,
     link: SupervisorLink,
 ) -> Callable[[RefusedStep], dict[str, Any]]:
     """Return a function that finds where a NaN or Inf was first produced; its time is not counted as part of a step."""
-    nonfinite_search = NonfiniteSearch(networks, stepper, loader_from, reseed, device)
+    nonfinite_search = NonfiniteSearch(networks, stepper, loader_from, reseed, ranks.device, ranks.degrees)
 
     def search(refusal: RefusedStep) -> dict[str, Any]:
-        link.report_section("evaluation", refusal.step)
-        origin = nonfinite_search.find(refusal)
+        with link.section("search", refusal.step):
+            origin = nonfinite_search.find(refusal)
         clock.discard_lap()
-        link.report_section("data", refusal.step)
         return origin
 
     return search
-
-
-def _feature_cache_builder(recipe: Recipe, plan: Plan, rank_info: RankInfo, link: SupervisorLink) -> CacheFeatures:
-    """Return a function that caches the features of a frozen tower.
-
-    It reports the section "start" again for each part of the cache: all parts together may take hours, but one part may
-    take no longer than a start.
-    """
-    return partial(build_feature_cache, recipe, plan, rank_info, report_progress=partial(link.report_section, "start"))
 
 
 def build_guard(recipe: Recipe, plan: Plan, run: RunDirectory) -> Guard:

@@ -51,19 +51,22 @@ class HoldoutEvaluator:
         names = self.objective.score_names
         sums, stop = torch.zeros(2 + 2 * len(names), dtype=torch.float64, device=self.device), False
         self.stepper.set_training(False)
-        with Loader(self.feed, steps=batches) as loader:
-            for host_batch in loader:
-                self.link.report_section("evaluation", step)
+        with self.link.section("evaluation", step) as report_progress, Loader(self.feed, steps=batches) as loader:
+            for _ in range(batches):
+                with self.link.section("data"):  # the loader has deadlines of its own, and names the sample
+                    host_batch = next(loader)
+                report_progress()
                 any_stop = FlagAllReduce(bool(self.stop)) if batches > 1 else None
                 batch = host_batch.to(self.device)
                 sums[1:] += self.stepper.evaluate(batch)
                 sums[0] += batch.num_valid * self.counts_samples
                 if stop := any_stop is not None and any_stop.wait():
                     break
+            if not stop:
+                dist.all_reduce(sums)
         self.stepper.set_training(True)
         if stop:
             return True
-        dist.all_reduce(sums)
         tokens, total_loss, *scores = sums.tolist()
         pairs = zip(names, scores[::2], scores[1::2], strict=True)
         accuracy = {name: correct / count for name, correct, count in pairs if count}
@@ -85,17 +88,25 @@ class SampleAnswer:
     correct: bool
 
 
-def generate_answers(predict: Callable[[Inputs], Tensor], inputs: Inputs, *, image_token: int | None = None) -> Tensor:
+def generate_answers(
+    predict: Callable[[Inputs], Tensor],
+    inputs: Inputs,
+    *,
+    image_token: int | None = None,
+    allows_next: Callable[[], bool] | None = None,
+) -> Tensor:
     """Return the predicted next tokens [B, T], on the CPU, with each answer conditioned on its own earlier tokens.
 
     Every forward replaces the expected tokens of all answers by the last predictions, so that each answer gains one
-    generated token. Every rank runs the same number of forwards. A predicted `image_token` is not fed back: there is no
-    image for it.
+    generated token. Every rank runs the same number of forwards: `allows_next` says before each, the same on all of
+    them, whether there is time for it. A predicted `image_token` is not fed back: there is no image for it.
     """
     tokens, labels, documents = inputs["tokens"].clone(), inputs["labels"], inputs["documents"]
     is_answer = (labels[:, :-1] != IGNORED) & (documents[:, 1:] == documents[:, :-1])
     predicted = predict(inputs)
     for _ in range(MAX_ANSWER_TOKENS - 1):
+        if allows_next is not None and not allows_next():
+            break
         following = predicted.to(tokens.device)[:, :-1]
         replaced = is_answer if image_token is None else is_answer & (following != image_token)
         tokens[:, 1:] = torch.where(replaced, following, inputs["tokens"][:, 1:])
@@ -103,8 +114,13 @@ def generate_answers(predict: Callable[[Inputs], Tensor], inputs: Inputs, *, ima
     return predicted
 
 
-def decode_answers(inputs: Inputs, predicted: Tensor, tokenizer: Tokenizer) -> Iterator[SampleAnswer]:
-    """Yield the answers of one micro-batch; `predicted` [B, T] comes from `generate_answers`."""
+def decode_answers(
+    inputs: Inputs, predicted: Tensor, tokenizer: Tokenizer, *, max_tokens: int = MAX_ANSWER_TOKENS
+) -> Iterator[SampleAnswer]:
+    """Yield the answers of one micro-batch; `predicted` [B, T] comes from `generate_answers`.
+
+    Only the first `max_tokens` tokens of each answer count: the others were not generated.
+    """
     tokens, labels, documents = (inputs[name].cpu() for name in ("tokens", "labels", "documents"))
     for row in range(len(tokens)):
         for document in torch.unique(documents[row]).tolist():
@@ -113,7 +129,7 @@ def decode_answers(inputs: Inputs, predicted: Tensor, tokenizer: Tokenizer) -> I
             if not len(positions):
                 continue
             first_answer = positions[positions - torch.arange(len(positions)) == positions[0]]
-            expected, generated = (each[row][first_answer[:MAX_ANSWER_TOKENS]] for each in (labels, predicted))
+            expected, generated = (each[row][first_answer[:max_tokens]] for each in (labels, predicted))
             correct = torch.equal(expected, generated)
             ends = (generated == labels[row][first_answer[-1]]).nonzero().flatten().tolist()
             question = in_document & (torch.arange(len(in_document)) <= positions[0])

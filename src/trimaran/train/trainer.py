@@ -89,10 +89,8 @@ class Trainer:
             if loop_exit is not None and (in_sync or loop_exit.reason == "rewind"):
                 break
             self.link.report_section("data", done)
-        if pending is not None and (loop_exit is None or loop_exit.reason != "rewind"):
-            last = self._read(pending, loader).loop_exit
-            loop_exit = loop_exit or last
-        return self._finish(loop_exit, done)
+        self.link.report_section("finish", done)
+        return self._finish(self._read_last(pending, loader, loop_exit), done)
 
     def _requests(self) -> tuple[bool, ...]:
         """Return what this rank requests of all ranks, in the order of RANK_REQUESTS."""
@@ -101,6 +99,13 @@ class Trainer:
     def _read(self, pending: PendingStep, loader: Loader) -> StepDecision:
         """Record a finished step and return the decision that follows from it."""
         return self.check.decide(self.recorder.record(pending, loader), loader.samples)
+
+    def _read_last(self, pending: PendingStep | None, loader: Loader, loop_exit: LoopExit | None) -> LoopExit | None:
+        """Record the last step, unless the run rewinds, and return how the loop exits."""
+        if pending is None or (loop_exit is not None and loop_exit.reason == "rewind"):
+            return loop_exit
+        last = self._read(pending, loader).loop_exit
+        return loop_exit or last
 
     def _finish(self, loop_exit: LoopExit | None, done: int) -> LoopExit:
         """Return why the loop ended after `done` steps. For a rewind, quarantine the samples that caused it."""

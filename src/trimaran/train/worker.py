@@ -3,13 +3,13 @@
 import logging
 import os
 import platform
+import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +18,18 @@ import torch.distributed as dist
 from trimaran import __version__
 from trimaran.checkpoint.export_hf import save_network
 from trimaran.core import EXIT_AGAIN, EXIT_DONE, EXIT_STUCK, EXIT_USER, UserError
-from trimaran.data.feed import BatchFeed
-from trimaran.data.loader import Loader, LoaderFault
-from trimaran.data.tokenizer import Tokenizer
-from trimaran.infer.generate import NextTokenModel, generate_text, save_tokenizer
+from trimaran.data.loader import LoaderFault
+from trimaran.infer.generate import save_tokenizer
 from trimaran.models import model_folder
-from trimaran.models.recipe_images import recipe_image_rules
 from trimaran.parallel.comm.json_exchange import broadcast_json
 from trimaran.run import Journal, RunDirectory
+from trimaran.run.held_directory import HeldDirectory
 from trimaran.run.lease import take_lease
+from trimaran.run.reserve import fill_reserve, remove_reserve
+from trimaran.train.after_training import evaluate_and_sample, planned_parts
 from trimaran.train.agreement import LoopExit, StopRequest
 from trimaran.train.build import WorkerParts, build_worker_parts
 from trimaran.train.checkpointing.checkpointer import Checkpointer
-from trimaran.train.evaluate import decode_answers, generate_answers
 from trimaran.train.health.bad_sample_limit import too_many_bad_samples
 from trimaran.train.metrics.step_clock import StartupTimer
 from trimaran.train.process.heartbeat_thread import HeartbeatThread
@@ -40,8 +39,6 @@ from trimaran.train.process.torchrun_preflight import check_machines
 
 log = logging.getLogger(__name__)
 
-NUM_SAMPLE_ANSWERS = 6  # to held-out questions, written at the end of training
-
 
 def run_worker(run: RunDirectory, rank_info: RankInfo, *, cache: Path, link: SupervisorLink = NO_SUPERVISOR) -> int:
     """Train one rank of `run` and return its exit code. Every exit writes an event."""
@@ -49,7 +46,7 @@ def run_worker(run: RunDirectory, rank_info: RankInfo, *, cache: Path, link: Sup
     stop.listen()  # first of all: a stop may be requested while the parts are built
     with Journal(run, rank_info.rank, attempt=link.attempt) as journal, HeartbeatThread(run, rank_info.rank, link):
         try:
-            code = _train_rank(run, rank_info, journal, cache, link, stop)
+            code, not_done = _train_rank(run, rank_info, journal, cache, link, stop)
         except UserError as error:
             journal.event("error", **error.as_dict())
             return EXIT_USER
@@ -57,8 +54,20 @@ def run_worker(run: RunDirectory, rank_info: RankInfo, *, cache: Path, link: Sup
             journal.event("error", type=type(error).__name__, message=str(error), **_error_cause(error))
             traceback.print_exc(file=sys.stderr)
             return 1
-        dist.destroy_process_group()
+        link.report_section("close", link.heartbeat.step if link.heartbeat else 0)
+        if not not_done:  # after a failure the other ranks may be in a collective, and closing would wait for them
+            _close_process_group(code)
     return code
+
+
+def _close_process_group(code: int) -> None:
+    """Leave the process group. Once the run is done, an error is only logged."""
+    try:
+        dist.destroy_process_group()
+    except Exception:
+        if code != EXIT_DONE:
+            raise
+        log.exception("the run is done, but the process group could not be closed")
 
 
 @contextmanager
@@ -67,24 +76,35 @@ def open_torchrun_run(
 ) -> Iterator[tuple[RunDirectory, SupervisorLink]]:
     """Join the ranks that an outside torchrun started, and open on all of them the run that rank 0 makes or finds.
 
-    Rank 0 holds the lease of the run, so that no other process can start it; there is no supervisor. `check` raises if
-    the run cannot work on this machine, see `check_machines`.
+    Rank 0 holds the lease of the run, so that no other process can start it, and stops all ranks if the run directory
+    is moved; there is no supervisor. `check` raises if the run cannot work on this machine, see `check_machines`.
     """
     store = check_machines(rank_info, check) if check else None
     join_process_group(rank_info)
     del store
     answer: dict[str, Any] = {}
+    held: HeldDirectory | None = None
     with ExitStack() as lease_stack:
         if rank_info.rank == 0:
             try:
-                run = make()
-                answer = {"path": str(run.path), "term": lease_stack.enter_context(take_lease(run)).term}
+                held = HeldDirectory(make().path)
+                answer = {"path": str(held.named), "term": lease_stack.enter_context(take_lease(held.run)).term}
+                fill_reserve(held.run.reserve)
+                lease_stack.callback(remove_reserve, held.run.reserve)
+                held.watch(partial(_stop_in_moved_directory, held))
             except UserError as error:
                 answer = error.as_dict()
         answer = broadcast_json(answer)
         if "code" in answer:
             raise UserError(answer["code"], answer["what"], where=answer["where"], fix=answer["fix"])
-        yield RunDirectory(Path(answer["path"])), SupervisorLink(term=answer["term"])
+        held = held or HeldDirectory(Path(answer["path"]))
+        yield held.run, SupervisorLink(term=answer["term"])
+
+
+def _stop_in_moved_directory(held: HeldDirectory) -> None:
+    """Stop all ranks as if the user had asked for it: the last checkpoint goes to where the directory is now."""
+    log.error("%s; stopping", held.explain(held.place))
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _error_cause(error: Exception) -> dict[str, Any]:
@@ -94,7 +114,8 @@ def _error_cause(error: Exception) -> dict[str, Any]:
 
 def _train_rank(
     run: RunDirectory, rank_info: RankInfo, journal: Journal, cache: Path, link: SupervisorLink, stop: StopRequest
-) -> int:
+) -> tuple[int, dict[str, str]]:
+    """Return the exit code, and what was not done after training, with the reason; see `evaluate_and_sample`."""
     started, timer = time.monotonic(), StartupTimer()
     if not dist.is_initialized():
         join_process_group(rank_info, link)
@@ -113,7 +134,7 @@ def _train_rank(
     )
     while (loop_exit := trainer.train(start)).reason == "rewind":
         if (restored := checkpointer.rewind(loop_exit)) is None:
-            return _fail_numeric(journal, checkpointer, loop_exit, ", and there is no earlier state to restore")
+            return _fail_numeric(journal, checkpointer, loop_exit, ", and there is no earlier state to restore"), {}
         start = restored
         journal.event("rewind", step=loop_exit.step, to_step=start)
         journal.resume(start)
@@ -121,20 +142,21 @@ def _train_rank(
     not_saved = _save_last_checkpoint(parts, run, journal, rank_info, loop_exit) if loop_exit.weights_are_valid else ""
     if loop_exit.reason == "stop":
         journal.event("stop", step=loop_exit.step, reason="asked to stop")
-        return EXIT_AGAIN
+        return EXIT_AGAIN, {}
     if loop_exit.reason == "numeric":
-        return _fail_numeric(journal, checkpointer, loop_exit, not_saved)
+        return _fail_numeric(journal, checkpointer, loop_exit, not_saved), {}
     if loop_exit.reason == "data":
         raise too_many_bad_samples(trainer.check.guard.bad_samples, run, loop_exit.step)
     if trainer.recipe.train.save:
         _save_model(parts, run, journal, rank_info, loop_exit.step)
-    if trainer.evaluator.run(step=loop_exit.step):
-        journal.event("stop", step=loop_exit.step, reason="asked to stop")
-        return EXIT_AGAIN
-    _write_sample(parts, journal, rank_info, loop_exit.step)
-    seconds = time.monotonic() - started
-    journal.event("done", step=loop_exit.step, steps=loop_exit.step, seconds=seconds, kept=checkpointer.totals())
-    return EXIT_DONE
+    # From here on nothing fails the run, and the supervisor does not restart it.
+    journal.event("trained", step=loop_exit.step, next=planned_parts(parts))
+    link.report_saved()
+    not_done = evaluate_and_sample(parts, journal, loop_exit.step)
+    facts: dict[str, Any] = {"seconds": time.monotonic() - started, "kept": checkpointer.totals()}
+    facts |= {"not_done": not_done} if not_done else {}
+    journal.event("done", step=loop_exit.step, steps=loop_exit.step, **facts)
+    return EXIT_DONE, not_done
 
 
 def _save_last_checkpoint(
@@ -176,50 +198,14 @@ def _try_save_model(parts: WorkerParts, run: RunDirectory, journal: Journal, ran
 
 def _save_model(parts: WorkerParts, run: RunDirectory, journal: Journal, rank_info: RankInfo, step: int) -> None:
     started, origin = time.monotonic(), parts.trainer.recipe.model.path
-    save_network(
-        parts.networks,
-        run.model,
-        rank=rank_info.rank,
-        stages=parts.stages,
-        origin=model_folder(origin) if origin else None,
-        add_files=partial(save_tokenizer, parts.training_data.tokenizer),
-    )
+    with parts.trainer.link.section("export", step) as report_progress:
+        save_network(
+            parts.networks,
+            run.model,
+            rank=rank_info.rank,
+            stages=parts.stages,
+            origin=model_folder(origin) if origin else None,
+            add_files=partial(save_tokenizer, parts.training_data.tokenizer),
+            report_progress=report_progress,
+        )
     journal.event("saved", step=step, path=str(run.model), seconds=time.monotonic() - started)
-
-
-def _write_sample(parts: WorkerParts, journal: Journal, rank_info: RankInfo, step: int) -> None:
-    """Generate a text sample, or answers to held-out questions. Every rank takes part; rank 0 writes the events."""
-    sample, stepper = parts.trainer.recipe.train.sample, parts.trainer.stepper
-    tokenizer = parts.training_data.tokenizer
-    if not sample.tokens or tokenizer is None:
-        return
-    stepper.set_training(False)
-    if "answers" in parts.training_data.objective.score_names:
-        if parts.training_data.holdout is not None:
-            _write_sample_answers(parts, parts.training_data.holdout, tokenizer, journal, step)
-        return
-    text = generate_text(
-        NextTokenModel(stepper.next_token_logits, parts.networks[0].max_seq_len, rank_info.device),
-        tokenizer,
-        sample.prompt,
-        tokens=sample.tokens,
-        temperature=sample.temperature,
-        seed=parts.trainer.recipe.train.seed,
-    )
-    if rank_info.rank == 0:
-        journal.event("sample", step=step, prompt=sample.prompt, text=text)
-
-
-def _write_sample_answers(
-    parts: WorkerParts, holdout: BatchFeed, tokenizer: Tokenizer, journal: Journal, step: int
-) -> None:
-    """Write `sample` events for the first few held-out questions and their generated answers."""
-    with Loader(holdout, steps=1) as loader:
-        inputs = next(loader).to(parts.trainer.device).micro(0)
-    rules = recipe_image_rules(parts.trainer.recipe)
-    image_token = rules.image_token if rules else None
-    predicted = generate_answers(parts.trainer.stepper.predict_tokens, inputs, image_token=image_token)
-    if journal.rank == 0:
-        for each in islice(dict.fromkeys(decode_answers(inputs, predicted, tokenizer)), NUM_SAMPLE_ANSWERS):
-            fields = {"prompt": each.question, "text": each.generated, "expected": each.expected, "right": each.correct}
-            journal.event("sample", step=step, **fields)

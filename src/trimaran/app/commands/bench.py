@@ -13,6 +13,7 @@ import typer
 
 from trimaran.app.request.options import Json
 from trimaran.core import UserError
+from trimaran.core.user_folders import needed_user_cache
 from trimaran.hardware import Calibration, Cluster, calibration_folder, detect, machine_name, num_cores
 from trimaran.run.compile_cache import refuse_unusable
 
@@ -46,7 +47,7 @@ def calibrate(
     from trimaran.app.views.clean_console import open_console
 
     cluster = detect(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
-    path = output or calibration_folder(os.environ) / f"{machine_name(cluster)}.json"
+    path = output or (calibration_folder(os.environ) or needed_user_cache(os.environ)) / f"{machine_name(cluster)}.json"
     _refuse_unwritable(path)
     refuse_unusable(os.environ)
     measured = _measure(cluster, seconds, open_console(stderr=True))

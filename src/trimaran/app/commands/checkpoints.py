@@ -13,6 +13,7 @@ from trimaran.app.terminal import printable
 from trimaran.checkpoint.checkpoint_list import CheckpointRow, count_drafts, find_step, list_checkpoints, verify_all
 from trimaran.checkpoint.step_dirs import complete_steps, prune, step_path, steps_to_prune
 from trimaran.core import UserError, show_bytes
+from trimaran.core.regular_files import read_regular_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -236,7 +237,7 @@ def _write(arrivals: "ImportedTensors", source: Any, run: "RunDirectory", step: 
                             where=str(run.checkpoints),
                             fix=f"use --step {newest + 1} or more, or another run: --run-dir DIR")  # fmt: skip
         facts = {"seed": recipe.train.seed, "global_batch": recipe.train.global_batch}
-        about = Manifest(step=step, time=time.time(), term=lease.term, recipe=run.recipe.read_text(encoding="utf-8"),
+        about = Manifest(step=step, time=time.time(), term=lease.term, recipe=read_regular_text(run.recipe),
                          progress=facts)  # fmt: skip
         return write_imported_tensors(arrivals, source, run.checkpoints, manifest=about, progress=progress)
 

@@ -6,10 +6,12 @@ from typing import Annotated, Any, Literal
 
 import typer
 import yaml
+from pydantic import ValidationError
 
 from trimaran.app.request.options import Json, RecipeFile, Settings
 from trimaran.core import DataSection, UserError, show_bytes, show_count
 from trimaran.data import TokenShards, pack
+from trimaran.hardware.validation_error import first_error
 
 data = typer.Typer(help="Inspect the data of a recipe; pack text into token shards.", rich_markup_mode=None)
 
@@ -41,7 +43,10 @@ def pack_data(  # noqa: PLR0913 - each option of a command is a parameter
     from trimaran.app.views.clean_console import open_console
     from trimaran.app.views.progress_bar import progress_bar
 
-    section = DataSection(source=source, path=path, tokenizer=tokenizer, text_field=text_field)
+    try:
+        section = DataSection(source=source, path=path, tokenizer=tokenizer, text_field=text_field)
+    except ValidationError as error:
+        raise first_error(error, DataSection, code="A001", where="`trimaran data pack`") from None
     with progress_bar(open_console(stderr=True)) as progress:
         pack(section, out, end_token=end_token, progress=progress)
     _show(TokenShards.open(out), as_json=as_json)

@@ -86,11 +86,11 @@ def _write(
 def _tokenizer_writer(run: "RunDirectory", recipe: Recipe) -> Callable[[Path], None]:
     """Return a function that saves the run's tokenizer to a folder: that of its saved weights, or that of its data."""
     from trimaran.data import TokenShards
-    from trimaran.data.tokenizer import load_tokenizer, open_tokenizer
-    from trimaran.infer.generate import TOKENIZER, save_tokenizer
+    from trimaran.data.tokenizer import load_tokenizer
+    from trimaran.infer.generate import TOKENIZER, open_saved_tokenizer, save_tokenizer
 
-    if (saved := run.model / TOKENIZER).is_file():
-        tokenizer = open_tokenizer(json.loads(saved.read_text(encoding="utf-8")), run.model)
+    if (run.model / TOKENIZER).is_file():
+        tokenizer = open_saved_tokenizer(run.model)
     elif recipe.data.source == "shards" and recipe.data.path:
         tokenizer = TokenShards.open(Path(recipe.data.path)).tokenizer
     else:

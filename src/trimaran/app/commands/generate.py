@@ -64,7 +64,7 @@ def _no_weights(run: "RunDirectory") -> UserError:
     """Return the error for a run without `model/`: its status, and the commands that lead to weights."""
     from trimaran.app.views.run_state import RunState
 
-    state = RunState(run)
+    state = RunState(run, only_status=True)
     state.refresh()
     train = state.recipe.train
     unsaved = "" if train.save else ", and train.save is false"

@@ -29,7 +29,7 @@ def incidents(run: RunName, as_json: Json = False) -> None:
     from trimaran.app.views.clean_console import open_console
 
     console = open_console()
-    state = RunState(directory)
+    state = RunState(directory, only_status=True)
     state.refresh()
     if vanished := state.status == "vanished":
         console.print(Text("the run was killed and not resumed", style="bold red"), soft_wrap=True)

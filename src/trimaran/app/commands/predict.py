@@ -13,6 +13,7 @@ import typer
 
 from trimaran.app.request.options import complete_lines
 from trimaran.core import UserError, did_you_mean
+from trimaran.core.regular_files import open_regular_file
 from trimaran.planner.predict_bulk import MAX_LINE_BYTES, answer_line
 
 Questions = Annotated[
@@ -93,7 +94,9 @@ def _open(file: str) -> Any:
         return nullcontext(sys.stdin.buffer)
     path = Path(file)
     try:
-        return path.open("rb")
+        if path.is_fifo():  # a process substitution, <(command), is one
+            return path.open("rb")
+        return open_regular_file(path, follow_links=True)
     except OSError as error:
         near = did_you_mean(file, [str(each) for each in path.parent.glob("*.jsonl")])
         raise UserError("A011", f"the plans cannot be read: {error.strerror}{near}", where=file,

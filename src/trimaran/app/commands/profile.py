@@ -10,6 +10,7 @@ import typer
 
 from trimaran.app.request.options import Json, RunName, find_run
 from trimaran.core import UserError
+from trimaran.core.regular_files import read_regular_text
 from trimaran.run.profile_request import (
     MAX_STEPS,
     RANKS_PATTERN,
@@ -172,7 +173,7 @@ def _wait(run: "RunDirectory", is_done: Callable[[], bool], show: Callable[[], N
 def _read(files: list[Path], *, memory: bool) -> dict[str, Any]:
     """Return the contents of the files, summarised."""
     if memory:
-        return {"memory": [json.loads(each.read_text(encoding="utf-8")) for each in files]}
+        return {"memory": [json.loads(read_regular_text(each)) for each in files]}
     from trimaran.telemetry.trace_summary import load_trace, summarise
 
     return {"traces": [summarise(load_trace(each)).as_dict() for each in files]}

@@ -8,6 +8,7 @@ import typer
 
 from trimaran.app.request.options import Json, RunName, find_run
 from trimaran.core import UserError
+from trimaran.core.regular_files import open_regular_file
 
 
 def report(
@@ -53,5 +54,5 @@ def _write(path: Path, page: str) -> None:
 
 
 def _begins_with(path: Path, text: str) -> bool:
-    with path.open("rb") as file:
+    with open_regular_file(path, follow_links=True) as file:
         return file.read(len(text)) == text.encode()

@@ -138,14 +138,15 @@ def _refuse_running(run: "RunDirectory") -> None:
 
 
 def _is_done(run: "RunDirectory", request: "Request") -> bool:
-    state = _state(run)
-    return state.status == "done" and state.step >= request.recipe.train.steps
+    state = _state(run, only_status=True)
+    is_complete = not state.current_events("unfinished")  # else the last evaluation and the sample are repeated
+    return state.status == "done" and state.step >= request.recipe.train.steps and is_complete
 
 
-def _state(run: "RunDirectory") -> "RunState":
+def _state(run: "RunDirectory", *, only_status: bool = False) -> "RunState":
     from trimaran.app.views.run_state import RunState
 
-    state = RunState(run)
+    state = RunState(run, only_status=only_status)
     state.refresh()
     return state
 
@@ -156,7 +157,7 @@ def _print_done(run: "RunDirectory", request: "Request", *, as_json: bool) -> in
         return 0
     from trimaran.app.request.options import path_argument, program_name
 
-    steps, done = request.recipe.train.steps, _state(run).step
+    steps, done = request.recipe.train.steps, _state(run, only_status=True).step
     longer = shlex.join([program_name(), "resume", path_argument(run.path), "--set", f"train.steps={2 * done}"])
     text = f"this run is done: all {steps} steps"
     if done > steps:

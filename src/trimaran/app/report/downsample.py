@@ -1,10 +1,12 @@
-"""Downsamples curves, so that a page can show a hundred thousand steps."""
+"""Downsamples curves, so that a page can show a million steps."""
 
 import math
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
-from operator import itemgetter
+from collections.abc import Sequence
+from functools import reduce
 from typing import Any
+
+from trimaran.app.views.intervals import intervals
+from trimaran.telemetry.step_blocks import Extent
 
 Point = tuple[float, float]
 Spread = tuple[float, float, float, float]
@@ -14,34 +16,35 @@ MAX_POINTS = 300
 
 
 def curve(points: Sequence[Point], *, limit: int = MAX_POINTS) -> dict[str, Any]:
-    """Return the finite `points`, which are sorted, for a page; empty if there are none.
+    """Return the finite `points`, which are sorted, for a page; empty if there are none. See `curve_of_extents`."""
+    finite = [point for point in points if math.isfinite(point[1])]
+    return curve_of_extents([Extent(1, point[1], point, point, point, point) for point in finite], limit=limit)
+
+
+def curve_of_extents(extents: Sequence[Extent], *, limit: int = MAX_POINTS) -> dict[str, Any]:
+    """Return a curve for a page; empty if there are no `extents`, which are those of single steps and of blocks.
 
     More than `limit` points become `limit` intervals with minimum, mean and maximum, so that no extreme is lost.
     `first`, `last`, `least` and `most` are original points.
     """
-    finite = [point for point in points if math.isfinite(point[1])]
-    if not finite:
+    if not extents:
         return {}
-    rows = {"points": finite} if len(finite) <= limit else {"spread": _spreads(finite, limit)}
-    least, most = min(finite, key=itemgetter(1)), max(finite, key=itemgetter(1))
-    return rows | {"first": finite[0], "last": finite[-1], "least": least, "most": most}
+    is_exact = len(extents) <= limit and all(each.count == 1 for each in extents)
+    rows = {"points": [each.first for each in extents]} if is_exact else {"spread": _spreads(extents, limit)}
+    whole = reduce(Extent.join, extents)
+    return rows | {"first": whole.first, "last": whole.last, "least": whole.least, "most": whole.most}
 
 
-def _spreads(points: Sequence[Point], limit: int) -> list[Spread]:
+def _spreads(extents: Sequence[Extent], limit: int) -> list[Spread]:
     """Return the spread of each of `limit` intervals; the first and the last are at the first and the last point."""
-    values = [value for _, value in points]
-    found = []
-    for begin, end in intervals(len(points), limit):
-        inside = values[begin:end]
-        where = points[0][0] if begin == 0 else points[-1][0] if end == len(points) else points[(begin + end) // 2][0]
-        found.append((where, min(inside), math.fsum(inside) / len(inside), max(inside)))
+    found: list[Spread] = []
+    for begin, end, middle in intervals([each.count for each in extents], limit):
+        inside, centre = extents[begin:end], extents[middle]
+        where = (centre.first[0] + centre.last[0]) / 2 if centre.count > 1 else centre.first[0]
+        where = extents[0].first[0] if begin == 0 else extents[-1].last[0] if end == len(extents) else where
+        mean = math.fsum(each.total for each in inside) / sum(each.count for each in inside)
+        found.append((where, min(each.least[1] for each in inside), mean, max(each.most[1] for each in inside)))
     return found
-
-
-def intervals(length: int, number: int) -> Iterator[tuple[int, int]]:
-    """Yield begin and end of each of at most `number` equal parts of a list."""
-    bounds = [round(part * length / number) for part in range(number + 1)] if length > number else range(length + 1)
-    yield from pairwise(bounds)
 
 
 def spread(points: Sequence[Point], *, limit: int = MAX_POINTS) -> list[Spread]:

@@ -7,11 +7,12 @@ from typing import Any
 
 from trimaran.app.report.curves import number, tree
 from trimaran.app.report.downsample import Point, Spread, spread
+from trimaran.core.regular_files import open_regular_file
 from trimaran.run import RunDirectory
 from trimaran.run.journal import parse_lines
 
 Sample = dict[str, Any]
-MAX_LINES = 4000  # of all nodes together
+MAX_LINES = 2000  # of all nodes together
 MIN_NODE_LINES = 20
 MAX_FULLY_READ_BYTES = 1 << 20
 
@@ -56,7 +57,7 @@ def _add_points(sample: Sample, points: dict[str, list[Point]]) -> None:
 def spread_lines(path: Path, count: int) -> Iterator[bytes]:
     """Yield all lines of a small file; of a large one `count` evenly spread lines, without reading the others."""
     size = path.stat().st_size
-    with path.open("rb") as file:
+    with open_regular_file(path) as file:
         if size <= MAX_FULLY_READ_BYTES:
             yield from file
             return

@@ -7,13 +7,15 @@ import time
 from typing import Any
 
 from trimaran import __version__
-from trimaran.app.report.curves import curves_of, groups_of, not_finite, number, phases_of, ranks_of, tree
+from trimaran.app.report.curves import curves_of, groups_of, number, phases_of, ranks_of, tree
+from trimaran.app.report.detailed_steps import detailed_steps
 from trimaran.app.report.machines import machines_of
 from trimaran.app.request.options import path_argument, program_name
 from trimaran.app.views.run_findings import read_findings
 from trimaran.app.views.run_state import RunState
 from trimaran.checkpoint.checkpoint_list import list_checkpoints
 from trimaran.core import PHASES, Recipe, UserError, show_count
+from trimaran.core.regular_files import read_regular_text
 from trimaran.launch.incident_text import incident_text
 from trimaran.models import outline_if_known
 from trimaran.run import RunDirectory
@@ -29,6 +31,7 @@ def facts_of(run: RunDirectory) -> Tree:
     state = RunState(run)
     state.refresh()
     findings, trouble = read_findings(run)
+    detailed = detailed_steps(run)
     facts = {
         "format": FORMAT,
         "made": time.time(),
@@ -37,15 +40,15 @@ def facts_of(run: RunDirectory) -> Tree:
         "model": model_text(state.recipe),
         "plan_words": str(state.plan),
         "command": shlex.join([program_name(), "train", path_argument(run.recipe)]),
-        "recipe": run.recipe.read_text(encoding="utf-8"),
+        "recipe": read_regular_text(run.recipe),
         "unit": state.unit,
         "why": state.attempts.why,
         "machines_used": _machines_used(state),
         "comparison": _comparison(state),
-        "curves": curves_of(state),
-        "not_finite": not_finite(state),
-        "phases_over_time": phases_of(state.steps),
-        "ranks_over_time": ranks_of(state),
+        "curves": curves_of(state, detailed),
+        "not_finite": state.history.not_finite,
+        "phases_over_time": phases_of(state.history),
+        "ranks_over_time": ranks_of(detailed),
         "groups": groups_of(state),
         "timeline": _timeline(state),
         "checkpoints": [row.as_dict() for row in list_checkpoints(run.checkpoints)],
@@ -110,7 +113,7 @@ def _held(run: RunDirectory) -> dict[str, float]:
     if not found or found[-1].stat().st_size > MAX_SNAPSHOT_BYTES:
         return {}
     try:
-        snapshot = tree(json.loads(found[-1].read_text(encoding="utf-8")))
+        snapshot = tree(json.loads(read_regular_text(found[-1])))
     except ValueError:
         return {}
     kinds = tree(tree(snapshot.get("within")).get("kinds")) | tree(snapshot.get("kinds"))

@@ -4,13 +4,12 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal, get_args
-
-import yaml
 
 from trimaran.app.request.request import read_question
 from trimaran.core import ModelSection, Recipe, UserError, did_you_mean
+from trimaran.core.parse_text import TextError, load_yaml
+from trimaran.core.user_folders import expand_user
 from trimaran.models import PRESETS, VLM_PRESETS, outline_for, spec_of
 from trimaran.planner import Question
 
@@ -62,7 +61,7 @@ def _file_or_model(what: str | None) -> tuple[str | None, list[str]]:
         return None, [f"model.preset={what}"]
     if what in VLM_PRESETS:
         return None, ["model.family=vlm", f"model.preset={what}"]
-    path = Path(what).expanduser()
+    path = expand_user(what)
     if path.is_dir() or path.name == "config.json":
         return None, _model_settings(what)
     if path.exists():
@@ -89,8 +88,16 @@ def _describes(family: OwnFamily, path: str) -> bool:
 
 def _setting(field: str, value: object) -> str:
     """Return `value` as a `--set` argument, quoted only if YAML would read it as another type."""
-    is_plain = not isinstance(value, str) or yaml.safe_load(value) == value
-    return f"{field}={value if is_plain else json.dumps(value)}"
+    is_plain = not isinstance(value, str) or _is_plain(value)
+    return f"{field}={value if is_plain else json.dumps(value, ensure_ascii=False)}"
+
+
+def _is_plain(text: str) -> bool:
+    """Return whether YAML reads the text as itself."""
+    try:
+        return load_yaml(text) == text
+    except TextError:
+        return False
 
 
 def _defaults(question: Question) -> dict[str, Any]:

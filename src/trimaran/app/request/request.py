@@ -7,12 +7,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trimaran.core import Plan, Recipe, UserError, did_you_mean, parse_recipe
+from trimaran.core.regular_files import read_regular_bytes
+from trimaran.core.user_folders import expand_user
 from trimaran.hardware import Cluster, calibration_folder, detect, parse_cluster
+from trimaran.hardware.parse_cluster import MAX_DEVICES
 from trimaran.models import Outline, outline_for, outline_if_known, refuse_freezing, spec_of
 from trimaran.models.stages import Spec
 from trimaran.planner import Question, choose
 
 MAX_RECIPE_BYTES = 1 << 20
+TORCHRUN_FIX = "start the command with torchrun, which sets it; or unset RANK and WORLD_SIZE to run without torchrun"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,13 +63,30 @@ def read_recipe(file: str | None, settings: Sequence[str]) -> Recipe:
 
 def torchrun_cluster(environment: Mapping[str, str]) -> Cluster:
     """Return the cluster of an outside torchrun: this machine's kind of device, one per rank."""
-    world_size = int(environment["WORLD_SIZE"])
-    devices_per_node = int(environment.get("LOCAL_WORLD_SIZE", world_size))
+    world_size = _torchrun_number(environment, "WORLD_SIZE", most=MAX_DEVICES)
+    devices_per_node = _torchrun_number(environment, "LOCAL_WORLD_SIZE", most=world_size, default=world_size)
+    for name in ("RANK", "LOCAL_RANK", "GROUP_RANK"):
+        _torchrun_number(environment, name, least=0, most=world_size - 1, default=0)
+    if world_size % devices_per_node:
+        raise UserError("A022", f"{world_size} ranks are not a multiple of the {devices_per_node} on each node",
+                        where="the environment variables WORLD_SIZE, LOCAL_WORLD_SIZE", fix=TORCHRUN_FIX)  # fmt: skip
     measured = calibration_folder(environment)
     here = detect(visible_devices=environment.get("CUDA_VISIBLE_DEVICES"), calibrations=measured)
     if here.device.kind == "cpu":
         return parse_cluster(f"{world_size // devices_per_node}x{devices_per_node}xcpu", calibrations=measured)
     return replace(here, num_nodes=world_size // devices_per_node, devices_per_node=devices_per_node)
+
+
+def _torchrun_number(
+    environment: Mapping[str, str], name: str, *, most: int, least: int = 1, default: int | None = None
+) -> int:
+    """Return a variable that torchrun sets; raise UserError if it is no number from `least` to `most`."""
+    text = environment.get(name, "" if default is None else str(default))
+    number = int(text) if text.isascii() and text.isdigit() and len(text) <= 9 else -1
+    if not least <= number <= most:
+        raise UserError("A022", f"{name} is '{text[:40]}', which is not a number from {least} to {most:,}",
+                        where=f"the environment variable {name}", fix=TORCHRUN_FIX)  # fmt: skip
+    return number
 
 
 def refuse_wrong_world_size(plan: Plan, environment: Mapping[str, str]) -> None:
@@ -123,7 +144,7 @@ def _with_paths_beside(recipe: Recipe, file: str | None) -> Recipe:
 
 
 def _found(path: str, folder: Path) -> str:
-    here, there = Path(path).expanduser(), folder / path
+    here, there = expand_user(path), folder / path
     return str(there) if not here.exists() and there.exists() else path
 
 
@@ -151,8 +172,7 @@ def _read_bytes(file: str) -> bytes:
         return sys.stdin.buffer.read(MAX_RECIPE_BYTES + 1)
     path = Path(file)
     try:
-        with path.open("rb") as stream:
-            return stream.read(MAX_RECIPE_BYTES + 1)
+        return read_regular_bytes(path, follow_links=True, limit_bytes=MAX_RECIPE_BYTES + 1)
     except OSError as error:
         near = did_you_mean(file, [str(each) for each in path.parent.glob("*.y*ml")])
         raise UserError("A003", f"the recipe cannot be read: {error.strerror}{near}", where=file,

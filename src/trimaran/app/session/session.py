@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import time
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -12,6 +13,7 @@ from rich.text import Text
 
 from trimaran.app.request.options import path_argument, program_name
 from trimaran.app.request.request import Request
+from trimaran.app.session.moved_directory import MovedDirectoryNotice, end_deleted, is_deleted, moved_run
 from trimaran.app.session.prepare_data import prepare_data
 from trimaran.app.session.stop_signals import PausedSupervisorNotice, ShowRanksSignal, StopSignals
 from trimaran.app.views.clean_console import open_console
@@ -26,11 +28,14 @@ from trimaran.core.optional_packages import refuse_missing_packages
 from trimaran.cost import STATE_BYTES
 from trimaran.cost.goodput import checkpoint_bytes
 from trimaran.data.feature_cache import refuse_trained_tower
-from trimaran.launch.local import start_local
+from trimaran.launch.local import LocalRun, start_local
 from trimaran.launch.replace_plan import replace_plan, replace_recipe
 from trimaran.models import ModelSpec, model_folder, spec_to_hf, weight_files
 from trimaran.run import RunDirectory, create_run, refuse_full_disk, writing
 from trimaran.run.compile_cache import refuse_unusable
+from trimaran.run.held_directory import HeldDirectory
+
+POLL_SECONDS = 0.1
 
 
 def run_here(request: Request, path: Path, *, as_json: bool, quiet: bool) -> int:
@@ -39,9 +44,13 @@ def run_here(request: Request, path: Path, *, as_json: bool, quiet: bool) -> int
     With `as_json`, standard output is for the JSON result only, and the live view goes to standard error.
     """
     console = open_console(stderr=as_json)
+    return run_and_show(create_checked_run(request, path, console), console, as_json=as_json, quiet=quiet)
+
+
+def create_checked_run(request: Request, path: Path, console: Console) -> RunDirectory:
+    """Check that `request` can run here, prepare its data, and create the run directory."""
     _check_before_start(request, path)
-    run = create_run(path, _prepare_data(request, console), request.plan)
-    return run_and_show(run, console, as_json=as_json, quiet=quiet)
+    return create_run(path, _prepare_data(request, console), request.plan)
 
 
 def resume_here(request: Request, run: RunDirectory, *, replan: bool, as_json: bool, quiet: bool) -> int:
@@ -59,10 +68,12 @@ def resume_here(request: Request, run: RunDirectory, *, replan: bool, as_json: b
 
 def run_and_show(run: RunDirectory, console: Console, *, as_json: bool, quiet: bool) -> int:
     """Start the supervisor of `run`, show the run until it ends, and return the exit code."""
-    state = RunState(run)
+    state, held = RunState(run), HeldDirectory(run.path)
+    held.watch()
     state.refresh()  # earlier events are not shown again
     ranks = start_local(run)
     poller = None if quiet else FindingsPoller(run, at_once=False)
+    moved = MovedDirectoryNotice(held, lambda text: print_plain(console, text))
     paused = PausedSupervisorNotice(ranks, lambda text: print_plain(console, text))
     show_ranks = ShowRanksSignal(ranks, lambda text: print_plain(console, text))
     with show_ranks, StopSignals(ranks, lambda text: print_plain(console, text)) as stop:
@@ -73,11 +84,32 @@ def run_and_show(run: RunDirectory, console: Console, *, as_json: bool, quiet: b
             show_ranks.handle()
             return ranks.poll() is not None
 
-        follow(state, Console(quiet=True) if quiet else console, has_ended=has_ended, poller=poller)
+        follow(
+            state,
+            Console(quiet=True) if quiet else console,
+            has_ended=lambda: has_ended() or moved.check(),
+            poller=poller,
+        )
+        while not has_ended():  # the files at the run's path are not its own any more
+            time.sleep(POLL_SECONDS)
+    return _end(state, held, ranks, console, stopped_by=stop.exit_code, as_json=as_json)
+
+
+def _end(
+    state: RunState, held: HeldDirectory, ranks: LocalRun, console: Console, *, stopped_by: int | None, as_json: bool
+) -> int:
+    """Print the result of a run that has ended, where its directory is now, and return the exit code."""
     code = ranks.wait()
+    if is_deleted(held):
+        return end_deleted(held, code, as_json=as_json)
+    if code not in (EXIT_DONE, EXIT_AGAIN) and (error := ranks.read_error()):
+        raise error
+    if (run := moved_run(held)) is not None:
+        print_plain(console, held.explain("moved"))
+        state = RunState(run)
     state.refresh()
-    if stop.exit_code is not None and code != EXIT_DONE:
-        code = stop.exit_code
+    if stopped_by is not None and code != EXIT_DONE:
+        code = stopped_by
     elif code not in (EXIT_DONE, EXIT_AGAIN):
         code = explain_failure(state, console, code)
     return print_result(state, console, code, as_json=as_json)

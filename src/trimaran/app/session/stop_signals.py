@@ -7,6 +7,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from trimaran.app.terminal import printable
+from trimaran.core.regular_files import read_regular_text
 from trimaran.launch.local import LocalRun
 from trimaran.launch.signals import SHOW_SIGNAL
 
@@ -105,7 +106,7 @@ class ShowRanksSignal:
             self._ranks.process.send_signal(SHOW_SIGNAL)
         elif self._awaited is not None and self._version() != self._awaited:
             self._awaited = None
-            for line in self._file.read_text(encoding="utf-8", errors="replace").splitlines():
+            for line in read_regular_text(self._file, errors="replace").splitlines():
                 self._show(printable(line))
 
     def _version(self) -> int:

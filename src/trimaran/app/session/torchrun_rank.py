@@ -25,7 +25,7 @@ from trimaran.launch.replace_plan import replace_plan, replace_recipe
 from trimaran.launch.sidecar_process import SidecarProcess
 from trimaran.run import RunDirectory, create_run, holds_run, open_run, writing
 from trimaran.run.compile_cache import compile_cache
-from trimaran.run.process_control import set_process_name
+from trimaran.run.process_control import raise_soft_limits, set_process_name
 from trimaran.train.process.rank_info import RankInfo, read_rank_info
 from trimaran.train.worker import open_torchrun_run, run_worker
 
@@ -65,6 +65,7 @@ def _update_run(request: Request, run: RunDirectory, *, replan: bool) -> RunDire
 def _run_rank(
     request: Request, make: Callable[[], RunDirectory], *, as_json: bool, check: bool, notice: str = ""
 ) -> int:
+    raise_soft_limits()
     os.environ.update(compile_cache(os.environ))
     rank_info = read_rank_info(os.environ, on_cpu=request.cluster.device.kind == "cpu")
     console = open_console(stderr=as_json)
@@ -78,7 +79,7 @@ def _run_rank(
 
     with open_torchrun_run(rank_info, make_and_show, check=check_machine) as (run, link), _sidecar(run, rank_info):
         code = run_worker(run, rank_info, cache=cache_folder(os.environ), link=link)
-    return _print_outcome(run, rank_info, code, console, as_json=as_json)
+    return _print_outcome(RunDirectory(run.location), rank_info, code, console, as_json=as_json)
 
 
 @contextmanager

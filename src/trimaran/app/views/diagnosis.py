@@ -31,6 +31,8 @@ def diagnose_run(run: str, *, as_json: bool, against: str = "") -> int:
     directory, other = find_run(run), find_run(against) if against else None
     try:
         evidence = read_evidence(directory, calibrations=calibration_folder(os.environ), against=other)
+    except UserError:
+        raise  # a special file in place of one of the run's is an OSError too
     except (OSError, ValueError, KeyError) as error:
         raise UserError("A008", f"the run cannot be examined: {error}", where=str(directory.path),
                         fix="name a complete run directory of `trimaran train`") from None  # fmt: skip

@@ -73,9 +73,9 @@ def _follow_in_lines(
             accuracy = "".join(f"  {name} {fraction:.1%}" for name, fraction in state.accuracy.items())
             print_plain(console, f"step {step}  held-out loss {loss:.4f}{accuracy}")
         evaluated = len(state.evaluations)
-        if len(state.steps) != shown and (ended or shown <= 0 or time.monotonic() >= due):
+        if state.step != shown and (ended or shown <= 0 or time.monotonic() >= due):
             print_plain(console, line(state))
-            shown, due = len(state.steps), time.monotonic() + LINE_SECONDS
+            shown, due = state.step, time.monotonic() + LINE_SECONDS
         if not ended:
             time.sleep(FRAME_SECONDS)
 

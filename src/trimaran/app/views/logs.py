@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trimaran.app.terminal import printable
+from trimaran.core.regular_files import open_regular_file
 from trimaran.run import LineFollower
 
 MAX_TAIL_BYTES = 1 << 16
@@ -46,11 +47,10 @@ def tail(path: Path, num_lines: int) -> list[str]:
     """Return the last lines of a log, without control codes; none if there is no such file."""
     if not path.exists():
         return []
-    with path.open("rb") as file:
+    with open_regular_file(path) as file:
         file.seek(max(0, path.stat().st_size - MAX_TAIL_BYTES))
         lines = [text for line in file if (text := _visible_text(line))]
     return lines[-num_lines:]
-
 
 
 def _visible_text(line: bytes) -> str:

@@ -6,18 +6,23 @@ import signal
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
+from itertools import islice
 from typing import Any, Literal
 
 import psutil
 
 from trimaran.app.views.logs import LogFollower, LogLine
-from trimaran.core import EXIT_AGAIN, EXIT_DONE, PHASES, Event, Incident, StepMetrics, UserError, show_count
+from trimaran.app.views.step_history import StepHistory
+from trimaran.core import EXIT_AGAIN, EXIT_DONE, PHASES, SLOW_DETAILS, Event, Incident, StepMetrics, show_count
 from trimaran.run import JsonlFollower, RunDirectory, read_incidents
 from trimaran.run.attempts import Attempts
+from trimaran.run.journal import LineFollower
+from trimaran.run.lines_from_end import lines_from_end
 from trimaran.telemetry.ledger import Ledger, LedgerReader
-from trimaran.telemetry.step_lines import read_details
+from trimaran.telemetry.step_blocks import StepBlock
+from trimaran.telemetry.step_lines import StepLine, read_details, read_step
 
 Status = Literal["starting", "training", "restarting", "done", "stopped", "failed", "vanished"]
 ACTIVE_STATUSES: tuple[Status, ...] = ("starting", "training", "restarting")
@@ -25,9 +30,8 @@ STOPPED = (EXIT_AGAIN, 128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.S
 
 RECENT_STEPS = 20
 MEASURED_STEPS = 1000
-DETAILED_STEPS = 400  # steps whose details are kept, evenly spread over the run
 SAMPLE_BACKLOG = 1 << 16  # bytes of a node's samples that the first refresh reads
-FRESH_STEPS = 100  # newest steps in which `latest` details are searched
+FRESH_STEPS = 512  # newest steps in which `latest` details are searched
 
 DETAILS: dict[str, Callable[[Any], str]] = {
     "bubble": lambda value: f"{value['measured']:.0%} of the pipeline's time, {value['theoretical']:.0%} in theory",
@@ -46,6 +50,14 @@ DETAILS: dict[str, Callable[[Any], str]] = {
     ),
 }
 _EVENT_FIELDS = {field.name for field in fields(Event)}
+
+
+def _detail(show: Callable[[Any], str], value: Any) -> str:
+    """Return the text of a detail; '' if it is damaged, as its fields depend on the plan and are not checked."""
+    try:
+        return show(value)
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):
+        return ""
 
 
 def _listed(values: dict[str, float]) -> str:
@@ -85,17 +97,20 @@ class StepSummary:
 class RunState:
     """The state of a run from its files. `refresh` reads what was added since the last call.
 
-    `steps` have no details. `latest` has the newest value of each detail, such as `ranks` and `memory`. `detailed` has
-    all details of some steps, evenly spread over the run. `samples` has the last sample of each node.
+    `history` has all steps, without details, in bounded memory. `latest` has the newest value of each detail, such as
+    `ranks` and `memory`. `samples` has the last sample of each node. With `only_status`, only the last steps are read:
+    enough for `status`, `step` and the events, in a time that does not depend on the length of the run.
     """
 
-    def __init__(self, run: RunDirectory) -> None:
-        self.run = run
+    def __init__(self, run: RunDirectory, *, only_status: bool = False) -> None:
+        self.run, self._only_status = run, only_status
         self.events: list[Event] = []
         self.attempts = Attempts(run)
         self.samples: dict[str, dict[str, Any]] = {}
         self._sample_followers: dict[str, JsonlFollower] = {}
-        self._ledger_reader = LedgerReader(run)
+        self._ledger_reader = LedgerReader(run, num_lines=MEASURED_STEPS)
+        self._last_lines: LineFollower | None = None
+        self._incidents: tuple[tuple[int, int, int] | None, list[Incident]] | None = None
         self._forget_steps()
         self._event_followers: dict[int, JsonlFollower] = {}
         self._log_followers: dict[int, LogFollower] = {}
@@ -105,22 +120,16 @@ class RunState:
     def _read_plan(self) -> None:
         """Read recipe and plan, and follow all ranks of the plan: a restart can change the plan."""
         run = self.run
-        try:
-            self.recipe, self.plan = run.read_recipe(), run.read_plan()
-        except (OSError, ValueError, KeyError):
-            raise UserError("A008", "the recipe or the plan of this run cannot be read", where=str(run.path),
-                            fix="if the run is just starting, wait; otherwise start it again") from None  # fmt: skip
+        self.recipe, self.plan = run.read_recipe(), run.read_plan()
         for rank in range(self.plan.mesh.world_size):
             self._event_followers.setdefault(rank, JsonlFollower(run.events(rank)))
             self._log_followers.setdefault(rank, LogFollower(run.log(rank), rank))
 
     def _forget_steps(self) -> None:
         """Clear all steps: some were withdrawn, and the reader returns all of them again."""
-        self.steps: list[StepMetrics] = []
-        self.detailed: list[tuple[int, dict[str, Any]]] = []
+        self.history = StepHistory()
         self.latest: dict[str, Any] = {}
         self._last_details: dict[str, Any] = {}
-        self._every = 1
 
     def refresh(self) -> list[LogLine]:
         """Read what is new, and return the log lines of the ranks since the last call."""
@@ -135,27 +144,31 @@ class RunState:
         return [line for follower in self._log_followers.values() for line in follower.new()]
 
     def _read_steps(self) -> None:
-        if self._ledger_reader.poll():
-            self._forget_steps()
         fresh: deque[bytes] = deque(maxlen=FRESH_STEPS)
-        for line in self._ledger_reader.new_steps():
-            while self.steps and self.steps[-1].step >= line.step:  # withdrawn and repeated
-                self.steps.pop()
-            self.steps.append(line.metrics())
-            fresh.append(line.rest)
-            if len(self.steps) % self._every == 0:
-                self._keep_details(line.step, line.rest)
+        for step in self._new_steps():
+            if isinstance(step, StepBlock):
+                self.history.add_block(step)
+            else:
+                self.history.add(step)
+                fresh.append(step.rest)
         for rest in fresh:
             self.latest |= (details := read_details(rest))
             self._last_details = details
 
-    def _keep_details(self, step: int, rest: bytes) -> None:
-        """Keep the details of one step; of many steps, every second, fourth, eighth ... is kept."""
-        while self.detailed and self.detailed[-1][0] >= step:
-            self.detailed.pop()
-        self.detailed.append((step, read_details(rest)))
-        if len(self.detailed) >= 2 * DETAILED_STEPS:
-            self.detailed, self._every = self.detailed[1::2], 2 * self._every
+    def _new_steps(self) -> Iterator[StepLine | StepBlock]:
+        if self._only_status:
+            if self._last_lines is None:
+                self._last_lines = LineFollower(self.run.metrics)
+                self._last_lines.skip_to(min((at for at, _ in islice(lines_from_end(self.run.metrics), 2)), default=0))
+            return filter(None, map(read_step, self._last_lines.new()))
+        if self._ledger_reader.poll():
+            self._forget_steps()
+        return self._ledger_reader.new_steps()
+
+    @property
+    def steps(self) -> list[StepMetrics]:
+        """The latest steps; of a short run all of them."""
+        return self.history.steps
 
     def _read_samples(self) -> None:
         """Read the last sample of each node."""
@@ -212,8 +225,15 @@ class RunState:
 
     @property
     def incidents(self) -> list[Incident]:
-        """The incidents so far."""
-        return read_incidents(self.run)
+        """The incidents so far. The file is read again only if it has changed: a frame asks for them several times."""
+        try:
+            found = self.run.incidents.stat()
+            version = (found.st_ino, found.st_size, found.st_mtime_ns)
+        except OSError:
+            version = None
+        if self._incidents is None or self._incidents[0] != version:
+            self._incidents = version, read_incidents(self.run)
+        return self._incidents[1]
 
     @property
     def ledger(self) -> Ledger | None:
@@ -221,8 +241,14 @@ class RunState:
 
         It is made of what `refresh` has read: asking often costs nothing to speak of.
         """
+        assert not self._only_status
         ledger = self._ledger_reader.compute(now=time.time() if self.status in ACTIVE_STATUSES else None)
         return ledger if ledger.at_work > 0 else None
+
+    @property
+    def loss_bound(self) -> dict[str, Any]:
+        """What a fault costs at most, as rank 0 stated it last; empty before its first step."""
+        return next((event.data for event in reversed(self.events) if event.kind == "loss_bound"), {})
 
     @property
     def failure(self) -> Event | None:
@@ -241,13 +267,14 @@ class RunState:
         return self.steps[-1].step if self.steps else 0
 
     @property
-    def losses(self) -> list[float]:
-        return [step.loss for step in self.steps]
+    def first_loss(self) -> float:
+        """The loss of the first step; NaN if there is none."""
+        return self.history.first.loss if self.history.first else math.nan
 
     @property
     def evaluations(self) -> list[tuple[int, float]]:
         """Steps and their losses on held-out data."""
-        found = {event.step: event.data["loss"] for event in self.events_of_kind("evaluation") if event.rank == 0}
+        found = {event.step: event.data.get("loss") for event in self.events_of_kind("evaluation") if event.rank == 0}
         return [(step, math.nan if loss is None else loss) for step, loss in sorted(found.items())]
 
     @property
@@ -260,13 +287,18 @@ class RunState:
     def measured(self) -> StepSummary | None:
         if not self.steps:
             return None
-        warm = self.steps[1:][-MEASURED_STEPS:] or self.steps
+        warm, peak = self._warm_steps[-MEASURED_STEPS:] or self.steps, self.history.extent("peak_bytes")
         return StepSummary(
             step_seconds=statistics.median(step.step_seconds for step in warm),
-            peak_bytes=max(step.peak_bytes for step in self.steps),
+            peak_bytes=int(peak.most[1]) if peak else 0,
             tokens_per_second=statistics.median(step.tokens_per_second for step in warm),
             mfu=statistics.median(step.mfu for step in warm),
         )
+
+    @property
+    def _warm_steps(self) -> list[StepMetrics]:
+        """The latest steps without the first of the run."""
+        return self.steps[1:] if self.steps[:1] == [self.history.first] else self.steps
 
     @property
     def differences(self) -> dict[str, float]:
@@ -280,10 +312,16 @@ class RunState:
     @property
     def details(self) -> list[tuple[str, str]]:
         """Details of the last step that only some plans have: names and texts."""
-        details = self._last_details
+        details = self._shown_details
         names = {"rows": "scenes a step"} if self.unit == "scenes" else {}
-        texts = ((names.get(name, name), show(details[name])) for name, show in DETAILS.items() if name in details)
+        texts = ((names.get(name, name), _detail(show, details[name])) for name, show in DETAILS.items()
+                 if name in details)  # fmt: skip
         return [(name, each) for name, each in texts if each]
+
+    @property
+    def _shown_details(self) -> dict[str, Any]:
+        """The details of the last step, and the newest of those that most lines leave out."""
+        return {name: self.latest[name] for name in SLOW_DETAILS if name in self.latest} | self._last_details
 
     @property
     def unit(self) -> str:
@@ -293,7 +331,7 @@ class RunState:
     @property
     def remaining_seconds(self) -> float | None:
         """Seconds to the last step at the median step time of recent steps."""
-        recent = self.steps[1:][-RECENT_STEPS:]
+        recent = self._warm_steps[-RECENT_STEPS:]
         if not recent or self.status != "training":
             return None
         step_seconds = statistics.median(step.step_seconds for step in recent)
@@ -302,7 +340,7 @@ class RunState:
     @property
     def phases(self) -> dict[str, float]:
         """Mean seconds of recent steps by phase, without phases that took no time."""
-        recent = (self.steps[1:] or self.steps)[-RECENT_STEPS:]
+        recent = (self._warm_steps or self.steps)[-RECENT_STEPS:]
         means = {name: sum(step.phases.get(name, 0.0) for step in recent) / max(1, len(recent)) for name in PHASES}
         return {name: seconds for name, seconds in means.items() if seconds > 0}
 
@@ -314,8 +352,8 @@ class RunState:
             "status": self.status,
             "steps": self.step,
             "total_steps": self.recipe.train.steps,
-            "first_loss": finite(self.losses[:1]),
-            "final_loss": finite(self.losses[-1:]),
+            "first_loss": finite([self.first_loss]),
+            "final_loss": finite(step.loss for step in self.steps[-1:]),
             "held_out_loss": finite(loss for _, loss in self.evaluations[-1:]),
             "accuracy": self.accuracy,
             "tokens_per_second": measured.tokens_per_second if measured else None,
@@ -324,7 +362,7 @@ class RunState:
             "measured": measured.as_dict() if measured else None,
             "differences": self.differences,
             "phases": self.phases,
-            "details": {name: value for name, value in self._last_details.items() if name in DETAILS},
+            "details": {name: value for name, value in self._shown_details.items() if name in DETAILS},
             "ranks": self.latest.get("ranks"),
             "memory": self.latest.get("memory"),
             "machines": list(self.samples.values()),
@@ -332,6 +370,7 @@ class RunState:
             "error": failure.data | {"rank": failure.rank} if failure else None,
             "attempts": len(self.attempts.attempts),
             "restarts": self.restarts,
+            "loss_bound": self.loss_bound or None,
             "goodput": ledger.goodput if ledger else None,
             "ledger": ledger.as_dict() if ledger else None,
             "incidents": [incident.as_dict() for incident in self.incidents],

@@ -12,8 +12,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from trimaran.app.views.intervals import interval_means
 from trimaran.app.views.run_state import RunState
-from trimaran.app.views.text_chart import BLUE, GREEN, ORANGE, PURPLE, RED, SKY, curve, stacked_bar
+from trimaran.app.views.text_chart import BLUE, DOTS_PER_CELL, GREEN, ORANGE, PURPLE, RED, SKY, curve, stacked_bar
 from trimaran.core import show_bytes, show_count, show_seconds
 
 WIDE_COLUMNS = 118
@@ -140,9 +141,10 @@ def _readiness(state: RunState) -> str:
 
 
 def _losses(state: RunState) -> Text:
-    losses = state.losses
-    best = min(filter(math.isfinite, losses), default=math.nan)
-    text = Text.assemble(("loss ", "dim"), (f"{losses[-1]:.3f}", "bold"), ("   first ", "dim"), f"{losses[0]:.3f}")
+    extent = state.history.extent("loss")
+    best = extent.least[1] if extent else math.nan
+    last, first = state.steps[-1].loss, state.first_loss
+    text = Text.assemble(("loss ", "dim"), (f"{last:.3f}", "bold"), ("   first ", "dim"), f"{first:.3f}")
     text.append_text(Text.assemble(("   best ", "dim"), f"{best:.3f}"))
     if state.evaluations:
         step, held_out = state.evaluations[-1]
@@ -153,15 +155,18 @@ def _losses(state: RunState) -> Text:
 
 
 def _curve(state: RunState, width: int, height: int) -> list[RenderableType]:
-    finite = list(filter(math.isfinite, state.losses))
-    labels = [f"{max(finite, default=0.0):.2f}", *[""] * (height - 2), f"{min(finite, default=0.0):.2f}"]
+    extent = state.history.extent("loss")
+    most, least = (extent.most[1], extent.least[1]) if extent else (0.0, 0.0)
+    labels = [f"{most:.2f}", *[""] * (height - 2), f"{least:.2f}"]
     margin = max(map(len, labels))
-    rows = curve(finite, width=width - margin - 2, height=height)
+    columns = width - margin - 2
+    rows = curve(interval_means(state.history.extents("loss"), DOTS_PER_CELL * columns), width=columns, height=height)
     lines = [
         Text.assemble((f"{label:>{margin}} ", "dim"), ("│", "dim"), (row, SKY))
         for label, row in zip(labels, rows, strict=True)
     ]
-    first, last = f"{state.steps[0].step}", f"{state.steps[-1].step}"
+    assert state.history.first is not None  # there are steps
+    first, last = f"{state.history.first.step}", f"{state.step}"
     axis = first + last.rjust(width - margin - 2 - len(first))
     return [*lines, Text(f"{'':>{margin}}  {axis}", style="dim")]
 

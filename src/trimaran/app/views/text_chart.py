@@ -9,13 +9,14 @@ from rich.text import Text
 # The colour-blind safe palette of Okabe and Ito, readable on light and dark backgrounds.
 ORANGE, SKY, GREEN, BLUE, RED, PURPLE = "#e69f00", "#56b4e9", "#009e73", "#0072b2", "#d55e00", "#cc79a7"
 
+DOTS_PER_CELL = 2  # in a row of a braille cell
 _BLANK = 0x2800
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # the bit of the dot in row y, column x of a cell
 
 
 def curve(values: Sequence[float], *, width: int, height: int) -> list[str]:
     """Return `height` lines of `width` braille cells that plot `values`, which must be finite."""
-    columns = _column_means(values, 2 * width)
+    columns = _column_means(values, DOTS_PER_CELL * width)
     if not columns:
         return [" " * width] * height
     low, high = min(columns), max(columns)

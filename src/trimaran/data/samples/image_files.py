@@ -7,6 +7,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from trimaran.core.regular_files import open_regular_file
 from trimaran.data.quarantine import BadSampleError
 
 MAX_OPEN_FILES = 64
@@ -34,7 +35,7 @@ class ImageFiles:
         """Return the bytes of one image. Raises BadSampleError if the file has changed."""
         size = int(self._table[number, 1])
         if (offset, length) == (0, size):
-            with open(self.path(number), "rb") as stream:
+            with open_regular_file(self.path(number), follow_links=True) as stream:
                 data = stream.read(size + 1)
             size_now = len(data)
         else:
@@ -47,7 +48,7 @@ class ImageFiles:
     def _file(self, number: int) -> BinaryIO:
         """Return the open file. Evicts the least recently used one if too many are open."""
         if number not in self._open:
-            self._open[number] = open(self.path(number), "rb", buffering=0)  # noqa: SIM115 - stays open
+            self._open[number] = open_regular_file(self.path(number), follow_links=True)
             if len(self._open) > MAX_OPEN_FILES:
                 self._open.popitem(last=False)
         self._open.move_to_end(number)

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from PIL import Image
 
+from trimaran.core.regular_files import open_regular_file
 from trimaran.data.quarantine import BadSampleError
 from trimaran.data.samples.raw_sample import ImageLocation, ImageSource
 from trimaran.data.vision.decode import BadImageError, upright_size
@@ -47,7 +48,7 @@ def _sized(image: ImageSource) -> SizedImage:
     if isinstance(image, bytes):
         return (image, *_size(image, "an image inside the row"))
     try:
-        with open(image.file, "rb", buffering=0) as stream:
+        with open_regular_file(image.file, follow_links=True) as stream:
             length = os.fstat(stream.fileno()).st_size if image.length < 0 else image.length
             head = os.pread(stream.fileno(), min(length, HEAD_BYTES), image.offset)
             try:

@@ -7,6 +7,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from trimaran.core.regular_files import check_regular_file
 from trimaran.data.quarantine import BadSampleError
 from trimaran.data.samples.read_rows import FractionAt
 
@@ -17,6 +18,7 @@ def read_parquet(file: Path, fraction_at: FractionAt) -> Iterator[tuple[int, Any
     """Yield number, row and fraction read of each row. A damaged file ends with a bad row."""
     number, size = 0, file.stat().st_size
     try:
+        check_regular_file(file, follow_links=True)
         with pq.ParquetFile(file) as table:
             total = table.metadata.num_rows
             for batch in table.iter_batches(BATCH_ROWS):
@@ -24,5 +26,5 @@ def read_parquet(file: Path, fraction_at: FractionAt) -> Iterator[tuple[int, Any
                     number += 1
                     yield number, row, fraction_at(size * number // total)
     except (OSError, pa.ArrowException, ValueError) as error:  # ValueError: text that is not UTF-8
-        reason = f"the rest of the Parquet file cannot be read: {error}"
+        reason = f"the rest of the Parquet file cannot be read: {getattr(error, 'strerror', None) or error}"
         yield number + 1, BadSampleError(reason[:200]), fraction_at(size)

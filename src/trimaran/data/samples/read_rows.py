@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from trimaran.core.regular_files import open_regular_file, read_regular_bytes, read_regular_text
 from trimaran.data.quarantine import BadSampleError
 from trimaran.data.samples.parse_chat import ImageFinder, read_row
 from trimaran.data.samples.raw_sample import RawSample
@@ -43,7 +44,7 @@ def sample_of(
 def json_rows(file: Path, fraction_at: FractionAt) -> Iterator[tuple[int, Any, float]]:
     """Yield number, row and fraction read of each non-blank JSONL line, or of each entry of one JSON list."""
     try:
-        with file.open("rb") as stream:
+        with open_regular_file(file, follow_links=True) as stream:
             head = stream.read(4096).lstrip()
             if file.suffix == ".json" and head.startswith(b"["):
                 yield from _list_entries(file, fraction_at)
@@ -64,7 +65,7 @@ def _list_entries(file: Path, fraction_at: FractionAt) -> Iterator[tuple[int, An
         reason = "this JSON list is too large for memory: write one object per line"
         yield 0, BadSampleError(reason), fraction_at(size)
         return
-    rows = parse_json(file.read_bytes())
+    rows = parse_json(read_regular_bytes(file, follow_links=True))
     if isinstance(rows, BadSampleError):
         yield 0, rows, fraction_at(size)
         return
@@ -85,7 +86,7 @@ def text_of(file: Path) -> str:
     try:
         if file.stat().st_size > MAX_TEXT_BYTES:
             raise BadSampleError("this text is too large for one sample: split it into files below 1 GiB")
-        text = file.read_text(encoding="utf-8")
+        text = read_regular_text(file, follow_links=True)
     except OSError as error:
         raise BadSampleError(f"the file cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:

@@ -15,6 +15,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trimaran.core import UserError
+from trimaran.core.regular_files import read_regular_text
 from trimaran.data.sample_order import positions
 from trimaran.data.samples.source_part import SamplePart, not_samples
 from trimaran.data.tokenizer import Tokenizer
@@ -69,7 +70,7 @@ class SampleIndex:
     def open(cls, path: Path) -> Self:
         """Return the index that `prepare_samples` wrote to `path`."""
         try:
-            mixture = SourceMixture.model_validate_json((path / MIXTURE).read_text(encoding="utf-8"))
+            mixture = SourceMixture.model_validate_json(read_regular_text(path / MIXTURE, follow_links=True))
         except (OSError, UnicodeDecodeError, ValidationError):
             raise not_samples(path, MIXTURE) from None
         return cls(path, mixture, [SamplePart.open(path.parent / source.part) for source in mixture.sources])

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shutil
 import uuid
 from array import array
@@ -16,6 +17,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trimaran.core import UserError
+from trimaran.core.regular_files import open_regular_file, read_regular_text
 from trimaran.data.samples.image_files import ImageFiles
 from trimaran.data.samples.raw_sample import ImageLocation, RawSample, origin
 from trimaran.data.token_shards import DTYPES, rename_into_place
@@ -174,7 +176,7 @@ class SamplePart:
     def open(cls, path: Path) -> Self:
         """Return the samples at `path`. Checks only file sizes; `verify` checks the content."""
         try:
-            return cls(path, SourcePartMeta.model_validate_json((path / META).read_text(encoding="utf-8")))
+            return cls(path, SourcePartMeta.model_validate_json(read_regular_text(path / META, follow_links=True)))
         except (OSError, UnicodeDecodeError, ValidationError):
             raise not_samples(path, META) from None
 
@@ -196,7 +198,7 @@ class SamplePart:
     @cached_property
     def bad(self) -> list[dict[str, str]]:
         """The bad samples, as {where, reason}."""
-        return [json.loads(line) for line in (self.path / BAD).read_text(encoding="utf-8").splitlines()]
+        return [json.loads(line) for line in read_regular_text(self.path / BAD, follow_links=True).splitlines()]
 
     def span(self, index: int) -> slice:
         """Return the slice of a sample's tokens."""
@@ -221,17 +223,17 @@ class SamplePart:
         file, dtype, width = self.path / name, np.dtype(kind), ROW_WIDTHS.get(name, 1)
         rows = self.meta.rows.get(name, 0)
         try:
-            size = file.stat().st_size
-            if size != rows * width * dtype.itemsize:
-                raise _damaged(file, f"it has {size:,} bytes instead of {rows * width * dtype.itemsize:,}")
-            flat = np.asarray(np.memmap(file, dtype=dtype, mode="r")) if size else np.empty(0, dtype)
+            with open_regular_file(file, follow_links=True) as stream:
+                if (size := os.fstat(stream.fileno()).st_size) != rows * width * dtype.itemsize:
+                    raise _damaged(file, f"it has {size:,} bytes instead of {rows * width * dtype.itemsize:,}")
+                flat = np.asarray(np.memmap(stream, dtype=dtype, mode="r")) if size else np.empty(0, dtype)
         except OSError as error:
             raise _damaged(file, error.strerror or str(error)) from None
         return flat.reshape(-1, width) if width > 1 else flat
 
 
 def _sha256_of(file: Path) -> str:
-    with file.open("rb") as stream:
+    with open_regular_file(file, follow_links=True) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 

@@ -7,6 +7,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from trimaran.core.regular_files import open_regular_file
 from trimaran.data.quarantine import BadSampleError
 from trimaran.data.samples.parse_chat import ImageFinder
 from trimaran.data.samples.raw_sample import ImageLocation, RawSample
@@ -21,7 +22,7 @@ def read_tar(file: Path, text_field: str, fraction_at: FractionAt) -> Iterator[R
     number, position = 0, 0
     finder = ImageFinder("/dev/null")  # a row's images are members of the tar file; it may not name others
     try:
-        with tarfile.open(file, mode="r:") as tar, file.open("rb", buffering=0) as stream:
+        with open_regular_file(file, follow_links=True) as stream, tarfile.open(fileobj=stream, mode="r:") as tar:
             members = ((key, kind, member) for member in _files(tar) for key, kind in [_split(member.name)])
             for number, (key, group) in enumerate(groupby(members, key=lambda each: each[0]), start=1):
                 row: Any = None
@@ -33,7 +34,7 @@ def read_tar(file: Path, text_field: str, fraction_at: FractionAt) -> Iterator[R
                     row = BadSampleError(f"{error}: {key}")
                 yield sample_of(file, number, row, finder, text_field, fraction_at(position))
     except (tarfile.TarError, OSError, EOFError) as error:
-        reason = f"the tar file is truncated or invalid: {error}"[:200]
+        reason = f"the tar file is truncated or invalid: {getattr(error, 'strerror', None) or error}"[:200]
         yield RawSample(file=os.path.abspath(file), row=number + 1, fraction_read=fraction_at(position), bad=reason)
 
 

@@ -8,8 +8,10 @@ from trimaran.core import did_you_mean
 from trimaran.doctor.checks.known_variables import ALLOCATOR_NAMES, HARMFUL, OLD_NAMES, USELESS, known_names
 from trimaran.doctor.checks.result import CheckInfo, CheckResult, Problem
 from trimaran.doctor.machine_facts import Facts
+from trimaran.hardware.openmp_threads import openmp_threads
 
 INFO = CheckInfo("H007", "environment variables")
+UNSET_THREADS = "unset OMP_NUM_THREADS: each rank then gets an equal number of cores"
 MIN_TYPO_SIMILARITY = 0.9  # of two names, from which on one is taken for a misspelling of the other
 
 
@@ -84,9 +86,10 @@ def _threads(facts: Facts) -> list[Problem]:
     """Report too many threads. If the variable is unset, each rank gets an equal number of cores."""
     value = facts.environment.get("OMP_NUM_THREADS", "")
     ranks, cores = facts.requirements.ranks_here if facts.requirements else 1, facts.host.cores
-    if value.isdigit() and int(value) * ranks > 2 * cores:
-        return [Problem(f"OMP_NUM_THREADS={value} for {ranks} ranks oversubscribes {cores} cores",
-                        "unset OMP_NUM_THREADS: each rank then gets an equal number of cores")]  # fmt: skip
-    if value and not value.replace(",", "").isdigit():
-        return [Problem(f"OMP_NUM_THREADS='{value}' is not a number", "unset OMP_NUM_THREADS")]
+    threads = openmp_threads(value)
+    if threads is None:
+        wrong = f"OMP_NUM_THREADS is '{value[:40]}', which is not a number of threads, nor a list such as 2,1"
+        return [Problem(wrong, UNSET_THREADS, is_fatal=True)] if value else []
+    if threads * ranks > 2 * cores:
+        return [Problem(f"OMP_NUM_THREADS={value} for {ranks} ranks oversubscribes {cores} cores", UNSET_THREADS)]
     return []

@@ -1,6 +1,6 @@
 """The `Network` of the perception model, and its weights on disk, under their parameter names."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,8 +75,8 @@ class PerceptionNetwork(Network):
     def disk_config(self) -> dict[str, Any]:
         return perception_config(self.spec)
 
-    def load(self, folder: Path) -> None:
-        load_perception_weights(self.module, folder)
+    def load(self, folder: Path, report_progress: Callable[[], None] = lambda: None) -> None:
+        load_perception_weights(self.module, folder, report_progress)
 
 
 def perception_network(spec: PerceptionSpec, blocks: range | None = None) -> PerceptionNetwork:
@@ -85,10 +85,12 @@ def perception_network(spec: PerceptionSpec, blocks: range | None = None) -> Per
     return PerceptionNetwork(module, module.blocks, spec)
 
 
-def load_perception_weights(module: Perception, folder: Path) -> None:
+def load_perception_weights(
+    module: Perception, folder: Path, report_progress: Callable[[], None] = lambda: None
+) -> None:
     """Fill the model, or a stage of it, in place from the safetensors in `folder`. Each rank reads only its shards.
 
-    Names and shapes are checked before the first value is written.
+    Names and shapes are checked before the first value is written. `report_progress` is called after each tensor.
     """
     with ExitStack() as stack, torch.no_grad():
         sources = open_weights(folder, stack)
@@ -97,6 +99,7 @@ def load_perception_weights(module: Perception, folder: Path) -> None:
             for name, parameter in module.named_parameters():
                 if (local := local_part(parameter)).numel():
                     local.copy_(sources[name].get_slice(name)[local_slices(parameter)])
+                report_progress()
         except SafetensorError as error:
             raise damaged(folder, error) from None
 

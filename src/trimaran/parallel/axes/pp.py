@@ -110,6 +110,14 @@ class TimedStage(PipelineStage):
         with self._timer("comm"):
             super().perform_reduce_grad(*args, **kwargs)
 
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """Return the messages that connect this stage to its neighbours, without those that a rank sends to itself.
+
+        With a V schedule two stages in a row are on one rank, and gloo cannot send to the own rank. torch calls this
+        before the first step; since 2.12 it does so no more.
+        """
+        return [each for each in super()._get_init_p2p_neighbors_ops() if each.group_peer != self.group_rank]
+
     def _unshard(self) -> None:
         """Unshard the weights for a split backward.
 

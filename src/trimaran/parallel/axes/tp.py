@@ -1,10 +1,12 @@
 """Tensor parallelism: each rank holds a shard of every matrix. The network's `tensor_plan` names the styles."""
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -22,6 +24,9 @@ from trimaran.parallel.mesh import RankMesh
 from trimaran.parallel.tower_plan import tower_of, tp_replicated_towers
 
 Change = Callable[[Tensor, DeviceMesh], Tensor]
+
+# Before torch 2.12, `from_local` always returns the gradient in the placement of the input.
+TAKES_GRADIENT_PLACEMENTS = "grad_placements" in inspect.signature(DTensor.from_local).parameters
 
 
 def apply_tp(network: Network, plan: Plan, ranks: RankMesh) -> None:
@@ -118,10 +123,33 @@ def _with_first(values: Any, change: Change | None, mesh: DeviceMesh) -> Any:
     return change(values, mesh)
 
 
-def _from_local(placement: Placement, *, gradient: Placement | None = None) -> Change:
-    """Return a conversion from a local tensor to a DTensor; `gradient` is the placement of its gradient."""
-    options: dict[str, Any] = {} if gradient is None else {"grad_placements": (gradient,)}
-    return lambda x, mesh: DTensor.from_local(x, mesh, (placement,), run_check=False, **options)
+def _from_local(placement: Placement) -> Change:
+    """Return a conversion from a local tensor to a DTensor."""
+    return lambda x, mesh: DTensor.from_local(x, mesh, (placement,), run_check=False)
+
+
+def _from_local_partial_gradient(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return a replicated DTensor from a local tensor whose gradient is partial.
+
+    Without torch's argument for this, the gradient is all-reduced, and each rank takes an equal part of it.
+    """
+    if TAKES_GRADIENT_PLACEMENTS:
+        return DTensor.from_local(x, mesh, (Replicate(),), run_check=False, grad_placements=(Partial(),))
+    return DTensor.from_local(DivideGradient.apply(x, mesh.size()), mesh, (Replicate(),), run_check=False)
+
+
+class DivideGradient(Function):
+    """The identity, whose gradient is divided by `size`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: int) -> Tensor:
+        ctx.size = size
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
+        (gradient,) = gradients
+        return gradient / ctx.size, None
 
 
 def _to_local(x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -168,11 +196,7 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "parameters": DTensorParameters,
     "scatter-rows": ScatterRows,
     "moe": partial(DTensorParameters, _all_gather_sequence_partial_gradient, _reduce_scatter_sequence),
-    "partial-colwise": partial(
-        DTensorParameters, _from_local(Replicate(), gradient=Partial()), _to_local, weight=Shard(0)
-    ),
+    "partial-colwise": partial(DTensorParameters, _from_local_partial_gradient, _to_local, weight=Shard(0)),
     "partial-rowwise": partial(DTensorParameters, _from_local(Shard(-1)), _to_local, weight=Shard(1)),
-    "partial-replicated": partial(
-        DTensorParameters, _from_local(Replicate(), gradient=Partial()), _to_local_partial_gradient
-    ),
+    "partial-replicated": partial(DTensorParameters, _from_local_partial_gradient, _to_local_partial_gradient),
 }

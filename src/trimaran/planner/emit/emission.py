@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trimaran.core import Plan, TrainSection, UserError
+from trimaran.core.user_folders import expand_user
 from trimaran.hardware import Cluster
 from trimaran.planner.degrees import either
 from trimaran.planner.question import Question
@@ -94,7 +95,7 @@ def torchrun(cluster: Cluster, *program: str) -> str:
 
 def absolute_path(model: str) -> Path:
     """Return the model's folder as an absolute path."""
-    path = Path(model).expanduser().absolute()
+    path = expand_user(model).absolute()
     return path.parent if path.name == "config.json" else path
 
 

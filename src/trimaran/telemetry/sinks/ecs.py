@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from trimaran.core import TelemetrySection
-from trimaran.run.journal import LineFollower, LineWriter
+from trimaran.run.journal import LineFollower
+from trimaran.run.line_writer import LineWriter
 from trimaran.run.run_directory import RunDirectory
 from trimaran.telemetry.sinks.reported_incidents import ReportedIncidents
 from trimaran.telemetry.sinks.sink import Line
@@ -103,7 +104,7 @@ class EcsSink:
             "ecs.version": ECS_VERSION,
             "service.name": "trimaran",
             "host.name": platform.node(),
-            "labels.run": self._run.path.name,
+            "labels.run": self._run.location.name,
         }
         self._writer.write(document | named | {key: value for key, value in more.items() if value is not None})
 

@@ -42,7 +42,8 @@ class OtelSink:
     name = "otel"
 
     def __init__(self, run: RunDirectory, exporter: SpanExporter) -> None:
-        attributes = {"service.name": "trimaran", "service.instance.id": run.path.name, "host.name": platform.node()}
+        attributes = {"service.name": "trimaran", "service.instance.id": run.location.name}
+        attributes["host.name"] = platform.node()
         self._provider = TracerProvider(
             resource=Resource.create(attributes),
             span_limits=SpanLimits(max_events=MAX_EVENTS_PER_SPAN),
@@ -51,7 +52,7 @@ class OtelSink:
         timeout = EXPORT_TIMEOUT_SECONDS * 1000
         self._provider.add_span_processor(BatchSpanProcessor(exporter, export_timeout_millis=timeout))
         self._tracer = self._provider.get_tracer("trimaran")
-        self._reported, self._run = ReportedIncidents(run, self.name), run.path.name
+        self._reported, self._run = ReportedIncidents(run, self.name), run.location.name
         self._attempts: dict[int, AttemptSpan] = {}
         self._early: dict[int, list[Line]] = {}  # incidents whose attempt's start event has not arrived
         for each in read_attempts(run).attempts[-1:]:

@@ -33,7 +33,7 @@ class PrometheusSink:
     name = "prometheus"
 
     def __init__(self, run: RunDirectory, section: PrometheusSection, *, steps: int = 0) -> None:
-        self.series = Series(run.path.name)
+        self.series = Series(run.location.name)
         self._run, self._section = run, section
         self._training = RunSeries(self.series, steps=steps)
         self._incidents = IncidentSeries(self.series)

@@ -7,6 +7,7 @@ import json
 import os
 from pathlib import Path
 
+from trimaran.core.regular_files import read_regular_text
 from trimaran.run.run_directory import RunDirectory
 from trimaran.telemetry.sinks.sink import Line
 
@@ -37,7 +38,7 @@ def _key(incident: Line) -> str:
 def _read(path: Path) -> set[str]:
     """Return the reported incidents; empty if the file is missing or damaged."""
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree = json.loads(read_regular_text(path))
     except (OSError, ValueError):
         return set()
     return {each for each in tree if isinstance(each, str)} if isinstance(tree, list) else set()

@@ -8,6 +8,7 @@ import wandb
 
 from trimaran.core import TelemetrySection
 from trimaran.core.recipe import WandbSection
+from trimaran.core.regular_files import read_regular_bytes, read_regular_text
 from trimaran.run.run_directory import MARKER, RunDirectory
 from trimaran.telemetry.sinks.goodput import LedgerPoller, time_scalars
 from trimaran.telemetry.sinks.rate_limit import RateLimit
@@ -86,8 +87,8 @@ class WandbSink:
                 mode="online" if section.mode == "online" else "offline",
                 project=section.project,
                 entity=section.entity or None,
-                dir=str(run.path),
-                name=run.path.name,
+                dir=str(run.location),  # another process opens it
+                name=run.location.name,
                 id=run_id(run),
                 resume="allow" if section.mode == "online" else None,
                 config=config(run),
@@ -104,15 +105,15 @@ class WandbSink:
 def run_id(run: RunDirectory) -> str:
     """Return a unique ID of the run, which stays the same when it is resumed."""
     try:
-        identity = (run.path / MARKER).read_bytes()
+        identity = read_regular_bytes(run.path / MARKER)
     except OSError:
-        identity = str(run.path).encode()
-    return f"{run.path.name[:40]}-{hashlib.sha256(identity).hexdigest()[:8]}"
+        identity = str(run.location).encode()
+    return f"{run.location.name[:40]}-{hashlib.sha256(identity).hexdigest()[:8]}"
 
 
 def config(run: RunDirectory) -> dict[str, Any]:
     """Return the recipe and the plan; nothing about the machine or its environment."""
-    plan = json.loads(run.plan.read_text(encoding="utf-8"))
+    plan = json.loads(read_regular_text(run.plan))
     return {"recipe": run.read_recipe().model_dump(mode="json"), "plan": plan.get("plan", {})}
 
 

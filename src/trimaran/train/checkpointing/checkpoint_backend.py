@@ -4,7 +4,7 @@ import logging
 import secrets
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -19,13 +19,14 @@ from trimaran.checkpoint.memory_budget import choose_budget
 from trimaran.checkpoint.memory_copies import RankMemory
 from trimaran.checkpoint.ownership import assign_rows
 from trimaran.checkpoint.peer_copies import PeerCopies
-from trimaran.checkpoint.rank_layout import RankLayout, can_pair
+from trimaran.checkpoint.rank_layout import RankLayout, all_true, can_pair
 from trimaran.checkpoint.rank_share import build_share
 from trimaran.checkpoint.saver import Saver, SaveRequest, TorchStore
 from trimaran.checkpoint.slot_pool import SlotPool
 from trimaran.checkpoint.step_dirs import newest_step, remove_drafts
 from trimaran.checkpoint.tensor_shards import TensorShard
 from trimaran.core import Seconds, UserError, show_bytes
+from trimaran.core.regular_files import read_regular_text
 from trimaran.parallel.comm.json_exchange import all_gather_int64, broadcast_json
 from trimaran.run import RunDirectory
 from trimaran.run.lease import newest_term
@@ -51,22 +52,30 @@ class CheckpointBackend:
     save_schedule: SaveSchedule
 
 
-def build_backend(
+def build_backend(  # noqa: PLR0913 - what the parts share
     run: RunDirectory,
     rank_info: RankInfo,
     link: SupervisorLink,
     rank_layout: RankLayout,
     shards: Sequence[TensorShard],
     rank_memory: RankMemory,
+    before_discard: Callable[[Saver, Copier], None] = lambda saver, copier: None,
+    *,
+    is_restart: bool = False,
 ) -> CheckpointBackend:
-    """Return the parts for this rank's shards. Every rank must call it, after all have restored their state."""
+    """Return the parts for this rank's shards. Every rank must call it, after all have restored their state.
+
+    A restart is not refused if the disk has no room for a checkpoint: the next save reports that.
+    `before_discard` is called on all ranks if the copies in memory do not fit the new slots and are about to be lost.
+    """
     recipe = run.read_recipe()
     section, stride = recipe.checkpoint, run.read_plan().comm.local_steps
     rows = assign_rows(shards, rank=rank_layout.rank, world_size=rank_layout.world_size, gather=all_gather_int64)
     share = build_share(shards, rows)
     copier = Copier(share)
     sizes = all_gather_int64(np.array([share.num_bytes, len(copier.items)], dtype=np.int64))
-    _refuse_small_disk(run, rank_layout, int(sizes[:, 0].sum()))
+    if not is_restart:
+        _refuse_small_disk(run, rank_layout, int(sizes[:, 0].sum()))
     # A slot must also hold the share that the partner on the previous node sends.
     sender = rank_layout.rank - rank_layout.local_size if can_pair(rank_layout) else rank_layout.rank
     num_bytes, items_bytes = (int(max(each[rank_layout.rank], each[sender])) for each in sizes.T)
@@ -79,6 +88,9 @@ def build_backend(
         rank_memory_bytes=rank_memory.allocated_bytes,
         has_rank_memory=wants_copies,
     )
+    saver = _build_saver(run, link, rank_layout)
+    if not all_true(rank_memory.has_layout(budget.num_slots, num_bytes=num_bytes, items_bytes=items_bytes)):
+        before_discard(saver, copier)
     # A partner may write to the peer slots at any time. Else the memory can be allocated until the first copy.
     on_gpu = rank_info.device.type == "cuda"
     slot_pool = SlotPool(
@@ -98,7 +110,7 @@ def build_backend(
         slot_pool=slot_pool,
         copier=copier,
         peer_copies=peer_copies,
-        saver=_build_saver(run, link, rank_layout),
+        saver=saver,
         save_schedule=save_schedule,
     )
 
@@ -106,7 +118,7 @@ def build_backend(
 def _build_saver(run: RunDirectory, link: SupervisorLink, rank_layout: RankLayout) -> Saver:
     folder, disk = run.checkpoints, DurableDisk()
     recipe, plan = run.read_recipe(), run.read_plan().model_dump(mode="json", exclude={"prediction"})
-    text = run.recipe.read_text(encoding="utf-8")
+    text = read_regular_text(run.recipe)
     term = link.term or newest_term(run)  # under an outside launcher there is no lease
 
     def make_manifest(request: SaveRequest) -> Manifest:

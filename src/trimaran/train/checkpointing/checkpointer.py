@@ -4,8 +4,10 @@ import logging
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from trimaran.checkpoint.copier import Copier
 from trimaran.checkpoint.find_copies import CopyFinder
 from trimaran.checkpoint.memory_copies import CopyMetadata, MemorySlot, RankMemory
 from trimaran.checkpoint.rank_layout import RankLayout, all_true, barrier, exchange_rank_layout
-from trimaran.checkpoint.saver import SaveRequest, SaveResult
+from trimaran.checkpoint.saver import Saver, SaveRequest, SaveResult
 from trimaran.checkpoint.step_dirs import complete_steps, newest_step, refuse, step_of, step_path, without_manifest
 from trimaran.checkpoint.tensor_shards import CheckpointState
 from trimaran.core import Seconds, UserError
@@ -23,7 +25,7 @@ from trimaran.run import Journal, RunDirectory, last_step
 from trimaran.train.agreement import LoopExit, StepDecision
 from trimaran.train.checkpointing.checkpoint_backend import build_backend
 from trimaran.train.checkpointing.restore import RestoredState, Restorer, refuse_new_start
-from trimaran.train.checkpointing.save_interval import CopySchedule, SaveCost
+from trimaran.train.checkpointing.save_interval import CopySchedule, LossBound, SaveCost, max_repeated_steps
 from trimaran.train.process.rank_info import RankInfo
 from trimaran.train.process.supervisor_link import SupervisorLink
 
@@ -53,6 +55,8 @@ class Checkpointer:
         self._failure = ""
         self._writing: MemorySlot | None = None
         self._totals: dict[str, float] = {"checkpoints": 0, "copies": 0, "stall_seconds": 0.0, "failed": 0}
+        self._bound: LossBound | None = None
+        """What the last `loss_bound` event says."""
         self._step_seconds = self._returned_at = 0.0
         """When the last call of `after_step` returned."""
 
@@ -67,13 +71,21 @@ class Checkpointer:
         alone = RankLayout(rank=self._rank_info.rank, local_rank=0, nodes=tuple(range(self._rank_layout.world_size)))
         self._memory_layout = self._rank_layout if self._link.rank_memories else alone
         self._restorer = Restorer(self._state, self._run.checkpoints, self._memory_layout, self._recipe, **self._data)
-        restored = self._restore(newest=self._recipe.train.steps)
+        with self._link.section("restore") as report_progress:
+            restored = self._restore(newest=self._recipe.train.steps, report_progress=report_progress)
         self._log_resume(restored, began)
         if restored.tier is None:
             refuse_new_start(self._run, self._rank_layout, newest=self._recipe.train.steps)
         rank_memory = self._rank_memories[self._link.local_rank if self._link.rank_memories else 0]
         self._backend = build_backend(
-            self._run, self._rank_info, self._link, self._rank_layout, self._state.shards(), rank_memory
+            self._run,
+            self._rank_info,
+            self._link,
+            self._rank_layout,
+            self._state.shards(),
+            rank_memory,
+            before_discard=partial(self._save_before_discard, restored),
+            is_restart=restored.tier == "memory",
         )
         # Whether all ranks know if there is memory for copies.
         self._slots_decided = not self._backend.copier.allocates_in_background
@@ -85,15 +97,14 @@ class Checkpointer:
 
         Checkpoints of later steps are renamed: they hold the state that the run rewinds from.
         """
-        self._backend.saver.wait()
+        self._wait_until_saved(ending.step)
         self._backend.copier.wait()
-        if self._backend.peer_copies is not None:
-            self._backend.peer_copies.wait()
         self._log_results()
-        barrier()  # every rank must have committed its copies before the others look for them
-        # The other ranks may have created new slots in theirs.
-        self._rank_memories = [RankMemory(each.fd) for each in self._rank_memories]
-        restored = self._restore(newest=ending.step)
+        with self._link.section("restore", ending.step) as report_progress:
+            barrier()  # every rank must have committed its copies before the others look for them
+            # The other ranks may have created new slots in theirs.
+            self._rank_memories = [RankMemory(each.fd) for each in self._rank_memories]
+            restored = self._restore(newest=ending.step, report_progress=report_progress)
         if restored.tier is None:
             return None
         self.refuse_later_checkpoints(restored.step)
@@ -142,15 +153,14 @@ class Checkpointer:
             self._copy(step)
         if self._rank_layout.rank == 0:
             self._wants_save = self._backend.save_schedule.wants(step, busy=self._backend.saver.busy)
+            self._log_bound(step)
         self._returned_at = time.perf_counter()
 
     def finish(self, step: int) -> None:
         """Save `step`, the last one, unless it is saved already, and return when the checkpoint is on disk."""
         if step not in (self._requested_step, self._durable_step):
             self._save(step)
-        self._backend.saver.wait()
-        if self._backend.peer_copies is not None:
-            self._backend.peer_copies.wait()
+        self._wait_until_saved(step)
         self._log_results()
         if self._durable_step != step:
             raise UserError("K043", f"the last checkpoint could not be written: {self._failure}",
@@ -158,18 +168,47 @@ class Checkpointer:
                             fix="fix that (for disk space: `trimaran checkpoints prune RUN --keep 1`), then resume "
                             "from the checkpoint before: trimaran resume RUN")  # fmt: skip
 
-    def totals(self) -> dict[str, float]:
-        """Return the cost of saving the state so far, for the last event."""
-        return self._totals
+    def _wait_until_saved(self, step: int) -> None:
+        """Return when no checkpoint is being written and no copy is being sent to another node."""
+        with self._link.section("save", step) as report_progress:
+            self._backend.saver.wait(report_progress)
+            if self._backend.peer_copies is not None:
+                self._backend.peer_copies.wait()
+
+    def totals(self) -> dict[str, Any]:
+        """Return the cost of saving the state so far, and what a fault would have cost at most, for the last event."""
+        return self._totals | ({"loss_bound": self._bound.as_dict()} if self._bound else {})
+
+    def loss_bound(self) -> LossBound | None:
+        """Return what a fault costs at most from now on; None while that is unknown: no copy or no step is timed."""
+        step_seconds, backend = self._copy_schedule.step_seconds, self._backend
+        every = self._copy_schedule.every if self._link.rank_memories else 0
+        if not step_seconds or (every and not self._totals["copies"]):
+            return None
+        node_steps = backend.save_schedule.max_repeated_steps(step_seconds)
+        if every and backend.peer_copies is not None:
+            round_steps = -(-backend.peer_copies.interval_steps // every) * every
+            node_steps = max_repeated_steps(2 * round_steps, self._stride)
+        steps = max_repeated_steps(every, self._stride) if every else node_steps
+        seconds, node_seconds = (None if each is None else Seconds(each * step_seconds) for each in (steps, node_steps))
+        return LossBound(steps=steps, seconds=seconds, node_steps=node_steps, node_seconds=node_seconds)
+
+    def _log_bound(self, step: int) -> None:
+        """Write a `loss_bound` event if the bound on what a rank's fault costs has changed notably."""
+        bound, last = self.loss_bound(), self._bound
+        if bound is None or (last is not None and not bound.differs(last)):
+            return
+        self._bound = bound
+        self._journal.event("loss_bound", step=step, **bound.as_dict())
 
     def _progress(self) -> dict[str, Any]:
         return {**self._state.progress(), **self._data}
 
-    def _restore(self, *, newest: int) -> RestoredState:
+    def _restore(self, *, newest: int, report_progress: Callable[[], None]) -> RestoredState:
         """Restore the newest verified state of at most `newest` steps."""
         reported = last_step(self._run) if self._rank_layout.rank == 0 else 0
         finder = CopyFinder(self._rank_memories, self._memory_layout)
-        restored = self._restorer.load(finder, newest=newest, reported=reported)
+        restored = self._restorer.load(finder, newest=newest, reported=reported, report_progress=report_progress)
         self._requested_step = self._durable_step = restored.step if restored.tier == "disk" else -1
         return restored
 
@@ -188,17 +227,32 @@ class Checkpointer:
                 refused.append({"tier": "disk", "step": step_of(path), "why": why})
         return refused
 
+    def _save_before_discard(self, restored: RestoredState, saver: Saver, copier: Copier) -> None:
+        """Write a state to disk that exists only in memory which is about to be split into other slots.
+
+        Otherwise a rank that is killed before the first copy to the new slots would lose it.
+        """
+        on_disk = self._rank_layout.rank == 0 and restored.step in complete_steps(self._run.checkpoints)
+        if restored.tier == "memory" and not broadcast_json(on_disk):
+            log.info("the state of step %d is written to disk first: the plan and its copies change", restored.step)
+            self._requested_step = restored.step
+            saver.start(self._request_from_file(restored.step, copier))
+            saver.wait()
+
     def _begin(self, restored: RestoredState) -> None:
         """Start to save and copy from the restored state on."""
         slot_pool = self._backend.slot_pool
         if self._backend.peer_copies is not None:
             self._backend.peer_copies.begin(restored.step)
         slot_pool.clear_except(restored.incarnation, restored.step, self._backend.copier.share)
-        for number in range(self._memory_layout.local_rank, len(self._rank_memories), self._memory_layout.local_size):
-            if self._rank_memories[number].fd != slot_pool.rank_memory.fd:
-                os.ftruncate(self._rank_memories[number].fd, 0)  # of a rank that no longer exists
         keeps_copies = slot_pool.budget.keeps_copies
-        self._copy_schedule = CopySchedule(self._recipe.checkpoint.memory if keeps_copies else 0, all_gather_int64)
+        section, in_background = self._recipe.checkpoint, self._backend.copier.allocates_in_background
+        self._copy_schedule = CopySchedule(
+            section.memory if keeps_copies else 0,
+            all_gather_int64,
+            lost_seconds=Seconds(section.lost_seconds),
+            warm_up=0 if in_background else slot_pool.budget.own_slots,
+        )
         self._copy_schedule.begin(restored.step)
         # Copy at once, so that a kill now loses nothing. All ranks copy or none does, so that their counts stay equal.
         if (
@@ -209,10 +263,23 @@ class Checkpointer:
             self._has_slots(wait=True)
             if slot_pool.budget.keeps_copies:
                 self._copy(restored.step)
+        self._release_old_memories()
         save_schedule = self._backend.save_schedule
         save_schedule.begin()
         self._wants_save = self._rank_layout.rank == 0 and save_schedule.wants(restored.step, busy=False)
         self._returned_at = time.perf_counter()
+
+    def _release_old_memories(self) -> None:
+        """Free the memory of ranks that no longer exist, once the state that it may hold is in memory elsewhere."""
+        numbers = range(self._memory_layout.local_rank, len(self._rank_memories), self._memory_layout.local_size)
+        fds = [self._rank_memories[number].fd for number in numbers]
+        old = [fd for fd in fds if fd != self._backend.slot_pool.rank_memory.fd]
+        if all_true(not old):
+            return
+        self._backend.copier.wait()
+        barrier()
+        for fd in old:
+            os.ftruncate(fd, 0)
 
     def _can_delay_copy(self, restored: RestoredState) -> bool:
         """Return whether this state can be restored again: then the first step need not wait for memory."""
@@ -251,7 +318,8 @@ class Checkpointer:
             world_size=self._rank_layout.world_size,
             progress=self._progress(),
         )
-        backend.copier.copy(slot, metadata, self._state.shards())
+        with self._link.section("copy", step):
+            backend.copier.copy(slot, metadata, self._state.shards())
         backend.slot_pool.mark_filled(slot, step)
         self._totals["copies"] += 1
         self._totals["stall_seconds"] += backend.copier.stall_seconds
@@ -268,27 +336,27 @@ class Checkpointer:
 
     def _save(self, step: int) -> None:
         """Start to write the state of `step` to disk, and wait for it if the save is not asynchronous."""
-        self._link.report_section("save", step)
-        self._wait_for_saver()  # one checkpoint at a time; other ranks may be slightly behind rank 0
-        self._log_results()
-        self._has_slots(wait=True)
-        has_slot = self._backend.slot_pool.budget.own_slots > 0
-        request = self._request_from_slot(step) if has_slot else self._request_from_file(step)
-        self._requested_step = step
-        self._backend.saver.start(request)
-        self._backend.save_schedule.record_start()
-        if not self._is_asynchronous:
-            self._wait_for_saver()
+        with self._link.section("save", step) as report_progress:
+            self._wait_for_saver(report_progress)  # one at a time; other ranks may be slightly behind rank 0
+            self._log_results()
+            self._has_slots(wait=True)
+            has_slot = self._backend.slot_pool.budget.own_slots > 0
+            request = self._request_from_slot(step) if has_slot else self._request_from_file(step, self._backend.copier)
+            self._requested_step = step
+            self._backend.saver.start(request)
+            self._backend.save_schedule.record_start()
+            if not self._is_asynchronous:
+                self._wait_for_saver(report_progress)
 
     @property
     def _is_asynchronous(self) -> bool:
         """Whether training continues while a checkpoint is written."""
         return self._recipe.checkpoint.asynchronous and self._backend.slot_pool.budget.own_slots > 0
 
-    def _wait_for_saver(self) -> None:
+    def _wait_for_saver(self, report_progress: Callable[[], None]) -> None:
         """Return when no checkpoint is being written; count the wait as a stall."""
         began = time.perf_counter()
-        self._backend.saver.wait()
+        self._backend.saver.wait(report_progress)
         self._totals["stall_seconds"] += time.perf_counter() - began
 
     def _request_from_slot(self, step: int) -> SaveRequest:
@@ -304,9 +372,8 @@ class Checkpointer:
             stall_seconds=backend.copier.stall_seconds,
         )
 
-    def _request_from_file(self, step: int) -> SaveRequest:
+    def _request_from_file(self, step: int, copier: Copier) -> SaveRequest:
         """Return a request whose memory is a file on the disk, since there is no slot."""
-        copier = self._backend.copier
         began = time.perf_counter()
         try:
             self._run.checkpoints.mkdir(exist_ok=True)

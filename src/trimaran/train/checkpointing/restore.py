@@ -1,7 +1,7 @@
 """Restores the newest intact state, from memory or disk, the same on all ranks."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,12 +77,20 @@ class Restorer:
         self._state, self._folder, self._rank_layout = state, folder, rank_layout
         self._recipe, self._data = recipe, data
 
-    def load(self, finder: CopyFinder, *, newest: int, reported: int = 0) -> RestoredState:
+    def load(
+        self,
+        finder: CopyFinder,
+        *,
+        newest: int,
+        reported: int = 0,
+        report_progress: Callable[[], None] = lambda: None,
+    ) -> RestoredState:
         """Load the newest verified state of at most `newest` steps.
 
         Damaged states are skipped, and renamed if they are on disk. `reported` is the last step with metrics, as rank 0
         knows it. Metrics are written one step late, so a kill may lose those of the last copy: an older copy in memory
-        is preferred then, so that the step is computed again and its metrics are written.
+        is preferred then, so that the step is computed again and its metrics are written. `report_progress` is called
+        after each chunk that was verified and each tensor that was read.
         """
         saved_steps, reported = broadcast_json(
             [complete_steps(self._folder), reported] if self._rank_layout.rank == 0 else []
@@ -99,9 +107,9 @@ class Restorer:
                 loading = self._from_memory(finder, in_memory.pop(0))
             else:
                 step = on_disk.pop(0)
-                loading = self._from_disk(step_path(self._folder, step))
+                loading = self._from_disk(step_path(self._folder, step), report_progress)
             if not isinstance(loading, str):
-                self._load(*loading)
+                self._load(*loading, report_progress)
                 return RestoredState(step=step, tier=tier, incarnation=incarnation, refused=refused)
             refused.append({"tier": tier, "step": step, "why": loading})
             log.warning("the state of step %d (%s) is skipped: %s", step, tier, loading)
@@ -116,12 +124,12 @@ class Restorer:
         shards = self._state.shards_from(fetcher.index)
         return fetcher.fetch(shards), shards
 
-    def _from_disk(self, path: Path) -> Loading | str:
+    def _from_disk(self, path: Path, report_progress: Callable[[], None]) -> Loading | str:
         """See `_from_memory`. Each rank verifies some of the files; if one is damaged, all skip the checkpoint."""
         manifest, damages = _read_manifest(path)
         if manifest is not None:
             mine = sorted(manifest.files)[self._rank_layout.rank :: self._rank_layout.world_size]
-            damages = [str(damage) for damage in verify(path, files=mine)]
+            damages = [str(damage) for damage in verify(path, files=mine, report_progress=report_progress)]
         all_damages = sorted({each for row in all_gather_json(damages) for each in row})
         if not all_damages and manifest is not None:
             _refuse_other_recipe(manifest, self._recipe, path)
@@ -133,9 +141,11 @@ class Restorer:
         barrier()  # no rank continues before this one is renamed
         return "; ".join(all_damages)
 
-    def _load(self, source: CheckpointSource, shards: Sequence[TensorShard]) -> None:
+    def _load(
+        self, source: CheckpointSource, shards: Sequence[TensorShard], report_progress: Callable[[], None]
+    ) -> None:
         _refuse_other_data(source.progress.get("data"), self._data, self._folder)
-        fill_shards(shards, source)
+        fill_shards(shards, source, report_progress)
         refuse_unused_tensors(shards, source, gather=all_gather_int64)
         self._state.restore(source.progress)
         barrier()  # no rank may overwrite memory that others still read

@@ -3,6 +3,7 @@
 import math
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -16,7 +17,11 @@ MAX_STALL_FRACTION = 0.01
 """The largest fraction of training time that may be spent on writing the state to disk."""
 MAX_COPY_FRACTION = 0.005
 """The largest fraction that copies in memory may take. With all other overhead of a run this stays below 1 %."""
+MAX_BOUNDED_COPY_FRACTION = 0.01
+"""The same where fewer copies would lose more than the recipe's `checkpoint.lost_seconds` after a fault."""
 MAX_INTERVAL = Seconds(1800.0)
+UNBOUNDED = Seconds(math.inf)
+MAX_TIMED_STEPS = 1000
 REVIEW_AFTER_COPIES = (3, 8, 32, 128)
 """After this many copies the interval between them is adjusted, then after each further multiple of the last."""
 
@@ -39,9 +44,61 @@ def save_interval(cost: SaveCost, *, between: Seconds) -> Seconds:
     return Seconds(max(cost.stall / MAX_STALL_FRACTION, 2 * cost.write, min(best, MAX_INTERVAL)))
 
 
-def copy_every(stall: Seconds, step: Seconds) -> int:
-    """Return the number of steps between two copies such that they take at most `MAX_COPY_FRACTION` of the time."""
-    return max(1, math.ceil(stall / (MAX_COPY_FRACTION * step))) if step else 1
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossBound:
+    """What a fault costs at most: steps that are computed again, and how long that takes.
+
+    `steps` and `seconds`: after a fault of ranks or of the fork server. `node_steps` and `node_seconds`: after the loss
+    of a node or of the supervisor, and with them of copies in memory. None: all steps since the last checkpoint, or
+    since the start without one.
+    """
+
+    steps: int | None
+    seconds: Seconds | None
+    node_steps: int | None
+    node_seconds: Seconds | None
+
+    def differs(self, other: "LossBound") -> bool:
+        """Return whether the bound for ranks is another number of steps, or any bound another time by a quarter."""
+        pairs = (self.seconds, other.seconds), (self.node_seconds, other.node_seconds)
+        return self.steps != other.steps or any(_differs(mine, its) for mine, its in pairs)
+
+    def as_dict(self) -> dict[str, float | None]:
+        """Return the data of a `loss_bound` event."""
+        seconds = {name: None if each is None else float(f"{each:.3g}") for name, each in
+                   (("seconds", self.seconds), ("node_seconds", self.node_seconds))}  # fmt: skip
+        return {"steps": self.steps, "node_steps": self.node_steps, **seconds}
+
+
+def _differs(seconds: Seconds | None, other: Seconds | None) -> bool:
+    if seconds is None or other is None:
+        return seconds is not other
+    return abs(seconds - other) > 0.25 * other
+
+
+def copy_every(stall: Seconds, step: Seconds, *, lost_seconds: Seconds = UNBOUNDED) -> int:
+    """Return the number of steps between two copies, for copies that stall training this long and steps this long.
+
+    Copies take at most `MAX_COPY_FRACTION` of the time. If a fault could then cost more than `lost_seconds`, they are
+    made more often, until it cannot or until they take `MAX_BOUNDED_COPY_FRACTION` of the time.
+    """
+    if not step:
+        return 1
+    cheap, dearest = (
+        max(1, math.ceil(stall / (each * step))) for each in (MAX_COPY_FRACTION, MAX_BOUNDED_COPY_FRACTION)
+    )
+    within = max(1, math.floor(lost_seconds / step) - 1) if math.isfinite(lost_seconds) else cheap
+    return min(cheap, max(within, dearest))
+
+
+def max_repeated_steps(every: int, stride: int = 1) -> int:
+    """Return how many finished steps a fault costs at most if the state is copied every `every` steps.
+
+    One interval, since a copy counts only once every rank has it, and one more step: the next one may end while the
+    last copy is being committed, or before the metrics of its step are written (see `Restorer.load`). `stride` is as
+    in `SaveSchedule`.
+    """
+    return -(-every // stride) * stride + stride
 
 
 def is_review(num_copies: int) -> bool:
@@ -52,14 +109,24 @@ def is_review(num_copies: int) -> bool:
 class CopySchedule:
     """Decides when to copy the state to memory, equally on all ranks: now and then they exchange what copies cost.
 
-    `gather` is as in `checkpoint.ownership`. `every` 0 means never.
+    `gather` is as in `checkpoint.ownership`. `every` 0 means never. The first `warm_up` copies are not timed: the first
+    copy to a slot creates views and maps pages, and takes several times as long as later ones.
     """
 
-    def __init__(self, every: Literal["auto"] | int, gather: Callable[[np.ndarray], np.ndarray]) -> None:
+    def __init__(
+        self,
+        every: Literal["auto"] | int,
+        gather: Callable[[np.ndarray], np.ndarray],
+        *,
+        lost_seconds: Seconds = UNBOUNDED,
+        warm_up: int = 0,
+    ) -> None:
         self.every = 1 if every == "auto" else every
-        self._is_auto, self._gather = every == "auto", gather
-        self._last_step, self._num_copies = 0, 0
-        self._step_seconds: list[float] = []
+        self.step_seconds = Seconds(0.0)
+        """The median duration of a step, that of the first step at first, and 0.0 before it."""
+        self._is_auto, self._gather, self._lost_seconds = every == "auto", gather, lost_seconds
+        self._last_step, self._num_copies = 0, -warm_up
+        self._step_seconds: deque[float] = deque(maxlen=MAX_TIMED_STEPS)
         self._stall_seconds: list[float] = []
 
     def begin(self, step: int) -> None:
@@ -72,18 +139,24 @@ class CopySchedule:
     def record_step(self, seconds: float) -> None:
         """Record the duration of a step, without the time spent on checkpoints."""
         self._step_seconds.append(seconds)
+        self.step_seconds = self.step_seconds or Seconds(seconds)
 
     def record_copy(self, step: int, stall_seconds: float) -> None:
         """Record a copy. Every rank must call it at the same step, since the ranks may exchange their costs in it."""
         self._last_step = step
         self._num_copies += 1
-        self._stall_seconds.append(stall_seconds)
-        if self._is_auto and is_review(self._num_copies) and self._step_seconds:
-            medians = [statistics.median(each) for each in (self._stall_seconds, self._step_seconds)]
+        if self._num_copies > 0:
+            self._stall_seconds.append(stall_seconds)
+        if not is_review(self._num_copies) or not self._step_seconds:
+            return
+        self.step_seconds = Seconds(statistics.median(self._step_seconds))
+        if self._is_auto:
+            medians = statistics.median(self._stall_seconds), self.step_seconds
             slowest = self._gather(np.array([1e9 * each for each in medians], dtype=np.int64)).max(axis=0) / 1e9
-            self.every = copy_every(Seconds(float(slowest[0])), Seconds(float(slowest[1])))
-            self._step_seconds.clear()
-            self._stall_seconds.clear()
+            stall, step_seconds = (Seconds(float(each)) for each in slowest)
+            self.every = copy_every(stall, step_seconds, lost_seconds=self._lost_seconds)
+        self._step_seconds.clear()
+        self._stall_seconds.clear()
 
 
 class SaveSchedule:
@@ -127,6 +200,14 @@ class SaveSchedule:
         if due:
             self._decided_step = step
         return due
+
+    def max_repeated_steps(self, step_seconds: Seconds) -> int | None:
+        """Return how many steps the newest checkpoint on disk is behind at most; None without regular checkpoints."""
+        if self._every == 0:
+            return None
+        write_steps = math.ceil(self.cost.write / step_seconds)
+        every = math.ceil(self.interval / step_seconds) if self._every == "auto" else self._every
+        return max_repeated_steps(every, self._stride) + self.lead + write_steps
 
     def record_start(self) -> None:
         """Record that a checkpoint starts."""

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from trimaran.checkpoint.tensor_regions import TensorIndex
 from trimaran.checkpoint.tensor_shards import TensorShard
-from trimaran.core import Plan, TrainSection
+from trimaran.core import Plan, TrainSection, UserError
 from trimaran.nets.local_shards import local_part, local_slices
 from trimaran.optim.optimizer_state import OptimizerState
 from trimaran.optim.split_weights import split_weight_of
@@ -116,7 +116,12 @@ def restore_counters(progress: Mapping[str, Any], counters: Mapping[str, Trainin
     """Restore every counter. One that was not saved, such as the loss scale of a new fp16 plan, starts over."""
     for name, counter in counters.items():
         if name in progress:
-            counter.restore(progress[name])
+            try:
+                counter.restore(progress[name])
+            except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+                what = f"the {name} of this checkpoint cannot be restored: {ascii(progress[name])[:80]}"
+                fix = "use another checkpoint: `trimaran checkpoints RUN` lists them"
+                raise UserError("K007", what, where=f"manifest.json: progress.{name}", fix=fix) from None
 
 
 def local_shard(key: str, tensor: Tensor, *, frozen: bool) -> TensorShard:

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,17 +26,18 @@ class Compilations:
 
     `end_step(step)` ends a step. A compilation more than `WARMUP_STEPS` steps after the first one is late. A step
     number below the last one restarts the warm-up. The counts come from torch's own metrics; nothing is read from a
-    device. While torch compiles in the middle of a step, the rank reports the section `compile` to the supervisor,
-    which then does not take the long step for a hang.
+    device. While torch compiles, the rank reports the section `compile` to the supervisor, which then does not take the
+    long step or evaluation batch for a hang.
     """
 
     def __init__(self, link: SupervisorLink = NO_SUPERVISOR) -> None:
         self._link, self._has_callbacks = link, False
-        self._interrupted: int | None = None
+        self._compiling: AbstractContextManager[object] | None = None
         self.count, self.late, self.seconds = 0, 0, 0.0
         self._count_before, self._seconds_before = _count(), _seconds()
         self._first, self._step = 0, -1
         self._late_by_step: dict[int, tuple[LateCompilation, ...]] = {}
+        self._register_callbacks()
 
     def end_step(self, step: int) -> None:
         """Count what was compiled in `step`, which has just ended."""
@@ -64,15 +65,14 @@ class Compilations:
             callbacks.on_compile_end(self._on_end)
 
     def _on_start(self, _: object) -> None:
-        heartbeat = self._link.heartbeat
-        if heartbeat is not None and heartbeat.section == "step":
-            self._interrupted = heartbeat.step
-            self._link.report_section("compile", heartbeat.step)
+        if self._compiling is None:
+            self._compiling = self._link.section("compile")
+            self._compiling.__enter__()
 
     def _on_end(self, _: object) -> None:
-        if self._interrupted is not None:
-            self._link.report_section("step", self._interrupted)
-            self._interrupted = None
+        if self._compiling is not None:
+            self._compiling.__exit__(None, None, None)
+            self._compiling = None
 
     def _count_new(self) -> int:
         """Count the compilations since the last call, and return how many they are."""

@@ -19,10 +19,12 @@ from trimaran.data.quarantine import Quarantine, read_quarantine
 from trimaran.optim.loss_scale import LossScale
 from trimaran.train.health.bad_sample_limit import BadSampleCount
 from trimaran.train.health.replica_check import ReplicaDifference
+from trimaran.train.health.shard_check import ShardCheck
 
 MAX_FLOAT32 = torch.finfo(torch.float32).max
 MIN_GOOD_STEPS = 20  # before a loss can count as a jump: the first losses change fast
 MEAN_LOSS_STEPS = 100  # window of the running mean
+MEMORY_CHANGED = 2  # in the numbers of a step: added for each rank whose memory has changed, see `Stepper.step`
 MIN_LOSS_JUMP = 1.0  # a loss near zero may grow many times over without meaning anything
 
 Samples = Callable[[int, Sequence[int]], tuple[int, ...]]
@@ -34,7 +36,8 @@ class StepNumbers:
     """The numbers of one step once they are on the host, the same on every rank.
 
     `refused`: the update was not applied. `suspects`: the ranks whose own part of the loss was bad. `batches_differ`:
-    ranks that share a batch did not load the same one.
+    ranks that share a batch did not load the same one. `corrupted`: the ranks whose weights or optimizer states changed
+    since the update before, though no update wrote to them.
     """
 
     step: int
@@ -43,6 +46,7 @@ class StepNumbers:
     refused: bool
     suspects: tuple[int, ...]
     batches_differ: bool = False
+    corrupted: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +54,8 @@ class RefusedStep:
     """A step that was refused: the reason, the ranks and samples at fault, and what the run does about it.
 
     Without `ranks`, any rank's samples may be at fault. `good_step` is the last step whose state is known to be good.
-    `weights_differ`: the weights themselves are wrong, because replicas differ. A refused update alone does not change
-    them.
+    `weights_differ`: the weights or the optimizer states themselves are wrong, because replicas differ or memory has
+    changed. A refused update alone does not change them. `memory_changed`: it was the memory of `ranks`.
     """
 
     step: int
@@ -63,6 +67,7 @@ class RefusedStep:
     sample_ids: tuple[int, ...]
     action: Literal["skip", "rewind", "stop"]
     weights_differ: bool = False
+    memory_changed: bool = False
 
     @property
     def not_finite(self) -> bool:
@@ -93,6 +98,7 @@ class Guard:
         self._faults = faults or FaultsSection()
         self.loss_scale, self.quarantine = loss_scale, quarantine or Quarantine()
         self.bad_samples = bad_samples or BadSampleCount()
+        self.shard_check: ShardCheck | None = None
         self._mean, self._good_steps, self._in_a_row = 0.0, 0, 0
         self._rewound: set[int] = set()  # not in the checkpoint state: a rewind must not undo it
 
@@ -127,6 +133,8 @@ class Guard:
             return None
         if scaled and not math.isfinite(numbers.grad_norm) and math.isfinite(numbers.loss):
             return None
+        if numbers.corrupted:
+            return self._on_changed_memory(numbers)
         self._in_a_row += 1
         data_ranks = sorted({rank // (mesh.cp * mesh.tp) % mesh.dp for rank in numbers.suspects}) or range(mesh.dp)
         sample_ids = () if numbers.batches_differ else samples(numbers.step - 1, data_ranks)
@@ -159,6 +167,25 @@ class Guard:
             weights_differ=True,
         )
 
+    def _on_changed_memory(self, numbers: StepNumbers) -> RefusedStep:
+        """Return what to do when memory changed between the updates of the last step and this one.
+
+        The last step may have been copied after the change, so the last good state is the one before it.
+        """
+        is_final = numbers.step in self._rewound or self._faults.not_finite == "stop"
+        return RefusedStep(
+            step=numbers.step,
+            good_step=max(0, numbers.step - 2),
+            reason=f"memory of rank {', '.join(map(str, numbers.corrupted))} changed between two updates",
+            loss=numbers.loss,
+            grad_norm=numbers.grad_norm,
+            ranks=numbers.corrupted,
+            sample_ids=(),
+            action="stop" if is_final else "rewind",
+            weights_differ=True,
+            memory_changed=True,
+        )
+
     def rewind(self, refusal: RefusedStep, *, write: bool) -> None:
         """Quarantine the samples of a refused step. `write`: also on disk, which one rank does."""
         self._rewound.add(refusal.step)
@@ -170,6 +197,8 @@ class Guard:
         return {**counts, "samples": self.bad_samples.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
+        if self.shard_check is not None:
+            self.shard_check.forget()
         self._mean, self._good_steps = float(state["mean"]), int(state["good_steps"])
         self._in_a_row = int(state["in_a_row"])
         self.bad_samples.restore(state.get("samples", BadSampleCount().state()))  # older checkpoints have no counts

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from trimaran.core import Mesh
 from trimaran.data.loader import Loader
 from trimaran.data.step_batch import StepBatch
 from trimaran.nets import Network
@@ -22,6 +23,7 @@ from trimaran.parallel.comm.json_exchange import all_gather_json
 from trimaran.parallel.gradient_norm import gradient_of
 from trimaran.train.agreement import FlagAllReduce
 from trimaran.train.health.guard import RefusedStep
+from trimaran.train.health.reproduction import judge_reproduction, receive_neighbour_batch
 from trimaran.train.steppers.stepper import PlainStepper, Stepper
 
 MAX_SEARCHES = 3  # per start of the process: later bad steps usually have the same origin
@@ -55,16 +57,17 @@ class NonfiniteSearch:
         loader_from: Callable[[int], Loader],
         reseed: Callable[[int], None],
         device: torch.device,
+        mesh: Mesh,
     ) -> None:
         self._networks, self._stepper, self._loader_from = networks, stepper, loader_from
-        self._reseed, self._device, self._left = reseed, device, MAX_SEARCHES
+        self._reseed, self._device, self._mesh, self._left = reseed, device, mesh, MAX_SEARCHES
 
     def find(self, refusal: RefusedStep) -> dict[str, Any]:
-        """Return the origin as the `born` field of a `skip` event, the same on every rank; empty without a search.
+        """Return the fields `born` and `reproduced` of a `skip` event, the same on every rank; empty without a search.
 
-        Every rank must call it. `what` is a `weight`, an `input`, the `output` of a module, or the `gradient` of an
-        output or a parameter. `not again`: this time the same samples gave finite numbers everywhere. Gradients are not
-        checked in a pipeline.
+        Every rank must call it. `born` is the origin, and `reproduced` is as in `judge_reproduction`. `what` is a
+        `weight`, an `input`, the `output` of a module, or the `gradient` of an output or a parameter. `not again`: this
+        time the same samples gave finite numbers everywhere. Gradients are not checked in a pipeline.
         """
         if not self._left:
             return {}
@@ -72,19 +75,29 @@ class NonfiniteSearch:
         batch = self._load(refusal.step - 1)
         if FlagAllReduce(batch is None).wait() or batch is None:
             return {}
-        self._reseed(batch.step)
         with _unchanged(self._networks), torch.compiler.set_stance("force_eager"):
-            before = _in_weights(self._networks) or _in_inputs(batch)
-            after = self._recompute(batch)  # every rank must take part, also one that has found something already
-            first = _first_over_ranks(before or after)
-        in_loss = not math.isfinite(refusal.loss)
-        otherwise: What = "not again" if in_loss or isinstance(self._stepper, PlainStepper) else "gradient"
-        return first or {"module": "", "what": otherwise, "rank": None, "ranks": []}
+            first = self._find_in(batch)
+            in_loss = not math.isfinite(refusal.loss)
+            can_repeat = in_loss or isinstance(self._stepper, PlainStepper)
+            otherwise: What = "not again" if can_repeat else "gradient"
+            born = first or {"module": "", "what": otherwise, "rank": None, "ranks": []}
+            if not can_repeat or first.get("what") == "weight":  # bad weights make every batch bad
+                return {"born": born}
+            again = self._find_in(receive_neighbour_batch(batch, self._mesh)) if self._mesh.dp > 1 else {}
+        return {"born": born, "reproduced": judge_reproduction(first, again, refusal.ranks, self._mesh)}
+
+    def _find_in(self, host_batch: StepBatch) -> dict[str, Any]:
+        """Compute a batch and return the first NaN or Inf of all ranks; empty if there is none."""
+        batch = host_batch.to(self._device)
+        self._reseed(batch.step)
+        before = _in_weights(self._networks) or _in_inputs(batch)
+        after = self._recompute(batch)  # every rank must take part, also one that has found something already
+        return _first_over_ranks(before or after)
 
     def _load(self, step: int) -> StepBatch | None:
         try:
             with self._loader_from(step) as loader:
-                return next(loader).to(self._device)
+                return next(loader)
         except Exception:  # may happen on one rank only; `find` then makes all ranks give up
             return None
 

@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trimaran.core import Plan
+from trimaran.parallel.comm.json_exchange import broadcast_json
 from trimaran.run import Journal
 from trimaran.train.agreement import StepDecision
 from trimaran.train.health.guard import Guard, RefusedStep, Samples
-from trimaran.train.health.replica_check import ReplicaCheck
+from trimaran.train.health.replica_check import MAX_REPORTED_KEYS, ReplicaCheck
 from trimaran.train.metrics.step_recorder import StepRecord
 
 log = logging.getLogger(__name__)
@@ -19,7 +20,8 @@ log = logging.getLogger(__name__)
 class StepCheck:
     """Decides after every step, the same on every rank. Every rank calls every method, in the same order.
 
-    `replica_check` is None with DeepSpeed, whose weights it cannot read. `search` finds where a NaN or Inf came from.
+    `replica_check` is None with DeepSpeed, whose weights it cannot read. `search` finds where a NaN or Inf came from:
+    fields of the `skip` event.
     """
 
     plan: Plan
@@ -33,14 +35,27 @@ class StepCheck:
         refusal = self.guard.read(record.numbers, self.plan.mesh, samples, scaled=record.loss_scaled)
         if refusal is not None:
             log.warning("step %d was refused: %s", refusal.step, refusal.reason)
+        if refusal is not None and refusal.memory_changed:
+            self._report_changed_memory(refusal)
+        elif refusal is not None:
             origin = self.search(refusal) if refusal.not_finite and not record.numbers.batches_differ else {}
-            event: dict[str, Any] = refusal.as_dict() | ({"born": origin} if origin else {})
             if self.journal.rank == 0:
-                self.journal.event("skip", **event)
+                self.journal.event("skip", **refusal.as_dict(), **origin)
         bad_data = self.guard.bad_samples.too_many(record.rows)
         return StepDecision(
             stop=record.stop, save=record.save, profile=record.profile, bad_data=bad_data, refusal=refusal
         )
+
+    def _report_changed_memory(self, refusal: RefusedStep) -> None:
+        """Write a `differ` event about memory that changed between two updates, with the tensors that it held."""
+        shard_check, rank = self.guard.shard_check, refusal.ranks[0]
+        mine = shard_check.changed_keys() if shard_check is not None and self.journal.rank == rank else []
+        keys = broadcast_json(mine[:MAX_REPORTED_KEYS], src=rank)
+        if self.journal.rank == 0:
+            message = f"{refusal.reason}: {', '.join(keys[:2])}"
+            facts = {"type": "MemoryChanged", "message": message, "cause": "numeric", "ranks": list(refusal.ranks)}
+            self.journal.event("differ", step=refusal.step, **facts, keys=keys, since=refusal.good_step,
+                               action=refusal.action)  # fmt: skip
 
     def replicas_in_sync(self, step: int) -> bool:
         """Whether all replicas should hold the same weights after `step` steps.

@@ -11,6 +11,7 @@ from trimaran.data.data_kind import DataKind, data_kind_of
 from trimaran.data.feature_cache import refuse_trained_tower
 from trimaran.data.feed import BatchFeed, DataShare
 from trimaran.data.image_arrays import FeatureSource
+from trimaran.data.prepare_text import Progress
 from trimaran.data.quarantine import SampleReader
 from trimaran.data.sample_feed import SampleFeedOptions, sample_feeds
 from trimaran.data.samples.prepare_samples import prepare_samples
@@ -45,20 +46,33 @@ class TrainingData:
 
 
 def load_training_data(
-    recipe: Recipe, network: Network, share: DataShare, *, cache: Path, cache_features: CacheFeatures | None = None
+    recipe: Recipe,
+    network: Network,
+    share: DataShare,
+    *,
+    cache: Path,
+    cache_features: CacheFeatures | None = None,
+    report_progress: Callable[[], None] = lambda: None,
 ) -> TrainingData:
     """Return the recipe's data, prepared first if necessary. Raise if the network's vocabulary is too small for it.
 
     `cache_features` returns cached features of a frozen tower, for a recipe with `data.samples.cache_features`.
+    `report_progress` is called for each chunk of a file that is prepared.
     """
+
+    def progress(what: str, fraction: float) -> None:
+        report_progress()
+
     if not recipe.data.samples.cache_features:
-        return LOADERS_BY_KIND[data_kind_of(recipe)](recipe, network, share, cache)
+        return LOADERS_BY_KIND[data_kind_of(recipe)](recipe, network, share, cache, progress)
     refuse_trained_tower(recipe)
-    return _load_samples(recipe, network, share, cache, cache_features)
+    return _load_samples(recipe, network, share, cache, progress, cache_features)
 
 
-def _load_text(recipe: Recipe, network: Network, share: DataShare, cache: Path) -> TrainingData:
-    shards = TokenShards.open(prepare(recipe.data, cache=cache))
+def _load_text(
+    recipe: Recipe, network: Network, share: DataShare, cache: Path, progress: Progress | None = None
+) -> TrainingData:
+    shards = TokenShards.open(prepare(recipe.data, cache=cache, progress=progress))
     shards.check_vocabulary(network.vocabulary)
     training, holdout = split(shards, recipe.data)
 
@@ -77,10 +91,15 @@ def _load_text(recipe: Recipe, network: Network, share: DataShare, cache: Path) 
 
 
 def _load_samples(
-    recipe: Recipe, network: Network, share: DataShare, cache: Path, cache_features: CacheFeatures | None = None
+    recipe: Recipe,
+    network: Network,
+    share: DataShare,
+    cache: Path,
+    progress: Progress | None = None,
+    cache_features: CacheFeatures | None = None,
 ) -> TrainingData:
     rules = recipe_image_rules(recipe)
-    index = SampleIndex.open(prepare_samples(recipe.data, rules=rules, cache=cache))
+    index = SampleIndex.open(prepare_samples(recipe.data, rules=rules, cache=cache, progress=progress))
     index.check_vocabulary(network.vocabulary)
     outline = outline_if_known(recipe.model, recipe.data)
     options = SampleFeedOptions(
@@ -105,7 +124,9 @@ def _load_samples(
     )
 
 
-def _load_scenes(recipe: Recipe, network: Network, share: DataShare, cache: Path) -> TrainingData:
+def _load_scenes(
+    recipe: Recipe, network: Network, share: DataShare, cache: Path, progress: Progress | None = None
+) -> TrainingData:
     assert isinstance(network.spec, PerceptionSpec), "nothing else is trained on scenes"
     rules = network.spec.scenes()
     feeds = partial(scene_feeds, recipe.data, rules, seed=recipe.train.seed, share=share)
@@ -118,7 +139,7 @@ def _load_scenes(recipe: Recipe, network: Network, share: DataShare, cache: Path
     )
 
 
-LOADERS_BY_KIND: dict[DataKind, Callable[[Recipe, Network, DataShare, Path], TrainingData]] = {
+LOADERS_BY_KIND: dict[DataKind, Callable[[Recipe, Network, DataShare, Path, Progress], TrainingData]] = {
     "text": _load_text,
     "samples": _load_samples,
     "scenes": _load_scenes,

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trimaran.core import ImageRules, Plan, Recipe, UserError
+from trimaran.core.regular_files import read_regular_text
 from trimaran.core.units import show_bytes
 from trimaran.data.feature_cache import BF16, FeatureCache, refuse_trained_tower, write_atomically
 from trimaran.data.samples.sample_index import SampleIndex
@@ -147,7 +148,7 @@ def _feature_dtype(encoder: VisionEncoder, folder: Path) -> torch.dtype:
     if not note.exists():
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(note, str(encoder.probe().dtype).encode())
-    return names[note.read_text(encoding="utf-8")]
+    return names[read_regular_text(note, follow_links=True)]
 
 
 def _encode_part(encoder: VisionEncoder, index: SampleIndex, images: range) -> tuple[np.ndarray, dict[int, str]]:

@@ -116,9 +116,11 @@ class Profiler:
             raise
         if self._recording is not None:
             self._end(self._step - 1)
-        for each in self._writers:
-            each.join()
-        self._writers.clear()
+        if self._writers:
+            with self._link.section("profile"):
+                for each in self._writers:
+                    each.join()
+            self._writers.clear()
 
     def _write_oom_snapshot(self, error: Exception) -> None:
         """Write a memory snapshot and its event. On a GPU the snapshot exists already, see `snapshot_on_oom`."""
@@ -149,11 +151,14 @@ class Profiler:
     def _begin(self, request: ProfileRequest, done: int) -> None:
         recording = Recording(request=request, first=done + 1, last=done + request.steps)
         self._recording = recording
-        self._link.report_section("evaluation", done)  # a section with a long timeout: profilers take seconds
         if not request.is_for(self._journal.rank):
             return
+        with self._link.section("profile", done):  # profilers take seconds
+            self._start(recording)
+
+    def _start(self, recording: Recording) -> None:
         try:
-            if request.memory:
+            if recording.request.memory:
                 self._snapshotter.begin()
                 recording.snapshotter = self._snapshotter
             else:
@@ -174,19 +179,22 @@ class Profiler:
     def _end(self, done: int) -> None:
         recording, self._recording = self._recording, None
         assert recording is not None
-        self._link.report_section("evaluation", done)
         self._clock.on_lap = None
         try:
-            if recording.trace is not None:
-                self._end_trace(recording, recording.trace, done)
-            elif recording.snapshotter is not None:
-                path = snapshot_file(self._run, step=recording.first, rank=self._journal.rank)
-                self._snapshotter.end(path, step=done)
-                self._write_event(recording, path, done)
+            with self._link.section("profile", done):
+                self._end_recording(recording, done)
         except Exception as error:
             self._write_failure_event(error)
         if self._journal.rank == 0:  # all ranks have read the request, before the first step of this recording
             withdraw_request(self._run, recording.request.id)
+
+    def _end_recording(self, recording: Recording, done: int) -> None:
+        if recording.trace is not None:
+            self._end_trace(recording, recording.trace, done)
+        elif recording.snapshotter is not None:
+            path = snapshot_file(self._run, step=recording.first, rank=self._journal.rank)
+            self._snapshotter.end(path, step=done)
+            self._write_event(recording, path, done)
 
     def _end_trace(self, recording: Recording, trace: profile, done: int) -> None:
         rank = self._journal.rank

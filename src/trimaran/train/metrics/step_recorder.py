@@ -8,15 +8,18 @@ from typing import Any
 
 from torch import Tensor
 
-from trimaran.core import PHASES, Plan, StepMetrics
+from trimaran.core import PHASES, SECONDS_DECIMALS, Plan, StepMetrics
 from trimaran.data.loader import Loader
 from trimaran.data.loader_tuner import MIN_WAIT_FRACTION, MIN_WAIT_SECONDS_PER_BATCH
 from trimaran.data.step_batch import StepBatch
 from trimaran.run import Journal
+from trimaran.telemetry.step_index import StepIndexer
 from trimaran.train.health.compilations import Compilations
-from trimaran.train.health.guard import StepNumbers
+from trimaran.train.health.connection_watch import ConnectionWatch
+from trimaran.train.health.guard import MEMORY_CHANGED, StepNumbers
 from trimaran.train.metrics.meters import Meters
 from trimaran.train.metrics.profiler import Profiler
+from trimaran.train.metrics.slow_details import SlowDetails
 from trimaran.train.metrics.step_clock import ReadSeconds
 
 log = logging.getLogger(__name__)
@@ -66,10 +69,15 @@ class StepRecorder:
     journal: Journal
     profiler: Profiler
     compilations: Compilations = field(default_factory=Compilations)
+    indexer: StepIndexer | None = None  # on rank 0
+    slow_details: SlowDetails = field(default_factory=SlowDetails)
+    connections: ConnectionWatch | None = None
 
     def note_batch(self, batch: StepBatch, loader: Loader) -> None:
         """Write events for the bad samples in this rank's batch, and for a change of the loader's setting."""
         self.compilations.end_step(batch.step)  # the host has finished the step before
+        if self.connections is not None:
+            self.connections.check(batch.step)
         for change in loader.changes[-1:]:
             if change.step == batch.step + 1:  # there is at most one change per batch
                 now = {"workers": change.setting.workers, "depth": change.setting.depth, "pinned": change.setting.pin}
@@ -80,7 +88,8 @@ class StepRecorder:
 
     def record(self, pending: PendingStep, loader: Loader) -> StepRecord:
         """Write the metrics line of the step and return its numbers."""
-        phases = dict.fromkeys(PHASES, 0.0) | pending.read_seconds()  # waits for the device, so the numbers are copied
+        measured = pending.read_seconds()  # waits for the device, so the numbers are copied
+        phases = dict.fromkeys(PHASES, 0.0) | {name: round(each, SECONDS_DECIMALS) for name, each in measured.items()}
         loss, tokens, stop, save, profile, batches_differ, *bad, norm, refused = pending.numbers.tolist()
         details = pending.read_details()
         numbers = StepNumbers(
@@ -88,8 +97,9 @@ class StepRecorder:
             loss=loss,
             grad_norm=norm,
             refused=refused > 0,
-            suspects=tuple(rank for rank, each in enumerate(bad) if each) if refused else (),
+            suspects=tuple(rank for rank, each in enumerate(bad) if each % MEMORY_CHANGED) if refused else (),
             batches_differ=batches_differ != 0,
+            corrupted=tuple(rank for rank, each in enumerate(bad) if each >= MEMORY_CHANGED),
         )
         if refused:
             details["skipped"] = True
@@ -139,9 +149,11 @@ class StepRecorder:
             peak_bytes=peak_bytes,
             phases=phases,
             time=time.time(),
-            details=details | measured,
+            details=self.slow_details.select(pending.step, details | measured),
         )
         self.journal.step(metrics)
+        if self.indexer is not None:
+            self.indexer.note_line()
         log.info("step %d  loss %.4f  %.0f tokens/s", metrics.step, numbers.loss, metrics.tokens_per_second)
 
 

@@ -1,7 +1,8 @@
 """Reports which communication a rank has started: collectives from torch's flight recorder, and point-to-point counts.
 
-The recorder runs when TORCH_FR_BUFFER_SIZE was set before torch was imported. With gloo it records collectives, and of
-each only whether it has ended. It records neither point-to-point messages nor the members of groups.
+The recorders run when TORCH_FR_BUFFER_SIZE was set before torch was imported. The one for gloo records collectives, and
+of each only whether it has ended. It records neither point-to-point messages nor the members of groups. NCCL has its
+own recorder, whose entries have the same keys. A group with both backends counts its operations once for each.
 """
 
 import json
@@ -18,6 +19,7 @@ _recorder: Any = torch._C._distributed_c10d  # its stubs leave the recorder out
 
 MAX_OPERATIONS = 600  # recorder entries in a rank report
 MAX_MESSAGES = 400
+NCCL_SUFFIX = "/nccl"  # after the name of a group: its operations on GPUs
 
 
 class MessageCounts:
@@ -61,26 +63,40 @@ def group_members() -> dict[str, list[int]]:
     """Return the ranks of each process group that this rank belongs to, by group name."""
     # For a group without this rank, new_group leaves a number instead of a group.
     groups = [(_world.pg_names.get(group), ranks) for group, ranks in list(_world.pg_group_ranks.items())]
-    return {name: sorted(ranks) for name, ranks in groups if name is not None}
+    members = {name: sorted(ranks) for name, ranks in groups if name is not None}
+    return members | ({f"{name}{NCCL_SUFFIX}": ranks for name, ranks in members.items()} if _has_nccl() else {})
 
 
 def operations() -> list[dict[str, Any]]:
     """Return the last collectives that this rank has started, oldest first. `number` counts those of one group.
 
-    `state` stays `scheduled` with gloo; with NCCL it becomes `started` and `completed`.
+    `state` stays `scheduled` with gloo; with NCCL it becomes `completed`, or `started` if torch times collectives.
     """
-    entries = json.loads(_recorder._dump_fr_trace_json()).get("entries", [])
+    found = read_operations(_recorder._dump_fr_trace_json())
+    if _has_nccl():
+        found += read_operations(_recorder._dump_nccl_trace_json(), suffix=NCCL_SUFFIX)
+    return sorted(found, key=lambda each: each["time"])[-MAX_OPERATIONS:]
+
+
+def read_operations(dump: str | bytes, *, suffix: str = "") -> list[dict[str, Any]]:
+    """Return the collectives in a recorder's JSON dump, oldest first. `suffix` is added to the names of groups."""
     return [
         {
-            "group": entry["process_group"][0],
+            "group": f"{entry['process_group'][0]}{suffix}",
             "number": entry["collective_seq_id"],
             "op": entry["profiling_name"].rpartition(":")[2],
             "sizes": entry["input_sizes"],
             "dtypes": entry["input_dtypes"],
             "state": entry["state"],
-            "done": bool(entry["retired"]),
+            "done": bool(entry["retired"]) or entry["state"] == "completed",
             "time": entry["time_created_ns"] / 1e9,
         }
-        for entry in entries[-MAX_OPERATIONS:]
-        if not entry["is_p2p"]  # NCCL records messages too, but `MessageCounts` has them
+        for entry in json.loads(dump).get("entries", [])
+        # NCCL records messages too, but `MessageCounts` has them. A batch of them is `coalesced` and has no own number.
+        if not entry["is_p2p"] and entry["profiling_name"] != "nccl:coalesced"
     ]
+
+
+def _has_nccl() -> bool:
+    """Return whether this process may have started NCCL operations."""
+    return hasattr(_recorder, "_dump_nccl_trace_json") and torch.cuda.is_initialized()

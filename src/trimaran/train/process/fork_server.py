@@ -1,11 +1,12 @@
-"""`python -m trimaran.train.process.fork_server RUN FD PARENT`: imports torch once and forks the ranks of a run.
+"""`python -m trimaran.train.process.fork_server RUN FD PARENT [DIRECTORY]`: imports torch once and forks the ranks.
 
 It reads JSON lines from the socket FD and writes JSON lines back. `{"start": [{"rank": 0, "environment": {...}}, ...]}`
 is answered by `{"event": "started", "rank": 0, "pid": 4711}` and, when the rank ends, by `{"event": "ended", "rank": 0,
 "pid": 4711, "code": -9, "time": ...}` (monotonic clock). A rank's environment is added to the fork server's own.
 
 The fork server has one thread and never initialises CUDA: neither survives a fork. It replaces warm spare ranks, as a
-new rank does not have to import torch. Ranks end with the fork server, and it ends with PARENT, the supervisor.
+new rank does not have to import torch. Ranks end with the fork server, and it ends with PARENT, the supervisor. They
+open files below DIRECTORY, a descriptor of the run directory, or else at RUN.
 """
 
 import os
@@ -37,8 +38,11 @@ from typing import Any, NoReturn
 
 import torch
 
+from trimaran.core.regular_files import open_regular_fd
 from trimaran.data import cache_folder
+from trimaran.hardware.openmp_threads import openmp_threads
 from trimaran.run import open_run
+from trimaran.run.run_directory import DESCRIPTORS
 from trimaran.train.process.rank_info import read_rank_info
 from trimaran.train.process.supervisor_link import read_supervisor_link
 from trimaran.train.worker import run_worker
@@ -50,6 +54,8 @@ LAZY_MODULES = ("torch._dynamo", "encodings.idna", "numpy.ma")
 
 def main() -> None:
     run, control = Path(sys.argv[1]), socket.socket(fileno=int(sys.argv[2]))
+    if len(sys.argv) > 4:
+        run = Path(f"{DESCRIPTORS}{sys.argv[4]}")
     for name in LAZY_MODULES:
         import_module(name)
     assert not torch.cuda.is_initialized(), "a forked process cannot use CUDA that its parent initialised"
@@ -138,7 +144,8 @@ def _run_rank(run: Path, parent: int, environment: Mapping[str, str]) -> int:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # SIGTERM stays ignored until the worker handles it
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # until the heartbeat thread handles it
     set_process_name(f"trimaran-{environment['RANK']}")
-    log = os.open(run / "logs" / f"rank-{environment['RANK']}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    path, flags = run / "logs" / f"rank-{environment['RANK']}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    log = open_regular_fd(path, flags, mode=0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
@@ -147,8 +154,8 @@ def _run_rank(run: Path, parent: int, environment: Mapping[str, str]) -> int:
     faulthandler.enable()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
 
-    if threads := os.environ.get("OMP_NUM_THREADS"):
-        torch.set_num_threads(int(threads))
+    if threads := openmp_threads(os.environ.get("OMP_NUM_THREADS")):
+        torch.set_num_threads(threads)
     if plugin := os.environ.get(PLUGIN):
         import_module(plugin)
     rank_info, link = read_rank_info(os.environ), read_supervisor_link(os.environ)

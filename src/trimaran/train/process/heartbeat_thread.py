@@ -23,6 +23,7 @@ from typing import Any, Self
 import psutil
 import torch
 
+from trimaran.core.regular_files import append_regular_file, read_regular_text
 from trimaran.run import RunDirectory
 from trimaran.train.process.flight_recorder import MessageCounts, group_members, operations
 from trimaran.train.process.supervisor_link import SupervisorLink
@@ -45,7 +46,8 @@ class HeartbeatThread:
     def __enter__(self) -> Self:
         if self._link.board is not None:
             # Stays open while the handler is registered: the handler writes to its descriptor.
-            self._stacks = self._run.stacks(self._rank).open("w", encoding="utf-8")
+            self._stacks = append_regular_file(self._run.stacks(self._rank))
+            self._stacks.truncate(0)
             # Only the main thread's stack: reading the stacks of running threads crashed about 1 rank in 100.
             faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=False)
             self._stop_counting = self._messages.start()
@@ -77,7 +79,7 @@ class HeartbeatThread:
             board.beat(local_rank, answered=answered)
 
     def _write_report(self) -> None:
-        question = json.loads(self._run.report_request(self._rank).read_text(encoding="utf-8"))
+        question = json.loads(read_regular_text(self._run.report_request(self._rank)))
         folder = self._run.path / question["folder"]
         frames = sys._current_frames()
         write_atomically(folder / f"rank-{self._rank}.stacks.txt", format_stacks(frames))

@@ -7,6 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from trimaran.run.gloo_listeners import closed_listeners
 from trimaran.train.process.supervisor_link import NO_SUPERVISOR, SupervisorLink
 from trimaran.train.process.token_store import supervisor_store
 
@@ -27,11 +28,14 @@ class RankInfo:
 def read_rank_info(environment: Mapping[str, str], *, on_cpu: bool = False) -> RankInfo:
     """Return the rank that a launcher wrote into `environment`; without a launcher, rank 0 of 1.
 
-    The device is this rank's GPU if the machine has any, unless `on_cpu`.
+    The device is this rank's GPU if the machine has any, unless `on_cpu`. With TRIMARAN_SHARE_GPUS=1 several ranks
+    may use one GPU, see `launch/shared_gpu.py`.
     """
     local_rank = int(environment.get("LOCAL_RANK", 0))
     use_gpu = torch.cuda.is_available() and not on_cpu
-    device = torch.device("cuda", local_rank) if use_gpu else torch.device("cpu")
+    shares = use_gpu and environment.get("TRIMARAN_SHARE_GPUS") == "1"
+    index = local_rank % torch.cuda.device_count() if shares else local_rank
+    device = torch.device("cuda", index) if use_gpu else torch.device("cpu")
     return RankInfo(
         rank=int(environment.get("RANK", 0)),
         world_size=int(environment.get("WORLD_SIZE", 1)),
@@ -56,6 +60,7 @@ def join_process_group(rank_info: RankInfo, link: SupervisorLink = NO_SUPERVISOR
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
     elif link.store:
         store = supervisor_store(link)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
+        with closed_listeners():
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
     else:
         dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=TIMEOUT)

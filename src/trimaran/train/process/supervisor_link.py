@@ -1,7 +1,9 @@
 """What a rank gets from the supervisor that started it. A rank under another launcher has none of it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from trimaran.run import Heartbeat, HeartbeatBoard, Section
 
@@ -25,14 +27,40 @@ class SupervisorLink:
     rank_memories: tuple[int, ...] = ()
 
     def report_section(self, section: Section, step: int = 0) -> None:
-        """Report to the supervisor which section of which step the training loop is in."""
+        """Report to the supervisor which section of which step this rank is in. Each call counts as progress."""
         if self.board is not None:
             self.board.enter(self.local_rank, section, step)
+
+    @contextmanager
+    def section(self, section: Section, step: int | None = None) -> Iterator[Callable[[], None]]:
+        """Report `section` inside the `with` block, and the section before it again afterwards.
+
+        Yields a function that reports one more unit of progress. `step` is that of the section before by default.
+        """
+        before = self.heartbeat
+        if self.board is None or before is None:
+            yield _no_report
+            return
+        report = partial(self.board.enter, self.local_rank, section, before.step if step is None else step)
+        report()
+        try:
+            yield report
+        finally:
+            self.board.enter(self.local_rank, before.section, before.step)
+
+    def report_saved(self) -> None:
+        """Report that the last step is done and saved: what fails from now on neither restarts nor fails the run."""
+        if self.board is not None:
+            self.board.mark_saved(self.local_rank)
 
     @property
     def heartbeat(self) -> Heartbeat | None:
         """What the supervisor sees of this rank now; None without a supervisor."""
         return None if self.board is None else self.board.read(self.local_rank)
+
+
+def _no_report() -> None:
+    """Report no progress: there is no supervisor."""
 
 
 NO_SUPERVISOR = SupervisorLink()

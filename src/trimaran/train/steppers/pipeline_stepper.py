@@ -172,7 +172,7 @@ class PipelineStepper:
         def compute_detached(*stream: Tensor, number: Tensor) -> Tensor:
             out = compute(*(each.detach() for each in stream), number=number)
             if stream:
-                return _ZeroInputGrad.apply(out, *stream)
+                return _with_zero_input_gradient(out, *stream)
             return out if out.requires_grad else out.detach().requires_grad_()
 
         return compute_detached
@@ -210,21 +210,14 @@ class PipelineStepper:
         return forward_through_stages(self._stages, [partial(compute, network) for network in self._networks], entering)
 
 
-class _ZeroInputGrad(torch.autograd.Function):
-    """Returns the output of a stage; its backward gives the stage's input a gradient of zeros.
+def _with_zero_input_gradient(out: Tensor, stream: Tensor) -> Tensor:
+    """Return the output of a stage, in whose graph the stage's input has a gradient of zeros.
 
-    A schedule sends a gradient for every activation that it sent, so the input must be in the graph of the output.
+    A schedule sends a gradient for every activation that it sent, so the input must be in the graph of the output. The
+    sum of no elements is 0 whatever the input holds. An autograd function would do the same, but torch 2.11 cannot
+    split a backward that begins with one.
     """
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, stream: Tensor) -> Tensor:
-        ctx.save_for_backward(stream)
-        return out.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor]:
-        (stream,) = ctx.saved_tensors
-        return gradients[0], torch.zeros_like(stream)
+    return out + stream.flatten()[:0].sum().to(out.dtype)
 
 
 class _AttachBalanceLoss(torch.autograd.Function):

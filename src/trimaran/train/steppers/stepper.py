@@ -18,7 +18,7 @@ from trimaran.data.step_batch import Inputs, StepBatch
 from trimaran.nets import Network
 from trimaran.parallel import RankMesh, autocast, gradient_sync
 from trimaran.train.agreement import RANK_REQUESTS
-from trimaran.train.health.guard import Guard
+from trimaran.train.health.guard import MEMORY_CHANGED, Guard
 from trimaran.train.loss.head_loss import LossHead, build_loss_head
 from trimaran.train.loss.objective import LanguageObjective, LossSums, Objective, predicted_tokens
 from trimaran.train.metrics.gather_waits import GatherWaits, time_gathers
@@ -40,7 +40,8 @@ class Stepper(Protocol):
 
         Returns one tensor on the device: the mean loss, the number of valid tokens, the number of ranks that make each
         of RANK_REQUESTS, 0 if the ranks that share a batch loaded the same one, and for each rank 1 if its own loss is
-        bad. If ranks loaded different batches, the loss is NaN, so that the guard refuses the update.
+        bad, plus MEMORY_CHANGED if its weights or optimizer states have changed since the last update. If ranks loaded
+        different batches or memory has changed, the loss is NaN, so that the guard refuses the update.
         """
         ...
 
@@ -212,9 +213,13 @@ class StepCounts:
         if self._ranks.rank("tp") == 0:  # the other tp ranks have the same loss
             sums[0] = loss
             sums[1 + dist.get_rank()] = self._guard.suspects(loss, self._num_valid)
+        changed = self._guard.shard_check.verify() if self._guard.shard_check else None
+        if changed is not None:
+            sums[1 + dist.get_rank()] += MEMORY_CHANGED * changed
         dist.all_reduce(sums)
         counts = self._counts.double()  # fp32 is exact only up to 16 million
-        mean = torch.where(self._counts[-1] == 0, sums[:1] / self.num_valid(), math.nan)
+        is_valid = (self._counts[-1] == 0) & (sums[1:].amax() < MEMORY_CHANGED)
+        mean = torch.where(is_valid, sums[:1] / self.num_valid(), math.nan)
         return torch.cat([mean, counts, sums[1:]])
 
 

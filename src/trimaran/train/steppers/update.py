@@ -78,6 +78,8 @@ class Updater:
         group_details = self._meter.end(before, scale)
         self._details = lambda: norm_details() | group_details()
         self._optimizer.zero_grad()
+        if self.guard.shard_check is not None:
+            self.guard.shard_check.record()
         return norm, refused
 
     def clear_gradients(self) -> None:

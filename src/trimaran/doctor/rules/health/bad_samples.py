@@ -21,8 +21,12 @@ def bad_samples(evidence: Evidence) -> Iterator[Finding]:
     reasons = {each["data"].get("sample"): LOCATION.sub("", str(each["data"].get("reason") or "")) for each in bad}
     incidents = incidents_of(evidence, "data")
     failed = {sample for each in incidents for sample in (each.get("evidence") or {}).get("sample_ids", ())}
-    skipped = sum(get_number(each, "quarantined") or get_number(each, "rows", "bad") or 0 for each in evidence.steps)
-    rows = sum(get_number(each, "rows", "samples") or 0 for each in evidence.steps)
+    with_rows = [each for each in evidence.steps if "rows" in each]  # most lines of a long run leave them out
+    scale = len(evidence.steps) / max(1, len(with_rows))
+    quarantined = sum(get_number(each, "quarantined") or 0 for each in evidence.steps)
+    left_out = (get_number(each, "rows", "bad") or 0 for each in with_rows if not get_number(each, "quarantined"))
+    skipped = quarantined + scale * sum(left_out)
+    rows = scale * sum(get_number(each, "rows", "samples") or 0 for each in with_rows)
     seen = round(rows) or evidence.last_step * evidence.recipe.train.global_batch
     count = max(len(reasons) + len(failed), round(skipped))
     ended = bool(incidents) and ended_run(incidents[-1])

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from trimaran.core import Finding
-from trimaran.doctor.evidence import Evidence
+from trimaran.doctor.evidence import Evidence, Line
 from trimaran.doctor.evidence_queries import (
     ended_run,
     incident_facts,
@@ -11,6 +11,7 @@ from trimaran.doctor.evidence_queries import (
     incidents_of,
     plural,
     rank_names,
+    was_passed,
 )
 
 
@@ -22,6 +23,7 @@ def hang(evidence: Evidence) -> Iterator[Finding]:
     last = incidents[-1]
     files = [str(each) for each in (last.get("evidence") or {}).get("files", ())]
     facts = incident_facts(last)
+    passed = was_passed(evidence, last)
     yield Finding(
         code="F063",
         severity=incident_severity(incidents),
@@ -36,9 +38,25 @@ def hang(evidence: Evidence) -> Iterator[Finding]:
             "count": len(incidents),
         },
         fix=f"read the stack in incidents/{last.get('id')}/{files[0] if files else ''}: it shows where that rank waits",
-        expected_effect=""
-        if ended_run(last)
-        else "the run recovered by itself, and will hang again until this is fixed",
-        confidence=0.9 if last.get("suspects") else 0.5,
+        expected_effect=_outlook(last, len(incidents), passed=passed),
+        confidence=_confidence(last, len(incidents), passed=passed),
         step=int(last.get("step") or 0),
     )
+
+
+def _outlook(last: Line, count: int, *, passed: bool) -> str:
+    """Return what to expect of the run. A hang that the run later got past need not come back."""
+    if ended_run(last):
+        return ""
+    if not passed:
+        return "the run has not got past this point yet, and may hang there again until this is fixed"
+    if count > 1:
+        return "the run later got past this point, but it hung more than once"
+    return "the run later got past this point: the cause may have been the machine, and need not come back"
+
+
+def _confidence(last: Line, count: int, *, passed: bool) -> float:
+    """Return how sure it is that something must be fixed."""
+    if passed and not ended_run(last):
+        return 0.5 if count > 1 else 0.3
+    return 0.9 if last.get("suspects") else 0.5

@@ -54,8 +54,9 @@ def _uses(evidence: Evidence) -> Iterator[MemoryUse]:
     for step in evidence.steps[-1:]:
         on_device = get_number(step, "memory", "reserved") is not None  # only the CUDA allocator reports it
         total, peak = get_number(step, "memory", "total"), get_number(step, "peak_bytes")
-        at = get_number(step, "ranks", "peak_bytes", "at") or 0.0
-        most = max(peak or 0.0, get_number(step, "ranks", "peak_bytes", "max") or 0.0)
+        ranks = next((each for each in reversed(evidence.steps) if "ranks" in each), step)
+        at = get_number(ranks, "ranks", "peak_bytes", "at") or 0.0
+        most = max(peak or 0.0, get_number(ranks, "ranks", "peak_bytes", "max") or 0.0)
         if on_device and total and most > MAX_DEVICE_FRACTION * total:
             yield MemoryUse(f"the device of rank {at:.0f}", most, total)
         others = _others(evidence, step)

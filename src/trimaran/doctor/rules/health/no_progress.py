@@ -28,7 +28,7 @@ def no_progress(evidence: Evidence) -> Iterator[Finding]:
         verdict=f"the last {len(stuck)} attempts made no progress: all ended at step {stuck[-1]['step']}"
         + (f", always {causes.pop()}" if len(causes) == 1 else "")
         + (f" of {rank_names(always)}" if always else ""),
-        culprit=rank_names(always) or f"step {int(stuck[-1]['step']) + 1}",
+        culprit=rank_names(always) or _next_step(evidence, int(stuck[-1]["step"])),
         evidence={"starts": [each.get("attempt") for each in stuck], "why": why},
         patch=patch,
         fix=f"fix what happens each time: {incidents[-1].get('what') if incidents else why}",
@@ -48,6 +48,11 @@ def _stuck(evidence: Evidence) -> list[Line]:
             break
         stuck.insert(0, attempt)
     return stuck
+
+
+def _next_step(evidence: Evidence, step: int) -> str:
+    """Return the name of the step after `step`, or of what follows the last one."""
+    return f"step {step + 1}" if step < evidence.recipe.train.steps else f"the save after step {step}"
 
 
 def _patch(evidence: Evidence, always: tuple[int, ...]) -> Patch:

@@ -16,13 +16,16 @@ def not_finite(evidence: Evidence) -> Iterator[Finding]:
     if not skips:
         return
     data = skips[-1]["data"]
-    origin = next((each["data"]["born"] for each in reversed(skips) if each["data"].get("born")), {})
-    patch = valid_patch(evidence.recipe, _patch(evidence, origin, num_skips=len(skips)))
+    searched = next((each["data"] for each in reversed(skips) if each["data"].get("born")), {})
+    origin, reproduced = searched.get("born", {}), searched.get("reproduced") or {}
+    is_device = reproduced.get("again") is False
+    patch = {} if is_device else valid_patch(evidence.recipe, _patch(evidence, origin, num_skips=len(skips)))
     yield Finding(
         code="F050",
         severity="fault",
         verdict=f"{plural(len(skips), 'update')} {'was' if len(skips) == 1 else 'were'} skipped because "
-        f"{data.get('reason', 'of NaN or Inf')}, the last time at step {skips[-1].get('step')}: {_describe(origin)}",
+        f"{data.get('reason', 'of NaN or Inf')}, the last time at step {skips[-1].get('step')}: {_describe(origin)}"
+        f"{_repetition(reproduced)}",
         culprit=_culprit(origin, data),
         evidence={
             "steps": [each.get("step") for each in skips[-8:]],
@@ -30,9 +33,10 @@ def not_finite(evidence: Evidence) -> Iterator[Finding]:
             "ranks": data.get("ranks"),
             "sample_ids": list(data.get("sample_ids") or ())[:8],
             "born": origin,
+            "reproduced": reproduced,
         },
         patch=patch,
-        fix="" if patch else _fix(origin, data),
+        fix="" if patch else _fix({"what": "not again"} if is_device else origin, data),
         expected_effect=_effect(patch),
         confidence=0.9 if origin.get("module") else 0.6,
         step=int(skips[-1].get("step") or 0),
@@ -60,6 +64,11 @@ def _describe(origin: Line) -> str:
         case "not again":
             return "a second computation of the same samples was finite"
     return "its origin was not searched"
+
+
+def _repetition(reproduced: Line) -> str:
+    verdict = reproduced.get("verdict")
+    return f"; {verdict}" if verdict else ""
 
 
 def _culprit(origin: Line, data: Line) -> str:

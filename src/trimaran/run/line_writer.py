@@ -1,0 +1,180 @@
+"""Appends JSON lines to a file of a run: each line is written whole or not at all.
+
+A process may be killed, and a disk may fill up, in the middle of a line. What was written of it is cut off again.
+"""
+
+import errno
+import json
+import logging
+import math
+import os
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trimaran.core.regular_files import open_regular_fd
+from trimaran.run.reserve import write_with_reserve
+from trimaran.run.run_directory import show_paths
+
+log = logging.getLogger(__name__)
+
+# Errors after which lines are kept and written later: the disk is full, broken, read-only, or the folder is gone.
+DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.ENOENT, errno.ENOTDIR}
+RETRY_SECONDS = 1.0  # between attempts to write lines that are kept
+KEPT_BYTES = 1 << 20
+BATCH_BYTES = 1 << 16  # written at a time
+SEARCH_BYTES = 1 << 12
+
+
+@dataclass(slots=True)
+class LostLines:
+    """Lines that were never written: how many, and the steps of the first and the last."""
+
+    count: int = 0
+    first_step: int = 0
+    last_step: int = 0
+
+    def add(self, step: int) -> None:
+        self.first_step = self.first_step if self.count else step
+        self.count, self.last_step = self.count + 1, step
+
+
+class LineWriter:
+    """Appends JSON lines to a file that no other process writes at the same time.
+
+    If they cannot be written, lines are kept in memory and written in order by a later call; `failure` says why.
+    Beyond `max_kept_bytes` the oldest are lost and counted in `lost`. With `reserve`, a full disk first gets room from
+    that file, see `reserve.py`.
+    """
+
+    def __init__(self, path: Path, *, reserve: Path | None = None, max_kept_bytes: int = KEPT_BYTES) -> None:
+        self.path, self._reserve, self._max_kept_bytes = path, reserve, max_kept_bytes
+        self.failure = ""
+        self.lost = LostLines()
+        self._kept: deque[tuple[bytes, int]] = deque()  # lines and their steps
+        self._kept_bytes = 0
+        self._retry_at = 0.0
+        self._fd: int | None = None
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append `record`, or keep it for later. Raises only for errors that are not those of a disk."""
+        line = show_paths(_line(record), self.path).encode()
+        step = record.get("step")
+        self._kept.append((line, step if isinstance(step, int) else 0))
+        self._kept_bytes += len(line)
+        self.flush(at_once=self._reserve is not None)
+
+    def flush(self, *, at_once: bool = True) -> bool:
+        """Write the kept lines, and return whether none is left. Without `at_once`, at most once a second."""
+        if self._kept and (at_once or not self.failure or time.monotonic() >= self._retry_at):
+            try:
+                write_with_reserve(self._reserve, self._write_kept)
+            except OSError as error:
+                if error.errno not in DISK_ERRORS:
+                    raise
+                self._fail(error.strerror or str(error))
+            else:
+                self.failure = ""
+        while self._kept_bytes > self._max_kept_bytes:
+            self.lost.add(self._pop())
+        return not self._kept
+
+    def close(self) -> None:
+        """Close the file. Lines that are kept stay; the next call opens it again."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    @property
+    def num_kept(self) -> int:
+        return len(self._kept)
+
+    def forget_after(self, step: int) -> None:
+        """Drop the kept lines of steps after `step`, which are repeated."""
+        self._kept = deque(each for each in self._kept if each[1] <= step)
+        self._kept_bytes = sum(len(line) for line, _ in self._kept)
+
+    def lose_kept(self) -> None:
+        """Count the kept lines as lost: the process ends."""
+        while self._kept:
+            self.lost.add(self._pop())
+
+    def _fail(self, why: str) -> None:
+        if not self.failure:
+            log.warning("%s cannot be written: %s; new lines are kept in memory", self.path.name, why)
+        self.failure, self._retry_at = why, time.monotonic() + RETRY_SECONDS
+        self.close()  # a stale descriptor of a network disk never works again
+
+    def _write_kept(self) -> None:
+        if self._fd is None:
+            self.path.parent.mkdir(exist_ok=True)
+            self._fd = open_regular_fd(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, mode=0o644)
+        _cut_torn_line(self._fd)
+        while self._kept:
+            self._write_batch(self._fd)
+
+    def _write_batch(self, fd: int) -> None:
+        """Write some lines. If the disk is full in the middle of one, cut off what was written of it."""
+        lines, num_bytes = [], 0
+        for line, _ in self._kept:
+            if lines and num_bytes + len(line) > BATCH_BYTES:
+                break
+            lines.append(line)
+            num_bytes += len(line)
+        data, before, written = b"".join(lines), os.fstat(fd).st_size, 0
+        try:
+            while written < len(data):
+                written += os.write(fd, data[written:])
+        finally:
+            whole = data.rfind(b"\n", 0, written) + 1
+            for _ in range(data.count(b"\n", 0, whole)):
+                self._pop()
+            if whole < written and os.fstat(fd).st_size == before + written:
+                os.ftruncate(fd, before + whole)
+
+    def _pop(self) -> int:
+        line, step = self._kept.popleft()
+        self._kept_bytes -= len(line)
+        return step
+
+
+def append_line(path: Path, record: dict[str, Any], *, reserve: Path | None = None) -> None:
+    """Append `record` to the JSON lines at `path`. If the disk is full or broken, it is lost with a warning."""
+    writer = LineWriter(path, reserve=reserve)
+    try:
+        writer.write(record)
+    finally:
+        writer.close()
+
+
+def _cut_torn_line(fd: int) -> None:
+    """Cut off what follows the last complete line: a part of a line that a killed process left."""
+    end = size = os.fstat(fd).st_size
+    if size and os.pread(fd, 1, size - 1) == b"\n":
+        return
+    while end > 0:
+        start = max(0, end - SEARCH_BYTES)
+        found = os.pread(fd, end - start, start).rfind(b"\n")
+        if found >= 0 or start == 0:
+            whole = start + found + 1
+            if whole < size:
+                os.ftruncate(fd, whole)
+            return
+        end = start
+
+
+def _line(record: dict[str, Any]) -> str:
+    """Return `record` as one line of strict JSON. NaN and Inf become null, which every reader can parse."""
+    return json.dumps(_finite(record), allow_nan=False, separators=(",", ":")) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return value

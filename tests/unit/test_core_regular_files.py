@@ -1,0 +1,78 @@
+"""Only regular files are opened, and nothing waits for another kind."""
+
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.special_files import KINDS, no_longer_than, put
+from trimaran.core import UserError
+from trimaran.core.regular_files import (
+    SpecialFileError,
+    append_regular_file,
+    check_regular_file,
+    open_regular_fd,
+    open_regular_file,
+    read_regular_bytes,
+    read_regular_text,
+)
+
+OPENERS: list[Callable[[Path], Any]] = [
+    open_regular_fd,
+    open_regular_file,
+    append_regular_file,
+    check_regular_file,
+    read_regular_bytes,
+    read_regular_text,
+    lambda path: open_regular_fd(path, os.O_RDWR | os.O_CREAT),
+]
+
+
+@pytest.fixture(autouse=True)
+def _limit() -> Iterator[None]:
+    with no_longer_than(20):
+        yield
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_anything_but_a_regular_file_is_refused_with_what_it_is(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "x"
+    put(kind, path)
+    before = len(os.listdir("/proc/self/fd"))
+    for open_it in OPENERS:
+        with pytest.raises(OSError) as caught:  # noqa: PT011 - its type is checked below
+            open_it(path)
+        error = caught.value
+        assert isinstance(error, SpecialFileError)
+        assert isinstance(error, UserError)
+        assert (error.code, error.where, error.filename) == ("A021", str(path), str(path))
+        assert KINDS[kind] in error.what
+        assert error.strerror == f"it is {error.what.removeprefix('this is ')}"
+        assert str(pickle.loads(pickle.dumps(error))) == str(error)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_link_is_followed_only_on_request_and_only_to_a_regular_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("here\r\n")
+    (tmp_path / "link").symlink_to("file")
+    assert read_regular_text(tmp_path / "link", follow_links=True) == "here\n"
+    for target in ("/dev/zero", "/", "/proc/self/fd/0/nowhere"):
+        (tmp_path / "link").unlink()
+        (tmp_path / "link").symlink_to(target)
+        with pytest.raises(OSError):  # noqa: PT011 - a missing target is a plain FileNotFoundError
+            read_regular_bytes(tmp_path / "link", follow_links=True)
+
+
+def test_a_missing_file_stays_a_plain_os_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        open_regular_file(tmp_path / "missing")
+    with append_regular_file(tmp_path / "new") as file:
+        file.write(b"line\n")
+    assert read_regular_bytes(tmp_path / "new", limit_bytes=2) == b"li"
+
+
+def test_a_kernel_file_that_claims_no_size_is_read_to_its_limit() -> None:
+    assert len(read_regular_bytes("/proc/self/maps", limit_bytes=100)) == 100

@@ -1,0 +1,274 @@
+"""What a long run costs to start, show and store does not grow with its length, and no number changes."""
+
+import io
+import json
+import math
+import os
+import subprocess
+import sys
+from contextlib import redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.long_run import measure
+
+from tests.long_run import CHECKPOINT_STEPS, write_long_run, write_steps
+from tests.runs import new_run, step_metrics
+from trimaran.app.main import main
+from trimaran.app.report.page import page_of
+from trimaran.app.report.report_facts import facts_of
+from trimaran.app.views import step_history
+from trimaran.app.views.run_state import RunState
+from trimaran.core import SLOW_DETAILS
+from trimaran.run import Journal, RunDirectory, append_line, last_step
+from trimaran.run.journal import forget_steps_after
+from trimaran.run.lines_from_end import BLOCK_BYTES, last_lines, lines_from_end
+from trimaran.telemetry import step_reader
+from trimaran.telemetry.ledger import LedgerReader
+from trimaran.telemetry.run_tail import RunTail
+from trimaran.telemetry.step_blocks import StepBlock
+from trimaran.telemetry.step_index import BLOCK_LINES, StepIndexer, read_index
+from trimaran.train.metrics.slow_details import NUM_COMPLETE_STEPS, SlowDetails
+
+STEPS = 12_000
+
+
+@pytest.fixture(scope="module")
+def long_run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    return write_long_run(tmp_path_factory.mktemp("long") / "run", steps=STEPS, attempts=5)
+
+
+@pytest.fixture
+def _always_indexed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use the index of short runs, too."""
+    monkeypatch.setattr(step_reader.StepReader.__init__, "__kwdefaults__", {"max_unindexed_bytes": 0})
+    monkeypatch.setattr(LedgerReader.__init__, "__kwdefaults__", {"num_lines": 64, "max_unindexed_bytes": 0})
+
+
+def bytes_read() -> int:
+    """Return how many bytes this process has read with system calls."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["rchar"])
+
+
+def test_lines_are_read_from_the_end_whatever_their_lengths(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    lines = [b"x" * length + b"\n" for length in (0, 5, BLOCK_BYTES, 3, 3 * BLOCK_BYTES, BLOCK_BYTES - 1, 0, 1)]
+    for ending in (b"", b"half a li"):
+        path.write_bytes(b"".join(lines) + ending)
+        found = list(lines_from_end(path))[::-1]
+        assert [line for _, line in found] == [*lines, *([ending] if ending else [])]
+        assert [offset for offset, _ in found] == [sum(map(len, lines[:index])) for index in range(len(found))]
+        assert last_lines(path, 3) == lines[-3:]
+    assert list(lines_from_end(tmp_path / "missing")) == []
+
+
+def test_a_restart_reads_only_the_end_of_the_metrics(long_run: RunDirectory) -> None:
+    size, before = long_run.metrics.stat().st_size, bytes_read()
+    assert last_step(long_run) == STEPS
+    assert forget_steps_after(STEPS, long_run.metrics) == []
+    assert bytes_read() - before < 4 * BLOCK_BYTES < size / 20
+    assert long_run.metrics.stat().st_size == size
+
+
+@pytest.mark.parametrize("lost", [1, 2, 300])
+def test_the_metrics_end_where_a_restart_resumes(tmp_path: Path, lost: int) -> None:
+    run = new_run(tmp_path / "run")
+    for step in range(1, 1001):
+        append_line(run.metrics, step_metrics(step, loss=1.0, seconds=step / 1000).as_dict())
+    whole = run.metrics.read_bytes()
+    kept = b"".join(whole.splitlines(keepends=True)[: 1000 - lost])
+    damaged = b'{"step": 7, \n'
+    run.metrics.write_bytes(kept + damaged + whole[len(kept) :] + whole[:100])
+    assert forget_steps_after(1000 - lost, run.metrics) == [step / 1000 for step in range(1001 - lost, 1001)]
+    assert run.metrics.read_bytes() == kept + damaged
+    assert last_step(run) == 1000 - lost
+
+
+def test_a_new_sidecar_reads_only_what_the_last_one_has_not_sent(long_run: RunDirectory) -> None:
+    position = long_run.path / "telemetry" / "fed.json"
+    newest = json.loads(last_lines(long_run.metrics, 1)[0])["time"]
+    position.write_text(json.dumps({"time": newest - 2.6}))  # ten steps of a quarter of a second
+    before = bytes_read()
+    sent = [(kind, line) for kind, line in RunTail(long_run).new() if kind != "incident"]
+    read = bytes_read() - before
+    position.unlink()
+    assert [line["step"] for kind, line in sent if kind == "step"] == list(range(STEPS - 10, STEPS + 1))
+    assert read < 1 << 20 < long_run.metrics.stat().st_size / 4
+
+
+@pytest.mark.usefixtures("_always_indexed")
+def test_incidents_do_not_read_the_steps(long_run: RunDirectory) -> None:
+    before = bytes_read()
+    with redirect_stdout(io.StringIO()) as shown:
+        assert main(["incidents", str(long_run.path)]) == 0
+    assert shown.getvalue().count("rank 1 was killed by signal 9") == 4
+    events = sum(path.stat().st_size for path in (long_run.path / "events").iterdir())
+    assert bytes_read() - before < 2 * events + (2 << 20)
+
+
+def shown_of(run: RunDirectory) -> dict[str, Any]:
+    """Return what `report --json` prints, without the time of the report and the size of the intervals."""
+    facts = facts_of(run)
+    for key in ("made", "ranks_over_time", "machines_over_time", "findings", "doctor_trouble"):
+        facts.pop(key)
+    return facts
+
+
+def test_the_index_changes_no_number(long_run: RunDirectory, request: pytest.FixtureRequest) -> None:
+    exact = shown_of(long_run)
+    request.getfixturevalue("_always_indexed")
+    reader = LedgerReader(long_run)
+    reader.poll()
+    assert sum(isinstance(step, StepBlock) for step in reader.new_steps()) > 0.6 * STEPS / BLOCK_LINES
+    found = shown_of(long_run)
+    assert found.pop("ledger")["seconds"] == pytest.approx(exact.pop("ledger")["seconds"], rel=1e-9)
+    assert found.pop("goodput") == pytest.approx(exact.pop("goodput"), rel=1e-9)
+    curves, exact_curves = found.pop("curves"), exact.pop("curves")
+    found.pop("phases_over_time"), exact.pop("phases_over_time")
+    assert found == exact
+    for name, curve in exact_curves.items():
+        for point in ("first", "last", "least", "most"):
+            assert curves[name][point] == curve[point], (name, point)
+    rows, exact_rows = curves["loss"]["spread"], exact_curves["loss"]["spread"]
+    assert (rows[0][0], rows[-1][0]) == (exact_rows[0][0], exact_rows[-1][0]) == (1, STEPS)
+    assert len(rows) > 0.5 * STEPS / BLOCK_LINES
+    assert all(low <= mean <= high for _, low, mean, high in rows)
+
+
+@pytest.mark.usefixtures("_always_indexed")
+def test_a_wrong_index_is_not_believed(tmp_path: Path) -> None:
+    run = write_long_run(tmp_path / "run", steps=3000, attempts=2)
+    true = LedgerReader(run).read().seconds
+    index = run.metrics_index.read_bytes()
+    lines = index.splitlines(keepends=True)
+    assert len(lines) == 3000 // BLOCK_LINES
+    damaged = [
+        index.replace(b'"seconds":[', b'"seconds":[9'),  # other numbers
+        index[:-30],  # an incomplete line
+        b"".join(lines[::2]),  # missing blocks
+        b"".join(lines[::-1]),  # another order
+        b"x" * len(index),
+        b"",
+    ]
+    for wrong in damaged:
+        run.metrics_index.write_bytes(wrong)
+        assert LedgerReader(run).read().seconds == pytest.approx(true)
+    # Steps were repeated while nobody wrote the index: the same offsets, other lines.
+    run.metrics_index.write_bytes(index)
+    text = run.metrics.read_text()
+    run.metrics.write_text(text.replace('"time":17', '"time":18').replace('"forward":0.0', '"forward":0.1'))
+    assert list(read_index(run.metrics, run.metrics_index)) == []
+
+
+def test_the_index_follows_metrics_that_are_truncated_and_repeated(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run")
+    with Journal(run, 0) as journal:
+        indexer = StepIndexer(run.metrics, run.metrics_index)
+
+        def ends(count: int) -> list[int]:
+            return [BLOCK_LINES * number for number in range(1, count + 1)]
+
+        def train(steps: range, loss: float) -> None:
+            for step in steps:
+                journal.step(replace(step_metrics(step, loss=loss), time=loss + step))
+                indexer.note_line()
+
+        train(range(1, 4 * BLOCK_LINES + 1), 5.0)
+        assert [block.steps.last for block in read_index(run.metrics, run.metrics_index)] == ends(4)
+        journal.resume(BLOCK_LINES + 100)
+        assert [block.steps.last for block in read_index(run.metrics, run.metrics_index)] == ends(1)
+        train(range(BLOCK_LINES + 101, 5 * BLOCK_LINES + 1), 3.0)
+    found = list(read_index(run.metrics, run.metrics_index))
+    assert [block.steps.last for block in found] == ends(4)
+    losses = [block.steps.scalars["loss"] for block in found]
+    assert [(each.least[1], each.most[1]) for each in losses] == [(5, 5), (3, 5), (3, 3), (3, 3)]
+    assert len(run.metrics_index.read_bytes().splitlines()) == 4, "stale lines were removed"
+
+
+def test_memory_is_bounded_and_sums_stay_exact(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(step_history, "MAX_STEPS", 64)
+    monkeypatch.setattr(step_history, "MAX_BLOCKS", 32)
+    run = new_run(tmp_path / "run", steps=6000)
+    run.metrics.touch()
+    state, most = RunState(run), 0
+    for begin in range(1, 6001, 500):
+        lines = [step_metrics(step, loss=math.nan if step == 700 else abs(step - 3333.0)) for step in
+                 range(begin, begin + 500)]  # fmt: skip
+        with run.metrics.open("a") as file:
+            file.writelines(json.dumps(step.as_dict()).replace("NaN", "null") + "\n" for step in lines)
+        state.refresh()
+        history = state.history
+        most = max(most, len(history.steps) + len(history.blocks))
+    extent = state.history.extent("loss")
+    assert extent is not None
+    assert most <= 128 + 64
+    assert (state.history.count, extent.count, state.step) == (6000, 5999, 6000)
+    assert (extent.first, extent.last) == ((1, 3332.0), (6000, 2667.0))
+    assert (extent.least, extent.most) == ((3333, 0.0), (1, 3332.0))
+    assert extent.total == sum(abs(step - 3333.0) for step in range(1, 6001) if step != 700)
+    assert state.history.not_finite == [700]
+    assert state.first_loss == 3332.0
+
+
+def test_lines_of_a_long_run_take_at_most_500_bytes_each(long_run: RunDirectory, tmp_path: Path) -> None:
+    added = RunDirectory(tmp_path)
+    write_steps(added, range(10**6, 10**6 + 2048), attempt_steps=50_000)
+    index_bytes = long_run.metrics_index.stat().st_size / STEPS
+    event_bytes = sum(path.stat().st_size for path in (long_run.path / "events").iterdir()) / STEPS
+    assert added.metrics.stat().st_size / 2048 + index_bytes + event_bytes < 500
+    assert event_bytes < 10, f"a checkpoint every {CHECKPOINT_STEPS} steps, and the starts"
+    details = [json.loads(line) for line in added.metrics.read_text().splitlines()]
+    for name in ("memory", "ranks", "hfu"):
+        steps = [line["step"] for line in details if name in line]
+        assert 2048 / 32 <= len(steps) <= 2048 / 8, name
+    assert sum("groups" in line for line in details) >= 8
+
+
+def test_the_first_steps_after_a_start_have_every_detail() -> None:
+    slow_details = SlowDetails()
+    details = {name: {"value": 1.0} for name in SLOW_DETAILS} | {"waits": {"comm": 1.0}, "groups": {"a": {"b": 1.0}}}
+    written = [slow_details.select(step, details) for step in range(5000, 5000 + 3 * NUM_COMPLETE_STEPS)]
+    assert all(line == details for line in written[:NUM_COMPLETE_STEPS])
+    later = written[NUM_COMPLETE_STEPS:]
+    assert all("waits" in line for line in later)
+    with_memory = [5000 + NUM_COMPLETE_STEPS + index for index, line in enumerate(later) if "memory" in line]
+    interval = with_memory[1] - with_memory[0]
+    assert interval > 1
+    assert with_memory == [step for step in range(5100, 5300) if step % interval == 0]
+
+
+@pytest.mark.usefixtures("_always_indexed")
+def test_a_page_about_a_long_run_is_as_small_as_one_about_a_short_run(long_run: RunDirectory, tmp_path: Path) -> None:
+    short = write_long_run(tmp_path / "run", steps=1200, attempts=5)
+    sizes = [len(page_of(facts_of(run))) for run in (short, long_run)]
+    assert sizes[1] < 1.5 * sizes[0]
+
+
+@pytest.mark.slow
+def test_a_million_steps_cost_about_as_much_as_a_thousand(tmp_path: Path) -> None:
+    costs = measure(write_long_run(tmp_path / "run", steps=1_000_000), os.environ)
+    limits = {"restart": 1.5, "incidents": 1.5, "watch": 4.0, "report": 7.0, "doctor": 5.0}  # on busy cores
+    assert {name: cost for name, cost in costs.items() if cost["cpu_seconds"] > limits.get(name, 5.0)} == {}
+    assert costs["watch"]["peak_bytes"] < 200 << 20
+    assert costs["watch, 10,000 steps more"]["added_bytes"] < 16 << 20
+
+
+@pytest.mark.slow
+def test_a_real_run_writes_at_most_500_bytes_a_step(tmp_path: Path) -> None:
+    settings = ("cluster=2xcpu", "train.steps=600", "data.seq_len=16", "train.global_batch=2", "train.sample.tokens=0",
+                "model.shape={layers: 1, hidden: 64, heads: 4, kv_heads: 2, ffn: 128}")  # fmt: skip
+    words = [word for each in settings for word in ("--set", each)]
+    run = tmp_path / "run"
+    command = [sys.executable, "-m", "trimaran", "train", "--run-dir", str(run), "--no-check", "--quiet", *words]
+    subprocess.run(command, check=True, cwd=tmp_path, stdout=subprocess.DEVNULL, timeout=500)
+    lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, 601))
+    later = lines[NUM_COMPLETE_STEPS:]
+    index_bytes = (run / "metrics.index.jsonl").stat().st_size / (2 * BLOCK_LINES)
+    assert sum(map(len, later)) / len(later) + index_bytes < 500
+    found = read_index(run / "metrics.jsonl", run / "metrics.index.jsonl")
+    assert [(block.steps.first, block.steps.last) for block in found] == [(1, 256), (257, 512)]
+    assert sum(path.stat().st_size for path in (run / "events").iterdir()) < 10_000, "no event is written every step"

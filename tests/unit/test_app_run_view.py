@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from tests.runs import finished_run, new_run, start_ranks, step_metrics
+from trimaran.app.views.clean_console import CleanConsole
 from trimaran.app.views.live import follow
 from trimaran.app.views.run_state import RunState
 from trimaran.app.views.run_view import difference, draw, line
@@ -25,7 +26,7 @@ def state_of(run: RunDirectory) -> RunState:
 
 
 def console_of(*, width: int = 80, terminal: bool = False) -> Console:
-    return Console(file=io.StringIO(), width=width, force_terminal=terminal, highlight=False)
+    return CleanConsole(file=io.StringIO(), width=width, force_terminal=terminal, highlight=False)
 
 
 def printed(console: Console) -> str:

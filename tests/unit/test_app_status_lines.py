@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from tests.runs import finished_run, new_run, start_ranks, step_metrics
 from trimaran.app.main import main
 from trimaran.app.report.detailed_steps import MAX_STEPS, detailed_steps
 from trimaran.app.views import run_findings
+from trimaran.app.views.clean_console import CleanConsole
 from trimaran.app.views.live import follow
 from trimaran.app.views.run_findings import FindingsPoller, RunFinding
 from trimaran.app.views.run_state import RunState
@@ -88,7 +88,7 @@ def poller_of(run: RunDirectory, monkeypatch: pytest.MonkeyPatch, *findings: Run
 
 
 def text_of(panel: Any, width: int) -> str:
-    console = Console(file=io.StringIO(), width=width)
+    console = CleanConsole(file=io.StringIO(), width=width)
     console.print(panel)
     return console.file.getvalue()  # type: ignore[attr-defined]
 
@@ -141,7 +141,7 @@ def test_a_finding_is_printed_once_with_its_command_on_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = detailed_run(tmp_path / "run")
-    console = Console(file=io.StringIO(), width=60)
+    console = CleanConsole(file=io.StringIO(), width=60)
     ended = iter([False, False, True])
     follow(RunState(run), console, has_ended=lambda: next(ended), poller=poller_of(run, monkeypatch, SLOW))
     text = console.file.getvalue()  # type: ignore[attr-defined]
@@ -174,7 +174,7 @@ def test_an_error_of_the_doctor_is_printed_once_and_never_raised(
     else:
         monkeypatch.setattr(evidence, "read_evidence", fail)
     monkeypatch.setattr(run_findings, "POLL_SECONDS", 0.0)
-    console = Console(file=io.StringIO(), width=60)
+    console = CleanConsole(file=io.StringIO(), width=60)
     ended = iter([False, True])
     run = finished_run(tmp_path / "run")
     follow(RunState(run), console, has_ended=lambda: next(ended), poller=FindingsPoller(run, at_once=True))

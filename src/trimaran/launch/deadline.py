@@ -12,8 +12,6 @@ STEP_FACTOR = 5.0
 SECTION_FACTOR = 10.0
 MIN_SECTION_SECONDS = 30.0
 MAX_PAUSES = 3  # of the supervisor during one silence; then the silence counts in full
-
-
 LEARNT_SECTIONS: tuple[Section, ...] = ("first", "copy", "evaluation", "sampling")
 
 

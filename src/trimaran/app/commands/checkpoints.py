@@ -9,7 +9,6 @@ import typer
 from typer.core import TyperGroup
 
 from trimaran.app.request.options import Json, RunName, Settings, complete_recipe, complete_run, find_run
-from trimaran.app.terminal import printable
 from trimaran.checkpoint.checkpoint_list import CheckpointRow, count_drafts, find_step, list_checkpoints, verify_all
 from trimaran.checkpoint.step_dirs import complete_steps, prune, step_path, steps_to_prune
 from trimaran.core import UserError, show_bytes
@@ -286,10 +285,10 @@ def _show(rows: list[CheckpointRow]) -> None:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.time)) if row.time else ""
         ranks = "" if row.world_size is None else str(row.world_size)
         sizes = (show_bytes(row.bytes), show_bytes(row.written_bytes))
-        table.add_row(str(row.step), *sizes, when, ranks, printable(row.plan), row.status)
+        table.add_row(str(row.step), *sizes, when, ranks, row.plan, row.status)
     open_console().print(table)
     for row in (each for each in rows if each.why):
-        typer.echo(f"step {row.step} is {row.status}: {printable(row.why)}")
+        typer.echo(f"step {row.step} is {row.status}: {row.why}")
 
 
 def _step_list(numbers: list[int]) -> str:

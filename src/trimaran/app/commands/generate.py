@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trimaran.app.request.options import Json, RunName, find_run, path_argument, program_name
-from trimaran.app.terminal import printable
 from trimaran.core import UserError
 from trimaran.run.compile_cache import refuse_unusable
 
@@ -57,7 +56,7 @@ def generate(
     if as_json:
         typer.echo(json.dumps({"run_dir": str(directory.path), "prompt": prompt, "text": text}))
     else:
-        typer.echo(printable(text))
+        typer.echo(text)
 
 
 def _no_weights(run: "RunDirectory") -> UserError:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from trimaran.app.terminal import printable
 from trimaran.core.regular_files import read_regular_text
 from trimaran.launch.local import LocalRun
 from trimaran.launch.signals import SHOW_SIGNAL
@@ -107,7 +106,7 @@ class ShowRanksSignal:
         elif self._awaited is not None and self._version() != self._awaited:
             self._awaited = None
             for line in read_regular_text(self._file, errors="replace").splitlines():
-                self._show(printable(line))
+                self._show(line)
 
     def _version(self) -> int:
         return self._file.stat().st_mtime_ns if self._file.exists() else 0

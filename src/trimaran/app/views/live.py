@@ -7,7 +7,6 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from trimaran.app.terminal import printable
 from trimaran.app.views.logs import LogLine
 from trimaran.app.views.run_findings import FindingsPoller
 from trimaran.app.views.run_state import RunState
@@ -94,7 +93,7 @@ def show_incidents(state: RunState, console: Console, shown: set[str]) -> None:
     for incident in state.incidents:
         if incident.id not in shown and incident.action is not None:
             shown.add(incident.id)
-            first, _, rest = printable(incident_text(incident)).partition("\n")
+            first, _, rest = incident_text(incident).partition("\n")
             console.print(Text(first, style=f"bold {ORANGE}"), soft_wrap=True)
             print_plain(console, rest)
 
@@ -108,7 +107,7 @@ def show_findings(state: RunState, console: Console, poller: FindingsPoller | No
         for each in finding_lines(finding):
             console.print(each, soft_wrap=True)
     if error := poller.new_error():
-        print_plain(console, printable(error))
+        print_plain(console, error)
 
 
 def print_plain(console: Console, text: str) -> None:

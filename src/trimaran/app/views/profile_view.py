@@ -6,7 +6,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from trimaran.app.terminal import printable
 from trimaran.core import show_bytes
 
 NUMBERS_WIDTH = 32  # columns of the numbers of a row
@@ -22,7 +21,7 @@ def show_profile(answer: dict[str, Any], console: Console) -> None:
         )
         for host, clock in answer["clocks"].items():
             if clock["shift_microseconds"]:
-                console.print(f"clock of {printable(host)} shifted by {clock['shift_microseconds'] / 1e3:+.3f} ms")
+                console.print(f"clock of {host} shifted by {clock['shift_microseconds'] / 1e3:+.3f} ms")
         return
     for file, trace in zip(answer["files"], answer.get("traces", ()), strict=False):
         console.print(file, soft_wrap=True)
@@ -42,7 +41,7 @@ def _show_trace(trace: dict[str, Any], console: Console) -> None:
     table = _table("self time", "share", "calls", "kernel" if trace["on_device"] else "operator")
     longest = max(20, console.width - NUMBERS_WIDTH)
     for row in trace["rows"][:MAX_ROWS]:
-        name = printable(row["name"])
+        name = row["name"]
         short = name if len(name) <= longest else f"{name[: longest - 3]}..."
         table.add_row(f"{row['seconds'] * 1e3:.2f} ms", f"{row['share']:.1%}", f"{row['calls']:,}", short)
     console.print(table)
@@ -61,14 +60,14 @@ def _show_memory(memory: dict[str, Any], console: Console) -> None:
     table = _table("bytes", "count", "kind", "module")
     rows = sorted([*memory["holders"], *within["holders"]], key=lambda row: -row["bytes"])
     for row in rows[:MAX_ROWS]:
-        table.add_row(show_bytes(row["bytes"]), str(row["count"]), row["kind"], printable(row["module"]))
+        table.add_row(show_bytes(row["bytes"]), str(row["count"]), row["kind"], row["module"])
     console.print(table)
     lines = peak["lines"] if peak else memory["lines"]
     if lines:
         table = _table("bytes", "count", "line", "function")
         for row in lines[:MAX_ROWS]:
             where = f"{Path(row['file']).name}:{row['line']}" if row["file"] else "unknown"
-            table.add_row(show_bytes(row["bytes"]), str(row["count"]), printable(where), printable(row["function"]))
+            table.add_row(show_bytes(row["bytes"]), str(row["count"]), where, row["function"])
         console.print(table)
 
 

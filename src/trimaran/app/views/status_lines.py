@@ -6,7 +6,6 @@ from typing import Any, TypeGuard
 
 from rich.text import Text
 
-from trimaran.app.terminal import printable
 from trimaran.app.views.run_findings import FindingsPoller, RunFinding
 from trimaran.app.views.run_state import RunState
 from trimaran.app.views.text_chart import GREEN, ORANGE, RED, SKY
@@ -35,17 +34,17 @@ def finding_lines(found: RunFinding) -> list[Text]:
     """Return a finding in lines that can be copied: verdict, fix, and its expected effect."""
     finding = found.finding
     sign, color = SEVERITY[finding.severity]
-    head = Text.assemble((f"{sign} {finding.code} ", f"bold {color}"), (printable(finding.verdict), "bold"))
+    head = Text.assemble((f"{sign} {finding.code} ", f"bold {color}"), (finding.verdict, "bold"))
     rows = {"fix": found.command or finding.fix, "expect": finding.expected_effect}
-    return [head, *(Text(f"  {name}: {printable(text)}") for name, text in rows.items() if text)]
+    return [head, *(Text(f"  {name}: {text}") for name, text in rows.items() if text)]
 
 
 def _findings(poller: FindingsPoller) -> Iterator[Text]:
     for each in poller.findings:
         sign, color = SEVERITY[each.finding.severity]
-        yield _line("finding", Text.assemble((f"{sign} {each.finding.code} ", color), printable(each.finding.verdict)))
+        yield _line("finding", Text.assemble((f"{sign} {each.finding.code} ", color), each.finding.verdict))
     if poller.error:
-        yield _line("doctor", Text(printable(poller.error), style=ORANGE))
+        yield _line("doctor", Text(poller.error, style=ORANGE))
 
 
 def _incidents(state: RunState) -> Iterator[Text]:
@@ -53,9 +52,7 @@ def _incidents(state: RunState) -> Iterator[Text]:
         last = found[-1]
         count = f"{len(found)} so far"
         restarts = f", {state.restarts} restart{'' if state.restarts == 1 else 's'}" if state.restarts else ""
-        yield _line(
-            "incident", Text(f"{count}{restarts}; last: {last.id} {last.cause}: {printable(last.what)}", style=ORANGE)
-        )
+        yield _line("incident", Text(f"{count}{restarts}; last: {last.id} {last.cause}: {last.what}", style=ORANGE))
 
 
 def _ranks(state: RunState) -> Iterator[Text]:
@@ -144,7 +141,7 @@ def _ledger(state: RunState) -> Iterator[Text]:
 def _pairs(name: str, rows: Sequence[tuple[str, str]]) -> Iterator[Text]:
     parts = [f"{label} {value}".strip() for label, value in rows if value]
     if parts:
-        yield _line(name, Text(", ".join(map(printable, parts))))
+        yield _line(name, Text(", ".join(parts)))
 
 
 def _range(values: Sequence[object], show: Any) -> str:

@@ -7,16 +7,18 @@ from typing import Any
 from trimaran.core import show_seconds
 
 
-def loss_bound_text(bound: Mapping[str, Any]) -> str:
-    """Return a sentence about the data of a `loss_bound` event; empty if there is none."""
+def loss_bound_text(bound: Mapping[str, Any], *, total_steps: int) -> str:
+    """Return a sentence about the data of a `loss_bound` event of a run of `total_steps`; empty if there is none."""
     if not bound:
         return ""
-    rank, node = (_cost(bound.get(f"{prefix}steps"), bound.get(f"{prefix}seconds")) for prefix in ("", "node_"))
+    rank, node = (
+        _cost(bound.get(f"{prefix}steps"), bound.get(f"{prefix}seconds"), total_steps) for prefix in ("", "node_")
+    )
     return f"repeated after a fault of a rank: {rank}; after the loss of the node: {node}"
 
 
-def _cost(steps: Any, seconds: Any) -> str:
-    if not _is_number(steps) or not _is_number(seconds):
+def _cost(steps: Any, seconds: Any, total_steps: int) -> str:
+    if not _is_number(steps) or not _is_number(seconds) or steps >= total_steps:
         return "everything since the last checkpoint"
     return f"at most {round(steps)} steps (about {show_seconds(seconds)})"
 

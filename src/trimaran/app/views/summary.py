@@ -47,7 +47,7 @@ def summarise(state: RunState, console: Console) -> None:
         _compare(state, console)
         _show_faults(state, console)
         _show_unfinished(state, console)
-        if bound := loss_bound_text(state.loss_bound):
+        if bound := loss_bound_text(state.loss_bound, total_steps=state.recipe.train.steps):
             print_plain(console, f"      {bound}")
         for name, detail in state.details:
             print_plain(console, f"      {name.replace('_', ' ')}: {detail}")

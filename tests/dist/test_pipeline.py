@@ -144,6 +144,7 @@ def test_many_stages_per_rank_of_different_sizes_are_sharded(workspace: Path) ->
     assert_same_trajectory(trajectory_of(train_run(recipe, plan, workspace / "runs")), trajectory_of(reference))
 
 
+@pytest.mark.slow
 def test_bf16_matches_fp32_within_its_precision(workspace: Path) -> None:
     recipe = recipe_for(workspace)
     run = train_run(recipe, plan_with(recipe, "zero-bubble", precision="bf16"), workspace / "runs")

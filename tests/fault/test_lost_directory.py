@@ -202,7 +202,8 @@ def test_one_directory_has_one_supervisor_even_if_its_lease_is_deleted(
     run = new_run(tmp_path / "run")
     monkeypatch.setattr("trimaran.run.lease.LOCK_SECONDS", 0.5)
     with take_lease(run):
-        shutil.rmtree(run.lease)
+        # The thread that renews the lease may write into the folder while it is deleted.
+        wait_for(lambda: (shutil.rmtree(run.lease, ignore_errors=True), not run.lease.exists())[1])
         with pytest.raises(UserError, match="S020"):
             take_lease(run)
         run.path.rename(tmp_path / "moved")

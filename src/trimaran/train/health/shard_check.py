@@ -5,6 +5,7 @@ writes to them. Their checksums are computed right after an update and again rig
 a bit has changed at rest. A checksum finds any single flipped bit. An update that computes a wrong value is not found.
 """
 
+import logging
 import math
 import time
 from collections import deque
@@ -17,6 +18,8 @@ from torch import Tensor
 
 from trimaran.checkpoint.tensor_shards import TensorShard
 from trimaran.train.health.replica_check import bit_checksum
+
+log = logging.getLogger(__name__)
 
 MAX_FRACTION = 0.01
 """The largest fraction of the time that checksums may take. If all of them take longer, each step checks a part."""
@@ -84,8 +87,9 @@ class ShardCheck:
     """Checks that nothing but updates changes this rank's weights and optimizer states. It never waits for the device.
 
     Call `record` after every update and `verify` before the next one. Buffers, which forward may change, are left out,
-    and so are tensors in host memory beside a GPU: they may still be written after an update has returned. Checks take
-    at most `max_fraction` of the time; 0 is none, and with 1 every step checks everything.
+    and so are tensors in host memory beside a GPU: they may still be written after an update has returned. A tensor
+    that has changed at the first check of a start is left out with a warning: the model's own code writes to it. Checks
+    take at most `max_fraction` of the time; 0 is none, and with 1 every step checks everything.
     """
 
     def __init__(
@@ -101,6 +105,7 @@ class ShardCheck:
         self._part: ShardPart | None = None
         self._before: Contents = (b"", [], None)
         self._verified: deque[tuple[ShardPart, Contents, Contents]] = deque(maxlen=2)
+        self._left_out: set[str] = set()
         self._num_records, self._began_step = 0, 0.0
         self._check_seconds = self._step_seconds = 0.0  # since the last review; of checks as if each checked all
 
@@ -132,7 +137,10 @@ class ShardCheck:
         began, part, before = self._now(), self._part, self._before
         after = part.record()
         changed = torch.full((), float(before[:2] != after[:2]), device=self._device)
-        if before[2] is not None and after[2] is not None:
+        if not self._verified:
+            self._leave_out(part.changed_keys(before, after))
+            changed.zero_()
+        elif before[2] is not None and after[2] is not None:
             changed = torch.maximum(changed, (before[2] != after[2]).any().to(changed))
         self._verified.append((part, before, after))
         self._part = None
@@ -148,11 +156,18 @@ class ShardCheck:
 
         The result of a step is read one step later, so that the last call may be that of the step after it.
         """
-        return [key for part, before, after in self._verified for key in part.changed_keys(before, after)]
+        keys = [key for part, before, after in self._verified for key in part.changed_keys(before, after)]
+        return [key for key in keys if key not in self._left_out]
+
+    def _leave_out(self, keys: Sequence[str]) -> None:
+        if keys:
+            log.warning("not checked for flipped bits, as the model itself changes them: %s", ", ".join(keys))
+            self._left_out |= {*keys}
 
     def _split(self) -> None:
         """Find the tensors, and split them into as many parts as the time that checks take asks for."""
-        tensors = [each for shard in self._shards() for each in checked_tensors(shard, self._device)]
+        shards = [shard for shard in self._shards() if shard.key not in self._left_out]
+        tensors = [each for shard in shards for each in checked_tensors(shard, self._device)]
         num_parts = max(1, len(self._parts))
         if self._num_records >= FIRST_STEPS:
             on_device = 0.0 if self._device.type == "cpu" else 2 / DEVICE_BYTES_PER_SECOND

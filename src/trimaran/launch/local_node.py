@@ -113,7 +113,9 @@ class LocalNode:
         if now - before > PAUSE_SECONDS:
             self._deadlines.note_pause(now)
         heartbeats = self.heartbeats()
-        queued = {rank: queued_seconds(self._ranks[rank].pid) for rank in self._alive()}
+        # A rank that is not forked yet waits for the fork server, which may wait for a core itself.
+        server = self._fork_server.process.pid
+        queued = {rank: queued_seconds(self._ranks[rank].pid or server) for rank in self._alive()}
         late = self._deadlines.overdue({rank: heartbeats[rank] for rank in self._alive()}, now, queued)
         stopped = self._stopped(heartbeats, now)
         silent = {(rank, rank in stopped): seconds for rank, seconds in (late | stopped).items()}

@@ -8,7 +8,6 @@ from torch.nn import functional as F
 
 import trimaran
 from tests.ranks import run_ranks
-from trimaran.core import UserError
 
 STEPS = 8
 
@@ -102,21 +101,3 @@ def test_frozen_parameters_are_not_part_of_the_norm_on_any_number_of_ranks(shard
     (one_rank,) = run_ranks(1, train_partly_frozen, "none")
     for numbers in run_ranks(2, train_partly_frozen, sharding):
         assert numbers == pytest.approx(one_rank, rel=1e-5)
-
-
-def codes_of_mistakes() -> list[str]:
-    loop = trimaran.prepare(model := nn.Linear(2, 2), torch.optim.SGD(model.parameters(), lr=1.0))
-    codes = []
-    for mistake in (
-        lambda: list(loop.micro_batches(torch.ones(5, 2), size=2)),
-        lambda: list(loop.micro_batches(torch.ones(0, 2), size=2)),
-        lambda: trimaran.prepare(model, loop.optimizer, sharding="zero"),
-    ):
-        with pytest.raises(UserError) as caught:
-            mistake()
-        codes.append(caught.value.code)
-    return codes
-
-
-def test_mistakes_raise_a_code_in_a_loop_without_torchrun() -> None:
-    assert run_ranks(1, codes_of_mistakes) == [["P040", "P040", "P041"]]

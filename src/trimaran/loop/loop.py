@@ -1,7 +1,7 @@
 """`trimaran.prepare`: makes a plain PyTorch loop distributed and token-exact in about five changed lines."""
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,17 +9,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map
 
 from trimaran.core import Plan, UserError
+from trimaran.loop.batch_agreement import as_tree
 from trimaran.loop.loop_checkpoint import LoopCheckpointer, LoopState
+from trimaran.loop.loop_context import LoopContext, num_rows_of
+from trimaran.loop.loop_evaluation import evaluate, full_state_dict
+from trimaran.loop.loop_loader import LoopLoader, build_loader
+from trimaran.loop.loss_reduction import Reduction, check_reduction
 from trimaran.loop.uneven_data import uneven_batches
 from trimaran.nets import Network
 from trimaran.parallel import apply_plan, build_mesh, gradient_norm, gradient_sync
 from trimaran.parallel.apply import SHARDING
-from trimaran.parallel.batch_norm import BATCH_NORM, apply_batch_norm, batch_norm_warning
+from trimaran.parallel.axes.ddp import connect_replicas
+from trimaran.parallel.batch_norm import BATCH_NORM, apply_batch_norm, batch_norm_warning, leave_out_padding
 from trimaran.train.process.rank_info import TIMEOUT
+
+Scaler = torch.amp.GradScaler
+NUM_READ_COUNTS = 8  # the first counts on the device that are read, to check the loss's reduction
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,43 +39,106 @@ class StepResult:
     grad_norm: Tensor
     num_tokens: Tensor
 
+    @property
+    def num_samples(self) -> Tensor:
+        """The same as `num_tokens`, for losses that are counted by sample."""
+        return self.num_tokens
+
 
 class Loop:
     """A model and its optimizer, split over the ranks by `prepare`, for use in a training loop.
 
-    It sums losses and token counts since the last step.
+    It sums losses and token counts since the last step. Unless a method says otherwise, every rank must call it.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, plan: Plan, device: torch.device) -> None:
-        self.model, self.optimizer, self.plan, self.device = model, optimizer, plan, device
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self._set_sync = gradient_sync(model, plan)
-        self._warned, self._is_counted = False, True
-        self._sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss, tokens
-        self._state = LoopState(model, optimizer, device)
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, plan: Plan, context: LoopContext, state: LoopState
+    ) -> None:
+        self.model, self.optimizer, self.plan, self.device = model, optimizer, plan, context.device
+        self.rank, self.world_size = context.rank, context.world_size
+        self._context, self._state = context, state
+        self._scaler: Scaler | None = None
+        self._unit: Tensor | None = None  # see `_unit_of`
+        self._warned = self._warned_of_count = False
+        self._num_backwards, self._last_count = 0, (0, -1)
+        self._sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss, tokens
+        self._units = [each for each in model.modules() if isinstance(each, FSDPModule)]
         self._checkpointers: dict[Path, LoopCheckpointer] = {}
+        context.set_syncs.append(gradient_sync(model, plan))
+        if self._units and self.world_size > 1:
+            model.register_forward_pre_hook(self._before_forward, prepend=True)
+            model.register_state_dict_pre_hook(self._before_state_dict)
 
     @property
     def is_main(self) -> bool:
         """Whether this is rank 0, which should print and write."""
         return self.rank == 0
 
+    @property
+    def is_padding(self) -> bool:
+        """Whether this rank has no rows of the current batch. It gets a copy of one, which counts nothing."""
+        return self._context.is_padding
+
+    def prepare(
+        self, model: nn.Module, optimizer: Optimizer, *, sharding: str = "none", batch_norm: str = "local",
+        scaler: Scaler | None = None,
+    ) -> "Loop":  # fmt: skip
+        """Return the loop of another model and optimizer of the same training, such as a GAN's discriminator.
+
+        Both work on the batches that either yields, and `save` and `resume` of either cover both.
+        """
+        return _prepare(model, optimizer, _Options(sharding, batch_norm, scaler), self._context, self._state)
+
     def micro_batches(self, batch: Any, *, size: int) -> Iterator[Any]:
-        """Yield this rank's micro-batches of `size` rows out of the global `batch`, on the device.
+        """Yield this rank's micro-batches of up to `size` rows out of the global `batch`, on the device.
 
         `batch` is a tensor, or a tuple, list or dict of tensors, whose first dimension is the global batch. Every rank
-        must pass the same one. Without sharding, gradients are all-reduced with the last micro-batch only.
+        must pass the same one: that is checked now and then. It may also be a batch of `loader`, which holds this
+        rank's rows. Without sharding, gradients are all-reduced with the last micro-batch only.
         """
-        rows = len(tree_leaves(batch)[0])
-        stride = size * self.world_size
-        if rows == 0 or rows % stride:
-            raise UserError("P040", f"a global batch of {rows} rows does not split into micro-batches of {size} on "
-                            f"{self.world_size} rank(s)", where="micro_batches(batch, size=...)",
-                            fix=f"use a global batch that is a multiple of {stride}, or a smaller size")  # fmt: skip
-        self._warn_of_batch_norm(rows // stride)
-        for start in range(self.rank * size, rows, stride):
-            self._set_sync(start + stride >= rows)
-            yield tree_map(lambda each: each[start : start + size].to(self.device, non_blocking=True), batch)  # noqa: B023
+        context, where = self._context, "micro_batches(batch, size=...)"
+        if size < 1:
+            raise UserError("P040", f"micro-batches of {size} rows do not exist", where=where, fix="use size=1 or more")
+        if batch is not None and batch is context.local_batch:
+            starts = range(0, context.max_local_rows, size)
+            num_rows, take = context.max_local_rows, context.local_rows_of
+        else:
+            num_rows = num_rows_of(batch, where)
+            context.check_same(batch, num_rows=num_rows, where=where)
+            starts = range(0, num_rows, size * self.world_size)
+            take = context.rows_of
+        self._warn_of_batch_norm(len(starts))
+        tree = as_tree(batch)
+        for start in starts:
+            context.set_sync(start == starts[-1])
+            yield take(tree, start, min(start + starts.step, num_rows))
+
+    def local_rows(self, batch: Any, *, last: bool = True) -> Any:
+        """Return this rank's rows of the global `batch`, on the device. Every rank must pass the same batch.
+
+        A batch of `loader` holds these rows already. With several batches a step, `last=False` for all but the last one
+        saves their all-reduces.
+        """
+        self._context.set_sync(last)
+        if batch is not None and batch is self._context.local_batch:
+            return batch
+        where = "local_rows(batch)"
+        num_rows = num_rows_of(batch, where)
+        self._context.check_same(batch, num_rows=num_rows, where=where)
+        self._warn_of_batch_norm(1)
+        return self._context.rows_of(as_tree(batch), 0, num_rows)
+
+    def loader(
+        self, data: Any, *, batch_size: int | None = None, shuffle: bool = True, seed: int | None = None
+    ) -> LoopLoader:
+        """Return a loader of which each rank loads only its rows of every global batch, on the device.
+
+        `data` is a DataLoader, whose dataset, batch size, sampler, collate function and workers are kept, or a dataset
+        with the `batch_size` of all ranks together. `seed` decides the order; by default it is torch's of rank 0.
+        """
+        self._warn_of_batch_norm(1)
+        self._meet("loop.loader()")
+        return build_loader(self._context, data, batch_size=batch_size, shuffle=shuffle, seed=seed)
 
     def uneven_batches(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches of this rank's own iterable, on the device, until every rank has run out.
@@ -75,13 +147,12 @@ class Loop:
         many batches: one that has run out gets its last batch again (or another rank's, if it never had one), and
         `backward` does not count it. Each batch of each rank counts exactly once.
         """
-
-        def set_counted(is_counted: bool) -> None:
-            self._is_counted = is_counted
-
-        self._set_sync(True)
+        self._context.set_sync(True)
+        self._context.any_padding = True  # only its own rank knows when data has run out
         self._warn_of_batch_norm(1)
-        yield from uneven_batches(batches, self.device, set_counted)
+        yield from uneven_batches(batches, self.device, self._context.set_counted)
+
+    rounds = uneven_batches  # its first name
 
     def _warn_of_batch_norm(self, num_micro_batches: int) -> None:
         """Warn once if BatchNorm makes this training differ from one process with the full batch."""
@@ -90,45 +161,149 @@ class Loop:
             self._warned = True
             warnings.warn(warning, stacklevel=3)
 
-    def backward(self, loss: Tensor, *, num_tokens: int | Tensor) -> None:
-        """Accumulate the gradient of `loss`: the sum over its `num_tokens` valid tokens, not their mean."""
-        if not self._is_counted:
-            loss, num_tokens = loss * 0.0, 0  # this rank is out of data; its collectives are still needed
-        (loss * self.world_size).backward()  # the reduction averages over ranks; this turns the average into a sum
+    def backward(
+        self,
+        loss: Tensor,
+        *,
+        num_tokens: int | Tensor | None = None,
+        num_samples: int | Tensor | None = None,
+        reduction: Reduction | None = None,
+    ) -> None:
+        """Accumulate the gradient of `loss`: the sum over its `num_tokens` valid tokens, or over its `num_samples`.
+
+        With `reduction="mean"` the loss is their mean. A loss that is visibly a mean is refused without it.
+        """
+        count = self._count(loss, num_tokens, num_samples, reduction)
+        loss = loss.to(torch.promote_types(loss.dtype, torch.float32))  # a sum may exceed the range of fp16
+        if reduction == "mean":
+            loss = loss * count
+        if self._context.is_padding:
+            loss, count = loss * 0.0, 0  # this rank has no rows; its collectives are still needed
+        if self._context.is_synced or self._units:  # else it needs no other rank
+            self._context.calls.note("loop.backward()")
+        total = loss * self.world_size  # the reduction averages over ranks; this turns the average into a sum
+        (total if self._scaler is None else self._scaler.scale(total / self._unit_of(count))).backward()
         self._sums[0].add_(loss.detach())
-        self._sums[1].add_(num_tokens)  # neither a number nor a tensor makes the host wait for the device
+        self._sums[1].add_(count)  # neither a number nor a tensor makes the host wait for the device
+
+    def _count(
+        self, loss: Tensor, num_tokens: int | Tensor | None, num_samples: int | Tensor | None, reduction: str | None
+    ) -> int | Tensor:
+        """Return how many tokens or samples the loss covers, after checking that it is reduced as the caller says."""
+        given = [each for each in (num_tokens, num_samples) if each is not None]
+        if len(given) != 1 or reduction not in (None, "sum", "mean"):
+            raise UserError("P048", "backward needs to know what the loss is a sum or a mean of",
+                            where="loop.backward(loss, ...)", fix="pass num_tokens=..., or num_samples=... for pictures"
+                            " and the like; reduction is 'sum' or 'mean'")  # fmt: skip
+        (count,), self._num_backwards = given, self._num_backwards + 1
+        is_on_device = isinstance(count, Tensor) and count.device.type != "cpu"
+        if not is_on_device or self._num_backwards <= NUM_READ_COUNTS:
+            check_reduction(loss, claimed=reduction, count=int(count))
+        self._warn_of_double_count(count)
+        return count
+
+    def _unit_of(self, count: int | Tensor) -> Tensor:
+        """Return the power of two that fp16 losses are divided by, so that their gradients are as small as a mean's.
+
+        It is about the token count of the last step times the ranks; for the first step, that of its first backward.
+        """
+        if self._unit is None:
+            first = torch.zeros((), dtype=torch.float64, device=self.device).add_(count)
+            dist.all_reduce(first)
+            self._unit = self._power_of_two(first)
+        return self._unit
+
+    def _power_of_two(self, tokens: Tensor) -> Tensor:
+        return torch.exp2(torch.log2((tokens * self.world_size).clamp(min=1)).floor()).float()
+
+    def _warn_of_double_count(self, count: int | Tensor) -> None:
+        """Warn once if two losses of the same rows are each counted in full: the gradient is then half as large."""
+        rows = self._context.num_dealt
+        if rows and isinstance(count, int) and (rows, count) == self._last_count and not self._warned_of_count:
+            self._warned_of_count = True
+            warnings.warn(
+                f"backward was called twice for the same rows, each time with a count of {count}: the gradient is "
+                f"divided by {2 * count}. If both are losses of the same samples, add them and call backward once.",
+                stacklevel=4,
+            )
+        self._last_count = rows, count if isinstance(count, int) else -1
 
     def step(self, *, clip_norm: float = 0.0) -> StepResult:
-        """Divide gradients by the valid tokens of all ranks, clip by the global norm, update, zero the gradients."""
+        """Divide gradients by the valid tokens of all ranks, clip by the global norm, update, zero the gradients.
+
+        With a scaler, gradients are unscaled first. If one is not finite, no rank updates, and the scale decreases.
+        """
+        context, scaler = self._context, self._scaler
+        if not context.is_synced and self.world_size > 1:
+            raise UserError("P057", "the gradients of this step were not reduced over the ranks: it has no last batch",
+                            where="loop.step()", fix="run micro_batches to its end, and call local_rows(batch, "
+                            "last=True) before the last backward of a step")  # fmt: skip
+        context.calls.note("loop.step()")
         dist.all_reduce(self._sums)
         total, tokens = self._sums[0], self._sums[1].clamp(min=1)
+        divisor = tokens if self._unit is None else tokens / self._unit
         parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
         for each in parameters:
             if each.grad is not None:
-                each.grad.div_(tokens)
+                each.grad.div_(divisor)
+        if scaler is not None:
+            scaler.unscale_(self.optimizer)
         norm = gradient_norm(parameters)
         if clip_norm:
             torch.nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm)
-        self.optimizer.step()
+        if scaler is None:
+            self.optimizer.step()
+        else:
+            for found in scaler._found_inf_per_device(self.optimizer).values():
+                found.copy_(~norm.isfinite())  # of the gradients of all ranks, so that all skip the step or none
+            scaler.step(self.optimizer)
+            scaler.update()
+            self._unit = self._power_of_two(tokens)
         self.optimizer.zero_grad()
-        result = StepResult(total / tokens, norm, tokens)
+        for unit in self._units:
+            unit.reshard()  # a forward since the last backward may have left gathered weights, which are now outdated
         self._sums = torch.zeros_like(self._sums)
-        return result
+        context.num_steps += 1
+        for hook in context.step_hooks:
+            hook()
+        return StepResult(total / tokens, norm, tokens)
 
-    def save(self, folder: str | Path, step: int) -> Path:
+    def evaluate(self, measure: Callable[[Any], Any], batches: Iterable[Any]) -> Any:
+        """Return the sums of what `measure(batch)` returns over all `batches`, as numbers, the same on every rank.
+
+        Each rank measures its rows of a batch, with the model in eval mode and without gradients. `measure` returns a
+        number, or a tuple or dict of numbers, that are sums over its rows. `batches` are global batches, the same on
+        every rank, or a `loader`. Random generators continue afterwards as if nothing had been evaluated.
+        """
+        self._meet("loop.evaluate()")
+        return evaluate(self._context, self.model, measure, batches)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the model's whole weights and buffers, on the CPU of the main rank; an empty dict on the others."""
+        self._meet("loop.state_dict()")
+        with self._context.evaluating():
+            return full_state_dict(self.model, is_main=self.is_main)
+
+    def save(self, folder: str | Path, step: int, **others: Any) -> Path:
         """Write a checkpoint after `step` steps; return its folder once it is complete and verified.
 
-        It holds the model, the optimizer and the RNG states. Every rank must call it, between two steps. Only the
-        newest two are kept.
+        It holds the model, the optimizer, the scaler and the RNG states, and `others` with a `state_dict`: schedulers,
+        loaders. Every rank must call it, between two steps. Only the newest two are kept.
         """
+        self._meet("loop.save()")
+        self._state.others = others
         return self._checkpointer(folder).save(step)
 
-    def resume(self, folder: str | Path) -> int:
+    def resume(self, folder: str | Path, **others: Any) -> int:
         """Load the newest complete checkpoint in `folder` and return its step; 0 when there is none.
 
-        Every rank must call it, before the first step. The number of ranks and the sharding may have changed since.
+        `others` are those of `save`, under the same names. Every rank must call it, before the first step. The number
+        of ranks and the sharding may have changed since.
         """
-        return self._checkpointer(folder).resume()
+        self._meet("loop.resume()")
+        self._state.others = others
+        self._context.num_steps = self._checkpointer(folder).resume()
+        return self._context.num_steps
 
     def _checkpointer(self, folder: str | Path) -> LoopCheckpointer:
         path = Path(folder).absolute()
@@ -136,16 +311,54 @@ class Loop:
             self._checkpointers[path] = LoopCheckpointer(path, self._state, self.plan)
         return self._checkpointers[path]
 
+    def _meet(self, call: str) -> None:
+        self._context.calls.meet(
+            call, fix=f"call {call} on every rank, outside of any `if loop.is_main`; print and write on the main rank"
+        )
 
-def prepare(model: nn.Module, optimizer: Optimizer, *, sharding: str = "none", batch_norm: str = "local") -> Loop:
+    def _before_forward(self, model: nn.Module, args: Any) -> None:
+        """Make sure that all ranks call a sharded model: its weights are all-gathered in forward."""
+        if self._context.is_evaluating:
+            return
+        if model.training and torch.is_grad_enabled():
+            self._context.calls.note("a forward of the training step")
+            return
+        self._context.calls.meet(
+            "a call of the sharded model", fix="call it on every rank, or evaluate with loop.evaluate(measure, batches)"
+        )
+
+    def _before_state_dict(self, model: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if not self._context.is_evaluating:
+            fix = "weights = loop.state_dict() on every rank, outside of any `if loop.is_main`; then write on one"
+            self._context.calls.meet("model.state_dict() of a sharded model", fix=fix)
+
+
+def prepare(
+    model: nn.Module, optimizer: Optimizer, *, sharding: str = "none", batch_norm: str = "local",
+    scaler: Scaler | None = None,
+) -> Loop:  # fmt: skip
     """Join torchrun's process group (or start one of a single rank), split `model` in place, and return its `Loop`.
 
     `sharding` is `none` (every rank holds everything: DDP), or says what is sharded with FSDP2: the `optimizer` states
     (ZeRO-1), the `gradients` as well (ZeRO-2), or also the `parameters` (ZeRO-3). `batch_norm` says which statistics
     BatchNorm uses: those of its rank (`local`), of all ranks (`sync`), or the running statistics without updating them
-    (`frozen`). All ranks start from rank 0's weights. Parameter names do not change. `optimizer` gets the sharded
-    parameters.
+    (`frozen`). `scaler` is torch's GradScaler, for fp16. All ranks start from rank 0's weights. Parameter names do not
+    change. `optimizer` gets the sharded parameters.
     """
+    return _prepare(model, optimizer, _Options(sharding, batch_norm, scaler), None, None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    sharding: str
+    batch_norm: str
+    scaler: Scaler | None
+
+
+def _prepare(
+    model: nn.Module, optimizer: Optimizer, options: _Options, context: LoopContext | None, state: LoopState | None
+) -> Loop:
+    sharding, batch_norm = options.sharding, options.batch_norm
     if sharding not in SHARDING:
         raise UserError("P041", f"sharding={sharding!r} is not a kind of sharding", where="prepare(sharding=...)",
                         fix="use 'none' (DDP), or 'optimizer', 'gradients' or 'parameters' (ZeRO 1, 2, 3)")  # fmt: skip
@@ -163,8 +376,16 @@ def prepare(model: nn.Module, optimizer: Optimizer, *, sharding: str = "none", b
     apply_batch_norm(model, batch_norm, ranks.data.get_group(), device)
     names = {id(each): name for name, each in model.named_parameters()}
     apply_plan(Network(module=model, blocks=_blocks(model), spec=None), plan, ranks)
+    connect_replicas(model)
     _replace_parameters(optimizer, names, dict(model.named_parameters()))
-    return Loop(model, optimizer, plan, device)
+    context = context or LoopContext(device)
+    leave_out_padding(model, context)
+    state = state or LoopState(device)
+    scaler = options.scaler if options.scaler is not None and options.scaler.is_enabled() else None
+    state.add(model, optimizer, scaler)
+    loop = Loop(model, optimizer, plan, context, state)
+    loop._scaler = scaler
+    return loop
 
 
 def _join_process_group() -> torch.device:

@@ -1,9 +1,11 @@
 """Checkpoints of a user's own loop, in the format of `trimaran train`, saved and loaded when the loop asks for it."""
 
 import base64
+import json
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -23,14 +25,17 @@ from trimaran.checkpoint.rank_layout import barrier, exchange_rank_layout
 from trimaran.checkpoint.rank_share import build_share, copy_to_memory
 from trimaran.checkpoint.saver import Saver, SaveRequest, TorchStore
 from trimaran.checkpoint.step_dirs import remove_drafts
+from trimaran.checkpoint.tensor_regions import TensorIndex
+from trimaran.checkpoint.tensor_shards import TensorShard
 from trimaran.core import CheckpointSection, Plan, Recipe, UserError
 from trimaran.parallel.comm.json_exchange import all_gather_int64, all_gather_json, broadcast_json
 from trimaran.train.checkpointing.restore import Restorer
-from trimaran.train.checkpointing.training_state import TrainingState, persistent_buffers
+from trimaran.train.checkpointing.training_state import TrainingState, persistent_buffers, restore_counters
 
 log = logging.getLogger(__name__)
 
 ANY_STEP = 10**17  # no run has as many steps
+MAX_STATE_BYTES = 1 << 20  # of a tensor in the state of a scheduler or the like; it is kept in the manifest
 JSON_TYPES = (bool, int, float, str, type(None))
 
 
@@ -76,15 +81,63 @@ class LoopCheckpointer:
         return restorer.load(CopyFinder((), self._rank_layout), newest=ANY_STEP).step
 
 
-class LoopState(TrainingState):
-    """The checkpointed state of a user's model and optimizer, with parameter-group settings and RNG states.
+class LoopState:
+    """The checkpointed state of a loop: its models and optimizers, scalers, RNG states and objects of the user's own.
 
-    Buffers are rank 0's, as in DDP. Each rank has its own RNG state; it is not restored on another number of ranks.
+    See `checkpoint.tensor_shards.CheckpointState`. The names of the first model's tensors are its own, those of the
+    second begin with `model_2.`, and so on. Buffers are rank 0's, as in DDP.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, device: torch.device) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._models: list[ModelState] = []
         self._rng = RngStates(device)
-        counters = {"optimizer": ParamGroupSettings(optimizer), "random": self._rng}
+        self.others: Mapping[str, Any] = {}
+
+    def add(self, model: nn.Module, optimizer: Optimizer, scaler: torch.amp.GradScaler | None) -> None:
+        """Add a model, before its first forward."""
+        number = len(self._models) + 1
+        named = model if number == 1 else nn.ModuleDict({f"model_{number}": model})
+        self._models.append(ModelState(named, optimizer, scaler))
+
+    def shards(self) -> list[TensorShard]:
+        return [shard for model in self._models for shard in model.shards()]
+
+    def shards_from(self, index: TensorIndex) -> list[TensorShard]:
+        return [shard for model in self._models for shard in model.shards_from(index)]
+
+    def gather(self) -> None:
+        for model in self._models:
+            model.gather()
+        self._rng.gather()
+
+    def progress(self) -> dict[str, Any]:
+        first, *more = (model.progress() for model in self._models)
+        others = {name: json.dumps(to_json(_state_of(each))) for name, each in self.others.items()}
+        return first | {"random": self._rng.state(), "models": more, "others": others}
+
+    def restore(self, progress: Mapping[str, Any]) -> None:
+        saved = progress.get("others", {})
+        if missing := sorted(saved.keys() - self.others.keys()):
+            names = ", ".join(f"{name}={name}" for name in missing)
+            raise UserError("K033", f"resume was not given {', '.join(missing)}, whose state the checkpoint holds",
+                            where="loop.resume(folder, ...)", fix=f"loop.resume(folder, {names})")  # fmt: skip
+        for model, each in zip(self._models, [progress, *progress.get("models", [])], strict=True):
+            model.restore(each)
+        restore_counters(progress, {"random": self._rng})
+        for name, each in self.others.items():
+            if name in saved:
+                _restore_state(each, from_json(json.loads(saved[name])))
+            else:
+                log.warning("the checkpoint has no state of %s: it starts over", name)
+
+
+class ModelState(TrainingState):
+    """The state of one model, its optimizer with the settings of its parameter groups, and its scaler."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, scaler: torch.amp.GradScaler | None) -> None:
+        counters: dict[str, Any] = {"optimizer": ParamGroupSettings(optimizer)}
+        if scaler is not None:
+            counters["scaler"] = ScalerState(scaler)
         super().__init__([model], optimizer, counters=counters, settings={})
         self._shared = [buffer for _, buffer in persistent_buffers(model)]
 
@@ -92,7 +145,6 @@ class LoopState(TrainingState):
         super().gather()
         for buffer in self._shared:
             dist.broadcast(buffer, src=0)
-        self._rng.gather()
 
     def progress(self) -> dict[str, Any]:
         return super().progress() | {"states": self._optimizer.numbers()}
@@ -100,6 +152,73 @@ class LoopState(TrainingState):
     def restore(self, progress: Mapping[str, Any]) -> None:
         super().restore(progress)
         self._optimizer.restore_numbers(progress.get("states", {}))
+
+
+class ScalerState:
+    """The loss scale of a GradScaler, and for how many steps it has not changed."""
+
+    def __init__(self, scaler: torch.amp.GradScaler) -> None:
+        self._scaler = scaler
+
+    def state(self) -> dict[str, Any]:
+        return self._scaler.state_dict()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        if state:  # that of a disabled scaler is empty
+            self._scaler.load_state_dict(dict(state))
+
+
+def _state_of(each: Any) -> Any:
+    if not isinstance(each, torch.Generator) and not hasattr(each, "state_dict"):
+        raise UserError("K033", f"a {type(each).__name__} has no state_dict to save",
+                        where="loop.save(folder, step, ...)",
+                        fix="pass objects with state_dict and load_state_dict, such as schedulers")  # fmt: skip
+    return each.get_state() if isinstance(each, torch.Generator) else each.state_dict()
+
+
+def _restore_state(each: Any, state: Any) -> None:
+    if isinstance(each, torch.Generator):
+        each.set_state(state)
+    else:
+        each.load_state_dict(state)
+
+
+def to_json(value: Any) -> Any:
+    """Return a state as JSON can hold it. Tuples, tensors and dicts with keys that are not text keep their type."""
+    if isinstance(value, JSON_TYPES):
+        return value
+    if isinstance(value, list):
+        return [to_json(each) for each in value]
+    if isinstance(value, tuple):
+        return {"type": "tuple", "value": [to_json(each) for each in value]}
+    if isinstance(value, Mapping):
+        kind = "counter" if isinstance(value, Counter) else "dict"
+        return {"type": kind, "value": [[to_json(key), to_json(each)] for key, each in value.items()]}
+    if isinstance(value, Tensor) and value.nbytes <= MAX_STATE_BYTES:
+        data = base64.b64encode(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        dtype = str(value.dtype).removeprefix("torch.")
+        return {"type": "tensor", "value": data.decode(), "dtype": dtype, "shape": list(value.shape)}
+    what = f"a tensor of {value.nbytes:,} bytes" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    raise UserError("K033", f"a state to save holds {what}, which a manifest cannot",
+                    where="loop.save(folder, step, ...)",
+                    fix="save objects whose state is numbers, text and small tensors; a model with "
+                    "loop.prepare(model, optimizer)")  # fmt: skip
+
+
+def from_json(value: Any) -> Any:
+    """Return what `to_json` was given."""
+    if isinstance(value, list):
+        return [from_json(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    match value["type"]:
+        case "tuple":
+            return tuple(from_json(each) for each in value["value"])
+        case "tensor":
+            data = torch.frombuffer(bytearray(base64.b64decode(value["value"])), dtype=torch.uint8)
+            return data.view(getattr(torch, value["dtype"])).reshape(value["shape"])
+    pairs = {from_json(key): from_json(each) for key, each in value["value"]}
+    return Counter(pairs) if value["type"] == "counter" else pairs
 
 
 class ParamGroupSettings:
@@ -150,10 +269,11 @@ class RngStates:
     def restore(self, state: Mapping[str, Any]) -> None:
         ranks = state["ranks"]
         if len(ranks) != dist.get_world_size():
-            log.warning(
-                "saved by %d ranks, loaded by %d: RNG states are not restored", len(ranks), dist.get_world_size()
-            )
-            return
+            if any(each != ranks[0] for each in ranks):
+                log.warning("saved by %d ranks with different RNG states, loaded by %d: they are not restored",
+                            len(ranks), dist.get_world_size())  # fmt: skip
+                return
+            ranks = [ranks[0]] * dist.get_world_size()
         states = [bytearray(base64.b64decode(each)) for each in ranks[dist.get_rank()]]
         cpu, *cuda = (torch.frombuffer(each, dtype=torch.uint8) for each in states)
         torch.set_rng_state(cpu)

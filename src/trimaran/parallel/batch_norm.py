@@ -1,7 +1,7 @@
 """BatchNorm statistics when a batch is split over ranks and micro-batches."""
 
 from types import MethodType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,8 +27,22 @@ def apply_batch_norm(model: nn.Module, how: str, group: dist.ProcessGroup, devic
             _freeze(name, layer)
         elif how == "sync" and group.size() > 1:
             # torch's SyncBatchNorm does not run on a CPU. Both classes have the same state as the original layer.
-            layer.__class__ = nn.SyncBatchNorm if device.type == "cuda" else GroupBatchNorm
+            layer.__class__ = DeviceBatchNorm if device.type == "cuda" else GroupBatchNorm
             layer.process_group = group  # pyrefly: ignore[bad-argument-type]
+
+
+class PaddedRows(Protocol):
+    """Whether the rows of this rank, or of any rank, are copies that must not count in the statistics."""
+
+    is_padding: bool
+    any_padding: bool
+
+
+def leave_out_padding(model: nn.Module, padded: PaddedRows) -> None:
+    """Leave the copied rows of ranks without rows out of the statistics of all ranks."""
+    for layer in model.modules():
+        if isinstance(layer, GroupBatchNorm):
+            layer.padded = padded
 
 
 def batch_norm_warning(model: nn.Module, *, num_ranks: int, num_micro_batches: int) -> str | None:
@@ -67,6 +81,7 @@ class GroupBatchNorm(AnyBatchNorm):
     """BatchNorm over the rows of all ranks of `process_group`: SyncBatchNorm for the CPU."""
 
     process_group: dist.ProcessGroup
+    padded: PaddedRows | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
@@ -74,13 +89,14 @@ class GroupBatchNorm(AnyBatchNorm):
         dims = [dim for dim in range(input.ndim) if dim != 1]
         shape = [-1 if dim == 1 else 1 for dim in range(input.ndim)]
         x = input.to(torch.promote_types(input.dtype, torch.float32))
+        weight = 0.0 if self.padded is not None and self.padded.is_padding else 1.0
         here = x.new_tensor([x.numel() / x.shape[1]])
-        sums = _SumOverRanks.apply(torch.cat([x.sum(dims), here]), self.process_group)
+        sums = _SumOverRanks.apply(torch.cat([x.sum(dims), here]) * weight, self.process_group)
         count = sums[-1].detach()
         mean = sums[:-1] / count
         centred = x - mean.view(shape)
         # Two passes, as on one device: the mean of squares minus the squared mean would lose precision.
-        variance = _SumOverRanks.apply(centred.square().sum(dims), self.process_group) / count
+        variance = _SumOverRanks.apply(centred.square().sum(dims) * weight, self.process_group) / count
         self._track(mean.detach(), variance.detach() * count / (count - 1))
         out = centred * (variance + self.eps).rsqrt().view(shape)
         if self.affine:
@@ -102,6 +118,15 @@ class GroupBatchNorm(AnyBatchNorm):
 
     def _check_input_dim(self, input: Tensor) -> None:
         assert input.ndim >= 2, "dim 1 must be the features"
+
+
+class DeviceBatchNorm(GroupBatchNorm, nn.SyncBatchNorm):
+    """torch's SyncBatchNorm, which counts the rows of all ranks; the same arithmetic as on CPUs if some are copies."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.training and self.padded is not None and self.padded.any_padding:
+            return GroupBatchNorm.forward(self, input)
+        return nn.SyncBatchNorm.forward(self, input)
 
 
 class _SumOverRanks(torch.autograd.Function):

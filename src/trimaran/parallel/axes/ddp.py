@@ -1,10 +1,13 @@
 """Data parallelism with replicated parameters: gradients are averaged over the ranks."""
 
+from torch import nn
+
 # The composable form keeps parameter names. It is private in torch, so only this module imports it.
 from torch.distributed._composable.replicate import replicate
 
 from trimaran.core import Plan
 from trimaran.nets import Network
+from trimaran.nets.adapters.nf4_linear import packed_parameters
 from trimaran.parallel.axes.fsdp import experts_of, replicate_fsdp, set_expert_gradient_divisor
 from trimaran.parallel.comm.compression import bucket_mb
 from trimaran.parallel.mesh import RankMesh
@@ -33,5 +36,15 @@ def apply_ddp(network: Network, plan: Plan, ranks: RankMesh) -> None:
         for experts in experts_of(block, ranks):
             replicate_fsdp(experts, mesh=ranks.experts["expert_shard"])
             set_expert_gradient_divisor(experts, ranks, scattered=False)
-        replicate_fsdp(block, mesh=ranks.data)
-    replicate_fsdp(network.module, mesh=ranks.data)
+        replicate_fsdp(block, mesh=ranks.data, ignored_params=packed_parameters(block))
+    replicate_fsdp(network.module, mesh=ranks.data, ignored_params=packed_parameters(network.module))
+
+
+def connect_replicas(module: nn.Module) -> None:
+    """Connect the ranks of a replicated module now: DDP would do that in its first forward, which needs all ranks.
+
+    Does nothing for a module that `apply_ddp` has not replicated.
+    """
+    state = replicate.state(module)
+    if state is not None and state._init_args:
+        state.lazy_init()

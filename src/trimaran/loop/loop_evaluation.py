@@ -1,0 +1,87 @@
+"""`loop.evaluate` and `loop.state_dict`: what a script would otherwise do on its main rank alone, done by all ranks."""
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from trimaran.core import UserError
+from trimaran.loop.batch_agreement import as_tree
+from trimaran.loop.loop_context import LoopContext, num_rows_of
+from trimaran.loop.loop_loader import LoopLoader
+from trimaran.train.checkpointing.training_state import persistent_buffers
+
+WHERE = "loop.evaluate(measure, batches)"
+
+
+@torch.no_grad()
+def evaluate(context: LoopContext, model: nn.Module, measure: Callable[..., Any], batches: Iterable[Any]) -> Any:
+    """Return the sums of what `measure` returns, over all batches and ranks; see `Loop.evaluate`."""
+    sums: list[Tensor] = []
+    layout = None
+    with context.evaluating(), _evaluation_mode(model, context):
+        for rows in _own_rows(context, batches):
+            values, layout = tree_flatten(measure(rows))
+            values = [torch.as_tensor(each, device=context.device).detach().double() for each in values]
+            if any(each.numel() != 1 for each in values):
+                raise UserError("P049", "evaluate's measure must return numbers, each a sum over the rows of its batch",
+                                where=WHERE, fix="return for example (loss.sum(), len(rows))")  # fmt: skip
+            values = [each.reshape(()) for each in values]
+            sums = sums or [torch.zeros_like(each) for each in values]
+            if not context.is_padding:
+                sums = [total + each for total, each in zip(sums, values, strict=True)]
+    if layout is None:
+        raise UserError("P049", "there is no batch to evaluate", where=WHERE, fix="pass at least one batch")
+    totals = torch.stack(sums)
+    dist.all_reduce(totals)
+    return tree_unflatten(totals.tolist(), layout)
+
+
+def _own_rows(context: LoopContext, batches: Iterable[Any]) -> Iterator[Any]:
+    """Yield this rank's rows of each batch; a loader yields only those."""
+    if isinstance(batches, LoopLoader):
+        yield from batches
+        return
+    for batch in batches:
+        num_rows = num_rows_of(batch, WHERE)
+        context.check_same(batch, num_rows=num_rows, where=WHERE)
+        yield context.rows_of(as_tree(batch), 0, num_rows)
+
+
+@contextmanager
+def _evaluation_mode(model: nn.Module, context: LoopContext) -> Iterator[None]:
+    """Switch the model to eval mode, with rank 0's buffers. Random generators continue afterwards as if unused."""
+    for _, buffer in persistent_buffers(model):
+        dist.broadcast(buffer, src=0)
+    modes = [(module, module.training) for module in model.modules()]
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    cuda = torch.cuda.get_rng_state(context.device) if context.device.type == "cuda" else None
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda, context.device)
+
+
+@torch.no_grad()
+def full_state_dict(model: nn.Module, *, is_main: bool) -> dict[str, Tensor]:
+    """Return the whole weights and buffers, on the CPU of the main rank; an empty dict on the others."""
+    full: dict[str, Tensor] = {}
+    for name, each in model.state_dict().items():
+        whole = each.full_tensor() if isinstance(each, DTensor) else each
+        if is_main and isinstance(whole, Tensor):
+            full[name] = whole.detach().to("cpu", copy=True)
+    return full

@@ -1,0 +1,314 @@
+"""`loop.loader`: each rank loads only its rows of every global batch, in an order that no number of ranks changes."""
+
+import base64
+import random
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from trimaran.core import UserError
+from trimaran.data.sample_order import positions
+from trimaran.loop.batch_agreement import CAUSES, digest
+from trimaran.loop.loop_context import LoopContext, part_of
+from trimaran.parallel.comm.json_exchange import all_gather_json, broadcast_json
+
+WHERE = "loop.loader(...)"
+NUM_COMPARED = 2  # samples that all ranks load at the start, to see whether they read the same dataset
+KEPT = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
+        "prefetch_factor", "persistent_workers")  # fmt: skip
+Place = tuple[int, int]
+"""The seed of a sample, and its index in the dataset."""
+
+
+class LoopLoader:
+    """Yields this rank's rows of each global batch, on the device. A `for` over it is one epoch.
+
+    `epoch` is the number of the current or next epoch. The order of samples is a pure function of seed and epoch, or
+    that of the DataLoader's own sampler and generator. Every sample is loaded with random generators seeded by seed,
+    epoch and index, so that random crops too are the same on any number of ranks. The state that a checkpoint holds is
+    the position after the last `loop.step()`.
+    """
+
+    def __init__(self, context: LoopContext, source: DataLoader, seed: int | None) -> None:
+        self._context, self._source = context, source
+        self._seed = broadcast_json((torch.initial_seed() if seed is None else seed) % 2**63)
+        self._order = _order_of(source)
+        self.dataset: Any = source.dataset
+        self.batch_size = source.batch_size
+        self.epoch = 0
+        self._position = self._stepped = EpochPosition(0)
+        self._is_resumed = False
+        self._places = RankPlaces()
+        self._loader = DataLoader(
+            SeededSamples(self.dataset),
+            batch_sampler=self._places,
+            generator=torch.Generator(),  # worker seeds are drawn from it, and not from the global generator
+            **{name: getattr(source, name) for name in KEPT},
+        )
+        context.step_hooks.append(self._on_step)
+        self._compare_datasets()
+
+    def __len__(self) -> int:
+        """Return the number of global batches of an epoch."""
+        return len(self._source)
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self._is_resumed and self._position.num_samples:  # the last epoch was left before its end
+            self._position = EpochPosition(self._position.epoch + 1)
+        self._is_resumed = False
+        self.epoch, start = self._position.epoch, self._position
+        self._places.plan = (self._place(batch) for batch in self._order.batches(self._seed, start))
+        iterator = iter(self._loader)
+        for batch in self._order.batches(self._seed, start):
+            with _kept_generators(self._loader.num_workers == 0):
+                rows = next(iterator)
+            self._position = self._position.after(batch)
+            self._deal(rows, batch)
+            yield self._context.local_batch
+        is_stepped = self._stepped is self._position
+        self._position = EpochPosition(self.epoch + 1)
+        self._stepped = self._position if is_stepped else self._stepped
+        self.epoch = self._position.epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position after the last step, for `loop.save(..., loader=loader)`. Equal on all ranks."""
+        at = self._stepped
+        order = self._order.state(at.epoch)
+        return {"seed": self._seed, "epoch": at.epoch, "samples": at.num_samples, "order": order}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._seed = state["seed"]
+        self._order.restore(state["order"])
+        position = EpochPosition(state["epoch"], state["samples"])
+        if position.num_samples and next(iter(self._order.batches(self._seed, position)), None) is None:
+            position = EpochPosition(position.epoch + 1)
+        self._position = self._stepped = position
+        self.epoch, self._is_resumed = position.epoch, True
+
+    def _place(self, batch: np.ndarray) -> list[Place]:
+        """Return this rank's samples of a global batch; if it has none, the first, which will not count."""
+        part = part_of(len(batch), self._context.rank, self._context.world_size)
+        mine = batch[part.start : part.stop] if part else batch[:1]
+        return [(_sample_seed(self._seed, self.epoch, int(index)), int(index)) for index in mine]
+
+    def _deal(self, rows: Any, batch: np.ndarray) -> None:
+        context = self._context
+        shares = [len(part_of(len(batch), rank, context.world_size)) for rank in range(context.world_size)]
+        context.local_rows = shares[context.rank]
+        context.min_local_rows, context.max_local_rows = min(shares), max(shares)
+        context.is_padding, context.any_padding = not context.local_rows, not min(shares)
+        context.local_batch = context.to_device(rows)
+        if not context.is_evaluating:
+            context.set_sync(True)
+        context.check_same(torch.from_numpy(batch), num_rows=len(batch), where=WHERE)
+
+    def _on_step(self) -> None:
+        self._stepped = self._position
+
+    def _compare_datasets(self) -> None:
+        """Raise UserError if ranks read different datasets. Samples that differ at every load are not compared."""
+        if self._context.world_size == 1:
+            return
+        chosen = sorted({0, len(self.dataset) - 1})[:NUM_COMPARED] if len(self.dataset) else []
+        samples = SeededSamples(self.dataset)
+        with _kept_generators(True):
+            loads = [[digest(samples[self._seed, index]) for index in chosen] for _ in range(2)]
+        rows = all_gather_json([len(self.dataset), loads[0] if loads[0] == loads[1] else None])
+        if any(each[0] != rows[0][0] for each in rows):
+            what = "; ".join(f"rank {rank} has {length} samples" for rank, (length, _) in enumerate(rows))
+        elif all(hashes is not None for _, hashes in rows) and any(each != rows[0] for each in rows):
+            odd = ", ".join(str(rank) for rank, each in enumerate(rows) if each != rows[0])
+            what = f"samples {chosen} of rank(s) {odd} are not those of rank 0"
+        else:
+            return
+        raise UserError("P045", f"ranks read different datasets: {what}", where=WHERE, fix=CAUSES)
+
+
+class EpochPosition:
+    """How many samples of an epoch have been dealt."""
+
+    def __init__(self, epoch: int, num_samples: int = 0) -> None:
+        self.epoch, self.num_samples = epoch, num_samples
+
+    def after(self, batch: np.ndarray) -> "EpochPosition":
+        return EpochPosition(self.epoch, self.num_samples + len(batch))
+
+
+class RankPlaces(BatchSampler):
+    """The samples of this rank in each batch of the current epoch, for the DataLoader that loads them."""
+
+    def __init__(self) -> None:
+        self.plan: Iterable[list[Place]] = ()
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return iter(self.plan)
+
+
+class SeededSamples(Dataset):
+    """A dataset whose samples are loaded with seeded global generators, so that the order of loads does not matter."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __getitem__(self, index: Place) -> Any:
+        seed, number = index
+        _seed_generators(seed)
+        return self._dataset[number]
+
+
+class ShuffledOrder:
+    """Batches of consecutive places in a permutation (or of the dataset itself) that needs no table of the dataset."""
+
+    def __init__(self, source: DataLoader, *, shuffle: bool) -> None:
+        self._length, self._shuffle = len(source.dataset), shuffle  # pyrefly: ignore[bad-argument-type]
+        assert source.batch_size is not None
+        self._size = source.batch_size
+        self._end = self._length - self._length % self._size if source.drop_last else self._length
+
+    def batches(self, seed: int, position: EpochPosition) -> Iterator[np.ndarray]:
+        starts = range(position.num_samples, self._end, self._size)
+        return (self._batch(seed, position.epoch, start) for start in starts)
+
+    def _batch(self, seed: int, epoch: int, start: int) -> np.ndarray:
+        places = np.arange(start, min(start + self._size, self._end))
+        return positions(seed, epoch * self._length + places, self._length) if self._shuffle else places
+
+    def state(self, epoch: int) -> None:
+        return None
+
+    def restore(self, state: None) -> None: ...
+
+
+class SamplerOrder:
+    """The batches of a DataLoader's own sampler, as it would draw them in one process.
+
+    A sampler with a generator continues it from epoch to epoch; its state at the start of the epoch is saved. Without
+    one, torch's, NumPy's and Python's generators are seeded by seed and epoch while it draws.
+    """
+
+    def __init__(self, source: DataLoader) -> None:
+        self._source = source
+        found = [each for each in (source.generator, getattr(source.sampler, "generator", None)) if each is not None]
+        self._generators: list[torch.Generator] = list({id(each): each for each in found}.values())
+        length = len(source.dataset)  # pyrefly: ignore[bad-argument-type]
+        self._indices = DataLoader(
+            range(length),  # pyrefly: ignore[bad-argument-type]
+            batch_sampler=source.batch_sampler,
+            generator=source.generator,
+            collate_fn=np.array,
+        )
+        self._states: list[Tensor] = []  # of the generators at the start of the epoch
+        self._restored: list[Tensor] | None = None
+        self._drawn: tuple[int, list[np.ndarray]] | None = None
+
+    def batches(self, seed: int, position: EpochPosition) -> list[np.ndarray]:
+        if self._drawn is None or self._drawn[0] != position.epoch:
+            for generator, state in zip(self._generators, self._restored or (), strict=self._restored is not None):
+                generator.set_state(state)
+            self._restored = None
+            self._states = self._generator_states()
+            self._drawn = position.epoch, self._draw(seed, position.epoch)
+        return _after(self._drawn[1], position.num_samples)
+
+    def _draw(self, seed: int, epoch: int) -> list[np.ndarray]:
+        for each in (self._source.sampler, self._source.batch_sampler):
+            if hasattr(each, "set_epoch"):
+                each.set_epoch(epoch)
+        with _kept_generators(True):
+            if not self._generators:
+                _seed_generators(_sample_seed(seed, epoch, -1))
+            return list(self._indices)
+
+    def _generator_states(self) -> list[Tensor]:
+        return [each.get_state() for each in self._generators]
+
+    def state(self, epoch: int) -> list[str]:
+        is_drawn = self._drawn is not None and self._drawn[0] == epoch
+        states = self._states if is_drawn else self._restored or self._generator_states()
+        return [base64.b64encode(each.numpy().tobytes()).decode() for each in states]
+
+    def restore(self, state: list[str]) -> None:
+        self._drawn = None
+        self._restored = [torch.frombuffer(bytearray(base64.b64decode(each)), dtype=torch.uint8) for each in state]
+
+
+def build_loader(
+    context: LoopContext, data: Any, *, batch_size: int | None, shuffle: bool, seed: int | None
+) -> LoopLoader:
+    """Return the loader of a dataset, or of a DataLoader, whose settings it keeps."""
+    if isinstance(data, DataLoader):
+        source = data
+        if batch_size is not None:
+            raise _refusal("the DataLoader has a batch size already", "set it there: loop.loader(data_loader)")
+    elif batch_size is None and not isinstance(data, IterableDataset):
+        raise _refusal("a dataset needs a batch size", "loop.loader(dataset, batch_size=64): the rows of all ranks")
+    elif isinstance(data, IterableDataset):
+        source = DataLoader(data)
+    else:
+        source = DataLoader(data, batch_size=batch_size, shuffle=shuffle)
+    if isinstance(source.dataset, IterableDataset):
+        raise _refusal("an IterableDataset has no indices to deal", "use a dataset with __len__ and __getitem__, or "
+                       "give each rank its own part: loop.uneven_batches(batches)")  # fmt: skip
+    if isinstance(source.sampler, DistributedSampler):
+        raise _refusal("the DataLoader has a DistributedSampler", "remove it: loop.loader deals the samples to ranks")
+    if source.batch_sampler is None:
+        raise _refusal("the DataLoader has batch_size=None", "let it batch: batch_size is the rows of all ranks")
+    return LoopLoader(context, source, seed)
+
+
+def _refusal(what: str, fix: str) -> UserError:
+    return UserError("P047", f"loop.loader cannot deal this data: {what}", where=WHERE, fix=fix)
+
+
+def _order_of(source: DataLoader) -> ShuffledOrder | SamplerOrder:
+    sampler = source.sampler
+    if type(source.batch_sampler) is BatchSampler and source.generator is None:
+        if type(sampler) is SequentialSampler:
+            return ShuffledOrder(source, shuffle=False)
+        is_plain = type(sampler) is RandomSampler and sampler.generator is None and not sampler.replacement
+        if is_plain and sampler.num_samples == len(source.dataset):  # pyrefly: ignore
+            return ShuffledOrder(source, shuffle=True)
+    return SamplerOrder(source)
+
+
+def _after(batches: list[np.ndarray], num_samples: int) -> list[np.ndarray]:
+    """Return the batches without their first samples: the batch size may have changed since they were dealt."""
+    left = []
+    for batch in batches:
+        left.append(batch[num_samples:])
+        num_samples = max(0, num_samples - len(batch))
+    return [batch for batch in left if len(batch)]
+
+
+def _sample_seed(seed: int, epoch: int, index: int) -> int:
+    hashed = blake2b(struct.pack("<Qqq", seed % 2**64, epoch, index), digest_size=8)
+    return struct.unpack("<Q", hashed.digest())[0] >> 1
+
+
+def _seed_generators(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.random.default_generator.manual_seed(seed)
+
+
+@contextmanager
+def _kept_generators(keep: bool) -> Iterator[None]:
+    """Restore the states of torch's, NumPy's and Python's global CPU generators afterwards."""
+    if not keep:
+        yield
+        return
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])

@@ -8,6 +8,7 @@ import pytest
 
 from trimaran.core import DataSection, UserError
 from trimaran.data import check
+from trimaran.data.bad_lines import BadLines
 from trimaran.data.text_sources import find_files, read_chunks
 
 
@@ -18,11 +19,13 @@ def section(source: str, path: Path | None = None, **fields: object) -> DataSect
 def texts(data: DataSection) -> list[str]:
     """Return the documents of the source."""
     documents = [""]
-    for chunk in read_chunks(data, find_files(data)):
+    bad = BadLines(data.samples.max_bad)
+    for chunk in read_chunks(data, find_files(data), bad):
         documents[-1] += chunk.text
         if chunk.ends_document:
             documents.append("")
     assert documents.pop() == ""
+    bad.refuse_too_many()
     return documents
 
 
@@ -54,7 +57,7 @@ def test_a_large_file_is_read_in_chunks_of_complete_lines(tmp_path: Path, monkey
     (tmp_path / "long.txt").write_text(text)
     (tmp_path / "short.txt").write_text("end")
     data = section("text", tmp_path)
-    chunks = list(read_chunks(data, find_files(data)))
+    chunks = list(read_chunks(data, find_files(data), BadLines(0)))
     assert len(chunks) == 10
     assert all(chunk.text.endswith("\n") for chunk in chunks[:9])
     assert [chunk.fraction_read for chunk in chunks] == sorted(chunk.fraction_read for chunk in chunks)
@@ -124,15 +127,16 @@ def test_empty_files_and_folders_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "offset"), [(b"text\0more", 4), (b"caf\xe9 noir", 3), ("naïve".encode("utf-16"), 3), (b"half \xe2\x82", 5)]
+    ("data", "column"), [(b"text\0more", 5), (b"caf\xe9 noir", 4), ("naïve".encode("utf-16"), 4), (b"half \xe2\x82", 6)]
 )
-def test_binary_files_are_named_with_the_offset(tmp_path: Path, data: bytes, offset: int) -> None:
+def test_binary_files_are_named_with_line_and_column(tmp_path: Path, data: bytes, column: int) -> None:
     (tmp_path / "a.txt").write_text("fine")
-    (tmp_path / "b.bin").write_bytes(data)
+    (tmp_path / "b.bin").write_bytes(b"fine\n" + data)
     error = refusal(section("text", tmp_path))
     assert error.code == "T006"
-    assert error.what.endswith(f"offset {offset}")
-    assert error.where.endswith("b.bin")
+    assert f"at column {column}" in error.what
+    assert "2 of 3 lines are bad, and the allowed fraction is 0.01" in error.what
+    assert error.where.endswith("b.bin:2")
     with pytest.raises(UserError) as found:
         check(section("text", tmp_path))
     assert found.value.code == "T006"
@@ -166,7 +170,7 @@ def test_a_misspelt_field_is_suggested(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"txt": "a", "id": 1}')
     error = refusal(section("jsonl", tmp_path / "a.jsonl"))
     assert "did you mean 'txt'?" in error.what
-    assert error.fix == "set data.text_field to one of txt, id"
+    assert error.fix == "set data.text_field to one of txt"
 
 
 def test_the_check_reads_only_the_start(tmp_path: Path) -> None:

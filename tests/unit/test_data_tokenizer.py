@@ -96,7 +96,8 @@ def test_invalid_tokenizer_files_are_user_errors(tmp_path: Path) -> None:
     train_bpe(tmp_path / "tokenizer.json")
     (tmp_path / "other.json").write_text('{"a": 1}')
     (tmp_path / "binary.json").write_bytes(bytes(range(256)))
-    for name in ("missing.json", "other.json", "binary.json", "."):
+    (tmp_path / "empty").mkdir()
+    for name in ("missing.json", "other.json", "binary.json", "empty"):
         with pytest.raises(UserError) as error:
             load_tokenizer(str(tmp_path / name))
         assert error.value.code == "T011"

@@ -110,7 +110,9 @@ def refuse_trained_tower(recipe: Recipe) -> None:
         raise UserError("T062", f"only the family vlm can cache image features, and the model is of family "
                         f"{recipe.model.family}", where="data.samples.cache_features",
                         fix="set data.samples.cache_features to false")  # fmt: skip
-    if TOWER not in recipe.model.freeze:
+    adapter = recipe.model.adapter
+    is_only_base = adapter is not None and TOWER not in adapter.towers and not adapter.train
+    if TOWER not in recipe.model.freeze and not is_only_base:
         raise UserError("T062", "the vision tower is trained, so the features of an image change with every step",
                         where="data.samples.cache_features",
                         fix="freeze it: --set 'model.freeze=[vision]', or set cache_features to false")  # fmt: skip

@@ -8,26 +8,31 @@ import datasets
 
 from trimaran.core import UserError
 from trimaran.core.regular_files import check_regular_file
-from trimaran.data.text_sources import row_text
+from trimaran.data.bad_lines import BadLines
+from trimaran.data.text_files import data_suffix
+from trimaran.data.text_sources import counted_text, row_text
 
 BATCH_ROWS = 1000
 BATCH_IMAGES = 128
 BUILDERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 
 
-def read_rows(path: Path, files: list[Path], field: str) -> Iterator[tuple[str, float]]:
-    """Yield the text of each row and the fraction read, from a `save_to_disk` folder or parquet and JSON files."""
+def read_rows(path: Path, files: list[Path], field: str, bad: BadLines) -> Iterator[tuple[str, float]]:
+    """Yield the text of each row and the fraction read, from a `save_to_disk` folder or parquet and JSON files.
+
+    The text of a bad row is empty; the row is counted in `bad`.
+    """
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
         dataset = _open_saved(path)
-        for number, text in enumerate(_texts(dataset, field, path), start=1):
+        for number, text in enumerate(_texts(dataset, field, path, bad), start=1):
             yield text, number / len(dataset)
         return
-    tables = [file for file in files if file.suffix in BUILDERS and file.stat().st_size]
+    tables = [file for file in files if data_suffix(file) in BUILDERS and file.stat().st_size]
     if not tables:
         raise UserError("T018", "there is neither a saved dataset nor a parquet or JSON file", where=str(path),
                         fix="name a folder written by save_to_disk, or one with .parquet or .json files")  # fmt: skip
     for number, file in enumerate(tables):
-        for text in _texts(_open_table(file), field, file):
+        for text in _texts(_open_table(file), field, file, bad):
             yield text, number / len(tables)
 
 
@@ -66,12 +71,12 @@ def _open_table(file: Path) -> datasets.IterableDataset:
     """Return the rows of a file. Streaming avoids a second copy in the user's `datasets` cache."""
     try:
         check_regular_file(file, follow_links=True)
-        return datasets.load_dataset(BUILDERS[file.suffix], data_files=str(file), split="train", streaming=True)
+        return datasets.load_dataset(BUILDERS[data_suffix(file)], data_files=str(file), split="train", streaming=True)
     except (OSError, ValueError) as error:
         raise _unreadable(file, error) from None
 
 
-def _texts(rows: Any, field: str, path: Path) -> Iterator[str]:
+def _texts(rows: Any, field: str, path: Path, bad: BadLines) -> Iterator[str]:
     """Yield the text of each row of a Dataset or IterableDataset, which share these methods but no base type."""
     number = 0
     try:
@@ -83,7 +88,7 @@ def _texts(rows: Any, field: str, path: Path) -> Iterator[str]:
                 row_text(batch, field, str(path))
             for text in batch[field]:
                 number += 1
-                yield row_text({field: text}, field, f"{path}, row {number}")
+                yield counted_text({field: text}, field, f"{path}, row {number}", bad)
     except (OSError, ValueError) as error:
         raise _unreadable(path, error) from None
 

@@ -1,4 +1,4 @@
-"""Tokenizers of the `tokenizers` library, from a JSON file. Imported only if a recipe names one."""
+"""Tokenizers of the `tokenizers` library, from a JSON file. Imported only if a run uses one."""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,11 +18,16 @@ END_TOKENS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>")
 class JsonTokenizer:
     """A tokenizer and the bytes of its file; shards store a copy of them."""
 
+    begin_ids: tuple[int, ...] = ()
+
     def __init__(self, path: Path, end_token: str | None) -> None:
         self._path, self._file = path, _read(path)
-        self._tokenizer = _parse(self._file, path)
+        self._tokenizer = parse_tokenizer(self._file, path)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        self._end_token = _end_token(vocabulary, end_token, path)
+        self._index(vocabulary, choose_end_token(vocabulary, end_token, path))
+
+    def _index(self, vocabulary: dict[str, int], end_token: str) -> None:
+        self._end_token = end_token
         self.vocab_size = max(vocabulary.values()) + 1  # ids may have gaps
         self.end_id = vocabulary[self._end_token]
         self._special = {
@@ -68,6 +73,17 @@ class JsonTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode([int(each) for each in ids], skip_special_tokens=True)
 
+    def decode_all(self, ids: Iterable[int]) -> str:
+        return self._tokenizer.decode([int(each) for each in ids], skip_special_tokens=False)
+
+    def token_text(self, token: int) -> str | None:
+        """Return the text of a special or added token; None for an ordinary one or an unused id."""
+        name = self._tokenizer.id_to_token(token) if token >= 0 else None
+        return name if name in self._special else None
+
+    def vocabulary(self) -> dict[str, int]:
+        return self._tokenizer.get_vocab(with_added_tokens=True)
+
     def describe(self) -> dict[str, str]:
         digest = hashlib.sha256(self._file).hexdigest()
         return {"kind": "json", "path": str(self._path.resolve()), "sha256": digest, "end_token": self._end_token}
@@ -77,17 +93,14 @@ class JsonTokenizer:
 
 
 def _read(path: Path) -> bytes:
-    if path.is_dir():
-        raise UserError("T011", "the tokenizer is a folder", where=f"data.tokenizer: {path}",
-                        fix=f"name the file: {path / TOKENIZER_FILE}")  # fmt: skip
     try:
         return read_regular_bytes(path, follow_links=True)
     except OSError as error:
         raise UserError("T011", f"the tokenizer cannot be read: {error.strerror}", where=f"data.tokenizer: {path}",
-                        fix="name a tokenizer.json, or leave data.tokenizer out to use bytes") from None  # fmt: skip
+                        fix="name a tokenizer.json, a model folder, or `bytes`") from None  # fmt: skip
 
 
-def _parse(file: bytes, path: Path) -> tokenizers.Tokenizer:
+def parse_tokenizer(file: bytes, path: Path) -> tokenizers.Tokenizer:
     try:
         tokenizer = tokenizers.Tokenizer.from_buffer(file)
     except Exception as error:  # the library raises nothing more specific
@@ -99,7 +112,7 @@ def _parse(file: bytes, path: Path) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def _end_token(vocabulary: dict[str, int], name: str | None, path: Path) -> str:
+def choose_end_token(vocabulary: dict[str, int], name: str | None, path: Path) -> str:
     candidates = [token for token in ([name] if name is not None else END_TOKENS) if token in vocabulary]
     if candidates:
         return candidates[0]

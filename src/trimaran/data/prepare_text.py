@@ -7,12 +7,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
+
 from trimaran.core import DataSection, UserError
 from trimaran.core.user_folders import needed_user_cache
+from trimaran.data.bad_lines import BadLines
 from trimaran.data.sequences import count_sequences
+from trimaran.data.text_files import any_byte_order_mark
 from trimaran.data.text_sources import TextChunk, check_file_starts, find_files, named_path, read_chunks
 from trimaran.data.token_shards import FORMAT, ShardWriter, TokenShards
-from trimaran.data.tokenizer import Tokenizer, load_tokenizer
+from trimaran.data.tokenizer import Tokenizer, is_same_tokenizer, load_tokenizer
 
 BATCH_CHARACTERS = 1 << 22
 
@@ -72,11 +76,13 @@ def check(section: DataSection) -> None:
 
 def _check_shards(section: DataSection, path: Path) -> None:
     shards = TokenShards.open(path)
+    shards.refuse_many_bad(section.samples.max_bad)
     count_sequences(shards, section.seq_len)
     if section.source == "shards" and section.tokenizer is not None:
-        requested, used = load_tokenizer(section.tokenizer).describe(), shards.meta.tokenizer
-        if requested["sha256"] != used.get("sha256"):
-            raise UserError("T019", "the shards were packed with another tokenizer", where="data.tokenizer",
+        requested = load_tokenizer(section.tokenizer)
+        if not is_same_tokenizer(requested, shards.tokenizer):
+            raise UserError("T019", f"the shards were packed with another tokenizer, of {shards.vocab_size:,} ids; "
+                            f"the named one has {requested.vocab_size:,}", where="data.tokenizer",
                             fix="leave data.tokenizer out: the shards include their tokenizer")  # fmt: skip
 
 
@@ -91,20 +97,29 @@ def _fingerprint(section: DataSection, files: list[Path], tokenizer: Tokenizer) 
         "python": sys.version if section.source == "python-stdlib" else None,
         "files": [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats],
     }
+    if any_byte_order_mark(files):
+        parts["byte_order_mark"] = "skipped"  # earlier versions packed it; files without one keep their fingerprint
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
 def _pack(section: DataSection, files: list[Path], tokenizer: Tokenizer, path: Path, progress: Progress | None) -> None:
+    bad = BadLines(section.samples.max_bad, kind="row" if section.source == "datasets" else "line")
+    begin, at_start = np.array(tokenizer.begin_ids, dtype=np.int64), True
     try:
         with ShardWriter(path, tokenizer) as writer:
-            for batch in _batches(read_chunks(section, files)):
+            for batch in _batches(read_chunks(section, files, bad)):
                 encoded = tokenizer.encode_many([chunk.text for chunk in batch])
                 for chunk, ids in zip(batch, encoded, strict=True):
+                    if at_start:
+                        writer.append(begin)
                     writer.append(ids)
+                    at_start = chunk.ends_document
                     if chunk.ends_document:
                         writer.end_document()
                 if progress is not None:
                     progress(f"packing {section.source}", batch[-1].fraction_read)
+            bad.refuse_too_many()
+            writer.record_bad(bad)
             if not writer.num_documents:
                 raise UserError("T009", "the data has no text", where=f"data.path: {section.path}",
                                 fix="name data with at least one non-empty document")  # fmt: skip

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from trimaran.core import DataSection, UserError, did_you_mean
-from trimaran.core.regular_files import open_regular_file
+from trimaran.core.regular_files import read_regular_text
 from trimaran.data import lazy_import
+from trimaran.data.bad_lines import BadLines
+from trimaran.data.text_files import TextFile, data_suffix, open_text_file
 
 HEAD_BYTES = 1 << 16
 HEAD_FILES = 64
@@ -48,7 +50,7 @@ def find_files(section: DataSection) -> list[Path]:
         root = named_path(section)
         files = [root] if root.is_file() else _walk(root)
         if section.source in SUFFIXES and root.is_dir():
-            files = [file for file in files if file.suffix in SUFFIXES[section.source]]
+            files = [file for file in files if data_suffix(file) in SUFFIXES[section.source]]
     if _total_bytes(files):
         return files
     kind = (
@@ -79,62 +81,122 @@ def named_path(section: DataSection) -> Path:
                     fix="correct data.path; it is relative to the working directory")  # fmt: skip
 
 
-def read_chunks(section: DataSection, files: list[Path]) -> Iterator[TextChunk]:
-    """Yield the text of the files, document by document. Skips empty documents."""
-    return READERS[section.source](section, files)
+def read_chunks(section: DataSection, files: list[Path], bad: BadLines) -> Iterator[TextChunk]:
+    """Yield the text of the files, document by document. Skips empty documents, and counts bad lines in `bad`."""
+    return READERS[section.source](section, files, bad)
 
 
 def check_file_starts(section: DataSection, files: list[Path]) -> None:
-    """Raise if the start of one of the first files does not match the source type."""
+    """Raise if most lines at the start of the first files are bad; too many, if there is nothing else to read."""
     if section.source == "datasets":
         lazy_import.require("datasets", where="data.source")
         return
+    bad, complete = BadLines(section.samples.max_bad), len(files) <= HEAD_FILES
     for file in files[:HEAD_FILES]:
-        with _reading(file), open_regular_file(file, follow_links=True) as stream:
-            head = stream.read(HEAD_BYTES)
-        text = _decode(head, file, offset=0, final=len(head) < HEAD_BYTES)
-        if section.source == "jsonl":
-            lines = text.split("\n")
-            for number, line in enumerate(lines[:-1] if len(head) == HEAD_BYTES else lines, start=1):
-                _line_text(line, section.text_field, f"{file}:{number}")
+        with _reading(file), open_text_file(file) as opened:
+            head = opened.stream.read(HEAD_BYTES)
+        lines = head.removesuffix(b"\n").split(b"\n")
+        if len(head) == HEAD_BYTES:
+            whole_characters = codecs.utf_8_decode(head, "replace", False)[1]
+            complete, lines = False, lines[:-1] or ([] if section.source == "jsonl" else [head[:whole_characters]])
+        for number, line in enumerate(lines, start=1):
+            _check_line(line, section, f"{file}:{number}", bad)
+    bad.refuse_too_many(max_bad=None if complete else 0.5)
 
 
-def _read_texts(section: DataSection, files: list[Path]) -> Iterator[TextChunk]:
+def _check_line(line: bytes, section: DataSection, where: str, bad: BadLines) -> None:
+    if section.source == "jsonl":
+        _line_text(line, section.text_field, where, bad)
+        return
+    try:
+        _decode_line(line, where)
+        bad.add_good()
+    except UserError as error:
+        bad.add(error)
+
+
+def _read_texts(section: DataSection, files: list[Path], bad: BadLines) -> Iterator[TextChunk]:
     total, before = _total_bytes(files), 0
     for file in files:
-        offset = 0
-        with _reading(file), open_regular_file(file, follow_links=True) as stream:
-            chunk = stream.read(CHUNK_BYTES) + stream.readline()
-            while chunk:
-                following = stream.read(CHUNK_BYTES) + stream.readline()
-                text = _decode(chunk, file, offset=offset)
-                offset += len(chunk)
-                yield TextChunk(text, ends_document=not following, fraction_read=min(1.0, (before + offset) / total))
-                chunk = following
-        before += offset
+        with _reading(file), open_text_file(file) as opened:
+            for text, ends_document in _document_chunks(opened, file, section.samples.max_bad, bad):
+                fraction_read = min(1.0, (before + opened.position()) / total)
+                yield TextChunk(text, ends_document=ends_document, fraction_read=fraction_read)
+        before += file.stat().st_size
 
 
-def _read_jsonl(section: DataSection, files: list[Path]) -> Iterator[TextChunk]:
+def _document_chunks(opened: TextFile, file: Path, max_bad: float, bad: BadLines) -> Iterator[tuple[str, bool]]:
+    """Yield the text of a file in chunks of complete lines, and whether it is the last chunk.
+
+    Lines that are not text are left out. If they are more than `max_bad` of the first chunk, the file is probably no
+    text at all and is left out completely.
+    """
+    chunk, line_number, has_text = _next_chunk(opened), 1, False
+    while chunk:
+        following = _next_chunk(opened)
+        text, errors = _decode_lines(chunk, file, line_number)
+        num_lines = chunk.count(b"\n") + (not chunk.endswith(b"\n"))
+        if line_number == 1 and len(errors) > max_bad * num_lines:
+            bad.add(errors[0], lines=num_lines + _count_lines(opened, following))
+            return
+        bad.add_good(num_lines - len(errors))
+        for error in errors:
+            bad.add(error)
+        has_text = has_text or bool(text)
+        if has_text:
+            yield text, not following
+        chunk, line_number = following, line_number + num_lines
+
+
+def _next_chunk(opened: TextFile) -> bytes:
+    chunk = opened.stream.read(CHUNK_BYTES)
+    return chunk + next(opened.lines(), b"") if chunk else b""
+
+
+def _count_lines(opened: TextFile, chunk: bytes) -> int:
+    """Return the number of lines of a chunk and all that follow it."""
+    count = 0
+    while chunk:
+        count += chunk.count(b"\n") + (not chunk.endswith(b"\n"))
+        chunk = _next_chunk(opened)
+    return count
+
+
+def _decode_lines(chunk: bytes, file: Path, first_line: int) -> tuple[str, list[UserError]]:
+    """Return the text of the lines in a chunk, and the errors of those that are not text."""
+    if b"\0" not in chunk:
+        try:
+            return chunk.decode(), []
+        except UnicodeDecodeError:
+            pass
+    texts, errors = [], []
+    for number, line in enumerate(chunk.split(b"\n"), start=first_line):
+        try:
+            texts.append(_decode_line(line, f"{file}:{number}"))
+        except UserError as error:
+            errors.append(error)
+    return "\n".join(texts), errors
+
+
+def _read_jsonl(section: DataSection, files: list[Path], bad: BadLines) -> Iterator[TextChunk]:
     total, before = _total_bytes(files), 0
     for file in files:
-        offset = 0
-        with _reading(file), open_regular_file(file, follow_links=True) as stream:
-            for number, line in enumerate(stream, start=1):
-                text = _line_text(_decode(line, file, offset=offset), section.text_field, f"{file}:{number}")
-                offset += len(line)
-                if text:
-                    yield TextChunk(text, ends_document=True, fraction_read=min(1.0, (before + offset) / total))
-        before += offset
+        with _reading(file), open_text_file(file) as opened:
+            for number, line in enumerate(opened.lines(), start=1):
+                if text := _line_text(line, section.text_field, f"{file}:{number}", bad):
+                    fraction_read = min(1.0, (before + opened.position()) / total)
+                    yield TextChunk(text, ends_document=True, fraction_read=fraction_read)
+        before += file.stat().st_size
 
 
-def _read_datasets(section: DataSection, files: list[Path]) -> Iterator[TextChunk]:
+def _read_datasets(section: DataSection, files: list[Path], bad: BadLines) -> Iterator[TextChunk]:
     module = lazy_import.load("hf_datasets", "datasets", where="data.source")
-    for text, fraction_read in module.read_rows(named_path(section), files, section.text_field):
+    for text, fraction_read in module.read_rows(named_path(section), files, section.text_field, bad):
         if text:
             yield TextChunk(text, ends_document=True, fraction_read=fraction_read)
 
 
-READERS: dict[str, Callable[[DataSection, list[Path]], Iterator[TextChunk]]] = {
+READERS: dict[str, Callable[[DataSection, list[Path], BadLines], Iterator[TextChunk]]] = {
     "python-stdlib": _read_texts,
     "text": _read_texts,
     "jsonl": _read_jsonl,
@@ -174,25 +236,46 @@ def _raise(error: OSError) -> NoReturn:
     raise error
 
 
-def _decode(data: bytes, file: Path, *, offset: int, final: bool = True) -> str:
-    """Return `data`, which starts at `offset` of the file, as text. Unless `final`, it may end inside a character."""
-    if (zero := data.find(b"\0")) >= 0:
-        raise _not_text(file, offset + zero, "a zero byte")
+def _decode_line(line: bytes, where: str) -> str:
+    """Return a line as text. Raises UserError with the place of the first byte that is not text."""
+    if (zero := line.find(b"\0")) >= 0:
+        raise _not_text(where, f"a zero byte at column {zero + 1:,}")
     try:
-        return codecs.utf_8_decode(data, "strict", final)[0]
+        return line.decode()
     except UnicodeDecodeError as error:
-        raise _not_text(file, offset + error.start, f"byte 0x{data[error.start]:02x}, which is not UTF-8") from None
+        byte = f"byte 0x{line[error.start]:02x} at column {error.start + 1:,}"
+        raise _not_text(where, f"{byte}, which is not UTF-8") from None
 
 
-def _not_text(file: Path, offset: int, what: str) -> UserError:
-    return UserError("T006", f"this file is not UTF-8 text: {what}, at offset {offset:,}", where=str(file),
-                     fix="convert it (iconv -t UTF-8) or move it out of data.path")  # fmt: skip
+def _not_text(where: str, what: str) -> UserError:
+    return UserError("T006", f"this line is not UTF-8 text: {what}", where=where,
+                     fix="convert the file (iconv -t UTF-8) or move it out of data.path")  # fmt: skip
 
 
-def _line_text(line: str, field: str, where: str) -> str:
-    """Return the text of one JSONL line; empty for a blank line."""
+def _line_text(line: bytes, field: str, where: str, bad: BadLines) -> str:
+    """Return the text of one JSONL line; empty for a blank line, and for a bad one, which is counted in `bad`."""
     if not line.strip():
         return ""
+    try:
+        row = _parse_line(_decode_line(line, where), field, where)
+    except UserError as error:
+        bad.add(error)
+        return ""
+    return counted_text(row, field, where, bad)
+
+
+def counted_text(row: dict, field: str, where: str, bad: BadLines) -> str:
+    """Return the text in `field` of one row; empty for a bad row, which is counted in `bad`."""
+    try:
+        text = row_text(row, field, where)
+    except UserError as error:
+        bad.add(error) if field in row else bad.add_without_field(error, row)
+        return ""
+    bad.add_good()
+    return text
+
+
+def _parse_line(line: str, field: str, where: str) -> dict:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -201,7 +284,7 @@ def _line_text(line: str, field: str, where: str) -> str:
     if not isinstance(row, dict):
         raise UserError("T007", f"this line is a JSON {type(row).__name__} and not an object", where=where,
                         fix=f'write lines like {{"{field}": "..."}}')  # fmt: skip
-    return row_text(row, field, where)
+    return row
 
 
 def row_text(row: dict, field: str, where: str) -> str:
@@ -217,3 +300,12 @@ def row_text(row: dict, field: str, where: str) -> str:
         raise UserError("T008", f"the field '{field}' holds an unpaired surrogate, which is not valid text",
                         where=where, fix="correct the row or drop it")  # fmt: skip
     return text
+
+
+def ignored_splits(path: Path) -> list[str]:
+    """Return the splits of a saved DatasetDict that are not read: all but `train`, or but the only one."""
+    try:
+        splits = json.loads(read_regular_text(path / "dataset_dict.json", follow_links=True))["splits"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return [str(name) for name in splits if name != "train"] if "train" in splits else []

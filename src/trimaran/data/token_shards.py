@@ -18,10 +18,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trimaran.core import UserError
 from trimaran.core.regular_files import open_regular_file, read_regular_text
-from trimaran.data.tokenizer import Tokenizer, open_tokenizer
+from trimaran.data.bad_lines import BadLines, ceil_share
+from trimaran.data.tokenizer import Tokenizer, check_vocabulary, open_tokenizer
 
 FORMAT = "trimaran-shards-1"
-META = "meta.json"
+META, BAD = "meta.json", "bad.jsonl"
 SHARD_TOKENS = 1 << 27
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 ENDS_DTYPE = np.dtype("<i8")
@@ -52,6 +53,8 @@ class TokenShardsMeta(BaseModel):
     tokenizer: dict[str, str]
     num_tokens: Positive
     num_documents: Positive
+    num_lines: Annotated[int, Field(ge=0)] = 0  # lines of the source that were read; 0: not counted
+    num_bad: Annotated[int, Field(ge=0)] = 0  # lines that were left out; the first of them are in bad.jsonl
     shards: Annotated[tuple[Shard, ...], Field(min_length=1)]
 
 
@@ -67,6 +70,7 @@ class ShardWriter:
         self._draft = self._path.with_name(f".{self._path.name}.{uuid.uuid4().hex[:12]}")
         self._dtype: Literal["uint16", "uint32"] = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
         self._shards: list[Shard] = []
+        self._bad: BadLines | None = None
 
     @property
     def num_documents(self) -> int:
@@ -92,12 +96,19 @@ class ShardWriter:
             self._finish_shard()
             self._begin_shard()
 
+    def record_bad(self, bad: BadLines) -> None:
+        """Store how many lines were read, and which were left out."""
+        self._bad = bad
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
             if kind is None:
                 self._finish_shard()
+                if self._bad is not None and self._bad.listed:
+                    lines = "".join(json.dumps(entry) + "\n" for entry in self._bad.listed)
+                    (self._draft / BAD).write_text(lines, encoding="utf-8")
                 self._tokenizer.save(self._draft)
                 (self._draft / META).write_text(self._meta().model_dump_json(indent=2) + "\n", encoding="utf-8")
                 rename_into_place(self._draft, self._path)
@@ -139,6 +150,8 @@ class ShardWriter:
             tokenizer=self._tokenizer.describe(),
             num_tokens=sum(shard.num_tokens for shard in self._shards),
             num_documents=self.num_documents,
+            num_lines=self._bad.num_lines if self._bad else 0,
+            num_bad=self._bad.num_bad if self._bad else 0,
             shards=tuple(self._shards),
         )
 
@@ -160,8 +173,14 @@ class TokenShards:
 
     @property
     def digest(self) -> str:
-        """A hash of the tokens, 64 hexadecimal digits, computed from the checksums in `meta.json`."""
-        parts = [self.meta.dtype, self.meta.end_id, *((each.num_tokens, each.sha256) for each in self.meta.shards)]
+        """A hash of the tokens, 64 hexadecimal digits, computed from the checksums in `meta.json`.
+
+        The files of a model's own tokenizer are part of it; a JSON file and bytes are not, as in earlier versions.
+        """
+        parts: list[object] = [self.meta.dtype, self.meta.end_id]
+        parts += [(each.num_tokens, each.sha256) for each in self.meta.shards]
+        if self.meta.tokenizer.get("kind") == "model":
+            parts.append(self.meta.tokenizer["sha256"])
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     @classmethod
@@ -194,10 +213,23 @@ class TokenShards:
 
     def check_vocabulary(self, vocabulary: int) -> None:
         """Raise if a token id is outside a vocabulary of this size."""
-        if self.vocab_size > vocabulary:
-            raise UserError("T020", f"the data has {self.vocab_size:,} token ids, the model has {vocabulary:,}",
-                            where="data.tokenizer", fix=f"set model.shape.vocab to {self.vocab_size}, "
-                            "or use the model's own tokenizer")  # fmt: skip
+        check_vocabulary(self.vocab_size, vocabulary)
+
+    def refuse_many_bad(self, max_bad: float) -> None:
+        """Raise if more than `max_bad` of the source's lines were left out when the shards were packed."""
+        num_bad, num_lines = self.meta.num_bad, self.meta.num_lines
+        if num_bad > max_bad * num_lines:
+            raise UserError("T031", f"{num_bad:,} of {num_lines:,} lines were left out of these shards because they "
+                            f"are bad, and the allowed fraction is {max_bad:g}", where=str(self.path / BAD),
+                            fix=f"correct them, or set data.samples.max_bad to {ceil_share(num_bad, num_lines):g}"
+                            )  # fmt: skip
+
+    @cached_property
+    def bad(self) -> list[dict[str, str]]:
+        """The first lines that were left out, as {where, code, reason}."""
+        if not self.meta.num_bad:
+            return []
+        return [json.loads(line) for line in read_regular_text(self.path / BAD, follow_links=True).splitlines()]
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

@@ -1,6 +1,7 @@
 """`trimaran data`: inspect a recipe's data, pack text into token shards, and describe shards."""
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -9,7 +10,7 @@ import yaml
 from pydantic import ValidationError
 
 from trimaran.app.request.options import Json, RecipeFile, Settings
-from trimaran.core import DataSection, UserError, show_bytes, show_count
+from trimaran.core import DataSection, Recipe, UserError, show_bytes, show_count
 from trimaran.data import TokenShards, pack
 from trimaran.hardware.validation_error import first_error
 
@@ -24,7 +25,7 @@ def pack_data(  # noqa: PLR0913 - each option of a command is a parameter
     out: Annotated[Path, typer.Option(metavar="DIR", help="A new folder for the shards.")],
     path: Annotated[str | None, typer.Option(metavar="PATH", help="The file or folder to read.")] = None,
     tokenizer: Annotated[
-        str | None, typer.Option(metavar="FILE", help="A tokenizers JSON file. [default: byte-level]")
+        str | None, typer.Option(metavar="PATH", help="A model folder or a tokenizers JSON file. [default: bytes]")
     ] = None,
     text_field: Annotated[
         str, typer.Option(metavar="FIELD", help="The field of a JSONL line or row that holds the text.")
@@ -71,49 +72,76 @@ def show_info(
 
 @data.command("inspect")
 def inspect_data(recipe: RecipeFile = None, settings: Settings = None, as_json: Json = False) -> None:
-    """Prepare the data of a recipe and describe it: sources, lengths, images, bad samples, packing.
+    """Prepare the data of a recipe and describe it: sources, lengths, images, bad samples, packing, one sample.
+
+    The sample is shown as the model reads it, with what is learnt from in colour.
 
     \b
     trimaran data inspect recipes/vlm-tiny.yaml
     trimaran data inspect mine.yaml --set data.seq_len=2048 --json
     """
-    import os
-
+    from trimaran.app.request.hub_files import with_local_files, with_local_model
+    from trimaran.app.request.recipe_tokenizer import with_model_tokenizer
     from trimaran.app.request.request import read_recipe
-    from trimaran.app.views.clean_console import open_console
-    from trimaran.app.views.inspect_samples import describe, show
-    from trimaran.app.views.progress_bar import progress_bar
-    from trimaran.data import cache_folder, prepare
     from trimaran.data.data_kind import data_kind_of
-    from trimaran.data.samples import SampleIndex, prepare_samples
-    from trimaran.models.recipe_images import recipe_image_rules
 
-    asked = read_recipe(recipe, settings or [])
+    asked = with_local_files(with_local_model(read_recipe(recipe, settings or [])), weights=False)
+    asked = with_model_tokenizer(asked)
     kind = data_kind_of(asked)
     if kind == "scenes":
         raise UserError("T030", "scenes are simulated while they are loaded: there is nothing to inspect",
                         where="data.source: scenes", fix="train on them directly")  # fmt: skip
+    _inspect_text(asked, as_json=as_json) if kind == "text" else _inspect_samples(asked, as_json=as_json)
+
+
+def _inspect_text(asked: Recipe, *, as_json: bool) -> None:
+    from trimaran.app.views.clean_console import open_console
+    from trimaran.app.views.data_notices import text_notices
+    from trimaran.app.views.progress_bar import progress_bar
+    from trimaran.app.views.rendered_sample import first_document, show_sample
+    from trimaran.data import cache_folder, prepare
+
     with progress_bar(open_console(stderr=True)) as progress:
-        if kind == "text":
-            path = prepare(asked.data, cache=cache_folder(os.environ), progress=progress)
-            _show(TokenShards.open(path), as_json=as_json)
-            return
-        rules = recipe_image_rules(asked)
+        shards = TokenShards.open(prepare(asked.data, cache=cache_folder(os.environ), progress=progress))
+    notices, sample = text_notices(asked.data, shards), first_document(shards)
+    _show(shards, as_json=as_json, more={"notices": notices, "bad": shards.bad, "sample": sample})
+    if not as_json:
+        show_sample(sample, open_console())
+        for notice in notices:
+            typer.echo(f"\nnotice      {notice}")
+
+
+def _inspect_samples(asked: Recipe, *, as_json: bool) -> None:
+    from trimaran.app.views.clean_console import open_console
+    from trimaran.app.views.data_notices import sample_notices
+    from trimaran.app.views.inspect_samples import describe, show
+    from trimaran.app.views.progress_bar import progress_bar
+    from trimaran.app.views.rendered_sample import first_sample
+    from trimaran.data import cache_folder
+    from trimaran.data.samples import SampleIndex, prepare_samples
+    from trimaran.data.samples.chat_templates import choose_template
+    from trimaran.models.recipe_images import recipe_image_rules
+
+    rules = recipe_image_rules(asked)
+    with progress_bar(open_console(stderr=True)) as progress:
         path = prepare_samples(asked.data, rules=rules, cache=cache_folder(os.environ), progress=progress)
-    facts = describe(SampleIndex.open(path), asked.data, rules, asked.train.seed)
+    index = SampleIndex.open(path)
+    template = choose_template(asked.data.samples.template, index.tokenizer)
+    facts = describe(index, asked.data, rules, asked.train.seed)
+    facts |= {"sample": first_sample(index, template), "notices": sample_notices(asked.data, index, rules)}
     if as_json:
         typer.echo(json.dumps(facts))
     else:
         show(facts, open_console())
 
 
-def _show(shards: TokenShards, *, as_json: bool, verified: bool = False) -> None:
+def _show(shards: TokenShards, *, as_json: bool, verified: bool = False, more: dict[str, Any] | None = None) -> None:
     meta = shards.meta
     snippet = {"data": {"source": "shards", "path": str(shards.path.resolve())}}
     size = sum(file.stat().st_size for file in shards.path.iterdir())
     if as_json:
         facts: dict[str, Any] = meta.model_dump(mode="json") | {"path": str(shards.path), "bytes": size}
-        typer.echo(json.dumps(facts | {"verified": verified, "recipe": snippet}))
+        typer.echo(json.dumps(facts | {"verified": verified, "recipe": snippet} | (more or {})))
         return
     kind = meta.tokenizer.get("kind", "unknown")
     typer.echo(f"tokens      {meta.num_tokens:,} ({show_count(meta.num_tokens)})")

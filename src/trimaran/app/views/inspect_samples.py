@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from trimaran.app.views.rendered_sample import show_sample
 from trimaran.app.views.text_chart import SKY
 from trimaran.core import DataSection, ImageRules, show_count
 from trimaran.data.row_packing import PackingRules, RowPacking, open_row_packing
@@ -121,6 +122,10 @@ def show(facts: dict[str, Any], console: Console) -> None:
     for reason, count in rows["left_out"].items():
         console.print(f"          {count:,} samples are left out: {reason}")
     _show_bad(facts, console)
+    if facts.get("sample"):
+        show_sample(facts["sample"], console)
+    for notice in facts.get("notices", ()):
+        console.print(Text.assemble("\n", ("notice", "bold"), f"    {notice}"), soft_wrap=True)
     console.print(f"\nprepared  {facts['path']}", soft_wrap=True)
 
 

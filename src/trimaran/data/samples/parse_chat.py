@@ -6,9 +6,11 @@ and assistant pairs, question and answer fields, captions, and plain text. The f
 
 import base64
 import binascii
+import dataclasses
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trimaran.data.quarantine import BadSampleError
@@ -17,8 +19,11 @@ from trimaran.data.samples.raw_sample import ImageLocation, ImageSource, Role, T
 MARKER = "<image>"
 ROLES: dict[str, Role] = {
     "system": "system", "human": "user", "user": "user", "tool": "user", "function": "user", "observation": "user",
+    "ipython": "user",
     "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant",
 }  # fmt: skip
+TOOL_ROLES = ("tool", "function", "observation", "ipython")
+CONTENT_FIELDS = ("from", "value", "role", "content")
 CONVERSATIONS = ("conversations", "messages", "conversation", "dialogue")
 QUESTIONS = (("prompt", "response"), ("prompt", "completion"), ("question", "answer"), ("instruction", "output"))
 CAPTIONS = ("caption", "text")
@@ -59,24 +64,72 @@ def read_row(
         raise BadSampleError(f"this is a {type(row).__name__} and not an object with fields")
     row_images = [finder.find(value) for value in _image_references(row)]
     turns = list(_turns(row, finder, text_field, split=bool(row_images)))
-    targets = [
-        part for role, parts in turns if role in ("assistant", "text") for part in parts if isinstance(part, str)
-    ]
-    if not any(targets):
-        raise BadSampleError("it has no text" if turns[0][0] == "text" else "it has no answer")
-    num_markers = sum(part is None for _, parts in turns for part in parts)
+    if not any(_has_target(turn) for turn in turns):
+        raise BadSampleError("it has no text" if turns[0].role == "text" else "it has no answer")
+    num_markers = sum(part is None for turn in turns for part in turn.parts)
     if row_images and not num_markers:
-        first = next(number for number, (role, _) in enumerate(turns) if role != "system")
-        turns[first] = (turns[first][0], [None] * len(row_images) + turns[first][1])
+        first = next(number for number, turn in enumerate(turns) if turn.role != "system")
+        turns[first] = replace(turns[first], parts=(*[None] * len(row_images), *turns[first].parts))
     elif num_markers != len(row_images):
         raise BadSampleError(f"{num_markers} image markers, but {len(row_images)} images")
     rest = iter(row_images)
     images: list[ImageSource] = []
     parsed = []
-    for role, parts in turns:
-        images += [next(rest) if part is None else part for part in parts if not isinstance(part, str)]
-        parsed.append(Turn(role, tuple(part if isinstance(part, str) else None for part in parts)))
+    for turn in turns:
+        images += [next(rest) if part is None else part for part in turn.parts if not isinstance(part, str)]
+        parts = tuple(part if isinstance(part, str) else None for part in turn.parts)
+        parsed.append(Turn(turn.role, parts, turn.fields, turn.has_content))
     return tuple(parsed), tuple(images)
+
+
+def read_extras(row: Any) -> tuple[tuple[Any, ...], str]:
+    """Return the tools of a row, which may be written as JSON text, and its system prompt beside the conversation."""
+    if not isinstance(row, Mapping) or not any(row.get(field) for field in CONVERSATIONS):
+        return (), ""
+    tools, system = row.get("tools"), row.get("system")
+    tools = parsed_json(tools) if isinstance(tools, str) and tools.strip() else tools
+    if tools and not (isinstance(tools, list) and all(isinstance(each, Mapping) for each in tools)):
+        raise BadSampleError("the field 'tools' is not a list of objects")
+    return tuple(tools or ()), system if isinstance(system, str) else ""
+
+
+def parsed_json(text: str) -> Any:
+    """Return the value that a text holds as JSON; the text itself if it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def without_arrow_nulls(row: Any) -> Any:
+    """Return a row of Parquet or Arrow whose conversation and tools have only the fields that they were written with.
+
+    Arrow gives every object the fields of all objects in its column; those that it did not have are null.
+    """
+    if not isinstance(row, Mapping):
+        return row
+    return {key: _without_nulls(value) if key in (*CONVERSATIONS, "tools") else value for key, value in row.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+@dataclass(frozen=True, slots=True)
+class _ParsedTurn:
+    """A turn whose parts may still be images."""
+
+    role: Role
+    parts: Sequence[TurnPart]
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    has_content: bool = True
+
+
+def _has_target(turn: _ParsedTurn) -> bool:
+    has_text = any(part for part in turn.parts if isinstance(part, str))
+    return turn.role in ("assistant", "text") and (has_text or bool(turn.fields.get("tool_calls")))
 
 
 def _image_references(row: Mapping[str, Any]) -> Iterator[Any]:
@@ -97,37 +150,53 @@ def _is_image(value: Any) -> bool:
     return isinstance(value, Mapping) and value.keys() == {"bytes", "path"}
 
 
-def _turns(
-    row: Mapping[str, Any], finder: ImageFinder, text_field: str, *, split: bool
-) -> Iterator[tuple[Role, list[TurnPart]]]:
-    """Yield role and parts of each turn. With `split`, `<image>` in a text marks an image of the row."""
+def _turns(row: Mapping[str, Any], finder: ImageFinder, text_field: str, *, split: bool) -> Iterator[_ParsedTurn]:
+    """Yield each turn. With `split`, `<image>` in a text marks an image of the row."""
     for field in CONVERSATIONS:
         if row.get(field):
             yield from (_turn(turn, finder, split) for turn in _listed(row[field], field))
             return
     if row.get("texts"):
         for pair in _listed(row["texts"], "texts"):
-            yield "user", _content(pair.get("user"), finder, split)
-            yield "assistant", _content(pair.get("assistant"), finder, split)
+            yield _ParsedTurn("user", _content(pair.get("user"), finder, split))
+            yield _ParsedTurn("assistant", _content(pair.get("assistant"), finder, split))
         return
     for question, answer in QUESTIONS:
         if row.get(answer) is not None and row.get(question) is not None:
             extra = [f"\n{row['input']}"] if isinstance(row.get("input"), str) and row["input"] else []
-            yield "user", _content(row[question], finder, split) + extra
-            yield "assistant", _content(row[answer], finder, split)
+            yield _ParsedTurn("user", _content(row[question], finder, split) + extra)
+            yield _ParsedTurn("assistant", _content(row[answer], finder, split))
             return
     for field in dict.fromkeys((text_field, *CAPTIONS)):
         if row.get(field) is not None:
-            yield "text", _content(row[field], finder, split)
+            yield _ParsedTurn("text", _content(row[field], finder, split))
             return
     raise BadSampleError(f"none of its fields is a conversation or a text: {', '.join(map(str, row))[:120] or 'none'}")
 
 
-def _turn(turn: Mapping[str, Any], finder: ImageFinder, split: bool) -> tuple[Role, list[TurnPart]]:
+def _turn(turn: Mapping[str, Any], finder: ImageFinder, split: bool) -> _ParsedTurn:
     role = turn.get("from", turn.get("role"))
     if not isinstance(role, str) or role not in ROLES:
         raise BadSampleError(f"the role {role!r} is unknown"[:120])
-    return ROLES[role], _content(turn.get("value", turn.get("content")), finder, split)
+    content = turn.get("value", turn.get("content"))
+    parts = _content(content, finder, split)
+    fields = {key: value for key, value in turn.items() if key not in CONTENT_FIELDS and value is not None}
+    if fields.get("tool_calls"):
+        fields["tool_calls"] = [_tool_call(each) for each in _listed(fields["tool_calls"], "tool_calls")]
+    if role in TOOL_ROLES:
+        fields["role"] = "tool"
+    if content is None and "content" in turn:
+        fields["content"] = None
+    return _ParsedTurn(ROLES[role], parts, fields, has_content=content is not None)
+
+
+def _tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool call whose arguments are an object, as templates expect, and not JSON text, as in OpenAI's API."""
+    function = call.get("function", call)
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return dict(call)
+    changed = {**function, "arguments": parsed_json(function["arguments"])}
+    return {**call, "function": changed} if "function" in call else changed
 
 
 def _content(content: Any, finder: ImageFinder, split: bool) -> list[TurnPart]:

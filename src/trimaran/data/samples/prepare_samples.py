@@ -24,6 +24,7 @@ from trimaran.data.samples.readers import READERS, read_samples
 from trimaran.data.samples.sample_index import MIXTURE, MixtureEntry, SampleIndex, SourceMixture
 from trimaran.data.samples.source_part import FORMAT, PartWriter, SamplePart
 from trimaran.data.samples.tokenize_chat import NO_IMAGES_REASON, ChatTokenizer
+from trimaran.data.text_files import any_byte_order_mark
 from trimaran.data.text_sources import find_files
 from trimaran.data.token_shards import rename_into_place
 from trimaran.data.tokenizer import load_tokenizer
@@ -154,7 +155,9 @@ def _tokenize(batch: list[RawSample], chat_tokenizer: ChatTokenizer, size_reader
             yield size
         else:
             samples = next(tokenized)
-            yield [replace(samples[0], images=size)] if size and isinstance(samples, list) else samples
+            if size and isinstance(samples, list):
+                samples = [replace(each, images=size[: chat_tokenizer.count_images(each.tokens)]) for each in samples]
+            yield samples
 
 
 def _batches(samples: Iterable[RawSample]) -> Iterator[list[RawSample]]:
@@ -214,6 +217,8 @@ def _fingerprint(files: SourceFiles, chat_tokenizer: ChatTokenizer, seq_len: int
         "made": {"python-stdlib": sys.version, "shapes": drawn_shapes.VERSION}.get(source.source),
         "files": [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats],
     }
+    if source.source == "text" and any_byte_order_mark(files.files):
+        parts["byte_order_mark"] = "skipped"  # earlier versions kept it; files without one keep their fingerprint
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 

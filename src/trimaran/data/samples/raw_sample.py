@@ -1,9 +1,9 @@
 """A sample as read from a source: its turns, and where its images are."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from trimaran.core import MixtureSource
 
@@ -24,15 +24,24 @@ ImageSource = ImageLocation | bytes  # bytes are copied into the index
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn of a conversation; None in `parts` is the next image. The roles `assistant` and `text` are targets."""
+    """One turn of a conversation; None in `parts` is the next image. The roles `assistant` and `text` are targets.
+
+    `fields` are the other fields of the message, such as `tool_calls`, for a model's own chat template; its `role` is
+    the one to use there, such as `tool`. A message without content, such as a tool call, has no `has_content`.
+    """
 
     role: Role
     parts: tuple[str | None, ...]
+    fields: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    has_content: bool = field(default=True, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RawSample:
-    """One sample of a source; with `bad`, the reason why it cannot be used. `fraction_read` is the progress."""
+    """One sample of a source; with `bad`, the reason why it cannot be used. `fraction_read` is the progress.
+
+    `tools` and `system` are fields of the row beside its conversation: schemas of tools, and a system prompt.
+    """
 
     file: str
     row: int
@@ -40,6 +49,8 @@ class RawSample:
     turns: tuple[Turn, ...] = ()
     images: tuple[ImageSource, ...] = ()
     bad: str | None = None
+    tools: tuple[Any, ...] = ()
+    system: str = ""
 
     @property
     def origin(self) -> str:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from trimaran.core.regular_files import open_regular_file, read_regular_bytes, read_regular_text
 from trimaran.data.quarantine import BadSampleError
-from trimaran.data.samples.parse_chat import ImageFinder, read_row
+from trimaran.data.samples.parse_chat import ImageFinder, read_extras, read_row
 from trimaran.data.samples.raw_sample import RawSample
+from trimaran.data.text_files import TextFile, data_suffix, open_text_file
 
 MAX_JSON_BYTES = 4 << 30  # a JSON file that is one list is read into memory
 MAX_TEXT_BYTES = 1 << 30
@@ -36,36 +36,36 @@ def sample_of(
         if isinstance(row, BadSampleError):
             raise row
         turns, images = read_row(row, finder, text_field)
+        tools, system = read_extras(row)
     except BadSampleError as error:
         return RawSample(file=name, row=number, fraction_read=fraction_read, bad=str(error))
-    return RawSample(file=name, row=number, fraction_read=fraction_read, turns=turns, images=images)
+    return RawSample(
+        file=name, row=number, fraction_read=fraction_read, turns=turns, images=images, tools=tools, system=system
+    )
 
 
 def json_rows(file: Path, fraction_at: FractionAt) -> Iterator[tuple[int, Any, float]]:
     """Yield number, row and fraction read of each non-blank JSONL line, or of each entry of one JSON list."""
     try:
-        with open_regular_file(file, follow_links=True) as stream:
-            head = stream.read(4096).lstrip()
-            if file.suffix == ".json" and head.startswith(b"["):
-                yield from _list_entries(file, fraction_at)
+        with open_text_file(file) as opened:
+            if data_suffix(file) == ".json" and opened.stream.peek(4096).lstrip().startswith(b"["):
+                yield from _list_entries(opened, fraction_at)
                 return
-            stream.seek(0)
-            position = 0
-            for number, line in enumerate(stream, start=1):
-                position += len(line)
+            for number, line in enumerate(opened.lines(), start=1):
                 if line.strip():
-                    yield number, parse_json(line), fraction_at(position)
+                    yield number, parse_json(line), fraction_at(opened.position())
     except OSError as error:
         yield 0, BadSampleError(f"the file cannot be read: {error.strerror}"), fraction_at(0)
 
 
-def _list_entries(file: Path, fraction_at: FractionAt) -> Iterator[tuple[int, Any, float]]:
-    size = file.stat().st_size
-    if size > MAX_JSON_BYTES:
+def _list_entries(opened: TextFile, fraction_at: FractionAt) -> Iterator[tuple[int, Any, float]]:
+    data = opened.stream.read(MAX_JSON_BYTES + 1)
+    size = opened.position()
+    if len(data) > MAX_JSON_BYTES:
         reason = "this JSON list is too large for memory: write one object per line"
         yield 0, BadSampleError(reason), fraction_at(size)
         return
-    rows = parse_json(read_regular_bytes(file, follow_links=True))
+    rows = parse_json(data)
     if isinstance(rows, BadSampleError):
         yield 0, rows, fraction_at(size)
         return
@@ -84,13 +84,17 @@ def parse_json(text: bytes | str) -> Any:
 def text_of(file: Path) -> str:
     """Return the text of a file. Raises BadSampleError if it is not text."""
     try:
-        if file.stat().st_size > MAX_TEXT_BYTES:
+        with open_text_file(file) as opened:
+            data = opened.stream.read(MAX_TEXT_BYTES + 1)
+        if len(data) > MAX_TEXT_BYTES:
             raise BadSampleError("this text is too large for one sample: split it into files below 1 GiB")
-        text = read_regular_text(file, follow_links=True)
+        text = data.decode().replace("\r\n", "\n").replace("\r", "\n")
     except OSError as error:
         raise BadSampleError(f"the file cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise BadSampleError(f"this is not UTF-8 text: byte {error.start:,}") from None
+        line, byte = error.object.count(b"\n", 0, error.start) + 1, error.object[error.start]
+        raise BadSampleError(f"this is not UTF-8 text: byte 0x{byte:02x} in line {line:,}") from None
     if "\0" in text:
-        raise BadSampleError("this is not text: it contains a zero byte")
+        line = text.count("\n", 0, text.index("\0")) + 1
+        raise BadSampleError(f"this is not text: there is a zero byte in line {line:,}")
     return text

@@ -8,10 +8,11 @@ from typing import Any
 
 from trimaran.data import drawn_shapes, lazy_import
 from trimaran.data.quarantine import BadSampleError
-from trimaran.data.samples.parse_chat import ImageFinder
+from trimaran.data.samples.parse_chat import ImageFinder, without_arrow_nulls
 from trimaran.data.samples.raw_sample import ImageLocation, RawSample, SourceFiles, Turn
 from trimaran.data.samples.read_rows import files_with_progress, json_rows, parse_json, sample_of, text_of
 from trimaran.data.samples.webdataset import read_tar
+from trimaran.data.text_files import data_suffix
 from trimaran.data.text_sources import JSON_SUFFIXES
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
@@ -82,6 +83,7 @@ def _read_parquet(source_files: SourceFiles) -> Iterator[RawSample]:
     for file, fraction_at in files_with_progress(source_files.files):
         finder = ImageFinder(os.path.abspath(source_files.images or file.parent))
         for number, row, fraction_read in parquet.read_parquet(file, fraction_at):
+            row = without_arrow_nulls(row)
             yield sample_of(file, number, row, finder, source_files.source.text_field, fraction_read)
 
 
@@ -92,10 +94,11 @@ def _read_datasets(source_files: SourceFiles) -> Iterator[RawSample]:
         finder = ImageFinder(os.path.abspath(source_files.images or folder))
         module = lazy_import.load("hf_datasets", "datasets", where="data.source")
         for number, row, fraction_read in module.read_saved(folder):
+            row = without_arrow_nulls(row)
             yield sample_of(folder, number, row, finder, source_files.source.text_field, fraction_read)
         return
     tables = [file for file in source_files.files if file.suffix == ".parquet"]
-    json_files = [file for file in source_files.files if file.suffix in JSON_SUFFIXES]
+    json_files = [file for file in source_files.files if data_suffix(file) in JSON_SUFFIXES]
     yield from _read_parquet(replace(source_files, files=tables))
     yield from _read_chat(replace(source_files, files=json_files))
 

@@ -18,7 +18,7 @@ from trimaran.core import UserError
 from trimaran.core.regular_files import read_regular_text
 from trimaran.data.sample_order import positions
 from trimaran.data.samples.source_part import SamplePart, not_samples
-from trimaran.data.tokenizer import Tokenizer
+from trimaran.data.tokenizer import Tokenizer, check_vocabulary
 
 FORMAT = "trimaran-mixture-1"
 MIXTURE = "mixture.json"
@@ -184,10 +184,7 @@ class SampleIndex:
 
     def check_vocabulary(self, vocabulary: int) -> None:
         """Raise if a token id is outside a vocabulary of this size."""
-        if self.vocab_size > vocabulary:
-            raise UserError("T020", f"the data has {self.vocab_size:,} token ids, the model has {vocabulary:,}",
-                            where="data.tokenizer", fix=f"set model.shape.vocab to {self.vocab_size}, "
-                            "or use the model's own tokenizer")  # fmt: skip
+        check_vocabulary(self.vocab_size, vocabulary)
 
     def verify(self) -> None:
         """Raise unless all checksums match. Reads everything except image files outside the index."""

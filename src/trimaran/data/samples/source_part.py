@@ -147,13 +147,14 @@ class PartWriter:
         (self._draft / "paths").write_bytes(bytes(self._paths))
         self._tokenizer.save(self._draft)
         rows = {name: len(column) // ROW_WIDTHS.get(name, 1) for name, column in self._columns.items()}
+        files = [file for file in self._draft.rglob("*") if file.is_file()]
         meta = SourcePartMeta(
             dtype=self._dtype,
             vocab_size=self._vocab_size,
             tokenizer=self._tokenizer.describe(),
             num_bad=self.num_bad,
             rows=rows | {"tokens": self._num_tokens, "targets": self._num_tokens, "paths": len(self._paths)},
-            sha256={file.name: _sha256_of(file) for file in sorted(self._draft.iterdir())},
+            sha256={str(file.relative_to(self._draft)): _sha256_of(file) for file in sorted(files)},
         )
         (self._draft / META).write_text(meta.model_dump_json(indent=2) + "\n", encoding="utf-8")
 

@@ -3,20 +3,26 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from trimaran.core import ImageRules, UserError
+from trimaran.data import lazy_import
 from trimaran.data.quarantine import BadSampleError
 from trimaran.data.samples.chat_templates import SPECIAL, TEMPLATES, choose_template
 from trimaran.data.samples.raw_sample import RawSample, Turn
 from trimaran.data.samples.source_part import TokenizedSample
 from trimaran.data.tokenizer import ByteTokenizer, Tokenizer
 
+if TYPE_CHECKING:
+    from trimaran.data.samples.model_template import ModelTemplate
+
 IMAGE_TOKENS = ("<|image_pad|>", "<image>", "<IMG_CONTEXT>", "<|image|>")
 # The tokens before and after an image token.
 IMAGE_DELIMITERS = {"<|image_pad|>": ("<|vision_start|>", "<|vision_end|>"), "<IMG_CONTEXT>": ("<img>", "</img>")}
 NO_IMAGES_REASON = "it has an image, and the model takes no images"
+SOME_ANSWER = "the"  # a prompt is what comes before it; a space before this word is a part of its token
 CACHED_MASK_TOKENS = 4096
 UNIFORM_MASKS = (np.zeros(CACHED_MASK_TOKENS, dtype=bool), np.ones(CACHED_MASK_TOKENS, dtype=bool))
 
@@ -52,10 +58,11 @@ class ChatTokenizer:
 
     def __init__(self, tokenizer: Tokenizer, template: str, rules: ImageRules | None, max_tokens: int) -> None:
         self.tokenizer, self._max_tokens = tokenizer, max_tokens
-        self.template = choose_template(template, tokenizer)
-        self._template = TEMPLATES[self.template]
         self._image = None if rules is None else _image_ids(tokenizer, rules)
         self._image_token = None if rules is None else rules.image_token
+        self.own_template = _own_template(template, tokenizer, self.image_ids, self._image_token)
+        self.template = self.own_template.name if self.own_template else choose_template(template, tokenizer)
+        self._template = TEMPLATES["plain" if self.own_template else self.template]  # plain: for documents
         self._split_texts: dict[str, list[str | np.ndarray]] = {}
         template_parts = [self._split_special(text) for text in self._template_texts()]
         ids = [
@@ -63,6 +70,7 @@ class ChatTokenizer:
             *(int(part[0]) for parts in template_parts for part in parts if not isinstance(part, str)),
         ]
         self._reserved = np.unique(np.concatenate([ids, self.image_ids]).astype(np.int64))
+        self.is_named = template != "auto"
         self._is_byte_level = isinstance(tokenizer, ByteTokenizer)  # text never encodes to its special tokens
         self.vocab_size = max(tokenizer.vocab_size, int(self._reserved[-1]) + 1)
 
@@ -71,12 +79,17 @@ class ChatTokenizer:
         """The tokens of one image: its image token and the delimiters around it."""
         return np.empty(0, dtype=np.int64) if self._image is None else self._image
 
+    def count_images(self, tokens: np.ndarray) -> int:
+        """Return how many images a sample has: those of its source, from the first on."""
+        return 0 if self._image_token is None else int(np.count_nonzero(tokens == self._image_token))
+
     def tokenize(self, batch: Sequence[RawSample]) -> list[list[TokenizedSample] | BadSampleError]:
         """Return the tokens of each sample, or why it has none. The caller adds the images."""
         prepared: list[SampleSegments | BadSampleError] = []
+        own = self._tokenize_own(batch)
         for raw in batch:
             try:
-                prepared.append(self._segments_of(raw))
+                prepared.append(SampleSegments() if id(raw) in own else self._segments_of(raw))
             except BadSampleError as error:
                 prepared.append(error)
         segments = [each for sample in prepared if isinstance(sample, SampleSegments) for each in sample.segments]
@@ -86,17 +99,58 @@ class ChatTokenizer:
             if isinstance(sample, BadSampleError):
                 tokenized.append(sample)
                 continue
+            if id(raw) in own:
+                tokenized.append(own[id(raw)])
+                continue
             parts = list(islice(encoded, len(sample.segments)))
             tokens = np.concatenate([ids for ids, _ in parts], dtype=np.int64)
             targets = np.concatenate([mask for _, mask in parts])
             tokenized.append(self._checked(tokens, targets, len(raw.images)))
         return tokenized
 
+    def prompt(self, turns: Sequence[Turn]) -> np.ndarray:
+        """Return the ids of a conversation that the model is to answer, as they come before an answer in training.
+
+        An image is one token, with its delimiters. Raises BadSampleError if the conversation cannot be written.
+        """
+        if self.own_template is not None:
+            return self.own_template.prompt(turns)
+        raw = RawSample(file="", row=0, turns=(*turns, Turn("assistant", (SOME_ANSWER,))))
+        parts = list(self._encode(self._segments_of(raw).segments))
+        targets = np.concatenate([mask for _, mask in parts])
+        before = np.flatnonzero(~targets[: np.flatnonzero(targets)[-1]])
+        return np.concatenate([ids for ids, _ in parts], dtype=np.int64)[: before[-1] + 1 if len(before) else 0]
+
+    @property
+    def end_of_turn(self) -> frozenset[int]:
+        """The token that ends an answer; none if the template has no special token for it."""
+        if self.own_template is not None:
+            return self.own_template.end_of_turn()
+        parts = self._split_special(self._template.turns["assistant"].end)
+        return frozenset(int(part[0]) for part in parts[:1] if not isinstance(part, str))
+
+    def _tokenize_own(self, batch: Sequence[RawSample]) -> dict[int, list[TokenizedSample] | BadSampleError]:
+        """Return the conversations of a batch in the model's own template, by the identity of each."""
+        if self.own_template is None:
+            return {}
+        chats = [raw for raw in batch if raw.turns[0].role != "text"]
+        found: dict[int, list[TokenizedSample] | BadSampleError] = {}
+        for raw, outcome in zip(chats, self.own_template.tokenize(chats), strict=True):
+            if raw.images and self._image is None:
+                outcome = BadSampleError(NO_IMAGES_REASON)
+            if isinstance(outcome, BadSampleError):
+                found[id(raw)] = outcome
+                continue
+            checked = [self._checked(chat.tokens.astype(np.int64), chat.targets, chat.num_images) for chat in outcome]
+            bad = next((each for each in checked if isinstance(each, BadSampleError)), None)
+            found[id(raw)] = bad or [each for part in checked if isinstance(part, list) for each in part]
+        return found
+
     def _checked(
         self, tokens: np.ndarray, targets: np.ndarray, num_images: int
     ) -> list[TokenizedSample] | BadSampleError:
         """Return the sample, split if it is a long document, or why it is bad."""
-        if self._image_token is not None and np.count_nonzero(tokens == self._image_token) != num_images:
+        if self.count_images(tokens) != num_images:
             return BadSampleError("its text contains the image token without an image")
         if not targets[1:].any():
             return BadSampleError("it has no targets")
@@ -113,9 +167,12 @@ class ChatTokenizer:
         if raw.images and self._image is None:
             raise BadSampleError(NO_IMAGES_REASON)
         if raw.turns[0].role == "text":
+            segments.add_ids(np.array(self.tokenizer.begin_ids, dtype=np.int64), is_target=False)
             self._add_turn(segments, raw.turns[0])
             segments.add_ids(np.array([self.tokenizer.end_id]), is_target=True)
             return segments
+        if any(turn.fields.get("tool_calls") for turn in raw.turns):
+            raise BadSampleError(f"it has tool calls, which the template {self.template} cannot write")
         self._add_template_text(segments, template.begin)
         if template.default_system and raw.turns[0].role != "system":
             self._add_turn(segments, Turn("system", (template.default_system,)))
@@ -205,6 +262,22 @@ class ChatTokenizer:
         parts = self.tokenizer.encode_spans([text[low:high] for low, high in pairwise(cuts)])
         ids = np.concatenate([each for each, _ in parts])
         return ids, np.concatenate([spans + low for (_, spans), low in zip(parts, cuts, strict=False)])
+
+
+def _own_template(
+    name: str, tokenizer: Tokenizer, image_ids: np.ndarray, image_token: int | None
+) -> "ModelTemplate | None":
+    """Return the model's own template if `name` is `model`; None for a named one."""
+    if name != "model":
+        return None
+    content = getattr(tokenizer, "content", None)
+    if content is None or not content.templates:
+        raise UserError("T024", "the tokenizer comes without a chat template", where="data.samples.template: model",
+                        fix="name a model folder with a chat template in data.tokenizer, or choose one: "
+                        "data.samples.template=chatml")  # fmt: skip
+    return lazy_import.load("samples.model_template", "jinja2", where="data.samples.template").ModelTemplate(
+        tokenizer, image_ids, image_token
+    )
 
 
 def _uniform_mask(is_target: bool, length: int) -> np.ndarray:

@@ -1,0 +1,313 @@
+"""Conversations written with the model's own chat template, and which of their characters are learnt.
+
+A template with `{% generation %}` markers says itself what the model generates. Without them, an answer is what the
+template writes after the prompt that it makes of the turns before: exactly what the model has to generate after that
+prompt, up to and including the token that ends the turn. Some templates write an answer differently when more turns
+follow, for example without its reasoning. Such an answer is learnt from a text of its own that ends with it.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from trimaran.core import UserError
+from trimaran.data.chat_rendering import BEGIN_GENERATED, END_GENERATED, PLAIN_TEXT, ChatRenderer, ChatTemplateError
+from trimaran.data.model_tokenizer import ModelTokenizer
+from trimaran.data.quarantine import BadSampleError
+from trimaran.data.samples.raw_sample import RawSample, Turn
+
+PROBE, ANSWER = "Wxprobe", "Vxanswer"
+IMAGE_PART = {"type": "image"}
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """The first `num_turns` turns of a conversation as text, and the ranges of its characters that are learnt."""
+
+    text: str
+    learnt: tuple[range, ...]
+    num_turns: int
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedChat:
+    """The tokens of a text, which of them are learnt, and how many images of its conversation it has."""
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    num_images: int
+
+
+class ModelTemplate:
+    """The chat template of a model.
+
+    A message with images has parts, which the template writes; if it writes no images, their tokens are put into the
+    text of the message.
+    """
+
+    def __init__(self, tokenizer: ModelTokenizer, image_ids: np.ndarray, image_token: int | None) -> None:
+        content, where = tokenizer.content, str(tokenizer.describe()["path"])
+        self._tokenizer, self._where = tokenizer, where
+        self._renderer = ChatRenderer(content.templates, content.special_tokens, where=where)
+        specials = sorted(tokenizer.special_texts(), key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, specials)) or r"(?!)")
+        self._image_text = ""
+        self._takes_strings = self._can_render(PROBE)
+        self._suffix = "" if self._renderer.has_markers(None) else self._ending()
+        if image_token is not None:
+            self._image_text = self._find_image_text(image_ids, image_token)
+        self._anchor = tokenizer.token_text(tokenizer.end_id) or ""
+        self._can_split = bool(self._anchor) and self._encodes_parts_alike()
+        facts = json.dumps([*self._renderer.facts, self._image_text])
+        self.name = f"model {hashlib.sha256(facts.encode()).hexdigest()[:32]}"
+
+    @property
+    def writes_date(self) -> bool:
+        return self._renderer.writes_date
+
+    @property
+    def ends_turns(self) -> bool:
+        """Whether the template writes something after an answer, from which the model learns to stop."""
+        return bool(self._suffix) or self._renderer.has_markers(None)
+
+    def tokenize(self, raws: Sequence[RawSample]) -> list[list[EncodedChat] | BadSampleError]:
+        """Return the texts of each conversation as tokens, or why it is bad."""
+        rendered: list[list[RenderedChat] | BadSampleError] = []
+        for raw in raws:
+            try:
+                rendered.append(self._chats(raw))
+            except ChatTemplateError as error:
+                rendered.append(BadSampleError(f"the chat template refuses it: {error}"))
+            except BadSampleError as error:
+                rendered.append(error)
+        chats = [chat for each in rendered if not isinstance(each, BadSampleError) for chat in each]
+        encoded = iter(self._encode(chats))
+        tokenized: list[list[EncodedChat] | BadSampleError] = []
+        for raw, outcome in zip(raws, rendered, strict=True):
+            if isinstance(outcome, BadSampleError):
+                tokenized.append(outcome)
+                continue
+            bad, texts = None, []
+            for chat in outcome:
+                if isinstance(mask := next(encoded), BadSampleError):
+                    bad = mask
+                else:
+                    texts.append(EncodedChat(*mask, _count_images(raw.turns[: chat.num_turns])))
+            tokenized.append(bad or texts)
+        return tokenized
+
+    def prompt(self, turns: Sequence[Turn]) -> np.ndarray:
+        """Return the ids of a conversation that ends with the beginning of an answer."""
+        try:
+            text = self._renderer.render(self._plain([self._message(turn) for turn in turns]), None, prompt=True)
+        except ChatTemplateError as error:
+            raise BadSampleError(f"the chat template refuses it: {error}") from None
+        (encoded,) = self._encode([RenderedChat(text, (), len(turns))])
+        if isinstance(encoded, BadSampleError):
+            raise encoded
+        return encoded[0].astype(np.int64)
+
+    def end_of_turn(self) -> frozenset[int]:
+        """Return the token that the template writes after an answer; none if it writes no special token there."""
+        question = {"role": "user", "content": self._content((PROBE,))}
+        answer = {"role": "assistant", "content": self._content((ANSWER,))}
+        try:
+            text = self._renderer.render([question, answer], None)
+        except ChatTemplateError:
+            return frozenset()
+        found = self._special.match(text.partition(ANSWER)[2].lstrip())
+        end = self._tokenizer.special(found[0]) if found else None
+        return frozenset() if end is None else frozenset([end])
+
+    def _chats(self, raw: RawSample) -> list[RenderedChat]:
+        messages = [self._message(turn) for turn in raw.turns]
+        has_system = bool(raw.system) and messages[0]["role"] != "system"
+        if has_system:
+            messages.insert(0, {"role": "system", "content": self._content((raw.system,))})
+        messages, tools = self._plain(messages), self._plain(list(raw.tools)) or None
+        write = self._by_marks if self._renderer.has_markers(tools) else self._by_prefix
+        return [replace(chat, num_turns=chat.num_turns - has_system) for chat in write(messages, tools)]
+
+    def _by_marks(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> list[RenderedChat]:
+        """Return the conversation of a template with markers. The token that ends a turn is learnt in any case."""
+        text, ranges = self._renderer.render_marked(messages, tools)
+        learnt = []
+        for each in ranges:
+            end = self._special.match(text, each.stop)
+            is_open = self._special.search(text, each.start, each.stop) is None
+            learnt.append(range(each.start, end.end() if end and is_open else each.stop))
+        return [RenderedChat(text, tuple(learnt), len(messages))]
+
+    def _by_prefix(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> list[RenderedChat]:
+        """Return the conversation of a template without markers, and a text for each answer that it writes otherwise.
+
+        An answer is learnt from the full text only if that has the prompt and the answer as they are at generation.
+        """
+        full = self._renderer.render(messages, tools)
+        learnt: list[range] = []
+        others: list[RenderedChat] = []
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            if not number:
+                raise BadSampleError("it begins with an answer: there is no prompt before it")
+            prompt = self._renderer.render(messages[:number], tools, prompt=True)
+            is_last = number == len(messages) - 1
+            text = full if is_last else self._renderer.render(messages[: number + 1], tools)
+            if not text.startswith(prompt):
+                raise BadSampleError("the chat template writes this answer differently from the prompt before it")
+            stop = len(prompt) + self._answer_length(text[len(prompt) :])
+            if full.startswith(text[:stop]):
+                learnt.append(range(len(prompt), stop))
+            else:
+                others.append(RenderedChat(text, (range(len(prompt), stop),), number + 1))
+        return ([RenderedChat(full, tuple(learnt), len(messages))] if learnt else []) + others
+
+    def _answer_length(self, answer: str) -> int:
+        """Return the length of an answer with the token that ends it; what a template writes after it is not learnt."""
+        if self._suffix and answer.endswith(self._suffix):
+            end = self._special.search(self._suffix)
+            return len(answer) - len(self._suffix) + (end.end() if end else len(self._suffix))
+        ends = [each.end() for each in self._special.finditer(answer)]
+        if ends and not answer[ends[-1] :].strip():  # such as a tool call, which may end with another token
+            return ends[-1]
+        if not self._suffix:
+            return len(answer)
+        raise BadSampleError("the end of an answer cannot be found in the text of the chat template")
+
+    def _ending(self) -> str:
+        """Return what the template writes after an answer. Raises UserError if it does not show where answers are."""
+        question = {"role": "user", "content": self._content((PROBE,))}
+        answer = {"role": "assistant", "content": self._content((ANSWER,))}
+        try:
+            prompt = self._renderer.render([question], None, prompt=True)
+            text = self._renderer.render([question, answer], None)
+        except ChatTemplateError as error:
+            raise self._cannot_tell(f"it fails: {error}") from None
+        if not text.startswith(prompt):
+            raise self._cannot_tell("it writes a prompt in another way than a conversation")
+        if text.count(ANSWER, len(prompt)) != 1:
+            raise self._cannot_tell("it writes an answer not at all, or twice")
+        return text.partition(ANSWER)[2]
+
+    def _cannot_tell(self, why: str) -> UserError:
+        return UserError("T024", f"the answers cannot be told apart in the model's chat template: {why}",
+                         where=self._where, fix="put {% generation %} and {% endgeneration %} around them in the "
+                         "template, or choose another: data.samples.template=chatml")  # fmt: skip
+
+    def _message(self, turn: Turn) -> dict[str, Any]:
+        message = dict(turn.fields) if turn.fields else {}
+        message.setdefault("role", turn.role)
+        if turn.has_content:
+            message["content"] = self._content(turn.parts)
+        return message
+
+    def _content(self, parts: Sequence[str | None]) -> Any:
+        """Return the content of a message: a text, or a list of parts if there are images or the template needs it."""
+        if None not in parts and self._takes_strings:
+            return "".join(part or "" for part in parts)
+        if self._image_text:
+            return "".join(self._image_text if part is None else part for part in parts)
+        return [dict(IMAGE_PART) if part is None else {"type": "text", "text": part} for part in parts if part != ""]
+
+    def _can_render(self, content: Any) -> bool:
+        """Return whether the template writes this content of a user's message."""
+        try:
+            return PROBE in self._renderer.render([{"role": "user", "content": content}], None, prompt=True)
+        except ChatTemplateError:
+            return False
+
+    def _find_image_text(self, image_ids: np.ndarray, image_token: int) -> str:
+        """Return the text of an image in a message; empty if the template itself writes image parts."""
+        parts = [dict(IMAGE_PART), {"type": "text", "text": PROBE}]
+        try:
+            text = self._renderer.render([{"role": "user", "content": parts}], None, prompt=True)
+            ids = self._tokenizer.encode_chats([text])[0][0]
+            if PROBE in text and np.count_nonzero(ids == image_token) == 1:
+                return ""
+        except ChatTemplateError:
+            pass
+        names = [self._tokenizer.token_text(int(each)) for each in image_ids]
+        if None in names:
+            raise UserError("T024", "the model's chat template writes no images, and its tokenizer has no token for "
+                            "them", where=self._where, fix="choose another: data.samples.template=chatml"
+                            )  # fmt: skip
+        return PLAIN_TEXT + "".join(str(name) for name in names) + PLAIN_TEXT
+
+    def _plain(self, value: Any) -> Any:
+        """Return a message with marks in all special tokens of its texts, so that they are encoded as plain text."""
+        if isinstance(value, str):
+            return self._marked_text(value)
+        if isinstance(value, Mapping):
+            return {key: self._plain(each) for key, each in value.items()}
+        if isinstance(value, list):
+            return [self._plain(each) for each in value]
+        return value
+
+    def _marked_text(self, text: str) -> str:
+        if self._image_text and self._image_text in text:
+            return self._image_text.strip(PLAIN_TEXT).join(
+                self._marked_text(part) for part in text.split(self._image_text)
+            )
+        if not text.isascii():
+            if any(mark in text for mark in (PLAIN_TEXT, BEGIN_GENERATED, END_GENERATED)):
+                raise BadSampleError("its text contains a character that is not one (U+FDD0 to U+FDD3)")
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                raise BadSampleError("its text contains an unpaired surrogate") from None
+        return self._special.sub(lambda found: found[0][:1] + PLAIN_TEXT + found[0][1:], text)
+
+    def _encodes_parts_alike(self) -> bool:
+        """Return whether a text in two parts has the same tokens as in one."""
+        whole, parts = (self._encode_parts([each])[0][0].tolist() for each in (["a<b c"], ["a<", "b c"]))
+        return whole == parts
+
+    def _encode(self, chats: Sequence[RenderedChat]) -> list[tuple[np.ndarray, np.ndarray] | BadSampleError]:
+        split = [chat.text.split(PLAIN_TEXT) for chat in chats]
+        found: list[tuple[np.ndarray, np.ndarray] | BadSampleError] = []
+        for chat, parts, (ids, spans) in zip(chats, split, self._encode_parts(split), strict=True):
+            if len(parts) > 1 and not self._can_split:
+                reason = "its text contains a special token, which this tokenizer cannot write as plain text"
+                found.append(BadSampleError(reason))
+            else:
+                found.append((ids, _mask(spans, chat)))
+        return found
+
+    def _encode_parts(self, texts: Sequence[Sequence[str]]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return ids and character spans of texts in parts, which have one character between them.
+
+        A part follows a special token, which is dropped: some tokenizers add a space to the beginning of a text.
+        """
+        parts = [self._anchor + part if number else part for each in texts for number, part in enumerate(each)]
+        encoded = iter(self._tokenizer.encode_chats(parts))
+        found = []
+        for text in texts:
+            ids, spans, offset = [], [], 0
+            for number, part in enumerate(text):
+                part_ids, part_spans = next(encoded)
+                if number:
+                    part_ids, part_spans = part_ids[1:], part_spans[1:] - len(self._anchor)
+                ids.append(part_ids)
+                spans.append(part_spans + offset)
+                offset += len(part) + 1
+            found.append((np.concatenate(ids), np.concatenate(spans)))
+        return found
+
+
+def _count_images(turns: Sequence[Turn]) -> int:
+    return sum(part is None for turn in turns for part in turn.parts)
+
+
+def _mask(spans: np.ndarray, chat: RenderedChat) -> np.ndarray:
+    """Return which tokens have a character that is learnt."""
+    characters = np.zeros(len(chat.text) + 1, dtype=np.int64)
+    for each in chat.learnt:
+        characters[each.start + 1 : each.stop + 1] = 1
+    before = np.cumsum(characters)
+    return before[spans[:, 1]] > before[spans[:, 0]]

@@ -36,7 +36,7 @@ HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&\x1
 FRAME = {"html", "head", "meta", "title", "style", "body", "script", "main", "header", "section", "article", "footer"}
 WORDS = {"h1", "h2", "h3", "p", "b", "span", "code", "pre", "ul", "li", "div", "details", "summary", "output"}
 TABLES = {"table", "thead", "tbody", "tr", "th", "td"}
-TAGS = FRAME | WORDS | TABLES | {"figure", "figcaption", "svg", "line", "rect", "polyline", "polygon"}
+TAGS = FRAME | WORDS | TABLES | {"figure", "figcaption", "svg", "line", "rect", "polyline", "polygon", "text"}
 
 
 class Page(HTMLParser):
@@ -201,7 +201,7 @@ def test_incidents_are_marked_in_the_plots(tmp_path: Path) -> None:
     IncidentLog(run).notice("numeric", "the loss jumped", step=5, action="skipped")
     text = page_of(facts_of(run))
     assert text.count("<title>incident: i-0001 the loss jumped</title>") == 5  # in each plot over the steps
-    assert "numeric after step 5: the loss jumped" in text
+    assert "numeric after step 5</h3><p>the loss jumped</p>" in text
 
 
 def test_samples_of_machines_are_a_band_over_all_nodes(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from trimaran.hardware.calibration import Calibration, apply_calibration, calibration_folder, read_calibration
 from trimaran.hardware.cluster import Cluster, Link
+from trimaran.hardware.cpu_rates import CpuRates
 from trimaran.hardware.detect import detect, machine_name, num_cores
 from trimaran.hardware.device_catalogue import DEVICES, Device, find_device
 from trimaran.hardware.parse_cluster import parse_cluster
@@ -10,6 +11,7 @@ __all__ = [
     "DEVICES",
     "Calibration",
     "Cluster",
+    "CpuRates",
     "Device",
     "Link",
     "apply_calibration",

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import psutil
 
-from trimaran.core import Bytes, Flops
+from trimaran.core import Bytes, Flops, Seconds
 from trimaran.hardware.calibration import apply_calibration, find_calibration
-from trimaran.hardware.cluster import Cluster, Link
+from trimaran.hardware.cluster import Cluster, Link, default_links
+from trimaran.hardware.cpu_rates import CpuRates, cpu_rates_path, read_cpu_rates
 from trimaran.hardware.device_catalogue import CPU, DEVICES, Device, model_words
 from trimaran.hardware.gpu_topology import gpu_links, parse_topology, read_network
 
@@ -24,26 +25,30 @@ TOPOLOGY = ("nvidia-smi", "topo", "-m")
 ROCM_QUERY = ("rocm-smi", "--showproductname", "--showmeminfo", "vram", "--json")
 DRIVER_FRACTION = 0.007  # of the memory that the driver lists, reserved by CUDA in every process
 UNKNOWN_GPU = replace(DEVICES["V100-16GB"], peak_flops={"fp32": Flops(15e12), "bf16": Flops(60e12)})
+MIN_GLOO_LATENCY_SECONDS = Seconds(1.1e-4)  # the cost model takes links with less for NCCL's
 # The matmuls that estimate the rate of a core, see `_core_flops`.
 MATMUL_WIDTH = 64
 NUM_MATMULS = 256
 NUM_TRIES = 24
 
 
-def detect(*, visible_devices: str | None = None, calibrations: Path | None = None) -> Cluster:
+def detect(
+    *, visible_devices: str | None = None, calibrations: Path | None = None, threads: int | None = None
+) -> Cluster:
     """Return this machine as a cluster of one node: its GPUs, or one rank per core, at most eight.
 
     `visible_devices` is the value of CUDA_VISIBLE_DEVICES, which nvidia-smi ignores and only `app` reads.
     `calibrations` is the folder of measurements. Those of this machine replace the rates of the catalogue.
+    `threads` is how many each rank of a CPU gets, if the user set OMP_NUM_THREADS.
     """
     if gpus := _list_gpus(visible_devices) or _list_amd_gpus(visible_devices):
         cluster = _gpu_cluster(gpus, visible_devices)
         calibration = find_calibration(calibrations, machine_name(cluster))
         return apply_calibration(cluster, calibration) if calibration else cluster
-    return cpu_cluster(min(num_cores(), MAX_CPU_RANKS), calibrations=calibrations)
+    return cpu_cluster(min(num_cores(), MAX_CPU_RANKS), calibrations=calibrations, threads=threads)
 
 
-def cpu_cluster(num_ranks: int, *, calibrations: Path | None = None) -> Cluster:
+def cpu_cluster(num_ranks: int, *, calibrations: Path | None = None, threads: int | None = None) -> Cluster:
     """Return `num_ranks` gloo ranks that share this machine's cores and its free memory."""
     cores = num_cores()
     cores_per_rank, free_bytes = cores / num_ranks, psutil.virtual_memory().available
@@ -54,10 +59,51 @@ def cpu_cluster(num_ranks: int, *, calibrations: Path | None = None) -> Cluster:
         note=f"cores per rank: {cores_per_rank:.2g}",
     )
     cluster = Cluster(device=device, devices_per_node=num_ranks, host_bytes=Bytes(free_bytes))
-    if calibration := find_calibration(calibrations, machine_name(cluster)):
-        return apply_calibration(cluster, calibration)
-    estimate, note = Flops(cpu_flops(cores) / num_ranks), "a quick estimate, timed on this machine"
+    calibration = find_calibration(calibrations, machine_name(cluster))
+    if calibration:
+        cluster = apply_calibration(cluster, calibration)
+    path = cpu_rates_file(calibrations, num_ranks, threads)
+    if path and (rates := read_cpu_rates(path)):
+        return with_cpu_rates(cluster, rates, keeps_links=calibration is not None)
+    if calibration:
+        return cluster
+    estimate, note = Flops(cpu_flops(cores) / num_ranks), "not calibrated, a quick estimate, timed on this machine"
     return replace(cluster, device=replace(device, peak_flops={"fp32": estimate}, note=f"{note}; {device.note}"))
+
+
+def cpu_rates_file(calibrations: Path | None, num_ranks: int, threads: int | None = None) -> Path | None:
+    """Return the file for the measured rates of `num_ranks` ranks here; None without a folder."""
+    if calibrations is None:
+        return None
+    machine = machine_name(Cluster(device=CPU, devices_per_node=num_ranks))
+    return cpu_rates_path(calibrations, machine, ranks=num_ranks, threads=threads or threads_per_rank(num_ranks))
+
+
+def threads_per_rank(num_ranks: int) -> int:
+    """Return how many threads the launcher gives each rank on this machine, unless OMP_NUM_THREADS is set."""
+    return max(1, usable_cores() // num_ranks)
+
+
+def with_cpu_rates(cluster: Cluster, rates: CpuRates, *, keeps_links: bool = False) -> Cluster:
+    """Return the cluster with the rates of its ranks as measured, all ranks at once."""
+    flops, moved = Flops(rates.matmul_gflops * 1e9), rates.elementwise_gb_per_second * 1e9
+    device = replace(
+        cluster.device,
+        peak_flops={"fp32": flops},
+        reached={"fp32": flops, "memory": moved},
+        memory_bandwidth=rates.update_gb_per_second * 1e9,
+        cpu_rates=rates,
+        note="measured here, all ranks at once",
+    )
+    cluster = replace(cluster, device=device)
+    if not rates.all_reduce_us or keeps_links or cluster.devices_per_node == 1:
+        return cluster
+    # The cost model counts 2 (n - 1) hops of an all-reduce, each 0.65 of an all-gather's.
+    hop = Seconds(rates.all_reduce_us * 1e-6 / (1.3 * (cluster.devices_per_node - 1)))
+    bandwidth = rates.all_reduce_gb_per_second * 1e9
+    device = replace(device, link_bandwidth=bandwidth)
+    near = replace(default_links(device, 1, cluster.devices_per_node)[0], latency=max(hop, MIN_GLOO_LATENCY_SECONDS))
+    return replace(cluster, device=device, links=(near,))
 
 
 def cpu_flops(threads: int = 1) -> Flops:
@@ -100,6 +146,10 @@ def machine_name(cluster: Cluster) -> str:
     except OSError:
         lines = []
     model = next((line.partition(":")[2] for line in lines if line.startswith("model name")), "")
+    if not model:  # Arm has numbers instead of names
+        fields = dict(line.split(":", 1) for line in lines if ":" in line)
+        numbers = [fields[name] for name in fields if name.strip() in ("CPU implementer", "CPU part")]
+        model = "".join(numbers)
     return _file_name(f"cpu {model} {num_cores()} cores")
 
 
@@ -121,8 +171,13 @@ def gpu_device(gpus: Sequence[tuple[str, float]]) -> Device:
 
 def num_cores() -> int:
     """Return the cores this process may use. Two hyper-threads count as one: a matmul gains nothing from them."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    allowed = usable_cores()
     return min(allowed, psutil.cpu_count(logical=False) or allowed)
+
+
+def usable_cores() -> int:
+    """Return the cores this process may use, hyper-threads included."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _gpu_cluster(gpus: Sequence[tuple[str, float]], visible: str | None) -> Cluster:

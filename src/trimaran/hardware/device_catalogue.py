@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from trimaran.core import GIB, Bytes, Flops, UserError, did_you_mean
+from trimaran.hardware.cpu_rates import CpuRates
 
 # Fraction of the peak that the best matmul reaches, for devices without a measurement. The measured devices below
 # reach 0.73 to 0.87 (NVIDIA) and 0.51 to 0.60 (AMD).
@@ -22,6 +23,7 @@ class Device:
     `achievable` is the fraction of it that the best matmul reaches; `reached` holds measurements instead: flops by
     precision, and bytes a second of `memory`. `link_bandwidth` leads to a neighbour in the node, `network_bandwidth`
     to another node, `pcie_bandwidth` to the host. `node_size` is how many devices a node has by default.
+    `cpu_rates` are measured on this machine.
     """
 
     name: str
@@ -36,6 +38,14 @@ class Device:
     network_bandwidth: float
     node_size: int = 8
     note: str = ""
+    cpu_rates: CpuRates | None = None
+
+    @property
+    def no_peak(self) -> str:
+        """Why `peak_flops` is not a data sheet's, so that no MFU can be given; empty if it is."""
+        if self.kind == "cpu":
+            return "the peak of this CPU is not known: there is no data sheet of it here"
+        return "" if self.name in DEVICES else "this GPU is not in the catalogue, so its peak is not known"
 
     def peak(self, precision: str) -> Flops:
         """Return the data sheet's rate; a precision that the device lacks runs at the fp32 rate."""

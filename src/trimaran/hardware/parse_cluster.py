@@ -64,14 +64,17 @@ class ClusterFile(BaseModel):
     calibration: str | dict[str, Any] | None = None
 
 
-def parse_cluster(text: str, *, visible_devices: str | None = None, calibrations: Path | None = None) -> Cluster:
+def parse_cluster(
+    text: str, *, visible_devices: str | None = None, calibrations: Path | None = None, threads: int | None = None
+) -> Cluster:
     """Return the cluster that `text` names.
 
-    `visible_devices` applies to `auto` only. `calibrations` applies to this machine: `auto` and `2xcpu`; see `detect`.
+    `visible_devices` applies to `auto` only. `calibrations` and `threads` apply to this machine: `auto` and `2xcpu`;
+    see `detect`.
     """
     text = text.strip()
     if text.casefold() == "auto":
-        return detect(visible_devices=visible_devices, calibrations=calibrations)
+        return detect(visible_devices=visible_devices, calibrations=calibrations, threads=threads)
     if text.endswith((".yaml", ".yml")):
         return _read_cluster(Path(text))
     match = CLUSTER.fullmatch(text)
@@ -80,10 +83,12 @@ def parse_cluster(text: str, *, visible_devices: str | None = None, calibrations
     counts = [int(each) for each in match.groups()[:2] if each]
     if 0 in counts:
         raise UserError("C003", f"'{text}' has no devices", where="cluster", fix=EXAMPLES)
-    return _build(counts, match[3], text, calibrations)
+    return _build(counts, match[3], text, calibrations, threads)
 
 
-def _build(counts: list[int], name: str, text: str, calibrations: Path | None = None) -> Cluster:
+def _build(
+    counts: list[int], name: str, text: str, calibrations: Path | None = None, threads: int | None = None
+) -> Cluster:
     device = find_device(name)
     if len(counts) == 2:
         num_nodes, devices_per_node = counts
@@ -97,7 +102,8 @@ def _build(counts: list[int], name: str, text: str, calibrations: Path | None = 
     if num_nodes * devices_per_node > MAX_DEVICES:
         raise UserError("C003", f"'{text}' has more than {MAX_DEVICES:,} devices", where="cluster", fix=EXAMPLES)
     if device.kind == "cpu":  # the other nodes are assumed to equal this one
-        return replace(cpu_cluster(devices_per_node, calibrations=calibrations), num_nodes=num_nodes)
+        here = cpu_cluster(devices_per_node, calibrations=calibrations, threads=threads)
+        return replace(here, num_nodes=num_nodes)
     return Cluster(device=device, num_nodes=num_nodes, devices_per_node=devices_per_node)
 
 

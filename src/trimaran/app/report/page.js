@@ -1,4 +1,4 @@
-// Shows the values of a plot under the pointer. The page is complete without it.
+// Shows the values of a plot under the pointer, and copies commands. The page is complete without it.
 (() => {
   "use strict";
   const size = (value) => {
@@ -53,6 +53,22 @@
     };
     area.addEventListener("pointermove", move);
     area.addEventListener("pointerdown", move);
-    area.addEventListener("pointerleave", () => figure.classList.remove("active"));
+    area.addEventListener("pointerleave", () => {
+      figure.classList.remove("active");
+      output.textContent = "";
+    });
+  }
+  for (const command of document.querySelectorAll("pre.command")) {
+    const button = document.createElement("button"), around = document.createElement("div");
+    button.type = "button";
+    button.textContent = "Copy";
+    around.className = "copied";
+    command.replaceWith(around);
+    around.append(command, button);
+    button.addEventListener("click", () => {
+      getSelection().selectAllChildren(command);
+      button.textContent = document.execCommand("copy") ? "Copied" : "Press Ctrl+C";
+      setTimeout(() => { button.textContent = "Copy"; }, 2000);
+    });
   }
 })();

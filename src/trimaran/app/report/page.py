@@ -5,6 +5,7 @@ import hashlib
 from importlib.resources import files
 from typing import Any
 
+from trimaran.app.report.layout_picture import rank_layout
 from trimaran.app.report.markup import Html, tag
 from trimaran.app.report.plot import stacked_bar
 from trimaran.app.report.plots import (
@@ -52,8 +53,9 @@ def _parts(facts: Tree) -> list[Html]:
     now = stacked_bar(phases, PHASE_KINDS) if phases else Html("")
     return [
         header(facts),
-        findings(facts),
         _section("Training", _note(downsample_note(facts)), tag("div", {"class": "plots"}, *step_plots(facts))),
+        findings(facts),
+        _section("Parallel layout", tag("p", None, facts["plan_words"]), rank_layout(facts)),
         _section("Predicted and measured", comparison(facts)),
         _section("Time of a step", tag("div", {"class": "plots"}, phases_plot(facts)), now),
         _section("Ranks", tag("div", {"class": "plots"}, *spread_plots(facts)), outliers(facts)),

@@ -1,6 +1,7 @@
-"""Plots as inline SVG: they stretch to any width, and their labels are HTML, readable on a phone.
+"""Plots as inline SVG: they stretch to any width, and no text is stretched with them.
 
-`page.js` shows the values under the pointer; without it the caption has the most important values.
+Every text has its own place: title, legend, axis labels, names beside the ends of the lines, values under the pointer
+(`page.js`), and the most important values below. No text is drawn over another at any size.
 """
 
 import json
@@ -14,6 +15,8 @@ from trimaran.app.report.markup import Html, tag
 from trimaran.core import show_seconds
 
 POINTER_DIGITS = 6  # of a value shown under the pointer
+LABEL_GAP = 0.13  # between two end labels: 17 pixels of the lowest plot, which has 140
+MAX_NARROW_LABEL, MAX_LABEL = 9, 15  # characters that fit into the narrow and the broad column of end labels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +43,9 @@ class Mark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plot:
-    """One plot; `caption` is the text beside its title. `levels` are horizontal lines, by name.
+    """One plot. `stats` are names and values below it. `levels` are horizontal lines, by name.
 
-    The x axis has steps or, if `since` is given, the time since then.
+    The x axis has steps or, if `since` is given, the time since then. A `wide` plot takes a whole row.
     """
 
     title: str
@@ -51,9 +54,19 @@ class Plot:
     levels: Mapping[str, float] = field(default_factory=dict)
     marks: Sequence[Mark] = ()
     since: float | None = None
-    caption: str = ""
+    stats: Sequence[tuple[str, str]] = ()
     stacked: bool = False
     may_log: bool = False
+    wide: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndLabel:
+    """A name beside the right end of a line: its text, its colour and its height, from 0 at the top to 1."""
+
+    text: str
+    kind: str
+    top: float
 
 
 def draw(plot: Plot) -> Html:
@@ -69,17 +82,70 @@ def draw(plot: Plot) -> Html:
     shapes += [_level(name, value, plot.unit, y_scale) for name, value in plot.levels.items()]
     shapes += [_mark(mark, x_scale) for mark in plot.marks if x_scale.low <= mark.at <= x_scale.high]
     pointer = tag("line", {"class": "pointer", "x1": 0, "x2": 0, "y1": 0, "y2": SIZE})
+    words = ", ".join(f"{name} {value}" for name, value in plot.stats)
     svg = tag("svg", {"viewBox": f"0 0 {SIZE} {SIZE}", "preserveAspectRatio": "none", "role": "img",
-                      "aria-label": f"{plot.title} {plot.caption}"}, *shapes, pointer)  # fmt: skip
+                      "aria-label": f"{plot.title}: {words}" if words else plot.title}, *shapes, pointer)  # fmt: skip
     y_labels = [tag("span", None, label) for label in reversed(tick_labels(y_scale, plot.unit))]
-    x_labels = [tag("span", None, _x_label(plot, at)) for at in _x_ticks(x_scale)]
+    x_labels = [tag("span", None, label) for label in _x_labels(plot, x_scale)]
+    labels = end_labels(plot, y_scale)
     frame = tag("div", {"class": "frame"}, tag("div", {"class": "y-labels", "aria-hidden": "true"}, *y_labels),
-                tag("div", {"class": "plot-area"}, svg, tag("output", None)),
+                tag("div", {"class": "plot-area"}, svg), _draw_end_labels(labels) if labels else "",
                 tag("div", {"class": "x-labels"}, *x_labels))  # fmt: skip
-    caption = tag("figcaption", None, tag("b", None, plot.title), " ", *_legend(plot),
-                  tag("span", {"class": "quiet"}, plot.caption))  # fmt: skip
-    kind = "wide" if plot.stacked else None
-    return tag("figure", {"class": kind, "data-plot": _values(plot, x_scale)}, caption, frame)
+    legend = _legend(plot)
+    stats = [tag("li", None, tag("span", None, name), value) for name, value in plot.stats]
+    parts = [
+        tag("figcaption", None, tag("h3", None, plot.title)),
+        tag("ul", {"class": "legend"}, *legend) if legend else Html(""),
+        frame,
+        tag("output", None),
+        tag("ul", {"class": "stats"}, *stats) if stats else Html(""),
+    ]
+    kind = "wide" if plot.stacked or plot.wide else None
+    return tag("figure", {"class": kind, "data-plot": _values(plot, x_scale)}, *parts)
+
+
+def end_labels(plot: Plot, y_scale: Scale) -> list[EndLabel]:
+    """Return the names and last values of the lines and levels, moved apart so that none covers another.
+
+    The names of stacked parts and of bands are in the legend. A single line has no name, as the title is its name.
+    Where space is scarce, several lines have no values: those are below the plot.
+    """
+    if plot.stacked:
+        return []
+    lines = [(curve.name, curve.kind, curve.points[-1][1]) for curve in plot.curves
+             if curve.name and curve.points and not curve.upper]  # fmt: skip
+    lines += [(name, "levels", value) for name, value in plot.levels.items()]
+    has_names, has_values = len(lines) > 1, len(lines) == 1 or plot.wide
+    wanted = sorted((1 - y_scale.position(value) / SIZE, name, kind, value) for name, kind, value in lines)
+    tops = spread_apart([top for top, *_ in wanted], gap=LABEL_GAP)
+    return [
+        EndLabel(text=" ".join([name] * has_names + [SHOW[plot.unit](value)] * has_values), kind=kind, top=top)
+        for top, (_, name, kind, value) in zip(tops, wanted, strict=True)
+    ]
+
+
+def spread_apart(tops: Sequence[float], *, gap: float) -> list[float]:
+    """Return sorted positions from 0 to 1 that are near `tops`, which are sorted, and at least `gap` apart."""
+    gap = min(gap, 1 / max(1, len(tops) - 1))
+    moved: list[float] = []
+    for top in tops:
+        moved.append(max(top, moved[-1] + gap) if moved else top)
+    limit = 1.0
+    for index in reversed(range(len(moved))):
+        moved[index] = min(moved[index], limit)
+        limit = moved[index] - gap
+    return moved
+
+
+def _draw_end_labels(labels: Sequence[EndLabel]) -> Html:
+    """Return the labels as SVG text in a column of its own: positions in percent, letters in pixels."""
+    shapes = []
+    for each in labels:
+        y = f"{100 * each.top:.1f}%"
+        shapes.append(tag("line", {"class": f"dot {each.kind}", "x1": 5, "x2": 5, "y1": y, "y2": y}))
+        shapes.append(tag("text", {"x": 13, "y": y, "dy": "0.35em"}, each.text[:MAX_LABEL]))
+    width = "ends broad" if max(len(each.text) for each in labels) > MAX_NARROW_LABEL else "ends"
+    return tag("svg", {"class": width, "aria-hidden": "true"}, *shapes)
 
 
 def stacked_bar(parts: Mapping[str, float], kinds: Mapping[str, str], *, show: str = "seconds") -> Html:
@@ -143,17 +209,18 @@ def _mark(mark: Mark, x_scale: Scale) -> Html:
 
 
 def _legend(plot: Plot) -> list[Html]:
-    named = [tag("span", {"class": "key"}, swatch(curve.kind), curve.name)
-             for curve in plot.curves if curve.name]  # fmt: skip
-    levels = [tag("span", {"class": "key"}, swatch("levels"), f"{name} {SHOW[plot.unit](value)}")
-              for name, value in plot.levels.items()]  # fmt: skip
+    """Return the parts of a stacked plot, the bands, and the kinds of events. Lines have names at their ends."""
+    named = [(curve.kind, curve.name) for curve in plot.curves if curve.name and (plot.stacked or curve.upper)]
     kinds = {mark.kind: mark.label.split(":", 1)[0] for mark in reversed(plot.marks)}
-    marks = [tag("span", {"class": "key"}, swatch(kind), label) for kind, label in kinds.items()]
-    return [*(named if len(named) > 1 else []), *levels, *marks]
+    return [tag("li", None, swatch(kind), name) for kind, name in [*named, *kinds.items()]]
 
 
-def _x_label(plot: Plot, at: float) -> str:
-    return f"{at:.0f}" if plot.since is None else show_seconds(at - plot.since)
+def _x_labels(plot: Plot, x_scale: Scale) -> list[str]:
+    """Return the labels of the x axis: the first says what they count."""
+    ticks = _x_ticks(x_scale)
+    if plot.since is not None:
+        return [show_seconds(at - plot.since) for at in ticks]
+    return [f"step {ticks[0]:,.0f}", *(f"{at:,.0f}" for at in ticks[1:])]
 
 
 def _values(plot: Plot, x_scale: Scale) -> str:

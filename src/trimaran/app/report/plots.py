@@ -1,6 +1,6 @@
 """The plots of a report, built from its facts."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from trimaran.app.report.axis_scale import SHOW
@@ -44,25 +44,29 @@ def step_plots(facts: Tree) -> list[Html]:
     def line(name: str, kind: str, label: str) -> list[Curve]:
         return _curves(curves[name], kind, label) if name in curves else []
 
-    def caption(name: str, unit: str) -> str:
-        return _extremes(curves[name], SHOW[unit]) if name in curves else ""
+    def stats(name: str, unit: str, levels: Mapping[str, float] | None = None) -> list[tuple[str, str]]:
+        extremes = _extremes(curves[name], SHOW[unit]) if name in curves else []
+        return [*extremes, *((label, SHOW[unit](value)) for label, value in (levels or {}).items())]
 
     memory = [*line("reserved", "orange", "reserved"), *line("allocated", "green", "allocated")]
-    peak = line("peak_bytes", "blue", "peak of rank 0" if facts["attempts"] else "peak")
+    peak = line("peak_bytes", "blue", "peak")
+    speed, seconds, size = (
+        _level(expected, name, facts) for name in ("tokens_per_second", "step_seconds", "peak_bytes")
+    )
     plots = [
-        Plot(title="Loss", unit="number", marks=marks, caption=caption("loss", "number"),
+        Plot(title="Loss", unit="number", marks=marks, wide=True, stats=stats("loss", "number"),
              curves=[*line("held_out", "dots", "held out"), *line("loss", "blue", "loss")]),
         Plot(title="Gradient norm", unit="number", may_log=True, marks=marks,
-             curves=line("grad_norm", "blue", "norm"), caption=caption("grad_norm", "number")),
+             curves=line("grad_norm", "blue", "norm"), stats=stats("grad_norm", "number")),
         Plot(title=f"{facts['unit'].capitalize()} per second", unit="count", marks=marks,
-             caption=caption("tokens_per_second", "count"),
-             curves=line("tokens_per_second", "blue", "rate"), levels=_level(expected, "tokens_per_second", facts)),
+             curves=line("tokens_per_second", "blue", "measured"), levels=speed,
+             stats=stats("tokens_per_second", "count", speed)),
         Plot(title="Step time", unit="seconds", may_log=True, marks=marks,
-             caption=caption("step_seconds", "seconds"),
-             curves=line("step_seconds", "blue", "step"), levels=_level(expected, "step_seconds")),
-        Plot(title="Memory", unit="bytes", marks=marks, curves=[*memory, *peak],
-             levels=_level(expected, "peak_bytes"), caption=caption("peak_bytes", "bytes")),
-        Plot(title="Learning rate", unit="number", curves=line("lr", "blue", "rate"), caption=caption("lr", "number")),
+             curves=line("step_seconds", "blue", "measured"), levels=seconds,
+             stats=stats("step_seconds", "seconds", seconds)),
+        Plot(title="Memory of a rank", unit="bytes", marks=marks, curves=[*memory, *peak], levels=size,
+             stats=stats("peak_bytes", "bytes", size)),
+        Plot(title="Learning rate", unit="number", curves=line("lr", "blue", "rate"), stats=stats("lr", "number")),
     ]  # fmt: skip
     return [draw(plot) for plot in plots]
 
@@ -83,11 +87,17 @@ def _curves(found: Tree, kind: str, label: str) -> list[Curve]:
     return [band, Curve(name=label, kind=kind, points=mean)]
 
 
-def _extremes(found: Tree, show: Callable[[float], str]) -> str:
-    """Return the caption of a curve: first, last, minimum and maximum."""
+def _extremes(found: Tree, show: Callable[[float], str]) -> list[tuple[str, str]]:
+    """Return the first, last, smallest and largest value of a curve; one value if it never changes."""
     first, last, least, most = (found[name] for name in ("first", "last", "least", "most"))
-    return (f"first {show(first[1])}, last {show(last[1])}, min {show(least[1])} at step {least[0]:.0f}, "
-            f"max {show(most[1])} at step {most[0]:.0f}")  # fmt: skip
+    if least[1] == most[1]:
+        return [("always", show(first[1]))]
+    return [
+        ("first", show(first[1])),
+        ("last", show(last[1])),
+        ("min", f"{show(least[1])} at {least[0]:,.0f}"),
+        ("max", f"{show(most[1])} at {most[0]:,.0f}"),
+    ]
 
 
 def phases_plot(facts: Tree) -> Html:
@@ -127,8 +137,9 @@ def _band(title: str, unit: str, rows: list[list[float]], names: tuple[str, str]
     return draw(Plot(title=title, unit=unit, curves=[*band, line], since=since))
 
 
-def _level(expected: Tree, name: str, facts: Tree | None = None) -> dict[str, float]:
-    same_unit = facts is None or facts["unit"] == "tokens"
+def _level(expected: Tree, name: str, facts: Tree) -> dict[str, float]:
+    """Return the predicted value as a level; for scenes the prediction counts positions, so its rate is left out."""
+    same_unit = name != "tokens_per_second" or facts["unit"] == "tokens"
     return {"predicted": expected[name]} if expected.get(name) and same_unit else {}
 
 

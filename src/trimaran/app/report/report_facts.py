@@ -90,20 +90,26 @@ def _comparison(state: RunState) -> Tree:
         return {}
     # For scenes the prediction counts positions, so the rates cannot be compared.
     rates = ("tokens_per_second", "mfu") if state.unit == "tokens" else ()
+    rates = rates[: 1 if state.no_mfu else 2]
     phases, held = state.phases, _held(state.run)
+    of_memory, of_time = predicted.error_of("peak_bytes"), predicted.error
     return {
         "error": predicted.error,
+        "memory_error": of_memory,
         "source": predicted.source,
         "totals": [
-            _row(name, getattr(predicted, name), getattr(measured, name, None))
+            _row(name, before, after, predicted.error_of(name, (after or 0.0) - before))
             for name in ("step_seconds", *rates, "peak_bytes")
+            for before, after in [(getattr(predicted, name), getattr(measured, name, None))]
         ],
         "time": [
-            _row(name, predicted.time.get(name), phases.get(name, 0.0) if measured and name in PHASES else None)
+            _row(
+                name, predicted.time.get(name), phases.get(name, 0.0) if measured and name in PHASES else None, of_time
+            )
             for name in dict.fromkeys([*PHASES, *predicted.time])
             if name in predicted.time or name in phases
         ],
-        "memory": [_row(name, size, held.get(name)) for name, size in predicted.memory.items()],
+        "memory": [_row(name, size, held.get(name), of_memory) for name, size in predicted.memory.items()],
     }
 
 
@@ -121,13 +127,14 @@ def _held(run: RunDirectory) -> dict[str, float]:
     return {term: size for term, size in held.items() if math.isfinite(size)}
 
 
-def _row(name: str, predicted: float | None, measured: float | None) -> Tree:
+def _row(name: str, predicted: float | None, measured: float | None, error: float) -> Tree:
     comparable = predicted is not None and measured is not None and predicted > 0
     return {
         "name": name,
         "predicted": predicted,
         "measured": measured,
         "difference": measured / predicted - 1 if comparable else None,
+        "error": error,
     }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from trimaran.app.report.axis_scale import SHOW, SIZE, Scale
 from trimaran.app.report.markup import Content, Html, tag
 from trimaran.app.report.plot import stacked_bar, swatch
-from trimaran.core import show_bytes, show_count, show_seconds
+from trimaran.core import Mesh, show_bytes, show_count, show_seconds
 
 Tree = dict[str, Any]
 GOOD = {"done": "good", "training": "good", "failed": "bad", "vanished": "bad"}
@@ -27,32 +27,42 @@ LEDGER_KINDS = {
 UNITS = {"step_seconds": "seconds", "tokens_per_second": "count", "mfu": "share", "peak_bytes": "bytes"}
 NAMES = {"step_seconds": "step time", "tokens_per_second": "tokens/s", "mfu": "MFU", "peak_bytes": "peak memory"}
 MAX_ROWS = 40
+MAX_TITLE = 160  # characters of a heading
+SIGNS = {"fault": "✗", "warning": "!", "note": "i"}  # a sign each, not only a colour
 
 
 def header(facts: Tree) -> Html:
-    """Return the name, the status and the main numbers of the run."""
+    """Return the name and the status of the run, its result in one sentence, and its main numbers."""
     status, measured = facts["status"], facts["measured"] or {}
-    timeline = facts["timeline"]
-    title = tag("h1", None, facts["name"], tag("span", {"class": f"badge {GOOD.get(status, 'fair')}"}, status))
-    lines = [tag("p", None, f"{facts['model']}; {facts['plan_words']}")]
+    title = tag("h1", None, facts["name"], " ", tag("span", {"class": f"badge {GOOD.get(status, 'fair')}"}, status))
+    lines = [tag("p", {"class": "lead"}, headline(facts)), tag("p", {"class": "quiet"}, facts["model"])]
     if facts["error"] or (status == "failed" and facts["why"]):
-        lines.append(tag("p", {"class": "bad"}, _why(facts)))
-    wall_clock = show_seconds(timeline["end"] - timeline["begin"]) if timeline["begin"] else ""
+        lines.insert(0, tag("p", {"class": "why"}, _why(facts)))
     tiles = [
-        ("steps", f"{facts['steps']:,} of {facts['total_steps']:,}"),
         ("loss, first to last", _arrow(facts["first_loss"], facts["final_loss"])),
         ("loss on held-out data", _number(facts["held_out_loss"])),
+        *((f"{name} on held-out data", f"{fraction:.1%}") for name, fraction in facts["accuracy"].items()),
         (f"{facts['unit']}/s, median", show_count(measured["tokens_per_second"]) if measured else ""),
         ("step time, median", show_seconds(measured["step_seconds"]) if measured else ""),
         ("MFU, median", f"{measured['mfu']:.1%}" if measured.get("mfu") else ""),
-        ("peak memory", show_bytes(measured["peak_bytes"]) if measured else ""),
+        ("peak memory of a rank", show_bytes(measured["peak_bytes"]) if measured else ""),
         ("goodput", f"{facts['goodput']:.1%}" if facts["goodput"] is not None else ""),
-        ("wall-clock time", wall_clock),
         ("restarts", str(facts["restarts"]) if facts["restarts"] else ""),
     ]
-    shown = [tag("div", {"class": "tile"}, tag("b", None, value), tag("span", None, name))
-             for name, value in tiles if value]  # fmt: skip
+    shown = [tag("div", {"class": "tile first" if "→" in value else "tile"}, tag("b", None, value),
+                 tag("span", None, name)) for name, value in tiles if value]  # fmt: skip
     return tag("header", None, title, *lines, tag("div", {"class": "tiles"}, *shown))
+
+
+def headline(facts: Tree) -> str:
+    """Return the result of the run in one sentence."""
+    timeline, ranks = facts["timeline"], Mesh.model_validate(facts["plan"]["mesh"]).world_size
+    where = f"{ranks} rank{'' if ranks == 1 else 's'}"
+    took = f" in {show_seconds(timeline['end'] - timeline['begin'])}" if timeline["begin"] else ""
+    if not facts["steps"]:
+        return f"No step has finished yet; the plan has {where}."
+    done = f"{facts['steps']:,}" + ("" if facts["steps"] == facts["total_steps"] else f" of {facts['total_steps']:,}")
+    return f"{done} steps on {where}{took}."
 
 
 def findings(facts: Tree) -> Html:
@@ -66,21 +76,38 @@ def findings(facts: Tree) -> Html:
 
 
 def _finding(each: Tree) -> Html:
-    evidence = [tag("li", None, f"{name.replace('_', ' ')}: {_brief(value)}")
-                for name, value in each["evidence"].items()]  # fmt: skip
-    gain = f"; should save {each['gain']:.0%} of a step" if each["gain"] else ""
-    parts = [
-        tag("h3", None, f"{each['code']}  {each['verdict']}"),
-        tag("p", {"class": "quiet"}, " ".join(filter(None, [
-            f"{each['severity']}, confidence {each['confidence']:.0%}{gain}.",
-            f"Cause: {each['culprit']}." if each["culprit"] else "", each["expected_effect"]]))),
-        tag("ul", {"class": "facts"}, *evidence),
-    ]  # fmt: skip
-    if each["fix"]:
-        parts.append(tag("p", None, each["fix"]))
-    if each["command"]:
-        parts.append(tag("pre", None, each["command"]))
-    return tag("article", {"class": f"finding {each['severity']}"}, *parts)
+    """Return a finding as a card. Only its heading is bold: what follows may hold messages and source lines."""
+    title, detail = split_verdict(each["verdict"])
+    gain = f", should save {each['gain']:.0%} of a step" if each["gain"] else ""
+    severity = each["severity"]
+    head = tag("h3", None, tag("span", {"class": f"severity {severity}"}, f"{SIGNS.get(severity, '')} {severity}"), " ",
+               title, " ", tag("code", None, each["code"]))  # fmt: skip
+    evidence = [tag("li", None, tag("span", None, name.replace("_", " ")), _brief(name, value))
+                for name, value in each["evidence"].items() if value not in ({}, [], "", None)]  # fmt: skip
+    about = [f"Cause: {each['culprit']}." if each["culprit"] else "",
+             f"Expected: {each['expected_effect']}." if each["expected_effect"] else "",
+             f"Confidence {each['confidence']:.0%}{gain}."]  # fmt: skip
+    parts = [head, _message(detail), tag("p", None, " ".join(filter(None, about)))]
+    parts += [tag("ul", {"class": "stats"}, *evidence)] if evidence else []
+    parts += [tag("p", None, f"Fix: {each['fix']}")] if each["fix"] else []
+    parts += [tag("p", None, "This command fixes it:"), tag("pre", {"class": "command"}, each["command"])] if each[
+        "command"] else []  # fmt: skip
+    return tag("article", {"class": f"card {severity}"}, *parts)
+
+
+def split_verdict(verdict: str) -> tuple[str, str]:
+    """Return the statement of a verdict and its details: messages, source lines, or nothing."""
+    line, _, rest = verdict.partition("\n")
+    title, colon, detail = line.partition(": ")
+    title = title[:1].upper() + title[1:]
+    return title[:MAX_TITLE], "\n".join(filter(None, [title[MAX_TITLE:], detail if colon else "", rest]))
+
+
+def _message(text: str) -> Html:
+    """Return a message of a program: several lines as they are, one line as text."""
+    if not text:
+        return Html("")
+    return tag("pre", None, text) if "\n" in text else tag("p", None, text)
 
 
 def comparison(facts: Tree) -> Html:
@@ -88,12 +115,13 @@ def comparison(facts: Tree) -> Html:
     found = facts["comparison"]
     if not found:
         return tag("p", {"class": "quiet"}, "This plan has no prediction.")
-    error = found["error"]
-    totals = [_compared(row, UNITS[row["name"]], error, name=NAMES[row["name"]]) for row in found["totals"]]
-    steps = [_compared(row, "seconds", error) for row in found["time"]]
-    memory = [_compared(row, "bytes", error) for row in found["memory"]]
+    totals = [_compared(row, UNITS[row["name"]], name=NAMES[row["name"]]) for row in found["totals"]]
+    steps = [_compared(row, "seconds") for row in found["time"]]
+    memory = [_compared(row, "bytes") for row in found["memory"]]
     columns = ["", "predicted", "measured", "difference"]
-    note = f"✓: within the prediction's own error bar of {error:.0%}."
+    note = f"✓: within the prediction's own error bar, ±{found['error']:.0%}"
+    note += f" (memory ±{found['memory_error']:.0%})." if found["memory_error"] != found["error"] else "."
+    note += f" No MFU: {facts['no_mfu']}." if facts["no_mfu"] else ""
     if not any(row["measured"] is not None for row in found["memory"]):
         note += " To measure the terms of memory: trimaran profile RUN --memory."
     note += f" Rates of the prediction: {found['source']}." if found["source"] else ""
@@ -103,11 +131,11 @@ def comparison(facts: Tree) -> Html:
     ), tag("p", {"class": "quiet"}, note))  # fmt: skip
 
 
-def _compared(row: Tree, unit: str, error: float, *, name: str = "") -> list[Content]:
+def _compared(row: Tree, unit: str, *, name: str = "") -> list[Content]:
     before, after, off = row["predicted"], row["measured"], row["difference"]
     difference: Content = "-"
     if off is not None:
-        within = abs(off) <= error
+        within = abs(off) <= row["error"]
         difference = tag("span", {"class": "good" if within else "bad"}, f"{off:+.0%} {'✓' if within else '!'}")
     shown = ["-" if value is None else SHOW[unit](value) for value in (before, after)]
     return [name or row["name"], *shown, difference]
@@ -154,7 +182,9 @@ def _timeline(facts: Tree) -> Html:
                for each in facts["incidents"][-500:]]  # fmt: skip
     svg = tag("svg", {"viewBox": f"0 0 {SIZE} {SIZE}", "preserveAspectRatio": "none", "class": "bar", "role": "img",
                       "aria-label": "attempts, checkpoints and incidents over time"}, *shapes)  # fmt: skip
-    ends = tag("div", {"class": "x-labels"}, *(tag("span", None, _clock(at)) for at in scale.ticks(2)))
+    begin, *later = scale.ticks(2)
+    texts = [_clock(begin), *(f"+ {show_seconds(at - begin)}" for at in later)]
+    ends = tag("div", {"class": "x-labels"}, *(tag("span", None, text) for text in texts))
     keys = [("sky", "ranks running", True), ("purple", "checkpoint", found["saved"])]
     keys.append(("red", "incident", facts["incidents"]))
     legend = [tag("li", None, swatch(kind), name) for kind, name, is_shown in keys if is_shown]
@@ -175,13 +205,20 @@ def _event(at: float, scale: Scale, kind: str, label: str, top: int, bottom: int
 
 
 def incidents(facts: Tree) -> Html:
-    """Return the newest incidents with their text."""
+    """Return the newest incidents as cards: what happened, and the lines about it."""
     found = facts["incidents"]
     left = len(found) - MAX_ROWS
     more = [tag("p", {"class": "quiet"}, f"{left} earlier incidents: trimaran incidents {facts['run_dir']}")]
-    return Html(
-        "".join([*(more if left > 0 else []), *(tag("pre", None, each["verdict"]) for each in found[-MAX_ROWS:])])
-    )
+    return Html("".join([*(more if left > 0 else []), *map(_incident, found[-MAX_ROWS:])]))
+
+
+def _incident(each: Tree) -> Html:
+    first, _, rest = each["verdict"].partition("\n")
+    title, detail = split_verdict(first)
+    lines = "\n".join(line.removeprefix("  ") for line in rest.splitlines())
+    action = tag("span", {"class": "severity warning"}, each["action"] or "open")
+    head = tag("h3", None, action, " ", title)
+    return tag("article", {"class": "card warning"}, head, _message(detail), tag("pre", None, lines) if lines else "")
 
 
 def checkpoints(facts: Tree) -> Html:
@@ -201,7 +238,7 @@ def reproduction(facts: Tree) -> Html:
     used = [[name, ", ".join(values[:8])] for name, values in facts["machines_used"].items()]
     title = tag("summary", None, "The recipe with all defaults")
     return tag("section", None, tag("h2", None, "Reproduce it"),
-        tag("p", None, "To train the same run again:"), tag("pre", None, facts["command"]),
+        tag("p", None, "To train the same run again:"), tag("pre", {"class": "command"}, facts["command"]),
         tag("p", {"class": "quiet"}, f"Run directory: {facts['run_dir']}"),
         table(["environment of the ranks", ""], used) if used else "",
         tag("details", None, title, tag("pre", None, facts["recipe"])),
@@ -231,8 +268,10 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
 
 
-def _brief(value: object) -> str:
-    text = _text(value)
+def _brief(name: str, value: object) -> str:
+    """Return a value of the evidence with its unit, which is the end of its name."""
+    unit = next((unit for end, unit in (("_bytes", "bytes"), ("_seconds", "seconds")) if name.endswith(end)), "")
+    text = SHOW[unit](value) if unit and isinstance(value, int | float) else _text(value)
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 
@@ -240,7 +279,7 @@ def _text(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, dict):
-        return ", ".join(f"{key} {_text(each)}" for key, each in value.items())
+        return ", ".join(f"{str(key).replace('_', ' ')} {_text(each)}" for key, each in value.items())
     return ", ".join(map(_text, value)) if isinstance(value, list | tuple) else str(value)
 
 

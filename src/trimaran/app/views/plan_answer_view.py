@@ -1,6 +1,6 @@
 """Prints the answer of `plan`: the best plan, the runners-up, why other plans lost, and what would change that."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -12,6 +12,7 @@ from trimaran.app.views.text_chart import GREEN, ORANGE, RED
 from trimaran.core import Plan, show_bytes, show_count, show_seconds
 from trimaran.hardware import Cluster
 from trimaran.planner import Question
+from trimaran.planner.branch_and_bound import TIE_RATIO
 
 FULL_MEMORY_FRACTION = 0.88  # above this the allocator has to search for free blocks, and a step takes longer
 MAX_SHOWN_MISSES = 6
@@ -25,7 +26,7 @@ def show_report(report: PlanReport, console: Console, *, top: int) -> None:
     if shown:
         show_terms(shown, console)
     if len(answer.ranked) > 1:
-        _headline(console, f"the best {min(top, len(answer.ranked))} plans, by {answer.question.goal}")
+        _headline(console, _ranking_title(answer.ranked[:top], answer.question.goal))
         wide = console.width >= WIDE_COLUMNS
         table = _ranking(wide=wide, unit=unit_of(answer.question.outline))
         for plan in answer.ranked[:top]:
@@ -73,6 +74,15 @@ def _step(question: Question) -> str:
     return f"{batch:,} {what} of {length:,}: {show_count(batch * length)} {unit}"
 
 
+def _ranking_title(plans: Sequence[Plan], goal: str) -> str:
+    """Return the title of the table. The first plan is the chosen one, which may not be the fastest."""
+    title = f"the best {len(plans)} plans, by {goal}"
+    seconds = [plan.prediction.step_seconds for plan in plans if plan.prediction]
+    if goal == "throughput" and seconds and seconds[0] > min(seconds):
+        return f"{title}; the first is chosen: the simplest of those within {TIE_RATIO - 1:.0%} of the fastest"
+    return title
+
+
 def _ranking(*, wide: bool, unit: str) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for column in ("mesh", "shard", "recompute", "loss", "offload") if wide else ("plan",):
@@ -96,7 +106,7 @@ def _numbers(plan: Plan, cluster: Cluster) -> list[Text]:
     style = ORANGE if full > FULL_MEMORY_FRACTION else ""
     cells.append(Text(f"{show_bytes(prediction.device_bytes)} {full:.0%}", style=style))
     step, rate = show_seconds(prediction.step_seconds), show_count(prediction.tokens_per_second)
-    return [*cells, *map(Text, (step, rate, f"{prediction.mfu:.0%}"))]
+    return [*cells, *map(Text, (step, rate, f"{prediction.mfu:.0%}" if prediction.mfu_is_known else "-"))]
 
 
 def _batch(plan: Plan) -> str:

@@ -45,6 +45,11 @@ def add_model(facts: Table, outline: Outline | None) -> None:
             f"{each.name} {show_count(each.parameters)}{' frozen' if each.frozen else ''}" for each in outline.towers
         ]
         facts.add_row("towers", ", ".join(towers))
+    if adapter := outline.adapter:
+        kind = "DoRA" if adapter.has_magnitude else "LoRA"
+        base = "; the frozen weights are 4-bit" if adapter.is_4bit else ""
+        trained = f"{show_count(outline.trained_parameters)} parameters are trained"
+        facts.add_row("adapter", f"{kind} of rank {adapter.rank} on {', '.join(adapter.targets)}: {trained}{base}")
 
 
 def unit_of(outline: Outline | None) -> str:
@@ -108,9 +113,10 @@ def _add_cost(facts: Table, prediction: Prediction, cluster: Cluster, unit: str)
     if prediction.host_bytes:
         facts.add_row("host", f"{show_bytes(prediction.host_bytes)} of {show_bytes(cluster.host_bytes)} a node, pinned")
     speed = f"{show_seconds(prediction.step_seconds)} a step, {show_count(prediction.tokens_per_second)} {unit}/s"
-    facts.add_row("speed", f"{speed}, mfu {prediction.mfu:.0%}")
+    facts.add_row("speed", f"{speed}, mfu {prediction.mfu:.0%}" if prediction.mfu_is_known else speed)
+    memory = "" if prediction.memory_error is None else f" of a step, ±{prediction.memory_error:.0%} of memory"
     source = f"; {prediction.source}" if prediction.source else ""
-    facts.add_row("error", f"±{prediction.error:.0%}{source}")
+    facts.add_row("error", f"±{prediction.error:.0%}{memory}{source}")
 
 
 def _term_table() -> Table:

@@ -88,9 +88,9 @@ class StepSummary:
     step_seconds: float
     peak_bytes: int
     tokens_per_second: float
-    mfu: float
+    mfu: float | None  # None: the device's peak is not known
 
-    def as_dict(self) -> dict[str, float]:
+    def as_dict(self) -> dict[str, float | None]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
@@ -292,8 +292,16 @@ class RunState:
             step_seconds=statistics.median(step.step_seconds for step in warm),
             peak_bytes=int(peak.most[1]) if peak else 0,
             tokens_per_second=statistics.median(step.tokens_per_second for step in warm),
-            mfu=statistics.median(step.mfu for step in warm),
+            mfu=None if self.no_mfu else statistics.median(step.mfu for step in warm),
         )
+
+    @property
+    def no_mfu(self) -> str:
+        """Why the run has no MFU; empty if it has one."""
+        prediction = self.plan.prediction
+        if prediction is None:
+            return "the plan has no prediction, so that its FLOPs are not known"
+        return "" if prediction.mfu_is_known else prediction.no_mfu or "the peak of this CPU is not known"
 
     @property
     def _warm_steps(self) -> list[StepMetrics]:
@@ -307,7 +315,7 @@ class RunState:
         if predicted is None or measured is None:
             return {}
         pairs = {name: (value, getattr(predicted, name)) for name, value in measured.as_dict().items()}
-        return {name: after / before - 1 for name, (after, before) in pairs.items() if before > 0}
+        return {name: after / before - 1 for name, (after, before) in pairs.items() if after is not None and before > 0}
 
     @property
     def details(self) -> list[tuple[str, str]]:
@@ -360,6 +368,7 @@ class RunState:
             "plan": self.plan.model_dump(mode="json"),
             "prediction": self.plan.prediction.model_dump(mode="json") if self.plan.prediction else None,
             "measured": measured.as_dict() if measured else None,
+            "no_mfu": self.no_mfu or None,
             "differences": self.differences,
             "phases": self.phases,
             "details": {name: value for name, value in self._shown_details.items() if name in DETAILS},

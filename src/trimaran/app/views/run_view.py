@@ -177,7 +177,7 @@ def _numbers(state: RunState) -> RenderableType:
     pairs = [
         (f"{state.unit}/s", show_count(last.tokens_per_second), "median", show_count(measured.tokens_per_second)),
         ("lr", f"{last.lr:.2e}", "grad norm", f"{last.grad_norm:.2f}"),
-        ("memory", show_bytes(last.peak_bytes), "mfu", f"{last.mfu:.1%}"),
+        ("memory", show_bytes(last.peak_bytes), *(("", "") if state.no_mfu else ("mfu", f"{last.mfu:.1%}"))),
     ]
     grid = Table.grid(padding=(0, 2, 0, 0))
     for column in range(2 * len(pairs)):
@@ -204,15 +204,17 @@ def _comparison(state: RunState) -> RenderableType:
         return Text("this plan has no prediction", style="dim")
     table = Table(box=None, padding=(0, 3, 0, 0), pad_edge=False, header_style="dim")
     table.add_column("")
-    for column in ("predicted", "measured", "difference"):
+    for column in ("predicted", "measured", "difference", "bar"):
         table.add_column(column, justify="right")
     rows = [
-        ("step", predicted.step_seconds, measured.step_seconds, show_seconds),
-        ("peak memory", predicted.peak_bytes, measured.peak_bytes, show_bytes),
-        ("tokens/s", predicted.tokens_per_second, measured.tokens_per_second, show_count),
+        ("step", "step_seconds", show_seconds),
+        ("peak memory", "peak_bytes", show_bytes),
+        ("tokens/s", "tokens_per_second", show_count),
     ][: 3 if state.unit == "tokens" else 2]  # for scenes, the prediction counts positions
-    for name, before, after, show in rows:
-        table.add_row(
-            Text(name, style="dim"), show(before), show(after), difference(after, before, error=predicted.error)
-        )
+    for label, name, show in rows:
+        before, after = getattr(predicted, name), getattr(measured, name)
+        error = predicted.error_of(name, after - before)
+        bar = f"±{error:.0%}" if name != "tokens_per_second" else ""  # that of the step
+        off = difference(after, before, error=error)
+        table.add_row(Text(label, style="dim"), show(before), show(after), off, Text(bar, style="dim"))
     return table

@@ -34,7 +34,8 @@ def finding_lines(found: RunFinding) -> list[Text]:
     """Return a finding in lines that can be copied: verdict, fix, and its expected effect."""
     finding = found.finding
     sign, color = SEVERITY[finding.severity]
-    head = Text.assemble((f"{sign} {finding.code} ", f"bold {color}"), (finding.verdict, "bold"))
+    statement, colon, details = finding.verdict.partition(": ")  # details may be messages and source lines
+    head = Text.assemble((f"{sign} {finding.code} ", f"bold {color}"), (statement, "bold"), colon + details)
     rows = {"fix": found.command or finding.fix, "expect": finding.expected_effect}
     return [head, *(Text(f"  {name}: {text}") for name, text in rows.items() if text)]
 

@@ -13,6 +13,7 @@ from trimaran.app.request.options import path_argument, program_name
 from trimaran.app.views.live import print_plain
 from trimaran.app.views.logs import tail
 from trimaran.app.views.loss_bound import loss_bound_text
+from trimaran.app.views.run_prompt import generate_command
 from trimaran.app.views.run_state import RunState
 from trimaran.app.views.run_view import difference
 from trimaran.app.views.text_chart import GREEN, RED
@@ -54,6 +55,10 @@ def summarise(state: RunState, console: Console) -> None:
     elif not state.steps:
         console.print(Text.assemble((state.status, "bold"), "  before the first step"), soft_wrap=True)
     print_plain(console, f"run   {state.run.path}")
+    if (adapter := state.recipe.model.adapter) is not None and state.events_of_kind("saved"):
+        form = f"({adapter.kind} of rank {adapter.rank}) in PEFT's format, without the base"
+        print_plain(console, f"      {state.run.model} holds the adapter {form}")
+        print_plain(console, f"      for that of another step: {program_name()} export RUN --step N")
     for label, command in zip(("next", "", ""), next_commands(state), strict=True):
         console.print(Text.assemble(f"{label:6}", (command, "bold")), soft_wrap=True)
 
@@ -97,7 +102,7 @@ def _compare(state: RunState, console: Console) -> None:
     for (name, show, unit), separator in zip(COMPARED, ("", ", "), strict=True):
         before, after = getattr(predicted, name), getattr(measured, name)
         text.append_text(Text.assemble(separator, show(before), f" {unit} ("))
-        text.append_text(difference(after, before, error=predicted.error)).append(")")
+        text.append_text(difference(after, before, error=predicted.error_of(name))).append(")")
     console.print(text, soft_wrap=True)
 
 
@@ -122,8 +127,11 @@ def next_commands(state: RunState) -> list[str]:
     program, run, recipe = program_name(), path_argument(state.run.path), path_argument(state.run.recipe)
     longer = ["--set", f"train.steps={2 * state.recipe.train.steps}"] if state.status == "done" else []
     commands = [[program, "resume", run, *longer], [program, "watch", run]]
-    if state.status == "done" and state.events_of_kind("saved") and state.recipe.model.family in ("decoder", "hf"):
-        commands.insert(0, [program, "generate", run, "--prompt", "class "])
+    generate = generate_command(state.recipe, run)
+    if state.status == "done" and state.events_of_kind("saved") and generate:
+        commands.insert(0, generate)
+        if state.recipe.model.adapter is not None:
+            commands.insert(1, [program, "export", run, "--merge"])
     else:
         commands.append([program, "plan", recipe])
     return [shlex.join(command) for command in commands[:3]]

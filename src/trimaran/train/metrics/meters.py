@@ -86,11 +86,11 @@ class Meters:
         return peak, details
 
     def _utilisation(self, seconds: float) -> dict[str, float]:
-        """Return the hardware FLOPs utilisation, which counts recomputed FLOPs."""
+        """Return the hardware FLOPs utilisation, which counts recomputed FLOPs; nothing if no peak is known."""
         prediction = self.plan.prediction
-        peak = prediction.device_peak_flops * self.plan.mesh.world_size if prediction else 0.0
-        if not prediction or not peak:
+        if not prediction or not prediction.mfu_is_known or not prediction.device_peak_flops:
             return {}
+        peak = prediction.device_peak_flops * self.plan.mesh.world_size
         return {"hfu": (prediction.flops_per_step + prediction.repeated_flops) / (seconds * peak)}
 
 

@@ -136,7 +136,7 @@ class StepRecorder:
         seconds = sum(phases.values())
         peak_bytes, measured = self.meters.read(pending.step, lr=pending.lr, tokens=pending.tokens, phases=phases)
         prediction, world_size = self.plan.prediction, self.plan.mesh.world_size
-        peak_flops = prediction.device_peak_flops * world_size if prediction else 0.0
+        peak_flops = prediction.device_peak_flops * world_size if prediction and prediction.mfu_is_known else 0.0
         metrics = StepMetrics(
             step=pending.step,
             loss=numbers.loss,

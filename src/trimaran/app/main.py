@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from trimaran.core import UserError
 
 COMMANDS = {
+    "init": "Look at a model and data, and write a recipe for them.",
     "train": "Train a model: plan, start the ranks, show the run live.",
     "resume": "Resume a run from its newest checkpoint.",
     "plan": "Find the best parallel plan, and what it costs.",
@@ -48,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     clean_standard_streams()
     try:
         _refuse_other_encodings(arguments)
+        if "-completion" in arguments[0] and _complete_shell(arguments):
+            return 0
         app = _build_app(_requested_command(arguments, os.environ))
         code = app(arguments, prog_name="trimaran", standalone_mode=False)
         sys.stdout.flush()
@@ -58,6 +61,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return CLOSED_PIPE
     except Exception as error:
         return _show_error(error, arguments)
+
+
+def _complete_shell(arguments: Sequence[str]) -> bool:
+    from trimaran.app.shell_completion import run_completion_option
+
+    return run_completion_option(arguments)
 
 
 def _refuse_other_encodings(arguments: Sequence[str]) -> None:
@@ -96,10 +105,9 @@ def _requested_command(arguments: Sequence[str], environment: Mapping[str, str])
         return words[1] if len(words) > 1 and words[1] in COMMANDS else None
     name = next((word for word in arguments if not word.startswith("-")), None)
     if name is not None and name not in COMMANDS:
-        from trimaran.core import UserError, did_you_mean
+        from trimaran.app.wrong_arguments import unknown_command
 
-        raise UserError("A002", f"there is no command '{name}'{did_you_mean(name, COMMANDS)}",
-                        where="the command line", fix=f"use one of {', '.join(COMMANDS)}")  # fmt: skip
+        raise unknown_command(name, COMMANDS, arguments)
     return name
 
 
@@ -127,11 +135,9 @@ def _show_error(error: Exception, arguments: Sequence[str]) -> int:
     from trimaran.core.errors import EXIT_USER, UserError, file_error
 
     if isinstance(error, typer.TyperException):
-        name = [word for word in arguments[:1] if not word.startswith("-")]
-        command = " ".join(["trimaran", *name])
-        # Typer prints choices one a line, and pydantic's messages have a prefix.
-        what = " ".join(error.format_message().split()).replace("Value error, ", "").rstrip(".")
-        error = UserError("A001", what, where=f"`{command}`", fix=f"see `{command} --help`")
+        from trimaran.app.wrong_arguments import wrong_usage
+
+        error = wrong_usage(error, arguments)
     if isinstance(error, OSError) and not isinstance(error, UserError):
         error = file_error(error) or error
     if not isinstance(error, UserError):
@@ -146,9 +152,10 @@ def _show_error(error: Exception, arguments: Sequence[str]) -> int:
 
 
 def _print_error(error: "UserError") -> None:
-    """Print the three lines, with a red code on a terminal."""
-    if sys.stderr.isatty() and "NO_COLOR" not in os.environ:
-        raw_stream(sys.stderr).write(typer.style(error.code, fg="red", bold=True))
-    else:
-        sys.stderr.write(error.code)
-    sys.stderr.write(str(error).removeprefix(error.code) + "\n")
+    """Print three lines for each mistake, with a red code on a terminal."""
+    for each in error.all:
+        if sys.stderr.isatty() and "NO_COLOR" not in os.environ:
+            raw_stream(sys.stderr).write(typer.style(each.code, fg="red", bold=True))
+        else:
+            sys.stderr.write(each.code)
+        sys.stderr.write(f": {each.what}\n  where: {each.where}\n  fix:   {each.fix}\n")

@@ -15,6 +15,7 @@ from trimaran.core.incident import Action, Cause, Incident
 from trimaran.core.plan import AXES, Comm, Mesh, Pipeline, Plan
 from trimaran.core.prediction import Prediction
 from trimaran.core.recipe import (
+    AdapterSection,
     CheckpointSection,
     DataSection,
     FaultsSection,
@@ -40,6 +41,7 @@ __all__ = [
     "SECONDS_DECIMALS",
     "SLOW_DETAILS",
     "Action",
+    "AdapterSection",
     "Bytes",
     "Cause",
     "CheckpointSection",

@@ -2,7 +2,8 @@
 
 import difflib
 import errno
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 EXIT_DONE = 0
@@ -32,19 +33,45 @@ FILE_FIXES = {  # what to do about an error of the operating system that no comm
 class UserError(Exception):
     """A user's mistake: what is wrong, where, and how to fix it. Shown without a traceback; the exit code is 2.
 
-    Every `code` has a page under `docs/codes/`.
+    Every `code` has a page under `docs/codes/`. `others` are further mistakes that were found together with this one.
     """
 
     def __init__(self, code: str, what: str, *, where: str, fix: str) -> None:
         what, where, fix = _shortened(what), _shortened(where), _shortened(fix)
         super().__init__(code, what, where, fix)
         self.code, self.what, self.where, self.fix = code, what, where, fix
+        self.others: tuple[UserError, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.code}: {self.what}\n  where: {self.where}\n  fix:   {self.fix}"
+        lines = [f"{each.code}: {each.what}\n  where: {each.where}\n  fix:   {each.fix}" for each in self.all]
+        return "\n".join(lines)
+
+    @property
+    def all(self) -> "tuple[UserError, ...]":
+        """This mistake and the others, in the order in which they are shown."""
+        return (self, *self.others)
 
     def as_dict(self) -> dict[str, Any]:
-        return {"code": self.code, "what": self.what, "where": self.where, "fix": self.fix}
+        """Return the mistake for `--json`; `others` is there only if several mistakes were found."""
+        found: dict[str, Any] = {"code": self.code, "what": self.what, "where": self.where, "fix": self.fix}
+        return found | ({"others": [each.as_dict() for each in self.others]} if self.others else {})
+
+
+def raise_together(mistakes: Sequence[UserError]) -> None:
+    """Raise the first of the mistakes, with the rest as its `others`; return if there is none."""
+    found = {each.args: each for mistake in mistakes for each in mistake.all}  # each once
+    if mistakes:
+        mistakes[0].others = tuple(found.values())[1:]
+        raise mistakes[0]
+
+
+@contextmanager
+def collected(mistakes: list[UserError]) -> Iterator[None]:
+    """Append a UserError of the block to `mistakes`, for `raise_together`, instead of raising it."""
+    try:
+        yield
+    except UserError as error:
+        mistakes.append(error)
 
 
 def file_error(error: OSError) -> UserError | None:
@@ -64,5 +91,10 @@ def _shortened(text: str) -> str:
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return ` (did you mean 'steps'?)` if one of `known` is close to `word`, else an empty string."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f" (did you mean '{close[0]}'?)" if close else ""
+    near = closest(word, known)
+    return f" (did you mean '{near}'?)" if near else ""
+
+
+def closest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """Return the one of `known` that is spelt nearly like `word`; empty if none is. `cutoff` 1: only an equal word."""
+    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)), "")

@@ -18,11 +18,19 @@ UNUSABLE = re.compile("[\x00\ud800-\udfff]")  # no file name, no UTF-8 text and 
 
 
 class TextError(ValueError):
-    """The text is not what it should be. `line` counts from 1; 0 if it is not known."""
+    """The text is not what it should be. `line` and `column` count from 1; 0 if they are not known.
 
-    def __init__(self, what: str, line: int = 0) -> None:
+    `fix` is how to correct it, if the mistake is a common one.
+    """
+
+    def __init__(self, what: str, line: int = 0, column: int = 0, fix: str = "") -> None:
         super().__init__(what)
-        self.what, self.line = what, line
+        self.what, self.line, self.column, self.fix = what, line, column, fix
+
+    @property
+    def place(self) -> str:
+        """`line 3, column 5`, as far as it is known."""
+        return ", ".join(f"{name} {at}" for name, at in (("line", self.line), ("column", self.column)) if at)
 
     @property
     def is_refused(self) -> bool:
@@ -109,8 +117,7 @@ def _parsed(text: str | bytes, read: Any) -> Any:
         finally:
             loader.dispose()
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        raise TextError(error.problem or error.context or "unknown problem", mark.line + 1 if mark else 0) from None
+        raise _text_error(error, text) from None
     except yaml.reader.ReaderError as error:
         position = error.position if isinstance(error.position, int) else 0
         line = (text.count(b"\n", 0, position) if isinstance(text, bytes) else text.count("\n", 0, position)) + 1
@@ -119,6 +126,36 @@ def _parsed(text: str | bytes, read: Any) -> Any:
         raise TextError(str(error).partition("\n")[0]) from None
     except RecursionError:
         raise TextError(TOO_DEEP) from None
+
+
+def _text_error(error: yaml.MarkedYAMLError, text: str | bytes) -> TextError:
+    """Return the error at the place of the mistake: an opening bracket or quote, not where the parser gave up."""
+    what, mark, fix = error.problem or error.context or "unknown problem", error.problem_mark or error.context_mark, ""
+    if mark is None:
+        return TextError(what)
+    if what.startswith("found character '\\t'"):
+        what, fix = "there is a tab where only spaces are allowed", "replace the tab with spaces"
+    elif error.context_mark and "quoted scalar" in str(error.context) and "end of stream" in what:
+        what, mark, fix = "this quote is not closed", error.context_mark, "add the closing quote"
+    elif error.context_mark and _is_unclosed(error, text):
+        bracket = "}" if "mapping" in str(error.context) else "]"
+        mark, fix = error.context_mark, f"add the closing '{bracket}'"
+        what = f"this '{'{' if bracket == '}' else '['}' is not closed"
+    elif what == "mapping values are not allowed here":
+        what, fix = "a second ': ' in one line", "put a value that contains ': ' in quotes, or start a new line"
+    return TextError(what, mark.line + 1, mark.column + 1, fix)
+
+
+def _is_unclosed(error: yaml.MarkedYAMLError, text: str | bytes) -> bool:
+    """Return whether a flow mapping or sequence has no end: the text ends, or a key of an outer level follows."""
+    opened, found = error.context_mark, error.problem_mark
+    if opened is None or found is None or not str(error.context).startswith("while parsing a flow"):
+        return False
+    lines = (text.decode("utf-8", "replace") if isinstance(text, bytes) else text).splitlines()
+    if "<stream end>" in str(error.problem) or found.line >= len(lines):
+        return True
+    indents = [len(lines[mark.line]) - len(lines[mark.line].lstrip()) for mark in (opened, found)]
+    return found.line > opened.line and indents[1] <= indents[0]
 
 
 def _character(character: Any) -> str:

@@ -12,8 +12,8 @@ class Prediction(BaseModel):
 
     `peak_bytes` is the peak of one rank's tensors, as the framework would report it; `reserved_bytes` is what its
     allocator reserves for them. `device_bytes` adds the CUDA context and the collectives' buffers: what the device must
-    have. `host_bytes` is pinned on one node. `error` is the expected relative half-width around `peak_bytes` and
-    `step_seconds`.
+    have. `host_bytes` is pinned on one node. `error` is the expected relative half-width around `step_seconds`, and
+    around `peak_bytes` unless that has its own. `no_mfu` is why `mfu` is 0 and not known.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -33,4 +33,20 @@ class Prediction(BaseModel):
     device_bytes: Bytes = Bytes(0)
     host_bytes: Bytes = Bytes(0)
     error: float = 0.3
+    memory_error: Annotated[float | None, Field(description="of `peak_bytes`; null: the same as `error`")] = None
+    no_mfu: Annotated[str, Field(description="why no MFU is given; empty if one is")] = ""
     source: str = Field(default="", description="the source of the rates behind the seconds")
+
+    @property
+    def mfu_is_known(self) -> bool:
+        """Whether the device's peak is known, so that a measured step has an MFU. Older plans did not say so."""
+        return not self.no_mfu and not self.source.startswith("cpu ")
+
+    def error_of(self, name: str, off: float = 0.0) -> float:
+        """Return the expected relative error of a total, such as `peak_bytes`, in the direction of `off`.
+
+        A rate is within its bar if the time of a step is: a fifth less time is a quarter more tokens per second.
+        """
+        if name in ("tokens_per_second", "mfu"):
+            return self.error / max(1 - self.error, 0.1) if off > 0 else self.error / (1 + self.error)
+        return self.error if name != "peak_bytes" or self.memory_error is None else self.memory_error

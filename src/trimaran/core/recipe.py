@@ -20,8 +20,35 @@ Real = Annotated[float, Field(ge=0, le=MAX_REAL)]
 Wait = Annotated[float, Field(gt=0, le=MAX_SECONDS)]
 FilePath = Annotated[str, Field(max_length=4096)]
 Slug = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
+HubRevision = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,199}$")]
+HubPart = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
 
 STRICT = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+
+class AdapterSection(BaseModel):
+    """An adapter: small trained matrices beside frozen linear layers, as in PEFT.
+
+    The adapter's output is multiplied by alpha / rank, or by alpha / sqrt(rank) if it is rank-stabilised.
+    """
+
+    model_config = STRICT
+
+    kind: Annotated[Literal["lora", "dora"], Field(description="dora also trains the norm of each output")] = "lora"
+    rank: Annotated[int, Field(ge=1, le=65536)] = 16
+    alpha: Annotated[float, Field(gt=0, le=MAX_REAL)] = 32.0
+    rank_stabilised: Annotated[bool, Field(description="multiply by alpha / sqrt(rank)")] = False
+    dropout: Annotated[Fraction, Field(description="of the adapter's input")] = 0.0
+    targets: Annotated[
+        Literal["all-linear"] | tuple[str, ...],
+        Field(description="linear layers that get an adapter, such as [q_proj, v_proj]"),
+    ] = "all-linear"
+    towers: Annotated[tuple[str, ...], Field(description="towers with adapters; empty: the language model")] = ()
+    train: Annotated[tuple[str, ...], Field(description="other modules to train in full, such as [lm_head]")] = ()
+    base: Annotated[
+        Literal["auto", "4bit"], Field(description="format of frozen weights; auto: the plan's compute precision")
+    ] = "auto"
+    path: Annotated[FilePath | None, Field(description="a PEFT adapter folder to continue from")] = None
 
 
 class ModelSection(BaseModel):
@@ -31,11 +58,17 @@ class ModelSection(BaseModel):
 
     family: Literal["decoder", "vlm", "perception", "hf"] = "decoder"
     preset: Annotated[FilePath | None, Field(description="a named model shape, such as tiny or llama-3.2-1b")] = None
-    path: Annotated[FilePath | None, Field(description="a local Hugging Face model folder: its shape and weights")] = (
-        None
-    )
+    path: Annotated[
+        FilePath | None, Field(description="a Hugging Face model folder, or a name on the Hub: its shape and weights")
+    ] = None
+    revision: Annotated[
+        HubRevision | None, Field(description="branch, tag or commit of a name on the Hub; a run records the commit")
+    ] = None
     shape: Annotated[dict[str, Any], Field(description="fields of the shape to change, such as {layers: 2}")] = {}
     freeze: Annotated[tuple[str, ...], Field(description="towers that are not trained, such as [vision]")] = ()
+    adapter: Annotated[
+        AdapterSection | None, Field(description="train an adapter such as {kind: lora, rank: 16}, not the whole model")
+    ] = None
     trust_remote_code: Annotated[bool, Field(description="run the Python code that comes with the hf model")] = False
 
 
@@ -57,6 +90,9 @@ class MixtureSource(BaseModel):
     name: Slug
     source: Source
     path: FilePath | None = None
+    revision: HubRevision | None = None
+    subset: HubPart | None = None
+    split: HubPart = "train"
     text_field: Annotated[str, Field(description="the field or column that holds the text")] = "text"
     images: Annotated[FilePath | None, Field(description="the folder that image paths are relative to")] = None
     weight: Annotated[float | None, Field(gt=0, le=MAX_REAL)] = None
@@ -81,12 +117,13 @@ class SamplesSection(BaseModel):
     batching: Literal["pack", "bucket", "pad"] = "pack"
     balance: bool = True
     template: Annotated[
-        Literal["auto", "chatml", "llama3", "vicuna", "plain"], Field(description="how a conversation becomes text")
+        Literal["auto", "model", "chatml", "llama3", "vicuna", "plain"],
+        Field(description="how a conversation becomes text; model: the chat template of the tokenizer"),
     ] = "auto"
     images: Annotated[FilePath | None, Field(description="the folder that image paths are relative to")] = None
     min_pixels: Annotated[Count, Field(description="smaller images are enlarged; 0: the model's default")] = 0
     max_pixels: Annotated[Count, Field(description="larger images are shrunk; 0: the model's default")] = 0
-    max_bad: Annotated[Fraction, Field(description="fraction of bad samples at which the run stops")] = 0.01
+    max_bad: Annotated[Fraction, Field(description="fraction of bad samples or lines above which the run stops")] = 0.01
     cache_features: Annotated[
         bool, Field(description="compute the features of a frozen tower once, and cache them")
     ] = False
@@ -98,10 +135,18 @@ class DataSection(BaseModel):
     model_config = STRICT
 
     source: Source = "python-stdlib"
-    path: Annotated[FilePath | None, Field(description="file or folder; every source but python-stdlib needs it")] = (
-        None
-    )
-    tokenizer: Annotated[FilePath | None, Field(description="a tokenizers JSON file; byte-level without it")] = None
+    path: Annotated[
+        FilePath | None, Field(description="file, folder or a dataset on the Hub; most sources need it")
+    ] = None
+    revision: Annotated[
+        HubRevision | None, Field(description="branch, tag or commit of a dataset on the Hub; a run records the commit")
+    ] = None
+    subset: Annotated[HubPart | None, Field(description="the configuration of a dataset on the Hub")] = None
+    split: Annotated[HubPart, Field(description="the split of a dataset on the Hub")] = "train"
+    tokenizer: Annotated[
+        FilePath | None,
+        Field(description="a model folder, a tokenizers JSON file, or bytes; default: that of model.path, else bytes"),
+    ] = None
     text_field: Annotated[str, Field(description="the field of a JSONL line or dataset row that holds the text")] = (
         "text"
     )
@@ -173,6 +218,8 @@ class Evaluate(BaseModel):
     batches: Count = 4
 
 
+AUTO_PROMPT = "auto"
+PYTHON_PROMPT = "def "  # what `auto` is for the text of Python's standard library
 DEFAULT_SAMPLE_TOKENS = 240
 MIN_SAMPLED_STEPS = 50  # the text after fewer steps is noise
 
@@ -185,7 +232,7 @@ class SampleSection(BaseModel):
 
     model_config = STRICT
 
-    prompt: str = "def "
+    prompt: Annotated[str, Field(description="auto: the beginning of a held-out text")] = AUTO_PROMPT
     tokens: Annotated[
         Literal["auto"] | Annotated[int, Field(ge=0, le=65536)],
         Field(description="auto: 240, and none in a run of fewer than 50 steps"),

@@ -1,12 +1,14 @@
 """Parses a recipe; every mistake becomes one UserError that names the line."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from trimaran.core.errors import UserError, did_you_mean
+from trimaran.core.errors import UserError, collected, raise_together
+from trimaran.core.field_aliases import field_for, section_model
 from trimaran.core.parse_text import TextError, compose_yaml, load_yaml
 from trimaran.core.recipe import Recipe
 
@@ -17,17 +19,49 @@ Path = tuple[str | int, ...]
 
 
 def parse_recipe(text: str, *, name: str, overrides: Iterable[str] = ()) -> Recipe:
-    """Return the recipe that `text` and the `--set` pairs describe. Errors call the text `name`."""
+    """Return the recipe that `text` and the `--set` pairs describe. Errors call the text `name`.
+
+    All mistakes are raised together, those of the text first and in the order of its lines.
+    """
     if len(text) > MAX_RECIPE_BYTES:
         raise UserError("R002", f"the recipe is too large: {len(text):,} characters", where=name,
                         fix="name a file of at most 1 MiB; data belongs under data.path")  # fmt: skip
-    tree, lines = _load_yaml(text, name)
+    mistakes: list[UserError] = []
+    tree, lines = _load_yaml(text, name, mistakes)
+    settings = []
     for pair in overrides:
-        _override(tree, pair)
+        with collected(mistakes):
+            settings.append(_override(tree, pair))
+    recipe = None
     try:
-        return Recipe.model_validate(tree)
+        recipe = Recipe.model_validate(tree)
     except ValidationError as error:
-        raise _first_error(error, name, lines, tree) from None
+        mistakes += _mistakes(error, Places(name=name, lines=lines, settings=settings), tree)
+    raise_together(mistakes)
+    assert recipe is not None, "a recipe that is not valid has mistakes"
+    return recipe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """Where the values of a recipe come from: lines of its text, and the fields of `--set`."""
+
+    name: str
+    lines: Mapping[Path, int]
+    settings: Sequence[Path]
+
+    def line_of(self, path: Path) -> int | None:
+        """Return the line of the text that holds the value at `path`; None if `--set` or a default gave it."""
+        if any(path[: len(setting)] == setting for setting in self.settings):
+            return None
+        return next((self.lines[path[:end]] for end in range(len(path), 0, -1) if path[:end] in self.lines), None)
+
+    def describe(self, path: Path) -> str:
+        dotted = ".".join(map(str, path)) or "recipe"
+        if (line := self.line_of(path)) is not None:
+            return f"{dotted} ({self.name}, line {line})"
+        is_set = any(path[: len(setting)] == setting[: len(path)] for setting in self.settings)
+        return f"{dotted} (--set)" if is_set else f"{dotted} ({self.name})"
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -37,19 +71,20 @@ def dump_recipe(recipe: Recipe) -> str:
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
 
 
-def _load_yaml(text: str, name: str) -> tuple[dict[str, Any], dict[Path, int]]:
+def _load_yaml(text: str, name: str, mistakes: list[UserError]) -> tuple[dict[str, Any], dict[Path, int]]:
+    """Return the tree of the text, and the line of every key. Keys that are set twice are added to `mistakes`."""
     lines: dict[Path, int] = {}
     try:
         root = compose_yaml(text)
         if root is not None:
-            _walk(root, (), lines, name)
+            _walk(root, (), lines, name, mistakes)
         tree = load_yaml(text)
     except TextError as error:
-        where = f"{name}, line {error.line}" if error.line else name
+        where = f"{name}, {error.place}" if error.place else name
         if error.is_refused:
             raise UserError("R003", error.what, where=where, fix="write the values out") from None
-        raise UserError("R001", f"this is not YAML: {error.what}", where=where,
-                        fix="check indents, colons and quotes; values with ': ' need quotes") from None  # fmt: skip
+        fix = error.fix or "check indents, colons and quotes; values with ': ' need quotes"
+        raise UserError("R001", f"this is not YAML: {error.what}", where=where, fix=fix) from None
     if tree is None:
         return {}, lines
     if not isinstance(tree, dict):
@@ -58,23 +93,26 @@ def _load_yaml(text: str, name: str) -> tuple[dict[str, Any], dict[Path, int]]:
     return tree, lines
 
 
-def _walk(node: yaml.Node, path: Path, lines: dict[Path, int], name: str) -> None:
-    """Record the line of every key; refuse duplicate keys."""
+def _walk(node: yaml.Node, path: Path, lines: dict[Path, int], name: str, mistakes: list[UserError]) -> None:
+    """Record the line of every key, and a mistake for every key that its mapping has already."""
     lines.setdefault(path, node.start_mark.line + 1)
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             here = (*path, str(key.value))
             if here in lines:
-                raise UserError("R004", f"'{key.value}' is set twice", where=f"{name}, line {key.start_mark.line + 1}",
-                                fix=f"keep one; the first is on line {lines[here]}")  # fmt: skip
+                where = f"{name}, line {key.start_mark.line + 1}"
+                mistakes.append(UserError("R004", f"'{key.value}' is set twice", where=where,
+                                          fix=f"keep one; the first is on line {lines[here]}"))  # fmt: skip
+                continue
             lines[here] = key.start_mark.line + 1
-            _walk(value, here, lines, name)
+            _walk(value, here, lines, name, mistakes)
     elif isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):
-            _walk(value, (*path, index), lines, name)
+            _walk(value, (*path, index), lines, name, mistakes)
 
 
-def _override(tree: dict[str, Any], pair: str) -> None:
+def _override(tree: dict[str, Any], pair: str) -> Path:
+    """Set the field of a `--set` pair in the tree, and return its path."""
     path, separator, raw = pair.partition("=")
     keys = path.strip().split(".")
     if not separator or not all(keys):
@@ -96,27 +134,44 @@ def _override(tree: dict[str, Any], pair: str) -> None:
                             fix="set the entire section, or name a field of it")  # fmt: skip
         here[key] = here = dict(below)
     here[keys[-1]] = value
+    return tuple(keys)
 
 
-def _first_error(error: ValidationError, name: str, lines: Mapping[Path, int], tree: dict[str, Any]) -> UserError:
-    """Return the error to show: the most specific one, with its line and a fix."""
+def _mistakes(error: ValidationError, places: Places, tree: dict[str, Any]) -> list[UserError]:
+    """Return one mistake for each wrong field, in the order of the text's lines; fields of `--set` come last.
+
+    pydantic reports every form that a value may have. Of the reports about a value and its parts only those about the
+    innermost parts count; several about one value are one mistake.
+    """
     errors = error.errors(include_url=False)
     paths = [_real_path(each["loc"], tree) for each in errors]
-    # An unknown key is the likeliest typo; after that the deepest error is the most specific one.
-    best = max(range(len(errors)), key=lambda i: (errors[i]["type"] == "extra_forbidden", len(paths[i])))
-    mistake, path = errors[best], paths[best]
-    dotted = ".".join(map(str, path)) or "recipe"
-    line = next((lines[path[:end]] for end in range(len(path), 0, -1) if path[:end] in lines), None)
-    where = f"{dotted} ({name}, line {line})" if line else f"{dotted} ({name})"
-    if mistake["type"] == "extra_forbidden":
-        names = _fields_at(path[:-1])
-        return UserError("R011", f"there is no field '{path[-1]}'{did_you_mean(str(path[-1]), names)}", where=where,
-                         fix=f"the fields here are {', '.join(names)}")  # fmt: skip
-    got = mistake.get("input")
-    code = "R012" if "type" in mistake["type"] or "parsing" in mistake["type"] else "R013"
-    return UserError(
-        code, f"{dotted} is {_shortened(repr(got))}: {_plain(mistake)}", where=where, fix=_fix(mistake, dotted)
-    )
+    found: dict[Path, list[Any]] = {}
+    for report, path in zip(errors, paths, strict=True):
+        if not any(len(other) > len(path) and other[: len(path)] == path for other in paths):
+            found.setdefault(path, []).append(report)
+    ordered = sorted(found, key=lambda path: places.line_of(path) or MAX_RECIPE_BYTES)
+    return [_mistake(found[path], path, places) for path in ordered]
+
+
+def _mistake(reports: Sequence[Any], path: Path, places: Places) -> UserError:
+    dotted, first = ".".join(map(str, path)) or "recipe", reports[0]
+    if any(each["type"] == "extra_forbidden" for each in reports):
+        return _unknown_field(path, places)
+    code = "R012" if "type" in first["type"] or "parsing" in first["type"] else "R013"
+    forms = ", or ".join(dict.fromkeys(map(_plain, reports)))
+    what = f"{dotted} is {_shortened(repr(first.get('input')))}: {forms}"
+    fix = _fix(first, dotted) if len(reports) == 1 else f"give {dotted} a value of one of these forms"
+    return UserError(code, what, where=places.describe(path), fix=fix)
+
+
+def _unknown_field(path: Path, places: Places) -> UserError:
+    section = ".".join(str(part) for part in path[:-1] if isinstance(part, str))
+    names, meant = _fields_at(path[:-1]), field_for(str(path[-1]), section)
+    inside = meant.rpartition(".")[0] == section
+    near = f" (did you mean '{meant.rpartition('.')[2] if inside else meant}'?)" if meant else ""
+    listed = f"the fields here are {', '.join(names)}"
+    fix = listed if inside or not meant else f"set {meant} instead; {listed}"
+    return UserError("R011", f"there is no field '{path[-1]}'{near}", where=places.describe(path), fix=fix)
 
 
 def _real_path(location: Path, tree: dict[str, Any]) -> Path:
@@ -137,11 +192,13 @@ def _reaches(tree: Any, path: Path) -> bool:
 
 
 def _fields_at(path: Path) -> list[str]:
+    """Return the fields of the section at `path`; numbers in it are places in a list of sections."""
     model: Any = Recipe
     for part in path:
-        annotation = model.model_fields[str(part)].annotation
-        options = [annotation, *getattr(annotation, "__args__", ())]
-        model = next(each for each in options if isinstance(each, type) and issubclass(each, BaseModel))
+        if isinstance(part, str):
+            annotation = model.model_fields[part].annotation
+            inner = [annotation, *(each for member in get_args(annotation) for each in (member, *get_args(member)))]
+            model = next(each for each in map(section_model, inner) if each)
     return [field for field in model.model_fields if field != "prediction"]
 
 

@@ -1,0 +1,206 @@
+"""What data is, by its content: format, number of samples, lengths."""
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from trimaran.core import DataSection, MixtureSource, UserError
+from trimaran.data import TokenShards, lazy_import
+from trimaran.data.samples.parse_chat import CONVERSATIONS, IMAGES, QUESTIONS
+from trimaran.data.samples.raw_sample import RawSample, SourceFiles
+from trimaran.data.samples.read_rows import json_rows
+from trimaran.data.samples.readers import IMAGE_SUFFIXES, read_samples
+from trimaran.data.text_files import data_suffix
+from trimaran.data.text_sources import JSON_SUFFIXES, find_files
+from trimaran.data.tokenizer import Tokenizer
+from trimaran.hub import is_hub_name, near_folder
+
+MAX_LISTED = 5000  # files of a folder whose names are looked at
+MAX_READ = 2000  # samples
+MAX_TOKENIZED = 64  # samples whose text is tokenized, for the ratio of tokens to characters
+MAX_TOKENIZED_CHARACTERS = 200_000
+TURN_TOKENS = 8  # what a chat template adds to a turn, about
+USUAL_TEXT_FIELDS = ("text", "content", "document", "body", "code")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataFacts:
+    """Data that a recipe can name. `named` is what the person wrote; lengths are tokens, of samples that were read.
+
+    `is_exact`: all samples were read, so their number is not an estimate.
+    """
+
+    named: str
+    source: str
+    text_field: str = "text"
+    split: str = "train"
+    needs_mixture: bool = False
+    is_chat: bool = False
+    has_images: bool = False
+    num_samples: int
+    is_exact: bool
+    num_bad: int = 0
+    median_tokens: int
+    longest_tokens: int
+
+    @property
+    def is_samples(self) -> bool:
+        """Whether rows are packed from samples, and not cut from one stream of text."""
+        return self.needs_mixture or self.source in ("chat", "webdataset", "parquet", "image-folder")
+
+    @property
+    def total_tokens(self) -> int:
+        return self.num_samples * max(1, self.median_tokens)
+
+    def describe(self) -> str:
+        """Return one line for the person."""
+        kind = "conversations" if self.is_chat else "images with text" if self.has_images else "documents"
+        about = "" if self.is_exact else "about "
+        bad = f", {self.num_bad} of those read cannot be used" if self.num_bad else ""
+        return (
+            f"{about}{self.num_samples:,} {kind} ({self.source}), {self.median_tokens:,} tokens each (median), "
+            f"the longest read {self.longest_tokens:,}{bad}"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        names = ("source", "text_field", "is_chat", "has_images", "num_samples", "is_exact", "num_bad",
+                 "median_tokens", "longest_tokens")  # fmt: skip
+        return {"path": self.named} | {name: getattr(self, name) for name in names}
+
+
+def look_at_data(named: str, folder: Path, tokenizer: Tokenizer | None, *, split: str = "train") -> DataFacts:
+    """Return what is known of the data at `folder`, which the person calls `named`. Reads at most 2,000 samples."""
+    if not folder.exists():
+        near = near_folder(named)
+        meant = f" (did you mean '{near}'?)" if near else ""
+        raise UserError("T003", f"'{named}' does not exist{meant}", where="--data",
+                        fix="name a file or a folder, or a dataset on the Hub: OWNER/DATASET")  # fmt: skip
+    source = _source_by_names(folder)
+    if source == "shards":
+        shards = TokenShards.open(folder).meta
+        typical = shards.num_tokens // max(1, shards.num_documents)
+        return DataFacts(named=named, source=source, num_samples=shards.num_documents, is_exact=True,
+                         median_tokens=typical, longest_tokens=typical)  # fmt: skip
+    row = _first_row(source, folder)
+    is_chat, has_images, text_field = _is_chat(row), _has_images(row) or source == "image-folder", "text"
+    if row is not None and not is_chat and source not in ("webdataset", "image-folder") and not has_images:
+        text_field = _text_field(row, folder)
+    reads_text = not is_chat and not has_images
+    if source in ("chat", "parquet") and reads_text:
+        source = "jsonl" if source == "chat" and data_suffix(folder) != ".json" else "datasets"
+    needs_mixture = source == "datasets" and not reads_text
+    read = list(islice(_read(source, folder, text_field), MAX_READ))
+    good = [sample for sample in read if sample.bad is None]
+    if not good:
+        reason = read[0].bad if read else "there is no sample"
+        raise UserError("T065", f"no sample of this data can be used: {reason}", where=str(folder),
+                        fix="see docs/guides/data.md for the formats that are read")  # fmt: skip
+    lengths = _lengths(good, tokenizer)
+    fraction = read[-1].fraction_read if len(read) == MAX_READ else 1.0
+    is_hub = is_hub_name(named)
+    return DataFacts(
+        named=named,
+        source="chat" if is_hub and not reads_text else "datasets" if is_hub else source,
+        text_field=text_field,
+        split=split,
+        needs_mixture=needs_mixture and not is_hub,
+        is_chat=is_chat or any(turn.role == "assistant" for turn in good[0].turns),
+        has_images=has_images or any(sample.images for sample in good),
+        num_samples=max(len(read), round(len(read) / max(fraction, 1e-9))),
+        is_exact=len(read) < MAX_READ,
+        num_bad=len(read) - len(good),
+        median_tokens=max(1, round(median(lengths))),
+        longest_tokens=max(1, *lengths),
+    )
+
+
+def _source_by_names(path: Path) -> str:
+    """Return the source that reads the names of the files: a JSON file may still be text or chat."""
+    if path.is_dir() and any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
+        return "datasets"
+    if path.is_dir() and (path / "meta.json").is_file() and any(path.glob("shard-*.tokens")):
+        return "shards"
+    files = [path] if path.is_file() else list(islice(_files(path), MAX_LISTED))
+    suffixes = Counter(data_suffix(file).lower() for file in files)
+    if not files:
+        raise UserError("T005", "the folder has no files", where=str(path), fix="name a file or a folder with data")
+    if suffixes[".tar"]:
+        return "webdataset"
+    if any(suffixes[each] for each in IMAGE_SUFFIXES):
+        return "image-folder"
+    if suffixes[".parquet"]:
+        return "parquet"
+    return "chat" if any(suffixes[each] for each in (*JSON_SUFFIXES, ".json")) else "text"
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for root, folders, names in os.walk(folder):
+        folders[:] = sorted(each for each in folders if not each.startswith("."))
+        yield from (Path(root) / name for name in sorted(names) if not name.startswith("."))
+
+
+def _first_row(source: str, path: Path) -> Mapping[str, Any] | None:
+    """Return the first row of JSON, Parquet or a saved dataset; None for other sources."""
+    rows: Iterator[tuple[int, Any, float]]
+    if source == "datasets":
+        rows = lazy_import.load("hf_datasets", "datasets", where="--data").read_saved(path)
+    elif source in ("chat", "parquet"):
+        files = find_files(DataSection(source="chat" if source == "chat" else "parquet", path=str(path)))
+        if source == "chat":
+            rows = (row for file in files for row in json_rows(file, lambda position: 0.0))
+        else:
+            module = lazy_import.load("samples.parquet", "pyarrow", where="--data")
+            rows = (row for file in files for row in module.read_parquet(file, lambda position: 0.0))
+    else:
+        return None
+    found = next((row for _, row, _ in islice(rows, MAX_READ) if isinstance(row, Mapping)), None)
+    if found is None:
+        raise UserError("T065", "there is no row with fields", where=str(path),
+                        fix="write one JSON object a line, such as {\"text\": \"...\"}")  # fmt: skip
+    return found
+
+
+def _is_chat(row: Mapping[str, Any] | None) -> bool:
+    if row is None:
+        return False
+    pairs = (*QUESTIONS, ("texts",))
+    return any(name in row for name in CONVERSATIONS) or any(all(name in row for name in pair) for pair in pairs)
+
+
+def _has_images(row: Mapping[str, Any] | None) -> bool:
+    return row is not None and any(row.get(name) for name in IMAGES)
+
+
+def _text_field(row: Mapping[str, Any], path: Path) -> str:
+    """Return the field that holds the text: one of the usual names, or the longest string."""
+    strings = {name: value for name, value in row.items() if isinstance(value, str)}
+    if usual := next((name for name in USUAL_TEXT_FIELDS if name in strings), None):
+        return usual
+    if not strings:
+        raise UserError("T065", f"no field holds text: there are {', '.join(map(str, row))[:200]}", where=str(path),
+                        fix="convert it to JSONL with a field text, or to conversations with messages")  # fmt: skip
+    return max(strings, key=lambda name: len(strings[name]))
+
+
+def _read(source: str, path: Path, text_field: str) -> Iterator[RawSample]:
+    own = MixtureSource.model_validate({"name": "data", "source": source, "path": str(path), "text_field": text_field})
+    files = find_files(DataSection(source=own.source, path=own.path))
+    return read_samples(SourceFiles(own, files))
+
+
+def _lengths(samples: list[RawSample], tokenizer: Tokenizer | None) -> list[int]:
+    """Return the tokens of each sample: the characters of all, times the ratio of those that were tokenized."""
+    texts = ["".join(part for turn in sample.turns for part in turn.parts if part) for sample in samples]
+    ratio = 1.0
+    if tokenizer is not None:
+        tried = [text[:MAX_TOKENIZED_CHARACTERS] for text in texts[:MAX_TOKENIZED] if text]
+        ratio = sum(len(tokenizer.encode(text)) for text in tried) / max(1, sum(map(len, tried)))
+    return [
+        round(len(text) * ratio) + TURN_TOKENS * (len(sample.turns) if sample.turns[0].role != "text" else 0)
+        for text, sample in zip(texts, samples, strict=True)
+    ]

@@ -1,0 +1,94 @@
+"""What a model is: family, size, limits, weights, tokenizer, chat template."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from trimaran.app.request.hub_files import with_local_model
+from trimaran.core import ModelSection, Recipe, UserError, show_bytes, show_count
+from trimaran.data.tokenizer import Tokenizer, load_tokenizer
+from trimaran.data.tokenizer_folder import chat_template_names, has_tokenizer
+from trimaran.hub import hub_repo_of, is_hub_name, repo_name
+from trimaran.models import model_folder, outline_if_known, spec_of, weight_files
+from trimaran.models.vlm_spec import VlmSpec
+
+Family = Literal["decoder", "vlm", "hf"]
+OWN_FAMILIES: tuple[Family, ...] = ("vlm", "decoder")  # preferred, because they support every axis
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """A model that a recipe can name. `named` is what the person wrote, `folder` where it is on this machine."""
+
+    named: str
+    folder: Path
+    family: Family
+    name: str
+    num_parameters: int | None
+    max_seq_len: int
+    has_weights: bool
+    weight_bytes: int
+    tokenizer: Tokenizer | None
+    has_chat_template: bool
+    takes_images: bool
+    image_tokens: int
+
+    def describe(self) -> str:
+        """Return one line for the person."""
+        size = f"{show_count(self.num_parameters)} parameters" if self.num_parameters else "size unknown"
+        if self.weight_bytes:
+            weights = f"weights of {show_bytes(self.weight_bytes)}"
+        else:
+            weights = "weights on the Hub" if self.has_weights else "no weights: trained from scratch"
+        tokenizer = f"tokenizer of {self.tokenizer.vocab_size:,} ids" if self.tokenizer else "no tokenizer: bytes"
+        template = "its own chat template" if self.has_chat_template else "no chat template"
+        limit = f"at most {self.max_seq_len:,} tokens" if self.max_seq_len else "no limit of length"
+        return f"{self.name}, {size}, {weights}, {tokenizer}, {template}, {limit}"
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "path": self.named,
+            "family": self.family,
+            "name": self.name,
+            "num_parameters": self.num_parameters,
+            "max_seq_len": self.max_seq_len,
+            "has_weights": self.has_weights,
+            "vocab_size": self.tokenizer.vocab_size if self.tokenizer else None,
+            "has_chat_template": self.has_chat_template,
+        }
+
+
+def look_at_model(named: str) -> ModelFacts:
+    """Return what is known of the model in a folder, or of a name on the Hub, whose config and tokenizer are fetched.
+
+    Raises UserError if there is no such model.
+    """
+    recipe = with_local_model(Recipe(model=ModelSection(family="hf", path=named)))
+    assert recipe.model.path is not None
+    folder = model_folder(recipe.model.path)
+    family: Family = next((each for each in OWN_FAMILIES if _describes(each, folder)), "hf")
+    outline = outline_if_known(ModelSection(family=family, path=str(folder)))
+    files = weight_files(folder)
+    projector = [tower.positions for tower in outline.towers if tower.name == "projector"] if outline else []
+    spec = spec_of(ModelSection(family=family, path=str(folder)))
+    return ModelFacts(
+        named=named,
+        folder=folder,
+        family=family,
+        name=repo_name(folder),
+        num_parameters=outline.num_parameters if outline else None,
+        max_seq_len=outline.max_seq_len if outline else 0,
+        has_weights=bool(files) or is_hub_name(named) or hub_repo_of(folder) is not None,
+        weight_bytes=sum(file.stat().st_size for file in files),
+        tokenizer=load_tokenizer(str(folder)) if has_tokenizer(folder) else None,
+        has_chat_template=has_tokenizer(folder) and bool(chat_template_names(folder)),
+        takes_images=isinstance(spec, VlmSpec),
+        image_tokens=sum(projector) if isinstance(spec, VlmSpec) else 0,
+    )
+
+
+def _describes(family: Family, folder: Path) -> bool:
+    try:
+        return spec_of(ModelSection(family=family, path=str(folder))) is not None
+    except UserError:
+        return False

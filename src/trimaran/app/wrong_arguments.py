@@ -1,0 +1,75 @@
+"""What a person meant by a command or an option that does not exist."""
+
+import shlex
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import typer
+
+from trimaran.core import UserError, did_you_mean
+from trimaran.core.errors import closest
+from trimaran.core.field_aliases import all_fields, field_for
+
+COMMAND_ALIASES = {
+    "init": "new create setup configure config wizard start-project",
+    "train": "run start fit finetune fine-tune sft lora pretrain launch tune",
+    "resume": "continue restart",
+    "generate": "chat infer inference sample predict-text complete",
+    "watch": "status logs log tail attach monitor show top",
+    "plan": "estimate search auto-parallel optimize memory",
+    "doctor": "diagnose check preflight info env",
+    "export": "merge save convert",
+    "data": "dataset datasets tokenize pack preprocess inspect",
+    "bench": "benchmark calibrate measure",
+    "checkpoints": "checkpoint ckpt ls",
+    "presets": "models",
+}
+RECIPE_SUFFIXES = (".yaml", ".yml")
+
+
+def unknown_command(name: str, commands: Iterable[str], arguments: Sequence[str]) -> UserError:
+    """Return the error for a command that does not exist, with the command that was probably meant."""
+    fix = f"use one of {', '.join(commands)}"
+    meant = next((each for each, aliases in COMMAND_ALIASES.items() if name.casefold() in aliases.split()), "")
+    if name.endswith(RECIPE_SUFFIXES):
+        return UserError("A002", f"'{name}' is a recipe, not a command", where="the command line",
+                         fix=f"to train it: {shlex.join(['trimaran', 'train', *arguments])}")  # fmt: skip
+    near = f" (did you mean '{meant}'?)" if meant else did_you_mean(name, commands)
+    return UserError("A002", f"there is no command '{name}'{near}", where="the command line", fix=fix)
+
+
+def wrong_usage(error: typer.TyperException, arguments: Sequence[str]) -> UserError:
+    """Return the error for arguments that a command does not take.
+
+    An option that is a field of the recipe (`--steps 3`) gets the `--set` that sets it.
+    """
+    command = " ".join(["trimaran", *(word for word in arguments[:1] if not word.startswith("-"))])
+    # Typer prints choices one a line, and pydantic's messages have a prefix.
+    what = " ".join(error.format_message().split()).replace("Value error, ", "").rstrip(".")
+    fix = f"see `{command} --help`"
+    option = getattr(error, "option_name", "")
+    if "No such option" in what and (setting := _setting(option, arguments, getattr(error, "ctx", None))):
+        what, fix = f"there is no option {option}; it is a field of the recipe", f"write --set {setting}"
+    return UserError("A001", what, where=f"`{command}`", fix=fix)
+
+
+def _near_field(name: str) -> str:
+    """Return the field of any section whose last part is spelt nearly like `name`."""
+    fields = {each.rpartition(".")[2]: each for each in reversed(all_fields())}
+    return fields.get(closest(name, fields, cutoff=0.8), "")
+
+
+def _setting(option: str, arguments: Sequence[str], context: Any) -> str:
+    """Return the `--set` argument for an unknown option; empty if no field of a recipe has such a name."""
+    takes_settings = context is not None and any("--set" in each.opts for each in context.command.params)
+    name = option.lstrip("-").replace("-", "_")
+    field = option.lstrip("-") if "." in option else field_for(name) or _near_field(name)
+    if not takes_settings or field not in all_fields():
+        return ""
+    for index, word in enumerate(arguments):
+        if word == option:
+            value = arguments[index + 1] if index + 1 < len(arguments) else "VALUE"
+            return shlex.quote(f"{field}={'true' if value.startswith('--') else value}")
+        if word.startswith(f"{option}="):
+            return shlex.quote(f"{field}={word.partition('=')[2]}")
+    return ""

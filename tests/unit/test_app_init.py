@@ -1,0 +1,222 @@
+"""`trimaran init`: for every kind of data it writes a recipe that passes `train --dry-run`."""
+
+import io
+import json
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+from transformers import LlamaConfig
+
+from tests.model_folders import write_model_tokenizer
+from trimaran.app.main import main
+from trimaran.app.new_recipe.choices import choose_values, learning_rate
+from trimaran.app.new_recipe.data_facts import DataFacts, look_at_data
+from trimaran.app.new_recipe.model_facts import ModelFacts, look_at_model
+from trimaran.core import parse_recipe
+from trimaran.hardware import parse_cluster
+from trimaran.models.to_hf_vlm import vlm_to_disk
+from trimaran.models.vlm_presets import VLM_PRESETS
+
+WORDS = "the quick brown fox jumps over the lazy dog "
+CLUSTER = ["--cluster", "1xH100"]  # planned, not used: a CPU would be measured
+
+
+def language_model(folder: Path) -> Path:
+    config = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+                         num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=1024)  # fmt: skip
+    config.save_pretrained(folder)
+    return write_model_tokenizer(folder, "qwen2.5")
+
+
+def vision_model(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(vlm_to_disk(VLM_PRESETS["tiny"])))
+    return folder
+
+
+def chats(count: int = 60) -> list[dict[str, Any]]:
+    turns = ({"role": "user", "content": "question?"}, {"role": "assistant", "content": WORDS})
+    return [{"messages": list(turns)} for _ in range(count)]
+
+
+def written(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def lines(path: Path, rows: list[dict[str, Any]]) -> Path:
+    return written(path, "\n".join(map(json.dumps, rows)))
+
+
+def picture(number: int) -> bytes:
+    data = io.BytesIO()
+    Image.new("RGB", (56, 56), (number * 5, 9, 9)).save(data, "PNG")
+    return data.getvalue()
+
+
+def parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def saved(path: Path, rows: list[dict[str, Any]]) -> Path:
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_list(rows).save_to_disk(path)
+    return path
+
+
+def image_folder(path: Path) -> Path:
+    path.mkdir()
+    for number in range(12):
+        (path / f"{number}.png").write_bytes(picture(number))
+        (path / f"{number}.txt").write_text(f"a square, number {number}")
+    return path
+
+
+def tar_file(path: Path) -> Path:
+    with tarfile.open(path, "w") as archive:
+        for number in range(12):
+            for name, data in ((f"{number}.png", picture(number)), (f"{number}.txt", b"a square")):
+                member = tarfile.TarInfo(name)
+                member.size = len(data)
+                archive.addfile(member, io.BytesIO(data))
+    return path
+
+
+def notes(path: Path) -> Path:
+    path.mkdir()
+    for number in range(8):
+        (path / f"{number}.md").write_text(WORDS * 60)
+    return path
+
+
+TEXTS = [{"id": number, "text": WORDS * 4} for number in range(60)]
+KINDS: dict[str, tuple[Callable[[Path], Path], str, bool]] = {
+    "chat lines": (lambda p: lines(p / "chat.jsonl", chats()), "chat", False),
+    "instructions in one list": (
+        lambda p: written(p / "a.json", json.dumps([{"instruction": "do", "output": WORDS}] * 60)),
+        "chat",
+        False,
+    ),
+    "text lines": (lambda p: lines(p / "text.jsonl", TEXTS), "jsonl", False),
+    "lines with another field": (lambda p: lines(p / "s.jsonl", [{"id": "7", "story": WORDS}] * 60), "jsonl", False),
+    "a text file": (lambda p: written(p / "book.txt", WORDS * 400), "text", False),
+    "a folder of text": (lambda p: notes(p / "notes"), "text", False),
+    "parquet with text": (lambda p: parquet(p / "t.parquet", TEXTS), "datasets", False),
+    "parquet with chats": (lambda p: parquet(p / "c.parquet", chats()), "parquet", False),
+    "a saved dataset": (lambda p: saved(p / "saved", TEXTS), "datasets", False),
+    "a saved dataset with chats": (lambda p: saved(p / "saved", chats()), "datasets", False),
+    "images with captions": (lambda p: image_folder(p / "images"), "image-folder", True),
+    "a tar file of images": (lambda p: tar_file(p / "shard.tar"), "webdataset", True),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_recipe_for_every_kind_of_data_passes_the_dry_run(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write, source, images = KINDS[kind]
+    monkeypatch.chdir(tmp_path)
+    data = write(tmp_path).name
+    model = (vision_model if images else language_model)(tmp_path / "model").name
+    assert main(["init", "--model", model, "--data", data, "--out", "new.yaml", "--yes", "--json", *CLUSTER]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["data"]["source"] == source
+    assert answer["data"]["is_exact"]
+    assert answer["prediction"]["fits"]
+    text = Path("new.yaml").read_text()
+    recipe = parse_recipe(text, name="new.yaml")
+    assert recipe.data.seq_len <= answer["model"]["max_seq_len"]
+    assert text.count("# ") > 10
+    assert all(len(line) <= 120 for line in text.splitlines()[3:])
+    assert main(["train", "new.yaml", "--dry-run", "--json"]) == 0
+    assert sorted(each.name for each in tmp_path.iterdir()) == sorted({model, data, "new.yaml"})
+
+
+def test_nothing_is_overwritten_or_asked_without_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    language_model(tmp_path / "model")
+    lines(tmp_path / "chat.jsonl", chats())
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    arguments = ["init", "--model", "model", "--data", "chat.jsonl", *CLUSTER]
+    assert main(arguments) == 2
+    assert "A025: there is no terminal" in capsys.readouterr().err
+    assert main(["init", "--model", "model", "--yes"]) == 2
+    assert "A025: --data is missing" in capsys.readouterr().err
+    Path("mine.yaml").write_text("name: precious\n")
+    assert main([*arguments, "--yes", "--out", "mine.yaml"]) == 2
+    assert "A026" in capsys.readouterr().err
+    assert Path("mine.yaml").read_text() == "name: precious\n"
+    assert main(["init", "--model", "modle", "--data", "chat.jsonl", "--yes"]) == 2
+    assert "did you mean 'model'?" in capsys.readouterr().err
+    assert main(["init", "--model", "model", "--data", "chats.jsonl", "--yes"]) == 2
+    assert "did you mean 'chat.jsonl'?" in capsys.readouterr().err
+
+
+def test_images_need_a_model_that_sees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    language_model(tmp_path / "model")
+    image_folder(tmp_path / "images")
+    assert main(["init", "--model", "model", "--data", "images", "--yes", *CLUSTER]) == 2
+    assert "T051" in capsys.readouterr().err
+
+
+def test_the_first_method_that_fits_the_cluster_is_taken(tmp_path: Path) -> None:
+    config = LlamaConfig(vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
+                         num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=8192)  # fmt: skip
+    config.save_pretrained(tmp_path / "big")
+    found = look_at_model(str(tmp_path / "big"))
+    model = ModelFacts(**{name: getattr(found, name) for name in found.__slots__} | {"has_weights": True})
+    data = DataFacts(named="chat.jsonl", source="chat", is_chat=True, num_samples=5000, is_exact=True,
+                     median_tokens=400, longest_tokens=1800)  # fmt: skip
+    chosen = {
+        name: choose_values(model, data, parse_cluster(name), method=None, cluster_name=name)
+        for name in ("8xH100", "1xA100-40GB")
+    }
+    assert chosen["8xH100"].method == "full"
+    assert chosen["1xA100-40GB"].method in ("lora", "qlora")
+    assert chosen["1xA100-40GB"].lr == 10 * 2 * chosen["8xH100"].lr
+    assert chosen["8xH100"].global_batch % 8 == 0
+    assert chosen["8xH100"].seq_len == 2048
+
+
+def test_learning_rates_fall_with_size_and_rise_for_adapters() -> None:
+    full = [learning_rate("full", size, has_weights=True) for size in (10**9, 8 * 10**9, 70 * 10**9)]
+    assert full == sorted(full, reverse=True)
+    assert learning_rate("lora", 8 * 10**9, has_weights=True) > full[0]
+
+
+def test_many_samples_are_estimated_and_bad_ones_counted(tmp_path: Path) -> None:
+    path = lines(tmp_path / "chat.jsonl", chats(4000))
+    facts = look_at_data("chat.jsonl", path, None)
+    assert not facts.is_exact
+    assert facts.num_samples == pytest.approx(4000, rel=0.02)
+    path.write_text("\n".join([*map(json.dumps, chats(20)), '{"messages": []}']))
+    assert look_at_data("chat.jsonl", path, None).num_bad == 1
+
+
+@pytest.mark.slow
+def test_a_written_recipe_trains(tmp_path: Path) -> None:
+    language_model(tmp_path / "model")
+    lines(tmp_path / "chat.jsonl", chats())
+    for arguments in (
+        ["init", "--model", "model", "--data", "chat.jsonl", "--cluster", "1xcpu", "--out", "new.yaml", "--yes"],
+        ["train", "new.yaml", "--set", "train.steps=2", "--json", "--quiet"],
+    ):
+        command = [sys.executable, "-m", "trimaran", *arguments]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["step"] == 2

@@ -8,12 +8,11 @@ import pytest
 
 from tests.runs import new_run, start_ranks, step_metrics
 from trimaran.app.main import main
-from trimaran.checkpoint.manifest import MANIFEST
 from trimaran.core import EXIT_AGAIN, EXIT_DONE, EXIT_STUCK, dump_recipe, parse_recipe
 from trimaran.run import Journal, RunDirectory
 from trimaran.run.attempts import AttemptLog
 
-RESUME, EXPORT = "`trimaran resume runs/toy`", "export step 3 to a Hugging Face folder with `trimaran export runs/toy`"
+RESUME = "`trimaran resume runs/toy`"
 WATCH = "`trimaran watch runs/toy`"
 
 
@@ -31,13 +30,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     return toy
 
 
-def add_checkpoint(run: RunDirectory) -> None:
-    """Create the files of a checkpoint of the third step."""
-    folder = run.checkpoints / "step-00000003"
-    folder.mkdir(parents=True)
-    (folder / MANIFEST).touch()
-
-
 def answer(capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
     """Return the status and the fix of the error."""
     assert main(["generate", "toy"]) == 2
@@ -47,32 +39,23 @@ def answer(capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
     return what.removeprefix("A009: this run has no trained weights: "), fix.removeprefix("  fix:   ")
 
 
-def test_for_a_live_run_the_fix_is_to_wait_or_to_export_its_checkpoint(
-    run: RunDirectory, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_for_a_live_run_the_fix_is_to_wait(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     wait = f"wait until it ends: {WATCH} shows it"
     assert answer(capsys) == ("it is training at step 3 of 10", wait)
-    add_checkpoint(run)
-    assert answer(capsys) == ("it is training at step 3 of 10", f"{wait}, or {EXPORT}")
 
 
-def test_for_a_stopped_run_the_fix_is_to_resume_or_to_export_its_checkpoint(
-    run: RunDirectory, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_for_a_stopped_run_the_fix_is_to_resume(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     AttemptLog(run).over(EXIT_AGAIN, "asked to stop")
     resume = f"train to the last step with {RESUME}"
     assert answer(capsys) == ("it was stopped at step 3 of 10", resume)
-    add_checkpoint(run)
-    assert answer(capsys) == ("it was stopped at step 3 of 10", f"{resume}, or {EXPORT}")
 
 
 def test_for_a_failed_run_the_fix_is_to_see_what_happened_first(
     run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     AttemptLog(run).over(EXIT_STUCK, "no progress")
-    add_checkpoint(run)
     look = f"see what happened with {WATCH}, then train to the last step with {RESUME}"
-    assert answer(capsys) == ("it failed at step 3 of 10", f"{look}, or {EXPORT}")
+    assert answer(capsys) == ("it failed at step 3 of 10", look)
 
 
 def test_a_run_without_a_supervisor_is_not_waited_for(
@@ -98,6 +81,3 @@ def test_for_a_run_that_saves_no_weights_the_fix_sets_train_save(
     assert status.endswith("at step 3 of 10, and train.save is false")
     again = {EXIT_DONE: "train runs/toy/recipe.yaml", EXIT_AGAIN: "resume runs/toy"}[code]
     assert f"`trimaran {again} --set train.save=true`" in fix
-    add_checkpoint(run)
-    assert (again in answer(capsys)[1]) == (code == EXIT_AGAIN), "a checkpoint is enough if all steps are done"
-    assert EXPORT in answer(capsys)[1]

@@ -1,9 +1,9 @@
 """Text generation from a trained network."""
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,33 +12,12 @@ from trimaran.core import ModelSection, UserError
 from trimaran.core.parse_text import TextError, load_json
 from trimaran.core.regular_files import read_regular_bytes
 from trimaran.data.tokenizer import Tokenizer, open_tokenizer
-from trimaran.models import spec_of
+from trimaran.infer.next_token import NextTokenModel
+from trimaran.infer.sampling import TokenSampler
+from trimaran.models import spec_of, weight_files
 from trimaran.nets import Network, network_of
-from trimaran.run import RunDirectory
 
 TOKENIZER = "trimaran-tokenizer.json"
-
-
-@dataclass(frozen=True, slots=True)
-class NextTokenModel:
-    """Computes the logits of the token that follows at most `max_length` ids, which must be on `device`."""
-
-    logits: Callable[[Tensor], Tensor]
-    max_length: int
-    device: torch.device
-
-
-def generate_from_run(run: RunDirectory, prompt: str, *, tokens: int, temperature: float, seed: int) -> str:
-    """Return `prompt` and its continuation by the network that `run` trained."""
-    recipe = run.read_recipe()
-    tokenizer = open_saved_tokenizer(run.model)
-    network = load_trained(recipe.model, run.model)
-    device = next(network.module.parameters()).device
-    model = NextTokenModel(
-        lambda ids: network.forward({"tokens": ids[None]})[0][0, -1].float().cpu(), network.max_seq_len, device
-    )
-    network.module.eval()
-    return generate_text(model, tokenizer, prompt, tokens=tokens, temperature=temperature, seed=seed)
 
 
 def open_saved_tokenizer(folder: Path) -> Tokenizer:
@@ -57,38 +36,41 @@ def open_saved_tokenizer(folder: Path) -> Tokenizer:
     return open_tokenizer(description, folder)
 
 
-def load_trained(section: ModelSection, folder: Path) -> Network:
-    """Return the unsharded network whose weights a run saved in `folder`, on this machine's first device."""
-    if section.family == "hf":
-        network = _load_hf(section, folder)
-    else:
-        spec = spec_of(ModelSection(family=section.family, path=str(folder)))
-        assert spec is not None, "our own networks always have a spec"
-        network = network_of(spec)
+def load_trained(section: ModelSection, folder: Path, device: torch.device | None = None) -> Network:
+    """Return the unsharded network of the weights in `folder`, on `device`; by default this machine's first one."""
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if section.family == "hf" and not weight_files(folder):  # they would be random
+        raise UserError("M020", "the folder holds no weights", where=str(folder),
+                        fix="name a folder with safetensors")  # fmt: skip
+    own = ModelSection(family=section.family, path=str(folder), trust_remote_code=section.trust_remote_code)
+    network = unfilled_network(own, device)
+    if section.family != "hf":
         network.load(folder)
-    network.module.to("cuda" if torch.cuda.is_available() else "cpu")
     return network
 
 
-def _load_hf(section: ModelSection, folder: Path) -> Network:
-    from trimaran.nets.hf import load_hf_model  # noqa: PLC0415
-    from trimaran.nets.hf_vlm import network_of_hf  # noqa: PLC0415
+def unfilled_network(section: ModelSection, device: torch.device) -> Network:
+    """Return the unsharded network of `section` on `device`. Weights of ours are undefined, those of hf as on disk."""
+    spec = spec_of(section)
+    if section.family == "hf":
+        from trimaran.nets.hf_build import open_hf_model  # noqa: PLC0415  transformers takes seconds to import
+        from trimaran.nets.hf_vlm import network_of_hf  # noqa: PLC0415
 
-    module = load_hf_model(folder, trust_remote_code=section.trust_remote_code, seed=0)
-    return network_of_hf(module, spec_of(section))
+        assert section.path is not None, "the hf family has a folder"
+        module, fill = open_hf_model(Path(section.path), trust_remote_code=section.trust_remote_code, seed=0)
+        network = network_of_hf(module, spec)
+        fill(network.module, device)
+        return network
+    assert spec is not None, "our own networks always have a spec"
+    with torch.device("meta"):
+        network = network_of(spec)
+    network.module.to_empty(device=device)
+    return network
 
 
-def generate_text(
-    model: NextTokenModel, tokenizer: Tokenizer, prompt: str, *, tokens: int, temperature: float, seed: int
-) -> str:
-    """Return `prompt` and its continuation. An empty prompt starts from the end-of-document token."""
-    ids = prompt_ids(tokenizer, prompt, model.device)
-    return tokenizer.decode(generate_ids(model, ids, tokens=tokens, temperature=temperature, seed=seed).tolist())
-
-
-def prompt_ids(tokenizer: Tokenizer, prompt: str, device: torch.device) -> Tensor:
+def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
     """Return the token ids of `prompt`; the end-of-document token if it is empty."""
-    return torch.tensor(tokenizer.encode(prompt).tolist() or [tokenizer.end_id], device=device)
+    return [*tokenizer.begin_ids, *tokenizer.encode(prompt).tolist()] or [tokenizer.end_id]
 
 
 def save_tokenizer(tokenizer: Tokenizer | None, folder: Path) -> None:
@@ -99,42 +81,47 @@ def save_tokenizer(tokenizer: Tokenizer | None, folder: Path) -> None:
     (folder / TOKENIZER).write_text(json.dumps(tokenizer.describe()) + "\n", encoding="utf-8")
 
 
-@torch.no_grad()
-@torch.compiler.set_stance("force_eager")  # every token makes the sequence longer: a new shape, a new compilation
-def generate_ids(
-    model: NextTokenModel,
-    prompt: Tensor,
-    *,
-    tokens: int,
-    temperature: float,
-    seed: int,
-    allows_next: Callable[[], bool] | None = None,
-) -> Tensor:
-    """Return the ids of `prompt` ([length]) followed by `tokens` generated ones; temperature 0 is greedy decoding.
+FinishReason = Literal["end", "length", "context", "stopped"]
 
-    After each token but the last, `allows_next` says whether to generate another, the same on every rank.
 
-    Tokens are sampled with a separate CPU generator, so that every rank of a sharded network samples the same token.
-    When the text is longer than `max_length`, only its last `max_length` ids go into the network.
+class Generation:
+    """The tokens that follow a prompt, one by one. Iterate over it once; then `finish_reason` says why it ended.
+
+    `end`: the model generated one of `stop_ids`, which is not part of the text; `length`: after `max_tokens`;
+    `context`: the next token would not fit in the model's positions; `stopped`: `allows_next` said no. It is called
+    after each token but the last, and says whether to generate another, the same on every rank.
     """
-    generator = torch.Generator().manual_seed(seed)
-    ids = prompt
-    for number in range(tokens):
-        if number and allows_next is not None and not allows_next():
-            break
-        logits = model.logits(ids[-model.max_length :])
-        ids = torch.cat([ids, _next_token(logits, temperature, generator).to(ids.device)])
-    return ids
 
+    def __init__(self, model: NextTokenModel, prompt: Sequence[int], sampler: TokenSampler, *, max_tokens: int) -> None:
+        self._model, self._sampler, self._max_tokens = model, sampler, max_tokens
+        self.ids = list(prompt)
+        self.num_prompt_ids = len(self.ids)
+        self.stop_ids: frozenset[int] = frozenset()
+        self.slides = True  # text that is longer than the model's positions loses its beginning
+        self.allows_next: Callable[[], bool] = lambda: True
+        self.finish_reason: FinishReason = "length"
 
-def _next_token(logits: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
-    """Return one id [1], sampled; the likeliest if the temperature is 0 or too close to it for a float."""
-    if torch.isnan(logits).any():
-        raise UserError("M022", "the network computes NaN instead of a next token", where="the trained weights",
-                        fix="the run has diverged or the weights are damaged: generate from another checkpoint, see "
-                        "`trimaran export RUN --step N`")  # fmt: skip
-    if temperature:
-        probabilities = torch.softmax(logits / temperature, dim=-1)
-        if not torch.isnan(probabilities).any():
-            return torch.multinomial(probabilities, 1, generator=generator)
-    return logits.argmax(keepdim=True)
+    def __iter__(self) -> Iterator[int]:
+        for number in range(self._max_tokens):
+            if number and not self.allows_next():
+                self.finish_reason = "stopped"
+                return
+            if not self.slides and len(self.ids) > self._model.max_length:
+                self.finish_reason = "context"
+                return
+            token = self._sampler.next_token(self._logits())
+            if token in self.stop_ids:
+                self.finish_reason = "end"
+                return
+            self.ids.append(token)
+            yield token
+
+    @property
+    def new_ids(self) -> list[int]:
+        """The tokens generated so far."""
+        return self.ids[self.num_prompt_ids :]
+
+    @torch.no_grad()
+    @torch.compiler.set_stance("force_eager")  # every length is a new shape: a new compilation
+    def _logits(self) -> Tensor:
+        return self._model.logits(torch.tensor(self.ids[-self._model.max_length :]))

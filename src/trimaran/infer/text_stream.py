@@ -1,0 +1,42 @@
+"""Token ids to text, as they come: a character appears when all its bytes are there."""
+
+from collections.abc import Iterable
+
+from trimaran.data.tokenizer import Tokenizer
+
+UNDECODABLE = "\ufffd"
+MAX_BEFORE = 8  # tokens of the prompt that the first part is decoded with
+
+
+class TextStream:
+    """Decodes ids one by one. The parts, joined, are the decoded text without bytes that are not UTF-8.
+
+    A token may hold a part of a character, and the space before a word may depend on the token before it. So each part
+    is the difference of two decoded texts that start a few tokens earlier; one that ends inside a character waits.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, before: Iterable[int] = ()) -> None:
+        """`before` are ids that were shown already, such as those of the prompt."""
+        self._tokenizer = tokenizer
+        self._ids = list(before)
+        self._start, self._shown = max(0, len(self._ids) - MAX_BEFORE), len(self._ids)
+        self.num_undecodable = 0
+
+    def add(self, token: int) -> str:
+        """Return the text that this token completes; empty if it ends inside a character."""
+        self._ids.append(token)
+        return self._next_part(is_last=False)
+
+    def finish(self) -> str:
+        """Return the rest of the text. Bytes of a character that was never completed are left out."""
+        return self._next_part(is_last=True)
+
+    def _next_part(self, *, is_last: bool) -> str:
+        before = self._tokenizer.decode(self._ids[self._start : self._shown])
+        after = self._tokenizer.decode(self._ids[self._start :])
+        if after.endswith(UNDECODABLE) and not is_last:
+            return ""
+        part = after[len(before) :]
+        self._start, self._shown = self._shown, len(self._ids)
+        self.num_undecodable += part.count(UNDECODABLE)
+        return part.replace(UNDECODABLE, "")

@@ -1,0 +1,59 @@
+"""Streamed text: characters appear when they are complete, and no replacement character is ever shown."""
+
+import random
+from pathlib import Path
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+from tests.unit.test_data_tokenizer import train_bpe
+from trimaran.data import ByteTokenizer, load_tokenizer
+from trimaran.infer.text_stream import UNDECODABLE, TextStream
+
+TEXT = "drei Rümpfe, 三体船, 🛶 and 👩‍🚀\n\tend"
+
+
+def parts_of(stream: TextStream, ids: list[int]) -> list[str]:
+    return [*map(stream.add, ids), stream.finish()]
+
+
+def test_a_character_of_several_bytes_appears_when_it_is_complete() -> None:
+    parts = parts_of(TextStream(ByteTokenizer()), list("a船🛶".encode()))
+    assert parts == ["a", "", "", "船", "", "", "", "🛶", ""]
+
+
+@pytest.mark.parametrize("name", ["bytes", "bpe"])
+def test_the_parts_are_the_text(name: str, tmp_path: Path) -> None:
+    tokenizer = ByteTokenizer() if name == "bytes" else load_tokenizer(str(train_bpe(tmp_path / "tokenizer.json")))
+    ids = tokenizer.encode(TEXT).tolist()
+    parts = parts_of(TextStream(tokenizer), ids)
+    assert "".join(parts) == TEXT
+    assert max(map(len, parts)) < 6, "text must appear as it comes"
+    before = tokenizer.encode("the boat ").tolist()
+    assert "".join(parts_of(TextStream(tokenizer, before), ids)) == TEXT
+
+
+def test_spaces_between_words_are_kept_by_a_tokenizer_that_drops_the_first(tmp_path: Path) -> None:
+    words = tokenizers.Tokenizer(models.WordLevel({"▁the": 0, "▁sea": 1, "</s>": 2}, unk_token="</s>"))
+    words.normalizer, words.pre_tokenizer = normalizers.Sequence([]), pre_tokenizers.Metaspace()
+    words.decoder = decoders.Metaspace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    assert parts_of(TextStream(tokenizer), [0, 1, 1]) == ["the", " sea", " sea", ""]
+    assert parts_of(TextStream(tokenizer, [0]), [1, 0]) == [" sea", " the", ""]
+
+
+def test_bytes_that_are_not_utf8_are_left_out_and_counted() -> None:
+    stream = TextStream(ByteTokenizer())
+    assert "".join(parts_of(stream, [0x61, 0xFF, 0x62, 0xE4, 0xB8, 0x63, 0xE4])) == "abc"
+    assert stream.num_undecodable == 3
+
+
+def test_noise_never_shows_a_replacement_character() -> None:
+    noise = random.Random(0)
+    for _ in range(50):
+        ids = [noise.randrange(300) for _ in range(60)]
+        parts = parts_of(TextStream(ByteTokenizer()), ids)
+        assert UNDECODABLE not in "".join(parts)
+        assert "".join(parts) == ByteTokenizer().decode(ids).replace(UNDECODABLE, "")

@@ -207,6 +207,27 @@ def test_out_of_memory_gets_the_cheapest_plan_that_fits() -> None:
     assert replanned.patch["plan.micro_batch"] == PLAN.micro_batch
 
 
+def test_an_adapter_is_proposed_where_no_plan_has_enough_memory() -> None:
+    sizes = ("data.seq_len=2048", "train.global_batch=4", "cluster=1xA100-40GB")
+    recipe = recipe_with("model.preset=llama-3.1-8b", *sizes)
+    fields = {"grad_accum": 4, "precision": "bf16", "recompute": "full", "offload": "optimizer", "loss": "chunked"}
+    plan = Plan.model_validate(fields)
+    oom = (incident("oom", "rank 0 raised OutOfMemoryError", action="stopped", suspects=[0]),)
+    found = only("F062", recipe=recipe, plan=plan, incidents=oom)
+    assert found.patch == {"model.adapter": {"kind": "lora", "rank": 16}}
+    assert apply_patch(recipe, found.patch).model.adapter is not None
+    assert found.expected_effect.startswith("this trains an adapter of rank 16, not the whole model; ")
+    assert "GiB instead of" in found.expected_effect
+    assert (found.gain, found.fix) == (None, "use more or larger devices, shorter sequences or a smaller model")
+    larger = recipe_with("model.preset=qwen2.5-32b", *sizes)
+    packed = only("F062", recipe=larger, plan=plan, incidents=oom)
+    assert packed.patch == {"model.adapter": {"kind": "lora", "rank": 16, "base": "4bit"}}
+    adapted = recipe_with("model.preset=qwen2.5-32b", "model.adapter.kind=lora", *sizes)
+    assert only("F062", recipe=adapted, plan=plan, incidents=oom).patch == {"model.adapter.base": "4bit"}
+    beyond = recipe_with("model.preset=llama-3.1-405b", *sizes)
+    assert only("F062", recipe=beyond, plan=plan, incidents=oom).patch == {}
+
+
 @pytest.mark.parametrize(
     ("code", "cause", "what", "evidence_of"),
     [

@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trimaran.core import UserError
+from trimaran.planner.example_lines import example_text
 from trimaran.planner.predict_bulk import MAX_LINE_BYTES, answer_line, predict_line
 
 MODEL = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 128256, "seq_len": 4096}
@@ -70,6 +71,54 @@ def test_equivalent_lines_get_the_same_answer(same: dict[str, Any]) -> None:
     assert predict_line(same) == predict_line(line())
 
 
+PRESET_LINE = {"id": 7, "model": "llama-3.1-8b", "cluster": "2x8xH100", "plan": PLAN}
+
+
+def test_a_preset_and_a_cluster_may_be_named() -> None:
+    """The preset has the shape of MODEL; without a length it is 4,096."""
+    assert predict_line(PRESET_LINE) == predict_line(line())
+    shaped = PRESET_LINE | {"model": {"preset": "llama-3.1-8b", "seq_len": 4096}, "cluster": CLUSTER}
+    assert predict_line(shaped) == predict_line(line())
+    assert predict_line(PRESET_LINE | {"model": "tinyllama-1.1b"})["time"]  # it has 2,048 positions
+
+
+@pytest.mark.parametrize(
+    ("changes", "where", "what"),
+    [
+        ({"model": "llama-3.1-8"}, "model", "did you mean 'llama-3.1-8b'?"),
+        ({"model": {"preset": "llama-3.1-8b", "layers": 3}}, "model.layers", "no field 'layers'"),
+        ({"model": {"preset": "llama-3.1-8b", "adapter": {"rnk": 3}}}, "model.adapter.rnk", "did you mean 'rank'?"),
+        ({"model": {"preset": "llama-3.1-8b", "adapter": "lora"}}, "model.adapter", "Input should be an object"),
+        ({"model": {"preset": "llama-3.1-8b", "adapter": {"towers": ["vision"]}}}, "model.adapter", "no towers"),
+        ({"cluster": "8xH1000"}, "cluster", "did you mean 'H100'?"),
+        ({"cluster": 8}, "cluster", "no object 'cluster'"),
+    ],
+)
+def test_a_wrong_name_gets_an_error(changes: dict[str, Any], where: str, what: str) -> None:
+    error = error_of(PRESET_LINE | changes)
+    assert error["where"] == where
+    assert what in error["what"]
+
+
+def test_an_adapter_needs_the_bytes_of_frozen_weights_and_of_its_own_states() -> None:
+    plan = {"micro_batch": 1, "global_batch": 1, "recompute": "full"}
+    asked = {"model": {"preset": "llama-3.1-8b", "adapter": {"rank": 16}}, "cluster": "1xH100", "plan": plan}
+    memory = predict_line(asked)["memory"]
+    assert memory["weights"] + memory["masters"] == 2 * 8_030_261_248 + 4 * 41_943_040
+    assert memory["optimizer"] == 8 * 41_943_040
+    shape = {key: value for key, value in MODEL.items() if key != "seq_len"} | {
+        "seq_len": 4096,
+        "adapter": {"rank": 16},
+    }
+    assert predict_line(asked | {"model": shape})["memory"] == memory
+
+
+def test_the_sample_that_ships_is_answered() -> None:
+    answers = [answer_to(text, number) for number, text in enumerate(example_text().splitlines(), 1)]
+    assert all("error" not in each for each in answers)
+    assert [each["fits"] for each in answers] == [True, True, True, False, True, True]
+
+
 def test_without_shards_the_data_ranks_are_replicas() -> None:
     plain = predict_line(line(plan={"sharding": "none", "mesh": {"tp": 2, "dp_shard": 8}}))
     assert plain == predict_line(line(plan={"sharding": "none", "mesh": {"tp": 2, "dp_replicate": 8}}))
@@ -112,7 +161,7 @@ def test_nodes_are_the_largest_that_the_gpus_fill() -> None:
         (line(stack="megatrom"), "stack", "did you mean 'megatron'?"),
         (line(stack=3), "stack", "a name"),
         ({"id": 7, "model": MODEL, "plan": PLAN}, "cluster", "no object 'cluster'"),
-        ({"id": 7, "model": "llama", "cluster": CLUSTER, "plan": PLAN}, "model", "no object 'model'"),
+        ({"id": 7, "model": "llama", "cluster": CLUSTER, "plan": PLAN}, "model", "no preset 'llama'"),
     ],
 )
 def test_an_error_names_the_field(asked: dict[str, Any], where: str, expected: str) -> None:

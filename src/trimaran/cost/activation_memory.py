@@ -12,6 +12,9 @@ from trimaran.models import OutlineLayer, Tower
 # factors and of their product. With joint projections (the second figure) it also holds one that it recomputes.
 # Other stacks' figures include this in their fitted constants.
 BACKWARD_FFN_TENSORS = (3, 4)
+# Linear layers whose input is a norm's output, which several of them share; and those of them in the feed-forward.
+FEED_FORWARD_INPUTS = ("gate_proj", "up_proj")
+SHARED = ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa", *FEED_FORWARD_INPUTS)
 
 
 class LayerBytes(NamedTuple):
@@ -69,17 +72,52 @@ class LayerView(NamedTuple):
 def layer_bytes(layer: OutlineLayer, saved: Saved, element_bytes: int, tp: int, parts: int, cpu: bool) -> LayerBytes:
     """Return the bytes that a layer saves per token on one of `tp` ranks.
 
-    Norms save the residual stream (and on a CPU, where they are not fused, its normalised form). Projections save their
-    input. Flash attention saves query, key, value, output and one logsumexp per head. `parts` is how many sequence
-    parts gather their keys and values on this rank: it holds those of all parts, once per query head.
+    Norms save the residual stream (and on a CPU, where they are not fused, its normalised form for the gradient of
+    their weight). Projections save their input, but frozen ones only for their adapter. Flash attention saves query,
+    key, value, output and one logsumexp per head. `parts` is how many sequence parts gather their keys and values on
+    this rank: it holds those of all parts, once per query head.
     """
-    norms = (saved.norm_bytes + 8 * cpu + (0 if layer.gated else saved.mask_bytes)) * layer.hidden
-    projections = saved.projection_bytes * layer.hidden
+    normalised = 8 if cpu and layer.adapter is None else 0
+    norms = (saved.norm_bytes + normalised + (0 if layer.gated else saved.mask_bytes)) * layer.hidden
+    projections = saved.projection_bytes * layer.hidden * _saved_inputs(layer)
     norm_split = 1 if saved.tp_splits == "nothing" else tp  # without sequence parallelism every rank has all features
     matmuls = (_attention(layer, saved, element_bytes, parts) + _feed_forward(layer, saved, element_bytes)) / tp
     none = norms / norm_split + projections / (tp if saved.tp_splits == "all" else 1) + matmuls
+    none += adapter_bytes(layer, element_bytes, tp, mask_bytes=element_bytes if cpu else 1)
     full = saved.input_bytes * layer.hidden / norm_split
     return LayerBytes(none, min(none, full + _selective(layer, saved, element_bytes) / tp), min(none, full))
+
+
+def adapter_bytes(layer: OutlineLayer, element_bytes: int, tp: int, *, mask_bytes: int) -> float:
+    """Return the bytes per token that a layer's adapters save, besides inputs that several of them share.
+
+    Each saves its low-rank values. With dropout it saves a dropped copy of its input and a mask. DoRA also saves its
+    output before the magnitude is applied.
+    """
+    if (adapter := layer.adapter) is None:
+        return 0.0
+    total = 0
+    for linear in layer.adapted_linears:
+        inputs, outputs = linear.on_rank(tp)
+        total += element_bytes * (adapter.rank + outputs * adapter.has_magnitude)
+        total += (element_bytes + mask_bytes) * inputs * adapter.has_dropout
+    return total
+
+
+def _saved_inputs(layer: OutlineLayer) -> float:
+    """Return the fraction of the projections' shared inputs that is saved: attention's input and the feed-forward's."""
+    if (adapter := layer.adapter) is None:
+        return 1.0
+    if adapter.has_dropout:  # each adapter saves a copy of its own
+        return 0.0
+    by_sublayer = {linear.name in FEED_FORWARD_INPUTS for linear in layer.adapted_linears if linear.name in SHARED}
+    return len(by_sublayer) / 2 if layer.heads else float(bool(by_sublayer))
+
+
+def _saves_product(layer: OutlineLayer) -> bool:
+    """Return whether the input of the feed-forward's last matmul is saved as it is."""
+    adapter = layer.adapter
+    return adapter is None or ("down_proj" in adapter.targets and not adapter.has_dropout)
 
 
 def _attention(layer: OutlineLayer, saved: Saved, element_bytes: int, parts: int) -> float:
@@ -93,11 +131,14 @@ def _attention(layer: OutlineLayer, saved: Saved, element_bytes: int, parts: int
 
 
 def _feed_forward(layer: OutlineLayer, saved: Saved, element_bytes: int) -> float:
+    product = 0 if _saves_product(layer) else 1
     if (experts := layer.experts) is None:
-        return element_bytes * (saved.gated_tensors if layer.gated else saved.plain_tensors) * layer.ffn
+        return element_bytes * ((saved.gated_tensors if layer.gated else saved.plain_tensors) - product) * layer.ffn
     # Each token is copied to its experts and back. Experts stay eager, because their row counts depend on the data.
-    tensors = 4 if layer.gated else 2
-    return element_bytes * (experts.top_k * (tensors * experts.ffn + 2 * layer.hidden) + tensors * experts.shared_ffn)
+    # Frozen experts, which have no adapter, save neither the input of their first nor that of their last matmul.
+    tensors, frozen = 4 if layer.gated else 2, 0 if layer.adapter is None else 1
+    routed = experts.top_k * ((tensors - frozen) * experts.ffn + (2 - frozen) * layer.hidden)
+    return element_bytes * (routed + (tensors - product) * experts.shared_ffn)
 
 
 def _selective(layer: OutlineLayer, saved: Saved, element_bytes: int) -> float:
@@ -129,7 +170,7 @@ def saved_on_rank(inputs: MemoryInputs, part: RankPart, *, gathered: float) -> S
     """Return what a rank saves for one micro-batch.
 
     `gathered` is how many bytes per feature a tensor-parallel rank saves of inputs that it gathered.
-    A frozen tower saves nothing unless a trained tower precedes it.
+    A tower without anything to train saves nothing unless a trained tower precedes it.
     Only our own context parallelism gathers keys; other stacks pass them around a ring.
     """
     job, plan, modes = inputs.job, inputs.plan, {}
@@ -151,7 +192,7 @@ def saved_on_rank(inputs: MemoryInputs, part: RankPart, *, gathered: float) -> S
 def _saved_by_part(part: RankPart, view: LayerView) -> SavedActivations:
     total, trains, modes = SavedActivations(), False, dict(view.modes)
     for group in part.layer_groups:
-        trains = trains or not group.tower.frozen
+        trains = trains or group.tower.is_trained
         if trains:
             add = _layer_group if isinstance(group.block, OutlineLayer) else _opaque_group
             total = _combined(total, add(view, group, modes[group.tower.name]))
@@ -175,6 +216,8 @@ def _layer_group(view: LayerView, group: LayerGroup, mode: RecomputeMode) -> Sav
     one = layer_bytes(layer, view.saved, view.element_bytes, tp, view.context_parts, view.cpu)
     recomputed = num_recomputed(recompute, count)
     matrices = layer.dense_weights // tp + layer.router_weights + layer.expert_weights // (tp * view.ep)
+    if group.tower.compact:  # only adapters are fp32
+        matrices = layer.adapter_parameters(tp)
     gradients = view.backward_tensors * layer.active_ffn + 2 * layer.hidden
     return SavedActivations(
         layers=positions * (saved_layer_bytes(one, recompute, count) + count * view.gathered_bytes * layer.hidden),
@@ -187,8 +230,12 @@ def _layer_group(view: LayerView, group: LayerGroup, mode: RecomputeMode) -> Sav
 
 
 def _cast_bytes(inputs: MemoryInputs, tower: Tower) -> int:
-    """Return the bytes of a weight's autocast copy. Split weights need none, but a frozen tower is not split."""
-    return inputs.element_bytes if inputs.splits_weights and tower.frozen else inputs.cast_bytes
+    """Return the bytes of an fp32 weight's autocast copy.
+
+    Split weights need none, but frozen ones are not split; beside an adapter they are not fp32 either.
+    """
+    is_fp32 = inputs.splits_weights and tower.frozen and not tower.compact
+    return inputs.element_bytes if is_fp32 else inputs.cast_bytes
 
 
 def _opaque_group(view: LayerView, group: LayerGroup, mode: RecomputeMode) -> SavedActivations:

@@ -1,10 +1,12 @@
 """Compute time of one block on one rank: its matmuls, its attention, and the memory traffic of its other operators."""
 
+import math
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
 from trimaran.cost.loss_kind import FP32_BYTES, chunk_rows
+from trimaran.cost.rank_part import PACKED_BYTES, packed_linears
 from trimaran.cost.roofline import DeviceRates, attention_seconds, matmul_seconds
 from trimaran.cost.time_profiles import TimeProfile
 from trimaran.models import Opaque, OutlineLayer, Tower
@@ -14,6 +16,8 @@ BACKWARD_TRAFFIC_FACTOR = 1.6  # elementwise bytes of backward per byte of forwa
 EXPERT_IMBALANCE = 1.2  # tokens of the busiest expert-parallel rank, relative to the mean
 # Bytes moved per element to cast a matmul's operands to fp8: find the maximum (read 2), cast (read 2, write 1), twice.
 FP8_CAST_BYTES = 6
+# Bytes moved per element by dropout, in forward and in backward alike: two 16-bit tensors and a mask of a byte.
+DROPOUT_BYTES = 5
 # Bytes moved per logit by our fused loss kernel: it reads a logit twice and overwrites it with its gradient.
 FUSED_LOGIT_BYTES = 6
 # A chunked loss adds each chunk's weight gradient to an fp32 sum. This fraction of that traffic is not hidden by the
@@ -31,13 +35,17 @@ class BlockSplit(NamedTuple):
 
 
 class Passes(NamedTuple):
-    """Seconds of a block for one micro-batch. `full` and `selective` are what recompute adds to backward."""
+    """Seconds of a block for one micro-batch. `full` and `selective` are what recompute adds to backward.
+
+    Adapters are part of all but `weight_grad`, which is of the block's own weights.
+    """
 
     forward: float
     input_grad: float
     weight_grad: float
     full: float
     selective: float
+    adapter_grad: float = 0.0
 
 
 class Matmul(NamedTuple):
@@ -71,7 +79,43 @@ def layer_passes(
     forward += elementwise + attention
     full = forward - matmul if profile.recompute == "torch" else forward  # backward does not need the last matmul
     input_grad = input_grad + BACKWARD_TRAFFIC_FACTOR * elementwise + attention_backward
-    return Passes(forward, input_grad, weight_grad, full, selective)
+    passes = Passes(forward, input_grad, weight_grad, full, selective)
+    return passes if layer.adapter is None else _with_adapters(passes, layer, split, rates)
+
+
+def _with_adapters(passes: Passes, layer: OutlineLayer, split: BlockSplit, rates: DeviceRates) -> Passes:
+    """Return the times with those of the layer's adapters, and with the time to unpack 4-bit weights.
+
+    At small ranks an adapter's matmuls only move its input and its output. The matmul of the update adds it to the
+    output of the frozen layer, which it reads; backward adds the gradient of the input to that of the frozen layer.
+    """
+    adapter, rows, per_byte = layer.adapter, split.positions, rates.element_bytes / rates.bandwidth
+    assert adapter is not None
+    rank, forward, input_grad, weight_grad = adapter.rank, 0.0, 0.0, 0.0
+    for linear in layer.adapted_linears:
+        inputs, outputs = linear.on_rank(split.tp)
+        forward += matmul_seconds(rows, rank, inputs, rates) + matmul_seconds(rows, outputs, rank, rates)
+        forward += rows * outputs * per_byte
+        input_grad += matmul_seconds(rows, rank, outputs, rates) + matmul_seconds(rows, inputs, rank, rates)
+        input_grad += 3 * rows * inputs * per_byte
+        weight_grad += matmul_seconds(outputs, rank, rows, rates) + matmul_seconds(rank, inputs, rows, rates)
+        if adapter.has_dropout:
+            forward += DROPOUT_BYTES * rows * inputs / rates.bandwidth
+            input_grad += DROPOUT_BYTES * rows * inputs / rates.bandwidth
+        if adapter.has_magnitude:  # the norm of each row, then two more elementwise operators on the output
+            forward += (2 * inputs * outputs + 4 * rows * outputs) * per_byte
+            input_grad += 5 * rows * outputs * per_byte
+    weights = sum(math.prod(linear.on_rank(split.tp)) for linear in packed_linears(layer))
+    unpack = (PACKED_BYTES + rates.element_bytes) * weights / rates.bandwidth
+    forward, input_grad = forward + unpack, input_grad + unpack
+    return Passes(
+        passes.forward + forward,
+        passes.input_grad + input_grad,
+        passes.weight_grad,
+        passes.full + forward,
+        passes.selective + forward,
+        weight_grad,
+    )
 
 
 def head_passes(tower: Tower, split: BlockSplit, rates: DeviceRates, profile: TimeProfile) -> Passes:

@@ -119,15 +119,16 @@ def _transfers(path: TrafficPath, plan: Plan, unit: TimeUnit) -> tuple[Transfer,
 def _unit_seconds(path: TrafficPath, unit: TimeUnit, sharding: str) -> tuple[float, float]:
     """Return the time to gather the weights of one unit, and the time to reduce its gradients."""
     gather = reduce = 0.0
-    for num, (shards, replicas) in ((unit.dense, path.dense), (unit.experts, path.experts)):
-        if not num:
-            continue
-        if sharding != "none":
+    for num, trained, (shards, replicas) in (
+        (unit.dense, unit.trained_dense, path.dense),
+        (unit.experts, unit.trained_experts, path.experts),
+    ):
+        if num and sharding != "none":
             gather += all_gather_seconds(path.weight_bytes * num, shards)
-        if unit.is_trained:
+        if trained:
             rounds = 2 if sharding == "none" else 1  # an unsharded tower also gathers its reduced gradients
-            reduce += rounds * all_gather_seconds(path.gradient_bytes * num, shards)
-            reduce += all_reduce_seconds(path.gradient_bytes * num / shards.num_ranks, replicas)
+            reduce += rounds * all_gather_seconds(path.gradient_bytes * trained, shards)
+            reduce += all_reduce_seconds(path.gradient_bytes * trained / shards.num_ranks, replicas)
     return gather, reduce
 
 

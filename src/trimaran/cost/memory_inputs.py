@@ -1,10 +1,11 @@
 """The inputs of all memory terms, read from the plan once: pydantic fields are slow and are read many times."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from trimaran.core import Plan
 from trimaran.cost.job import ELEMENT_BYTES, Job, splits_weights
-from trimaran.cost.memory_profiles import DEEPSPEED_ENGINE, SPLIT_WEIGHTS, MemoryProfile, Saved
+from trimaran.cost.memory_profiles import DEEPSPEED_ENGINE, JOINT_PROJECTIONS, SPLIT_WEIGHTS, MemoryProfile, Saved
 from trimaran.hardware import Cluster
 
 PRECISION_SUFFIX = {"fp32": " fp32", "fp8": " fp8"}
@@ -42,11 +43,15 @@ def memory_inputs_of(job: Job, cluster: Cluster, plan: Plan) -> MemoryInputs:
     mesh, precision, cpu = plan.mesh, plan.precision, cluster.device.kind == "cpu"
     profile = _profile(job, plan)
     source = job.stack.memory if profile is SPLIT_WEIGHTS and not plan.joins_projections else profile
+    saved = _saved(source, precision, compiled=plan.compile, sharded=plan.sharding != "none")
+    if saved is JOINT_PROJECTIONS and job.outline.adapter:  # only the norms: frozen projections are never joined
+        plain = _saved(job.stack.memory, precision, compiled=plan.compile, sharded=plan.sharding != "none")
+        saved = replace(plain, norm_bytes=JOINT_PROJECTIONS.norm_bytes)
     return MemoryInputs(
         job=job,
         plan=plan,
         profile=profile,
-        saved=_saved(source, precision, compiled=plan.compile, sharded=plan.sharding != "none"),
+        saved=saved,
         cpu=cpu,
         offload="none" if cpu else plan.offload,
         element_bytes=ELEMENT_BYTES[precision],

@@ -5,6 +5,7 @@ from trimaran.cost.activation_memory import saved_on_rank
 from trimaran.cost.job import Job, frees_weights, splits_weights
 from trimaran.cost.memory_inputs import memory_inputs_of
 from trimaran.cost.stage_time import StageTime
+from trimaran.cost.states import owned_weight_bytes
 from trimaran.hardware import Cluster
 
 # Fraction of PCIe's bandwidth that a copy reaches while matmuls run, and each of two copies in opposite directions:
@@ -81,8 +82,9 @@ def offload_seconds(
         moved = saved_on_rank(memory_inputs_of(job, cluster, plan), stage.part, gathered=0).layers
         return plan.grad_accum * (_slowdown(moved / copies, stage.forward) + _slowdown(moved / copies, stage.backward))
     gathers = plan.grad_accum if frees_weights(plan, plan.sharding) else 1
+    weights = owned_weight_bytes(job, plan, stage.part)
     return gathers * (
-        _slowdown(4 * num_owned / copies, stage.forward) + _slowdown(4 * num_owned / both, stage.backward)
+        _slowdown(weights / copies, stage.forward) + _slowdown(max(weights, 4 * num_owned) / both, stage.backward)
     )
 
 

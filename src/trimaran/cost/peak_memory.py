@@ -120,13 +120,14 @@ def _load(inputs: MemoryInputs, part: RankPart, gathered: float) -> RankLoad:
     if inputs.offload == "activations":  # only the current layer's activations are on the device
         host, alive, others, casts = host + PINNED_OVERHEAD * alive, saved.one_layer, saved.one_layer, 0
     at_loss, cast = alive + head.activations + saved.exchanged, casts + head.casts
+    unpacked = inputs.element_bytes * max((holding.largest_packed for holding in part.holdings), default=0)
     current = saved.recomputed + saved.backward + saved.exchanged
     # `gathered_in_backward` already includes the gradients of a sharded root.
     left = 0 if states.gathered_in_backward else _head_gradients_in_backward(inputs, part, head)
     moment = max(
         (at_loss, head.logits, cast, states.gathered_at_loss, states.gradients_at_loss + head.gradients, 0),
-        (alive + current, 0, cast, states.gathered_in_backward, states.gradients_at_loss + left, 0),
-        (others + current, 0, 0, states.gathered_in_backward, states.gradients, 0),
+        (alive + current, 0, cast + unpacked, states.gathered_in_backward, states.gradients_at_loss + left, 0),
+        (others + current, 0, unpacked, states.gathered_in_backward, states.gradients, 0),
         (others, 0, 0, 0, states.gradients + states.duplicate_gradients, 0),
         (0, 0, 0, 0, states.gradients, states.update),
         key=sum,
@@ -156,6 +157,7 @@ def head_memory(inputs: MemoryInputs, part: RankPart) -> PeakMoment:
         return PeakMoment()
     positions, plan = inputs.job.positions(tower, inputs.plan) / inputs.tp, inputs.plan
     is_fp32 = inputs.profile.weight_bytes == 4 or (inputs.splits_weights and (tower.tied or tower.frozen))
+    is_fp32 = is_fp32 and (not tower.compact or tower.trains_head)
     casts = inputs.element_bytes == 2 and is_fp32 and inputs.job.sharding_of(tower, plan) == "none"
     memory = PeakMoment(
         activations=positions * inputs.saved.norm_bytes * tower.hidden,
@@ -185,5 +187,5 @@ def _fused_loss(inputs: MemoryInputs, tower: Tower, *, chunked: bool) -> dict[st
     at_once = chunk_rows(rows, tower.outputs, element_bytes) if chunked else rows
     logit_bytes = element_bytes + FP32_BYTES * inputs.cpu
     gradient_bytes = FP32_BYTES if chunked and at_once < rows else element_bytes
-    weight = 0 if tower.frozen else gradient_bytes * tower.head_parameters
+    weight = gradient_bytes * tower.head_parameters if tower.is_head_trained else 0
     return {"logits": logit_bytes * at_once * tower.outputs, "gradients": element_bytes * rows * tower.hidden + weight}

@@ -1,5 +1,6 @@
 """The part of a model that one rank holds, after pipeline, tensor and expert parallelism."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -7,7 +8,12 @@ from itertools import accumulate, groupby, pairwise
 from typing import Literal, NamedTuple
 
 from trimaran.core import Plan
-from trimaran.models import Opaque, Outline, OutlineLayer, Step, Tower, split_outline, stages_of_rank
+from trimaran.models import LinearShape, Opaque, Outline, OutlineLayer, Step, Tower, split_outline, stages_of_rank
+from trimaran.models.outline import linears_of
+
+# Weights in a row that share one fp32 scale in the 4-bit format (NF4): each takes half a byte and a 64th of 4 bytes.
+PACKED_BLOCK = 64
+PACKED_BYTES = 0.5 + 4 / PACKED_BLOCK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,9 +26,14 @@ class LayerGroup:
 
 
 class Holding(NamedTuple):
-    """The parameters that a rank holds of one tower.
+    """Parameters that a rank holds of one tower: all of them; with adapters the frozen, 4-bit or trained ones.
 
-    dense: all parameters but those of routed experts. `root`, the embedding and the head, is part of it.
+    dense: all parameters but those of routed experts. `root`, the embedding and the head, is part of it, and so are
+        adapters.
+    magnitudes: parameters of adapters that are not matrices: DoRA's.
+    is_compact: frozen weights that are stored in the compute precision, except those of `routers`, which are fp32.
+    largest_packed: above 0 if the weights are 4-bit ones, which are never sharded: the largest, as it is unpacked for
+        its matmul.
     """
 
     tower: Tower
@@ -30,13 +41,22 @@ class Holding(NamedTuple):
     experts: int
     root: int
     layers: int
+    is_trained: bool = True
+    is_compact: bool = False
+    magnitudes: int = 0
+    routers: int = 0
+    largest_packed: int = 0
+
+    @property
+    def parameters(self) -> int:
+        return self.dense + self.experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)  # cached once per split, so identity is equality
 class RankPart:
     """The blocks and parameters of one pipeline rank, before they are sharded over the data ranks.
 
-    dense: all parameters but those of routed experts, which are sharded over other ranks.
+    dense: all parameters but those of routed experts, which are sharded over other ranks. Adapters are among them.
     embedding, head: included in `dense`, like everything else outside the layers.
     frozen: how many of all parameters are not trained.
     in_flight: for how many micro-batches at once the rank holds the activations of its layers.
@@ -209,7 +229,8 @@ def _part(
         dense += embedding_here + head_here + (tower.extras if last else 0)
         experts = sum(group.count * _experts(group.block) for group in blocks) // (tp * ep)
         layers = sum(group.count for group in blocks)
-        holdings.append(Holding(tower, dense, experts, embedding_here + head_here, layers))
+        held = Holding(tower, dense, experts, embedding_here + head_here, layers, is_trained=not tower.frozen)
+        holdings += _frozen_and_trained(held, blocks, (embedding_here, head_here), tp) if tower.frozen else [held]
         embedding, head = embedding + embedding_here, head + head_here
     return RankPart(
         layer_groups=groups,
@@ -217,11 +238,50 @@ def _part(
         experts=sum(each.experts for each in holdings),
         embedding=embedding,
         head=head,
-        frozen=sum(each.dense + each.experts for each in holdings if each.tower.frozen),
+        frozen=sum(each.parameters for each in holdings if not each.is_trained),
         in_flight=in_flight,
         head_tower=main if ends[1] and main.outputs > 0 else None,
         holdings=tuple(holdings),
     )
+
+
+def _frozen_and_trained(held: Holding, blocks: list[LayerGroup], ends: tuple[int, int], tp: int) -> list[Holding]:
+    """Return the frozen parameters of a frozen tower, its 4-bit ones, and its trained ones.
+
+    Trained are its adapters, and an embedding or a head that is trained in full.
+    """
+    tower, (embedding, head) = held.tower, ends
+    root = embedding * tower.trains_embedding + head * tower.trains_head
+    layers = [(group.block, group.count) for group in blocks if isinstance(group.block, OutlineLayer)]
+    sizes = [(math.prod(each.on_rank(tp)), count) for layer, count in layers for each in packed_linears(layer)]
+    packed = sum(size * count for size, count in sizes)
+    adapter = sum(count * layer.adapter_parameters(tp) for layer, count in layers)
+    adapter += tower.head_rank * (tower.hidden + tower.outputs // tp) if head else 0
+    routers = sum(count * layer.hidden * layer.experts.num_experts for layer, count in layers if layer.experts)
+    is_compact = tower.compact
+    holdings = [
+        held._replace(dense=held.dense - root - packed, root=held.root - root, is_compact=is_compact, routers=routers)
+    ]
+    if packed:
+        largest = max(size for size, _ in sizes)
+        held = Holding(tower, packed, 0, 0, held.layers, is_trained=False, is_compact=True, largest_packed=largest)
+        holdings.append(held)
+    if adapter + root:
+        magnitudes = sum(
+            count * linear.on_rank(tp)[1]
+            for layer, count in layers
+            for linear in layer.adapted_linears
+            if layer.adapter and layer.adapter.has_magnitude
+        )
+        holdings.append(Holding(tower, adapter + root, 0, root, held.layers, magnitudes=magnitudes))
+    return holdings
+
+
+def packed_linears(layer: OutlineLayer) -> tuple[LinearShape, ...]:
+    """Return the frozen linear layers that are stored in 4 bits: those whose rows are whole blocks."""
+    if layer.adapter is None or not layer.adapter.is_4bit:
+        return ()
+    return tuple(linear for linear in linears_of(layer) if linear.inputs % PACKED_BLOCK == 0)
 
 
 def _experts(block: OutlineLayer | Opaque) -> int:

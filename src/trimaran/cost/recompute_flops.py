@@ -43,5 +43,6 @@ def _block_flops(
     if profile.recompute == "complete":
         return max(0.0, forward - sum(flops)) if selective else forward  # attention only, or everything
     if selective:
-        return sum(num for num, each in zip(flops, block_matmuls, strict=True) if not each.is_saved)
+        adapters = 2.0 * positions * block.adapter_parameters()
+        return adapters + sum(num for num, each in zip(flops, block_matmuls, strict=True) if not each.is_saved)
     return forward - sum(flops[-1:])  # torch stops before the last matmul, whose output backward does not need

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 from trimaran.core import Seconds
 from trimaran.cost.job import ELEMENT_BYTES
-from trimaran.hardware import Device
+from trimaran.hardware import CpuRates, Device
 
 Value = TypeVar("Value")
 
@@ -41,7 +41,13 @@ SUSTAINED_FRACTION = {
     "cpu": 1.0,
 }
 DEFAULT_SUSTAINED_FRACTION = 0.85
+# A CPU's operators are measured again and again on the same data, which the caches hold. Full steps reach this fraction
+# of those rates: 13 dense decoders on two Neoverse cores.
+CPU_SUSTAINED_FRACTION = 0.83
 MAX_NARROW_HEAD_DIM = 64
+# A CPU's attention is measured with this length and head size. Elsewhere its rate follows these ramps: lengths from 32
+# to 2,048 and head sizes 32 and 64 on two Neoverse cores.
+CPU_LENGTH, CPU_RAMP, CPU_HEAD_DIM, CPU_HEAD_RAMP = 128, 180, 32, 32
 
 
 class AttentionKernel(NamedTuple):
@@ -85,6 +91,7 @@ class DeviceRates(NamedTuple):
     burst_flops: of the best matmul in a short burst, outside fp8.
     bandwidth: memory bytes per second.
     tile_depth: see TILE_DEPTH.
+    cpu: measured rates of a CPU; None if it is not calibrated.
     """
 
     generation: Generation
@@ -95,12 +102,15 @@ class DeviceRates(NamedTuple):
     multiprocessors: int
     tile_depth: int
     element_bytes: int
+    cpu: CpuRates | None = None
 
 
 @lru_cache(maxsize=256)
 def rates_of(device: Device, precision: str) -> DeviceRates:
     """Return the rates of a device in a precision."""
     kind, name, rate = device.kind, device.name, rate_name(device, precision)
+    if device.cpu_rates is not None:
+        return _measured_cpu(device.cpu_rates, precision)
     # A rate measured on this machine needs no correction. Without tensor cores power is not the limit.
     is_sustained = "bf16" in device.reached or rate == "fp32"
     sustained = 1.0 if is_sustained else _of_variant(name, SUSTAINED_FRACTION, DEFAULT_SUSTAINED_FRACTION)
@@ -115,6 +125,13 @@ def rates_of(device: Device, precision: str) -> DeviceRates:
         TILE_DEPTH[kind],
         ELEMENT_BYTES[precision],
     )
+
+
+def _measured_cpu(cpu: CpuRates, precision: str) -> DeviceRates:
+    flops, bandwidth = (
+        CPU_SUSTAINED_FRACTION * rate * 1e9 for rate in (cpu.matmul_gflops, cpu.elementwise_gb_per_second)
+    )
+    return DeviceRates("cpu", flops, flops, flops, bandwidth, 1, TILE_DEPTH["cpu"], ELEMENT_BYTES[precision], cpu)
 
 
 def rate_name(device: Device, precision: str) -> str:
@@ -133,6 +150,9 @@ def matmul_seconds(rows: int, columns: int, depth: int, rates: DeviceRates, *, g
     """Return the time of `groups` equal matmuls of (rows, depth) and (depth, columns)."""
     if not rows * columns * depth:
         return Seconds(0.0)
+    if rates.cpu is not None:
+        work = (rows + rates.cpu.extra_rows) * columns * (depth + rates.tile_depth)
+        return Seconds(2.0 * groups * work / rates.matmul_flops)
     moved = groups * rates.element_bytes * (rows * depth + depth * columns + rows * columns) / rates.bandwidth
     if rates.generation == "cpu":
         return Seconds(max(2.0 * groups * rows * columns * (depth + rates.tile_depth) / rates.matmul_flops, moved))
@@ -150,6 +170,10 @@ def attention_seconds(
     flops: float, length: int, head_dim: int, *, kernel: str, rates: DeviceRates
 ) -> tuple[float, float]:
     """Return the times of attention's forward and backward. Backward recomputes the scores: 2.5 times the FLOPs."""
+    if (cpu := rates.cpu) is not None:
+        ramp = (1 + CPU_RAMP / length) / (1 + CPU_RAMP / CPU_LENGTH)
+        flops *= ramp * (1 + CPU_HEAD_RAMP / head_dim) / (1 + CPU_HEAD_RAMP / CPU_HEAD_DIM) / CPU_SUSTAINED_FRACTION
+        return flops / (cpu.attention_gflops * 1e9), 2.5 * flops / (cpu.attention_backward_gflops * 1e9)
     efficiency = KERNELS[kernel_of(kernel, rates.generation), rates.generation]
     rate = rates.burst_flops * (efficiency.narrow if head_dim <= MAX_NARROW_HEAD_DIM else 1.0)
     forward = flops / (rate * efficiency.forward) * (1 + efficiency.ramp / length)

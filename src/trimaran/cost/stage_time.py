@@ -1,5 +1,6 @@
 """Time of one micro-batch on each pipeline rank: compute, host overhead, and communication inside the layers."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import lru_cache
@@ -19,16 +20,20 @@ from trimaran.cost.block_time import (
 from trimaran.cost.collective import Ring, all_gather_seconds, all_to_all_seconds, ring_of, send_seconds
 from trimaran.cost.job import Job, splits_weights
 from trimaran.cost.loss_kind import loss_of
-from trimaran.cost.rank_part import LayerGroup, RankPart, parts_of
+from trimaran.cost.rank_part import LayerGroup, RankPart, packed_linears, parts_of
 from trimaran.cost.roofline import DeviceRates
 from trimaran.hardware import Link
 from trimaran.models import Opaque, OutlineLayer
 
 KERNEL_LAUNCH_SECONDS = 8e-6  # host time per kernel of an opaque block (the host of an H200)
+ADAPTER_KERNELS = 10  # that an adapter adds to forward and backward: casts, matmuls, additions (counted)
 DEFAULT_PLAN = Plan()
 FORWARD_HOST_FRACTION = 0.4  # of a layer's host time; the rest is for backward
 # Host and device run in parallel, but neither is always ahead: the total is the p-norm of both, with this p.
 HOST_OVERLAP_POWER = 6
+# Overhead of a block of ours and of embedding, loss and hooks of a micro-batch, in that of the block that is measured
+# on a CPU: 64 to 256 tokens on two Neoverse cores.
+CPU_BLOCK_OVERHEAD, CPU_EDGE_BLOCKS = 1.6, 2.0
 
 
 class StageInputs(NamedTuple):
@@ -58,13 +63,15 @@ class StageKind(NamedTuple):
 class TimeUnit(NamedTuple):
     """Equal blocks whose weights are communicated one block at a time.
 
-    Parameters and seconds are of one block. `sharding` None means the plan's.
+    Parameters and seconds are of one block. `dense` and `experts` are sharded and gathered, which 4-bit weights are
+    not; the `trained_` ones have gradients. `sharding` None means the plan's.
     """
 
     count: int
     dense: float
     experts: float
-    is_trained: bool
+    trained_dense: float
+    trained_experts: float
     sharding: str | None
     forward: float
     backward: float
@@ -139,13 +146,16 @@ def _stage_time(inputs: StageInputs, plan: Plan, part: RankPart) -> StageTime:
             waits[key] += group.count * rounds * seconds
         host_passes = 1.0 + FORWARD_HOST_FRACTION * repeats if unit.backward else FORWARD_HOST_FRACTION
         host += group.count * host_passes * _host_seconds(inputs, group)
+    if inputs.rates.cpu is not None:
+        host += CPU_EDGE_BLOCKS * inputs.rates.cpu.layer_us * 1e-6
     forward = sum(unit.count * unit.forward for unit in units)
     backward = sum(unit.count * unit.backward for unit in units)
     if inputs.rates.element_bytes == 2:
         backward += inputs.job.stack.time.parameter_bytes.cast * _num_cast(inputs, part) / inputs.rates.bandwidth
     near = inputs.levels[0].name  # while it waits for the network, the host catches up
     busy = forward + backward + sum(seconds for key, seconds in waits.items() if key.endswith(near))
-    slowdown = (1 + (host / busy) ** HOST_OVERLAP_POWER) ** (1 / HOST_OVERLAP_POWER) if busy else 1.0
+    power = 1 if inputs.rates.cpu else HOST_OVERLAP_POWER  # a CPU is its own host
+    slowdown = (1 + (host / busy) ** power) ** (1 / power) if busy else 1.0
     idle = busy * (slowdown - 1) / (forward + backward) if busy else 0.0
     root, ends = _root_unit(inputs, part)
     for key, seconds in _edge_waits(inputs, plan, part):
@@ -155,11 +165,16 @@ def _stage_time(inputs: StageInputs, plan: Plan, part: RankPart) -> StageTime:
 
 
 def _num_cast(inputs: StageInputs, part: RankPart) -> int:
-    """Return how many parameters are cast per micro-batch. Of split weights, only the frozen and the tied ones."""
+    """Return how many parameters are cast per micro-batch: those stored in fp32.
+
+    Of split weights, only the frozen ones, the tied ones and magnitudes are in fp32.
+    """
+    stored = [holding for holding in part.holdings if not holding.is_compact]
     if not inputs.kind.splits:
-        return part.parameters
-    tied = sum(holding.root for holding in part.holdings if holding.tower.tied and not holding.tower.frozen)
-    return part.frozen + tied
+        return sum(holding.parameters for holding in stored)
+    frozen = sum(holding.parameters for holding in stored if not holding.is_trained)
+    tied = sum(holding.root for holding in stored if holding.tower.tied and holding.is_trained)
+    return frozen + tied + sum(holding.magnitudes for holding in stored)
 
 
 def _unit(inputs: StageInputs, plan: Plan, group: LayerGroup) -> tuple[TimeUnit, float]:
@@ -176,13 +191,18 @@ def _unit(inputs: StageInputs, plan: Plan, group: LayerGroup) -> tuple[TimeUnit,
         )
         dense = block.dense_weights / mesh.tp + block.router_weights + block.extras
         experts = block.expert_weights / (mesh.tp * mesh.ep)
-    is_trained, needs_input_grad = _gradients(inputs, group)
+    is_trained, needs_input_grad = not group.tower.frozen, job.outline.has_backward(group.tower)
+    trained = (dense, experts) if is_trained else (0.0, 0.0)
+    if isinstance(block, OutlineLayer) and block.adapter:
+        adapter = float(block.adapter_parameters(mesh.tp))
+        packed = sum(math.prod(linear.on_rank(mesh.tp)) for linear in packed_linears(block))
+        dense, trained = dense - packed + adapter, (adapter, 0.0)
     seconds, fraction = _recompute_seconds(job.recompute_of(group.tower, plan), passes, group.count)
-    backward = passes.input_grad * needs_input_grad + passes.weight_grad * is_trained
+    backward = passes.input_grad * needs_input_grad + passes.weight_grad * is_trained + passes.adapter_grad
     if not backward:
         seconds = fraction = 0.0
     sharding = job.sharding_of(group.tower, plan) if plan.towers else None
-    return TimeUnit(group.count, dense, experts, is_trained, sharding, passes.forward, backward + seconds), fraction
+    return TimeUnit(group.count, dense, experts, *trained, sharding, passes.forward, backward + seconds), fraction
 
 
 def _recompute_seconds(recompute: str | int, passes: Passes, count: int) -> tuple[float, float]:
@@ -193,14 +213,6 @@ def _recompute_seconds(recompute: str | int, passes: Passes, count: int) -> tupl
         return passes.selective, 0.0
     fraction = 1.0 if recompute == "full" else -(-count // int(recompute)) / count
     return fraction * passes.full, fraction
-
-
-def _gradients(inputs: StageInputs, group: LayerGroup) -> tuple[bool, bool]:
-    """Return whether a group's weights need gradients, and whether its input does: if anything before it is trained."""
-    if not group.tower.frozen:
-        return True, True
-    towers = inputs.job.outline.towers
-    return False, not all(tower.frozen for tower in towers[: towers.index(group.tower)])
 
 
 def _layer_waits(inputs: StageInputs, plan: Plan, group: LayerGroup) -> Iterator[tuple[str, float]]:
@@ -264,10 +276,13 @@ def _host_seconds(inputs: StageInputs, group: LayerGroup) -> float:
     if isinstance(group.block, Opaque):
         return group.block.num_kernels * KERNEL_LAUNCH_SECONDS / FORWARD_HOST_FRACTION
     host, (tp, pp, *_) = inputs.job.stack.time.host, inputs.degrees
+    if inputs.rates.cpu is not None:
+        return CPU_BLOCK_OVERHEAD * inputs.rates.cpu.layer_us * 1e-6
     tp_seconds = 0.0
     if tp > 1:
         tp_seconds = host.tp + (tp * host.tp_across_nodes if pp > 1 and len(inputs.levels) > 1 else 0.0)
-    return (host.compiled if inputs.kind.is_compiled else host.eager) + tp_seconds
+    adapters = ADAPTER_KERNELS * KERNEL_LAUNCH_SECONDS * len(group.block.adapted_linears)
+    return (host.compiled if inputs.kind.is_compiled else host.eager) + tp_seconds + adapters
 
 
 def _root_unit(inputs: StageInputs, part: RankPart) -> tuple[TimeUnit, tuple[float, float]]:
@@ -276,15 +291,16 @@ def _root_unit(inputs: StageInputs, part: RankPart) -> tuple[TimeUnit, tuple[flo
     A fused loss computes its gradients in forward. They are still reduced with those of the blocks, so the unit can
     hide as much communication as with full logits.
     """
-    main, weights = inputs.job.outline.main, float(part.root)
+    weights = float(part.root)
+    trained = float(sum(holding.root for holding in part.holdings if holding.is_trained))
     if (tower := part.head_tower) is None:
-        return TimeUnit(1, weights, 0.0, not main.frozen, None, 0.0, 0.0), (0.0, 0.0)
+        return TimeUnit(1, weights, 0.0, trained, 0.0, None, 0.0, 0.0), (0.0, 0.0)
     positions = inputs.micro_batch * tower.sample_positions(inputs.job.seq_len)[0] // inputs.degrees[2]
     split, loss = BlockSplit(positions, 0, inputs.degrees[0], 1), inputs.kind.loss
     passes = head_passes(tower, split, inputs.rates, inputs.job.stack.time)
-    ends = passes.forward, passes.input_grad + passes.weight_grad * (not tower.frozen)
-    unit = TimeUnit(1, weights, 0.0, not main.frozen, None, *ends)
+    ends = passes.forward, passes.input_grad + passes.weight_grad * tower.is_head_trained
+    unit = TimeUnit(1, weights, 0.0, trained, 0.0, None, *ends)
     if loss != "logits":
         fused = fused_passes(tower, split, inputs.rates, chunked=loss == "chunked")
-        ends = fused.forward + fused.weight_grad * (not tower.frozen), fused.input_grad
+        ends = fused.forward + fused.weight_grad * tower.is_head_trained, fused.input_grad
     return unit, ends

@@ -3,10 +3,10 @@
 import math
 from typing import NamedTuple
 
-from trimaran.core import Mesh
-from trimaran.cost.job import frees_weights
+from trimaran.core import Mesh, Plan
+from trimaran.cost.job import ELEMENT_BYTES, Job, frees_weights
 from trimaran.cost.memory_inputs import MemoryInputs
-from trimaran.cost.rank_part import Holding, RankPart
+from trimaran.cost.rank_part import PACKED_BYTES, Holding, RankPart
 
 MASTER_BYTES = 4  # fp32, per parameter
 HALF_BYTES = 2
@@ -39,7 +39,10 @@ class States(NamedTuple):
 
 
 def states_of(inputs: MemoryInputs, part: RankPart) -> States:
-    """Return the parameter bytes of all towers on the rank."""
+    """Return the parameter bytes of all towers on the rank.
+
+    The frozen and the trained parameters of a tower with adapters are two holdings, which add up.
+    """
     towers = [_tower_states(inputs, part, holding) for holding in part.holdings]
     return towers[0] if len(towers) == 1 else States(*map(math.fsum, zip(*towers, strict=True)))
 
@@ -51,16 +54,27 @@ def num_owned(mesh: Mesh, holding: Holding, sharding: str) -> float:
     return holding.dense / mesh.shards + holding.experts / max(1, mesh.expert_ranks // mesh.ep)
 
 
+def owned_weight_bytes(job: Job, plan: Plan, part: RankPart) -> float:
+    """Return the bytes of a rank's shard of the weights: fp32, or as frozen weights are stored."""
+    element_bytes, total = ELEMENT_BYTES[plan.precision], 0.0
+    for holding in part.holdings:
+        weight_bytes = stored_bytes(holding, element_bytes) if holding.is_compact else MASTER_BYTES
+        total += weight_bytes * num_owned(plan.mesh, holding, job.sharding_of(holding.tower, plan))
+    return total
+
+
 def _tower_states(inputs: MemoryInputs, part: RankPart, holding: Holding) -> States:
     if inputs.splits_weights:
         return _split_weight_states(inputs, holding)
     profile, sharding = inputs.profile, inputs.job.sharding_of(holding.tower, inputs.plan)
+    sharding = "none" if holding.largest_packed else sharding  # FSDP leaves 4-bit weights whole
     accumulates = inputs.plan.grad_accum > 1
     count, owned = holding.dense + holding.experts, num_owned(inputs.plan.mesh, holding, sharding)
     is_16_bit, offload = inputs.element_bytes == 2, inputs.offload
     weight_bytes, gradient_bytes = (profile.weight_bytes, profile.gradient_bytes) if is_16_bit else (4, 4)
+    weight_bytes = stored_bytes(holding, inputs.element_bytes) if holding.is_compact else weight_bytes
     weights = weight_bytes * (count if profile.keeps_full_weights and sharding != "parameters" else owned)
-    trained = 0 if holding.tower.frozen else 1
+    trained = 1 if holding.is_trained else 0
     masters = trained * (MASTER_BYTES * owned if weight_bytes == 2 else 0)
     optimizer = trained * inputs.job.state_bytes * owned
     accumulated = trained * gradient_bytes * (count if _accumulates_full(inputs, sharding) else owned)
@@ -101,25 +115,34 @@ def _tower_states(inputs: MemoryInputs, part: RankPart, holding: Holding) -> Sta
 def _split_weight_states(inputs: MemoryInputs, holding: Holding) -> States:
     """Return the bytes of a tower whose matrices are stored as upper and lower 16 bits (one device).
 
-    Frozen weights and a tied embedding stay in fp32. With gradient accumulation 16-bit gradients are added to fp32
-    sums, one parameter at a time.
+    A tied embedding, the magnitudes of DoRA, and frozen weights without an adapter stay in fp32. With gradient
+    accumulation 16-bit gradients are added to fp32 sums, one parameter at a time.
     """
     tower, count = holding.tower, holding.dense + holding.experts
-    if tower.frozen:
-        return States(weights=MASTER_BYTES * count)
+    if not holding.is_trained:
+        return States(weights=(stored_bytes(holding, HALF_BYTES) if holding.is_compact else MASTER_BYTES) * count)
     tied = holding.root if tower.tied else 0
-    split, accumulates = count - tied, inputs.plan.grad_accum > 1
-    gradients = (MASTER_BYTES if accumulates else HALF_BYTES) * split + MASTER_BYTES * tied
+    whole = tied + holding.magnitudes
+    split, accumulates = count - whole, inputs.plan.grad_accum > 1
+    gradients = (MASTER_BYTES if accumulates else HALF_BYTES) * split + MASTER_BYTES * whole
     # Embedding and head are equally large, so half of the root is one of them.
     duplicate_gradients = MASTER_BYTES * tied if tied else accumulates * HALF_BYTES * holding.root / 2
     return States(
-        weights=HALF_BYTES * split + MASTER_BYTES * tied,
+        weights=HALF_BYTES * split + MASTER_BYTES * whole,
         masters=HALF_BYTES * split,
         optimizer=inputs.job.state_bytes * count,
         gradients=gradients,
         gradients_at_loss=gradients if accumulates else 0,
         duplicate_gradients=duplicate_gradients,
     )
+
+
+def stored_bytes(holding: Holding, element_bytes: int) -> float:
+    """Return the mean bytes per parameter of frozen weights beside an adapter: 4 bits, or the compute precision."""
+    if holding.largest_packed:
+        return PACKED_BYTES
+    wider = max(0, MASTER_BYTES - element_bytes) * holding.routers
+    return element_bytes + wider / max(1, holding.parameters)
 
 
 def _accumulates_full(inputs: MemoryInputs, sharding: str) -> bool:
@@ -144,7 +167,7 @@ def _gathered(inputs: MemoryInputs, part: RankPart, holding: Holding, sharding: 
         return 0, 0
     count, root, element_bytes = holding.dense + holding.experts, holding.root, inputs.element_bytes
     layer = (count - root) / max(1, holding.layers)
-    gradient_bytes = 0 if holding.tower.frozen else element_bytes + 4
+    gradient_bytes = element_bytes + 4 if holding.is_trained else 0
     if not frees_weights(inputs.plan, sharding):
         return element_bytes * count, element_bytes * count + gradient_bytes * layer
     comm = inputs.plan.comm

@@ -6,14 +6,19 @@ from trimaran.cost.peak_memory import Memory, peak_memory_of
 from trimaran.cost.recompute_flops import repeated_flops
 from trimaran.cost.roofline import rate_name, rates_of
 from trimaran.cost.step_time import step_time_of
-from trimaran.hardware import Cluster
+from trimaran.hardware import Cluster, CpuRates
 from trimaran.models import OutlineLayer
 
 # Expected relative error of memory and time (half-width), by kind of cluster. On one H200, nine in ten steps of our
 # trainer lie within it; on up to 16 nodes without a pipeline, nine in ten published runs of llm-foundry and nanotron.
 # With nanotron's pipelines and on larger clusters only half do, for unknown reasons. The figures for CPUs and for
-# anything unmeasured (other single devices, offload, MoE, several towers, opaque blocks) are assumed.
-RELATIVE_ERROR = {"one": 0.08, "few": 0.15, "unmeasured": 0.25, "many": 0.35, "cpu": 0.2}
+# anything unmeasured (other single devices, offload, MoE, adapters, several towers, opaque blocks) are assumed.
+RELATIVE_ERROR = {"one": 0.08, "few": 0.15, "unmeasured": 0.25, "many": 0.35}
+# The same for the time of a step on a CPU, if it is calibrated: of a dense decoder, of other networks and of weights in
+# shards, and of layers that are split over ranks; and without calibration. The scatter of the calibration is added
+# twice: nine in ten values spread about twice as far as the quartiles. From 16 runs on two Neoverse cores.
+CPU_ERROR = {"dense": 0.2, "other": 0.4, "split": 0.8, "uncalibrated": 1.0}
+CPU_MEMORY_ERROR = 0.5  # a process's memory contains torch itself; the same runs
 MAX_FEW_NODES = 16
 MEASURED_DEVICE = "H200"
 MAX_PINNED_FRACTION = 0.9  # of host memory; the system, data loaders and the page cache need the rest
@@ -49,7 +54,8 @@ def predict(job: Job, cluster: Cluster, plan: Plan) -> Prediction:
         host_bytes=memory.host,
         step_seconds=seconds,
         tokens_per_second=samples * positions / seconds,
-        mfu=flops / (seconds * peak_flops * cluster.world_size),
+        mfu=0.0 if device.no_peak else flops / (seconds * peak_flops * cluster.world_size),
+        no_mfu=device.no_peak,
         flops_per_step=flops,
         device_peak_flops=peak_flops,
         repeated_flops=repeated_flops(job, plan),
@@ -57,6 +63,7 @@ def predict(job: Job, cluster: Cluster, plan: Plan) -> Prediction:
         time=terms,
         exposed=time.exposed,
         error=error_of(job, cluster, plan),
+        memory_error=CPU_MEMORY_ERROR if device.kind == "cpu" else None,
         source=f"{device.name} at a steady {sustained / 1e12:.3g} TFLOP/s: {device.note}",
     )
 
@@ -71,16 +78,26 @@ def allocator_slowdown(memory: Memory, cluster: Cluster, job: Job) -> float:
 
 def error_of(job: Job, cluster: Cluster, plan: Plan) -> float:
     """Return the expected relative error of a prediction (half-width)."""
-    if cluster.device.kind == "cpu":
-        return RELATIVE_ERROR["cpu"]
-    if cluster.num_nodes > MAX_FEW_NODES or plan.mesh.pp > 1:
-        return RELATIVE_ERROR["many"]
     towers = job.outline.towers
     is_dense = all(
         isinstance(block, OutlineLayer) and block.experts is None for tower in towers for block, _ in tower.runs
     )
-    if not is_dense or len(towers) > 1 or plan.offload != "none":
+    if cluster.device.kind == "cpu":
+        is_usual = is_dense and len(towers) == 1 and not job.outline.adapter
+        kind = "dense" if is_usual and plan.sharding != "parameters" else "other"
+        splits_layers = plan.mesh.tp * plan.mesh.pp * plan.mesh.cp * plan.mesh.ep > 1
+        return _cpu_error(cluster.device.cpu_rates, "split" if splits_layers else kind)
+    if cluster.num_nodes > MAX_FEW_NODES or plan.mesh.pp > 1:
+        return RELATIVE_ERROR["many"]
+    if not is_dense or len(towers) > 1 or plan.offload != "none" or job.outline.adapter:
         return RELATIVE_ERROR["unmeasured"]
     if cluster.world_size > 1:
         return RELATIVE_ERROR["few"]
     return RELATIVE_ERROR["one" if cluster.device.name == MEASURED_DEVICE else "few"]
+
+
+def _cpu_error(rates: CpuRates | None, kind: str) -> float:
+    """Return the expected relative error of a step's time on a CPU."""
+    if rates is None:
+        return CPU_ERROR["uncalibrated"]
+    return min(CPU_ERROR["uncalibrated"], CPU_ERROR[kind] + 2 * rates.scatter)

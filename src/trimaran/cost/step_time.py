@@ -16,6 +16,10 @@ from trimaran.hardware import Cluster, Link
 # How much longer compute takes because all ranks wait for the slowest, for each doubling of the nodes (llm-foundry's
 # 13B loses 0.02 from 2 to 16), or of the ranks that share the cores of one machine.
 STRAGGLER_FRACTION = {"cuda": 0.005, "cpu": 0.15}
+CALIBRATED_STRAGGLER_FRACTION = 0.02  # of a CPU whose rates were measured with all ranks at once
+# Time of a step outside forward, backward and update, in the overhead of a block: data, clipping, metrics (two Neoverse
+# cores).
+CPU_STEP_BLOCKS = 5.0
 ACCUMULATE_BYTES = 10  # moved per parameter to add a 16-bit gradient to an fp32 sum: read 2 and 4, write 4
 ALWAYS_SHOWN = ("forward", "backward", "comm", "optimizer")
 
@@ -44,9 +48,12 @@ def step_time_of(job: Job, cluster: Cluster, plan: Plan) -> StepTime:
         traffic_path_of(levels, plan, rates, profile), plan, heaviest
     )
     if doublings := math.log2(cluster.world_size if device.kind == "cpu" else cluster.num_nodes):
-        exposed["waiting for the slowest rank"] = STRAGGLER_FRACTION[device.kind] * doublings * (forward + backward)
+        straggler = CALIBRATED_STRAGGLER_FRACTION if device.cpu_rates else STRAGGLER_FRACTION[device.kind]
+        exposed["waiting for the slowest rank"] = straggler * doublings * (forward + backward)
     num_updated = _num_updated(job, plan, heaviest)
     update = update_seconds(job, cluster, plan, num_updated)
+    if device.cpu_rates is not None:
+        update += CPU_STEP_BLOCKS * device.cpu_rates.layer_us * 1e-6
     terms = {
         "forward": forward,
         "backward": backward,
@@ -81,5 +88,5 @@ def _bubble(plan: Plan, slowest: float, all_ranks: float) -> float:
 
 def _num_updated(job: Job, plan: Plan, stage: StageTime) -> float:
     """Return how many parameters a rank updates: all trained ones that it holds, or its shard of them."""
-    trained = (holding for holding in stage.part.holdings if not holding.tower.frozen)
+    trained = (holding for holding in stage.part.holdings if holding.is_trained)
     return sum(num_owned(plan.mesh, holding, job.sharding_of(holding.tower, plan)) for holding in trained)

@@ -2,22 +2,27 @@
 
 from dataclasses import dataclass
 
-from trimaran.core import Prediction, show_bytes
+from trimaran.core import AdapterSection, Prediction, Recipe, show_bytes
 from trimaran.doctor.evidence import Evidence
 from trimaran.doctor.evidence_queries import valid_patch
 from trimaran.doctor.predicted_gain import forecast
 from trimaran.doctor.step_breakdown import get_number
 from trimaran.planner import Question
-from trimaran.planner.memory_ladder import Patch, cheapest_first, plan_bytes
+from trimaran.planner.hints import adapter_changes
+from trimaran.planner.memory_ladder import MAX_MEMORY_FRACTION, Patch, cheapest_first, plan_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryFix:
-    """A patch, with the predictions of the present plan and of the patched one."""
+    """A patch, with the predictions of the present plan and of the patched one.
+
+    `caution` says what else the patch changes: the trained result, if it adds an adapter.
+    """
 
     patch: Patch
     now: Prediction
     then: Prediction
+    caution: str = ""
 
     @property
     def gain(self) -> float:
@@ -28,7 +33,7 @@ class MemoryFix:
     def effect(self) -> str:
         change = f"{abs(self.gain):.0%} {'shorter' if self.gain > 0 else 'longer'}"
         size = f"{show_bytes(plan_bytes(self.then))} instead of {show_bytes(plan_bytes(self.now))}"
-        return f"{size} on each device, and steps {change} by the cost model"
+        return f"{self.caution}{size} on each device, and steps {change} by the cost model"
 
 
 def cheapest_memory_fix(evidence: Evidence, *, ran_out: bool) -> MemoryFix | None:
@@ -41,13 +46,52 @@ def cheapest_memory_fix(evidence: Evidence, *, ran_out: bool) -> MemoryFix | Non
     if question is None:
         return None
     now, total = forecast(question, evidence.plan), capacity(evidence, question)
-    peak = max((get_number(each, "peak_bytes") or 0.0 for each in evidence.steps), default=0.0)
-    measured = peak if question.cluster.device.kind != "cpu" else 0.0
-    needed = max(plan_bytes(now), measured, total if ran_out else 0.0)
+    needed = _needed_bytes(evidence, question, now, total if ran_out else 0.0)
     for rung in cheapest_first(evidence.plan, question, needed_bytes=needed, device_bytes=total):
         if valid_patch(evidence.recipe, rung.patch):
             return MemoryFix(rung.patch, now, rung.prediction)
     return None
+
+
+def adapter_fix(evidence: Evidence) -> MemoryFix | None:
+    """Return the first adapter with which a run that ran out of memory fits, for when no change of its plan is enough.
+
+    It is not the same training: an adapter is trained, and the whole model is not. Where it takes more, the patch also
+    changes the plan.
+    """
+    question = evidence.planner_inputs()
+    if question is None:
+        return None
+    now, total = forecast(question, evidence.plan), capacity(evidence, question)
+    excess = _needed_bytes(evidence, question, now, total) / plan_bytes(now)
+    for change in adapter_changes(question):
+        section = change.question.recipe.model.adapter
+        assert section is not None
+        patch, caution = _adapter_patch(evidence.recipe, section)
+        then = forecast(change.question, evidence.plan)
+        if excess * plan_bytes(then) <= MAX_MEMORY_FRACTION * total and valid_patch(evidence.recipe, patch):
+            return MemoryFix(patch, now, then, caution)
+        needed = excess * plan_bytes(then)
+        for rung in cheapest_first(evidence.plan, change.question, needed_bytes=needed, device_bytes=total):
+            if valid_patch(evidence.recipe, patch | rung.patch):
+                return MemoryFix(patch | rung.patch, now, rung.prediction, caution)
+    return None
+
+
+def _adapter_patch(recipe: Recipe, section: AdapterSection) -> tuple[Patch, str]:
+    """Return the adapter as a patch of the recipe, and what it changes in the training itself."""
+    if recipe.model.adapter is not None:
+        return {"model.adapter.base": section.base}, "the frozen weights are rounded to 4 bits; "
+    base = {} if section.base == "auto" else {"base": section.base}
+    caution = f"this trains an adapter of rank {section.rank}, not the whole model; "
+    return {"model.adapter": {"kind": section.kind, "rank": section.rank} | base}, caution
+
+
+def _needed_bytes(evidence: Evidence, question: Question, now: Prediction, least: float) -> float:
+    """Return what the present plan really needs: as predicted, as measured, or at least as many bytes as these."""
+    peak = max((get_number(each, "peak_bytes") or 0.0 for each in evidence.steps), default=0.0)
+    measured = peak if question.cluster.device.kind != "cpu" else 0.0
+    return max(plan_bytes(now), measured, least)
 
 
 def capacity(evidence: Evidence, question: Question) -> float:

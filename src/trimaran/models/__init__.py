@@ -1,9 +1,11 @@
 """The shape of a network, from a preset, a Hugging Face config.json or the recipe. Imports no torch."""
 
+from trimaran.models.adapted_outline import with_adapter
 from trimaran.models.any_spec import Spec, disk_config
 from trimaran.models.from_hf import spec_from_hf, spec_to_hf
 from trimaran.models.hf_vision import ImageLimits
 from trimaran.models.json_file import read_json
+from trimaran.models.layer_adapter import LayerAdapter, LinearShape
 from trimaran.models.model_presets import PRESETS
 from trimaran.models.module_names import matches_module, module_names, refuse_unmatched
 from trimaran.models.outline import Latent, Opaque, Outline, OutlineLayer, Step, Tower, outline_of
@@ -25,6 +27,8 @@ __all__ = [
     "ExpertSpec",
     "ImageLimits",
     "Latent",
+    "LayerAdapter",
+    "LinearShape",
     "ModelSpec",
     "Opaque",
     "Outline",
@@ -58,4 +62,5 @@ __all__ = [
     "stages_of_rank",
     "vlm_outline",
     "weight_files",
+    "with_adapter",
 ]

@@ -18,7 +18,7 @@ FFN = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "d_ff")
 VOCAB = ("vocab_size", "n_vocab")
 CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length", "n_ctx")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k")
+TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k")
 # Fields by which families scale or cap the logits before the loss; null means not at all.
 LOGIT_SCALING_FIELDS = (
     "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap", "logit_scale", "logits_scaling",
@@ -111,6 +111,7 @@ FAMILY_TRAITS: dict[str, FamilyTraits] = {
     "starcoder2": replace(
         _PLAIN, qkv_bias="use_bias", out_bias="use_bias", ffn_bias="use_bias", tied=True, usual={"use_bias": True}
     ),
+    "hunyuan_v1_moe": FamilyTraits(head_norms=True, usual={"n_shared_experts": 1}),
     "cohere2": FamilyTraits(norms=1, tied=True, usual={"sliding_window": 4096, "sliding_window_pattern": 4}),
 }  # fmt: skip
 
@@ -305,7 +306,20 @@ def _opt(fields: Fields, traits: FamilyTraits) -> tuple[Fields, FamilyTraits]:
     return fields, traits
 
 
-_ODD_FIELDS: dict[str, Callable[[Fields, FamilyTraits], tuple[Fields, FamilyTraits]]] = {"falcon": _falcon, "opt": _opt}
+def _hunyuan(fields: Fields, traits: FamilyTraits) -> tuple[Fields, FamilyTraits]:
+    """Read HunYuan's experts of a token, listed for each layer. Every expert has the width of a dense layer."""
+    listed = fields.config.get("moe_topk")
+    config = {name: value for name, value in fields.config.items() if name != "moe_intermediate_size"}
+    if isinstance(listed, list) and len(set(map(str, listed))) == 1:
+        config |= {"moe_topk": listed[0]}
+    return replace(fields, config=config), traits
+
+
+_ODD_FIELDS: dict[str, Callable[[Fields, FamilyTraits], tuple[Fields, FamilyTraits]]] = {
+    "falcon": _falcon,
+    "hunyuan_v1_moe": _hunyuan,
+    "opt": _opt,
+}
 
 
 def _wide_norms(layer: OutlineLayer) -> int:

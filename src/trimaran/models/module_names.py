@@ -10,6 +10,7 @@ from trimaran.models.spec import ModelSpec
 from trimaran.models.vlm_spec import VlmSpec
 
 FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
+LINEAR = (*FEED_FORWARD, "q_proj", "k_proj", "v_proj", "o_proj", "linear_1", "linear_2", "lm_head")
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
 
 
@@ -48,6 +49,19 @@ def matches_module(name: str, pattern: str) -> bool:
     """Return whether the pattern matches, component by component; a star matches within one component."""
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and name != "" and all(map(fnmatchcase, parts, wanted))
+
+
+def is_named(name: str, pattern: str) -> bool:
+    """Return whether a recipe's pattern names this module: by the last part of its name, or by the whole name.
+
+    A star stands for any letters within one part.
+    """
+    return matches_module(name, pattern) if "." in pattern else fnmatchcase(name.rpartition(".")[2], pattern)
+
+
+def linear_names(spec: Spec) -> list[str]:
+    """Return the names of the linear layers of the network that can have an adapter."""
+    return [name for name in module_names(spec) if name.rpartition(".")[2] in LINEAR]
 
 
 def refuse_unmatched(patterns: Iterable[str], names: Sequence[str]) -> None:

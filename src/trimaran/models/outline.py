@@ -1,10 +1,12 @@
 """The planner's view of any network: towers of layers in forward order, with their shapes."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import NamedTuple
 
 from trimaran.core import Bytes, Flops
+from trimaran.models.layer_adapter import LayerAdapter, LinearShape
 from trimaran.models.spec import ExpertSpec, ModelSpec
 
 
@@ -23,7 +25,8 @@ class OutlineLayer:
     """One transformer block: attention, then a feed-forward or experts. Without heads it is only a feed-forward.
 
     `head_dim` is that of queries and keys. `window` 0 is no window. `extras` counts the parameters outside matmuls:
-    norms, biases, gates. `qk_norm` normalises the heads of queries and keys.
+    norms, biases, gates. `qk_norm` normalises the heads of queries and keys. Parameters and weights are those of the
+    layer itself, without an adapter.
     """
 
     hidden: int
@@ -38,6 +41,11 @@ class OutlineLayer:
     window: int = 0
     qk_norm: bool = False
     extras: int = 0
+
+    @property
+    def adapter(self) -> LayerAdapter | None:
+        """The adapters of the layer. An `AdaptedLayer` has some."""
+        return None
 
     @property
     def value_dim(self) -> int:
@@ -89,6 +97,15 @@ class OutlineLayer:
     def parameters(self) -> int:
         return self.dense_weights + self.expert_weights + self.router_weights + self.extras
 
+    @property
+    def adapted_linears(self) -> tuple[LinearShape, ...]:
+        """The linear layers that have an adapter."""
+        return _adapted_linears(self) if self.adapter else ()
+
+    def adapter_parameters(self, tp: int = 1) -> int:
+        """Return the parameters of the layer's adapters that one tensor-parallel rank holds."""
+        return sum(self.adapter.parameters(each, tp) for each in self.adapted_linears) if self.adapter else 0
+
     def mean_attended_keys(self, length: int) -> float:
         """Return how many keys a query attends to on average in a sequence of `length`.
 
@@ -99,8 +116,65 @@ class OutlineLayer:
 
     def flops(self, positions: int, length: int) -> Flops:
         """Return the FLOPs of a forward over `positions`, in sequences of `length`."""
-        attention = self.heads * (self.head_dim + self.value_dim) * self.mean_attended_keys(length)
-        return Flops(2.0 * positions * (self.active_weights + attention))
+        weights = self.active_weights + self.adapter_parameters()
+        return Flops(2.0 * positions * weights + self.attention_flops(positions, length))
+
+    def attention_flops(self, positions: int, length: int) -> Flops:
+        """Return the FLOPs of attention's own forward, which has no weights."""
+        attended = self.heads * (self.head_dim + self.value_dim) * self.mean_attended_keys(length)
+        return Flops(2.0 * positions * attended)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptedLayer(OutlineLayer):
+    """A frozen layer with adapters."""
+
+    layer_adapter: LayerAdapter
+
+    @property
+    def adapter(self) -> LayerAdapter:
+        return self.layer_adapter
+
+
+def adapted(layer: OutlineLayer, adapter: LayerAdapter) -> AdaptedLayer:
+    """Return the layer with adapters."""
+    return AdaptedLayer(**{field.name: getattr(layer, field.name) for field in fields(OutlineLayer)},
+                        layer_adapter=adapter)  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def linears_of(layer: OutlineLayer) -> tuple[LinearShape, ...]:
+    """Return the linear layers of a layer, named as in Llama and DeepSeek, in the order of the forward.
+
+    Routed experts are stacked matrices and not among them, and neither are a router and the gate of a shared expert.
+    """
+    hidden, query = layer.hidden, layer.heads * layer.head_dim
+    linears: list[LinearShape] = []
+    if (latent := layer.latent) is not None:
+        widened = layer.heads * (layer.head_dim - latent.rope_dim + latent.value_dim)
+        if latent.query_rank:
+            linears.append(LinearShape("q_a_proj", hidden, latent.query_rank, "nothing"))
+        name = "q_b_proj" if latent.query_rank else "q_proj"
+        linears.append(LinearShape(name, latent.query_rank or hidden, query, "outputs"))
+        linears.append(LinearShape("kv_a_proj_with_mqa", hidden, latent.kv_rank + latent.rope_dim, "nothing"))
+        linears.append(LinearShape("kv_b_proj", latent.kv_rank, widened, "outputs"))
+    elif layer.heads:
+        keys = layer.kv_heads * layer.head_dim
+        linears.append(LinearShape("q_proj", hidden, query, "outputs"))
+        linears += [LinearShape(name, hidden, keys, "outputs") for name in ("k_proj", "v_proj")]
+    if layer.heads:
+        linears.append(LinearShape("o_proj", layer.heads * layer.value_dim, hidden, "inputs"))
+    if ffn := layer.experts.shared_ffn if layer.experts else layer.ffn:
+        names = ("gate_proj", "up_proj") if layer.gated else ("up_proj",)
+        linears += [LinearShape(name, hidden, ffn, "outputs") for name in names]
+        linears.append(LinearShape("down_proj", ffn, hidden, "inputs"))
+    return tuple(linears)
+
+
+@lru_cache(maxsize=1024)
+def _adapted_linears(layer: OutlineLayer) -> tuple[LinearShape, ...]:
+    assert layer.adapter is not None
+    return tuple(each for each in linears_of(layer) if each.name in layer.adapter.targets)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +198,14 @@ class Opaque:
         return self.sample_flops
 
 
+class TrainedParts(NamedTuple):
+    """What a frozen tower trains outside its layers: its embedding or its head in full, or an adapter of its head."""
+
+    embedding: bool = False
+    head: bool = False
+    head_rank: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tower:
     """A stack of blocks: language, vision, a projector between them.
@@ -132,6 +214,9 @@ class Tower:
     each position (0: no head); `bare_head` says that no bias, scale or cap follows the head's matmul. `extras` are
     other parameters outside the layers. A sample has `positions` here (0: the sequence length of the data), and
     attention stays within segments of them (0: all of them).
+
+    The weights of a `frozen` tower are not trained. In a model with adapters they are stored in the compute precision,
+    and `trained` says what is trained beside the adapters of its layers; otherwise they are stored in fp32.
     """
 
     name: str
@@ -145,10 +230,64 @@ class Tower:
     positions: int = 0
     segment: int = 0
     frozen: bool = False
+    trained: TrainedParts | None = None
+
+    @property
+    def compact(self) -> bool:
+        """Whether frozen weights are stored in the compute precision."""
+        return self.trained is not None
+
+    @property
+    def trains_embedding(self) -> bool:
+        """Whether a frozen tower's embedding is trained after all; a tied one also with its head."""
+        parts = self.trained
+        return parts is not None and (parts.embedding or (self.tied and parts.head))
+
+    @property
+    def trains_head(self) -> bool:
+        """Whether a frozen tower's head is trained after all; a tied one also with its embedding."""
+        parts = self.trained
+        return parts is not None and (parts.head or (self.tied and parts.embedding))
+
+    @property
+    def head_rank(self) -> int:
+        """The rank of an adapter of the head; 0 for none."""
+        return self.trained.head_rank if self.trained else 0
 
     @property
     def layers(self) -> int:
         return sum(count for _, count in self.runs)
+
+    @property
+    def adapter(self) -> LayerAdapter | None:
+        """The adapter of the first layer that has one."""
+        adapters = (block.adapter for block, _ in self.runs if isinstance(block, OutlineLayer))
+        return next((each for each in adapters if each), None)
+
+    @property
+    def is_head_trained(self) -> bool:
+        return not self.frozen or self.trains_head
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether backward reaches the tower: its weights, some of them, or adapters are trained."""
+        in_full = not self.frozen or self.trains_embedding or self.trains_head
+        return in_full or self.head_rank > 0 or self.adapter is not None
+
+    @property
+    def adapter_parameters(self) -> int:
+        """All parameters of the adapters of its layers and of its head."""
+        layers = ((block, count) for block, count in self.runs if isinstance(block, OutlineLayer))
+        return self.head_rank * (self.hidden + self.outputs) + sum(
+            block.adapter_parameters() * count for block, count in layers
+        )
+
+    @property
+    def trained_parameters(self) -> int:
+        if not self.frozen:
+            return self.parameters
+        embedding, head = self.embedding_parameters * self.trains_embedding, self.head_parameters * self.trains_head
+        return embedding + head * (not self.tied) + self.adapter_parameters
 
     @property
     def embedding_parameters(self) -> int:
@@ -193,7 +332,17 @@ class Outline:
 
     @property
     def trained_parameters(self) -> int:
-        return sum(tower.parameters for tower in self.towers if not tower.frozen)
+        return sum(tower.trained_parameters for tower in self.towers)
+
+    @property
+    def saved_parameters(self) -> int:
+        """Parameters in a checkpoint: all of them, or with an adapter only the trained ones."""
+        return self.trained_parameters if any(tower.compact for tower in self.towers) else self.num_parameters
+
+    @property
+    def adapter(self) -> LayerAdapter | None:
+        """The adapter of the first tower that has one."""
+        return next((tower.adapter for tower in self.towers if tower.adapter), None)
 
     @property
     def main(self) -> Tower:
@@ -211,22 +360,40 @@ class Outline:
                 yield from [Step(tower, block)] * count
 
     def passes(self, tower: Tower) -> int:
-        """Return the FLOPs of forward and backward of a tower, in units of its forward.
+        """Return the FLOPs of forward and backward of a tower's weights, in units of its forward.
 
-        Gradients of weights cost one unit if the tower is trained; gradients of its input one unit if it or any earlier
-        tower is trained.
+        Gradients of weights cost one unit if they are trained; gradients of its input one unit if anything in it or in
+        an earlier tower is trained.
         """
-        reached = self.towers[: self.towers.index(tower) + 1]
-        return 1 + (not tower.frozen) + any(not each.frozen for each in reached)
+        return 1 + (not tower.frozen) + self.has_backward(tower)
+
+    def has_backward(self, tower: Tower) -> bool:
+        """Return whether backward reaches the tower. All its layers count, also those before its first adapter."""
+        return any(each.is_trained for each in self.towers[: self.towers.index(tower) + 1])
+
+    def block_flops(self, tower: Tower, block: OutlineLayer | Opaque, seq_len: int) -> Flops:
+        """Return the FLOPs of one sample's forward and backward through a block of the tower.
+
+        Attention's backward has no weights, and an adapter is always trained.
+        """
+        positions, length = tower.sample_positions(seq_len)
+        total = self.passes(tower) * float(block.flops(positions, length))
+        if isinstance(block, OutlineLayer) and tower.frozen and self.has_backward(tower):
+            total += block.attention_flops(positions, length) + 2.0 * positions * block.adapter_parameters()
+        return Flops(total)
+
+    def head_flops(self, seq_len: int) -> Flops:
+        """Return the FLOPs of one sample's forward and backward through the head of the main tower."""
+        main = self.main
+        passes = 1 + main.is_head_trained + self.has_backward(main)
+        return Flops(2.0 * passes * main.sample_positions(seq_len)[0] * main.head_parameters)
 
     def training_flops(self, seq_len: int) -> Flops:
         """Return the FLOPs of one sample's forward and backward; an embedding is a lookup and costs nothing."""
-        total = 0.0
-        for tower in self.towers:
-            positions, length = tower.sample_positions(seq_len)
-            forward = sum(count * block.flops(positions, length) for block, count in tower.runs)
-            total += self.passes(tower) * (forward + 2.0 * positions * tower.head_parameters)
-        return Flops(total)
+        blocks = sum(
+            count * self.block_flops(tower, block, seq_len) for tower in self.towers for block, count in tower.runs
+        )
+        return Flops(blocks + self.head_flops(seq_len))
 
 
 def outline_of(spec: ModelSpec) -> Outline:

@@ -7,6 +7,8 @@ from typing import Any
 
 from trimaran.core import DataSection, ModelSection, UserError, did_you_mean
 from trimaran.core.user_folders import expand_user
+from trimaran.hub import near_folder, repo_name
+from trimaran.models.adapted_outline import with_adapter
 from trimaran.models.any_spec import Spec
 from trimaran.models.from_hf import spec_from_hf, unsupported
 from trimaran.models.from_hf_vlm import FOREIGN, vlm_from_disk
@@ -44,7 +46,7 @@ def spec_of(section: ModelSection) -> Spec | None:
     if section.family == "hf" and unsupported(config):
         return None
     spec = spec_from_hf(config, where=str(folder / "config.json"))
-    return _reshaped(replace(spec, name=folder.resolve().name), section.shape)
+    return _reshaped(replace(spec, name=repo_name(folder)), section.shape)
 
 
 def _foreign_vlm(config: Mapping[str, Any], folder: Path) -> VlmSpec | None:
@@ -53,7 +55,7 @@ def _foreign_vlm(config: Mapping[str, Any], folder: Path) -> VlmSpec | None:
     It can still be planned; training it raises the reason.
     """
     try:
-        return replace(vlm_from_disk(config, where=str(folder / "config.json")), name=folder.resolve().name)
+        return replace(vlm_from_disk(config, where=str(folder / "config.json")), name=repo_name(folder))
     except UserError:
         return None
 
@@ -73,7 +75,8 @@ def outline_for(section: ModelSection, data: DataSection | None = None) -> Outli
         outline = _outline_in(model_folder(section.path) / "config.json", images)
     if data is not None:
         _refuse_crowding(outline, data)
-    return _frozen(outline, section.freeze)
+    outline = _frozen(outline, section.freeze)
+    return with_adapter(outline, section.adapter) if section.adapter else outline
 
 
 def outline_if_known(section: ModelSection, data: DataSection | None = None) -> Outline | None:
@@ -110,7 +113,7 @@ def refuse_freezing(section: ModelSection) -> None:
 
 def _outline_in(file: Path, images: ImageLimits) -> Outline:
     config = read_json(file, limit_bytes=MAX_CONFIG_BYTES)
-    name = file.resolve().parent.name if file.name == "config.json" else file.stem
+    name = repo_name(file.parent) if file.name == "config.json" else file.stem
     return outline_from_hf(config, where=str(file), name=name, images=images)
 
 
@@ -144,8 +147,14 @@ def model_folder(path: str) -> Path:
     named = expand_user(path)
     folder = named.parent if named.name == "config.json" else named
     if not folder.is_dir():
-        raise UserError("M004", "there is no such folder", where=f"model.path {path}",
-                        fix="name a local Hugging Face model folder; nothing is downloaded")  # fmt: skip
+        near = near_folder(path)
+        raise UserError("M004", f"there is no such folder{f' (did you mean {near!r}?)' if near else ''}",
+                        where=f"model.path {path}",
+                        fix="name a local Hugging Face model folder, or a name on the Hub: OWNER/MODEL")  # fmt: skip
+    if not (folder / "config.json").is_file() and (folder / "adapter_config.json").is_file():
+        raise UserError("M004", "the folder holds an adapter without its base", where=f"model.path {path}",
+                        fix="set model.path to the base and model.adapter.path to this folder, or name whole weights: "
+                        "`trimaran export RUN --merge` writes some")  # fmt: skip
     if not (folder / "config.json").is_file():
         raise UserError("M004", "the folder holds no config.json", where=f"model.path {path}",
                         fix="name a folder with a Hugging Face model: config.json and its weights")  # fmt: skip
@@ -187,7 +196,7 @@ def _vlm(section: ModelSection) -> VlmSpec:
         folder = model_folder(section.path)
         file = folder / "config.json"
         spec = vlm_from_disk(read_json(file, limit_bytes=MAX_CONFIG_BYTES), where=str(file))
-        spec = replace(spec, name=folder.resolve().name)
+        spec = replace(spec, name=repo_name(folder))
     shape = dict(section.shape)
     if (language := shape.pop("language", None)) is not None:
         if not isinstance(language, Mapping):

@@ -11,7 +11,7 @@ def row_cost(outline: Outline) -> RowCost:
     """
     main = outline.main
     token, token_pair = _arithmetic(main, outline)
-    token += 2.0 * main.head_parameters * outline.passes(main)
+    token += 2.0 * main.head_parameters * (1 + main.is_head_trained + outline.has_backward(main))
     patch = patch_pair = 0.0
     before = [tower for tower in outline.towers if tower is not main]
     for tower in before:
@@ -25,17 +25,17 @@ def row_cost(outline: Outline) -> RowCost:
 def _arithmetic(tower: Tower, outline: Outline) -> tuple[float, float]:
     """Return the FLOPs of one position of a tower, and those for each position that it attends to."""
     linear = pair = 0.0
+    passes, has_backward = outline.passes(tower), outline.has_backward(tower)
     for block, count in tower.runs:
         if isinstance(block, OutlineLayer):
-            linear += 2.0 * block.active_weights * count
+            linear += 2.0 * (passes * block.active_weights + 3 * block.adapter_parameters()) * count
             causal_fraction = 0.5 if block.causal else 1.0
             # A window bounds the number of keys: its cost is linear in the number of positions.
-            pair_flops = 2.0 * block.heads * (block.head_dim + block.value_dim) * count
+            pair_flops = (6.0 if has_backward else 2.0) * block.heads * (block.head_dim + block.value_dim) * count
             if block.window:
                 linear += pair_flops * block.window
             else:
                 pair += pair_flops * causal_fraction
         elif tower.positions:
-            linear += block.sample_flops * count / tower.positions
-    passes = outline.passes(tower)
-    return linear * passes, pair * passes
+            linear += passes * block.sample_flops * count / tower.positions
+    return linear, pair

@@ -57,13 +57,13 @@ def split_outline(outline: Outline, num_stages: int, *, seq_len: int) -> tuple[i
     """
     if num_stages > outline.layers:
         return (1,) * outline.layers + (0,) * (num_stages - outline.layers)
-    costs: list[int] = []
-    passes = {tower.name: outline.passes(tower) for tower in outline.towers}
-    for tower, block in outline.steps():
-        positions, length = tower.sample_positions(seq_len)
-        costs.append(int(block.flops(positions, length)) * passes[tower.name])
-    main = outline.main
-    costs[-1] += 2 * passes[main.name] * main.sample_positions(seq_len)[0] * main.head_parameters
+    costs = [
+        int(outline.block_flops(tower, block, seq_len))
+        for tower in outline.towers
+        for block, count in tower.runs
+        for _ in range(count)
+    ]
+    costs[-1] += int(outline.head_flops(seq_len))
     return cheapest_split(costs, num_stages)
 
 

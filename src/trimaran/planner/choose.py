@@ -2,7 +2,7 @@
 
 from trimaran.core import Plan, Recipe, UserError, show_bytes
 from trimaran.hardware import Cluster
-from trimaran.models import ModelSpec, Outline, outline_of
+from trimaran.models import ModelSpec, Outline, outline_of, with_adapter
 from trimaran.models.stages import Spec
 from trimaran.planner.legal import check_sequence
 from trimaran.planner.question import PlanAnswer, Question
@@ -20,6 +20,7 @@ def choose(recipe: Recipe, spec: Spec | None, cluster: Cluster, outline: Outline
     check_sequence(recipe.data.seq_len, spec)
     if outline is None and isinstance(spec, ModelSpec):
         outline = outline_of(spec)
+        outline = with_adapter(outline, recipe.model.adapter) if recipe.model.adapter else outline
     question = Question(recipe=recipe, spec=spec, outline=outline, cluster=cluster, max_plans=1)
     if outline is None:
         return first_legal_plan(question)

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from trimaran.core import Bytes, Mesh, Plan, show_bytes
+from trimaran.core import AdapterSection, Bytes, Mesh, Plan, show_bytes
 from trimaran.hardware import Cluster
-from trimaran.models import Outline
+from trimaran.models import Outline, OutlineLayer, with_adapter
 from trimaran.planner.branch_and_bound import find_plans
 from trimaran.planner.evaluator import PlanEvaluator
-from trimaran.planner.least_memory import fits_on, resized_cluster
+from trimaran.planner.least_memory import fits_on, least_memory_plan, resized_cluster
 from trimaran.planner.question import Question
 from trimaran.planner.space import Space
 
@@ -42,15 +42,47 @@ def memory_hints(question: Question) -> tuple[str, ...]:
         f"use nodes with {show_bytes(larger_host.host_bytes)} of memory", replace(question, cluster=larger_host)
     )
     others = [change for change in question_changes(question) if change.question.cluster == cluster]
-    return tuple(
-        f"{change.text}: a plan fits"
-        for change in [*_unpinned(question), *([hosts] if cluster.device.kind == "cuda" else []), *others]
-        if fits_on(change.question, change.question.cluster)
-    )
+    changes = [*_unpinned(question), *([hosts] if cluster.device.kind == "cuda" else []), *others]
+    fitting = (f"{change.text}: a plan fits" for change in changes if fits_on(change.question, change.question.cluster))
+    return (*fitting, *(() if question.recipe.model.adapter else _adapter_hint(question)))
+
+
+def adapter_changes(question: Question) -> Iterator[Hint]:
+    """Yield the question with an adapter on frozen weights, of which another thing is trained; then with 4-bit ones."""
+    assert question.outline is not None
+    model, main, on_gpu = question.recipe.model, question.outline.main, question.cluster.device.kind == "cuda"
+    has_linears = model.family != "perception" and all(isinstance(block, OutlineLayer) for block, _ in main.runs)
+    if question.stack.name != "trimaran" or not has_linears:
+        return
+    if model.adapter is None:
+        what = "train a LoRA adapter, not the whole model, with --set"
+        yield Hint(f"{what} model.adapter.kind=lora", _with_adapter(question, AdapterSection()))
+        if on_gpu:
+            yield Hint(f"{what} model.adapter.base=4bit", _with_adapter(question, AdapterSection(base="4bit")))
+    elif model.adapter.base == "auto" and on_gpu:
+        packed = model.adapter.model_copy(update={"base": "4bit"})
+        text = "set model.adapter.base to 4bit, which changes the results a little"
+        yield Hint(text, _with_adapter(question, packed))
+
+
+def _with_adapter(question: Question, section: AdapterSection) -> Question:
+    assert question.outline is not None
+    model = question.recipe.model.model_copy(update={"adapter": section})
+    return replace(_with(question, model=model), outline=with_adapter(question.outline, section))
+
+
+def _adapter_hint(question: Question) -> Iterator[str]:
+    """Yield the first adapter with which a plan fits, and the memory that it needs."""
+    for change in adapter_changes(question):
+        space = Space(change.question)
+        least = least_memory_plan(space, PlanEvaluator(space), stop_at_fit=True)
+        if least and least.memory_use <= 1:
+            yield f"{change.text}: a plan fits in {show_bytes(least.memory.device)} a device"
+            return
 
 
 def question_changes(question: Question) -> Iterator[Hint]:
-    """Yield what the user could change: cluster, precision, optimizer states, sequence length, frozen towers."""
+    """Yield what the user could change: cluster, optimizer states, precision, sequence length, frozen towers."""
     recipe, cluster, pins = question.recipe, question.cluster, question.pins
     if (larger := _larger(question)) is not None:
         yield Hint(f"use {larger}", replace(question, cluster=larger))
@@ -62,6 +94,8 @@ def question_changes(question: Question) -> Iterator[Hint]:
         fp8 = _with(question, plan=_pinned(pins, precision="fp8"))
         yield Hint("set plan.precision to fp8, which changes the results a little", fp8)
     assert question.outline is not None
+    if recipe.model.adapter:
+        yield from adapter_changes(question)
     if recipe.data.seq_len >= 2048 and not question.outline.main.positions:
         half = recipe.data.model_copy(update={"seq_len": recipe.data.seq_len // 2})
         shorter = train.model_copy(update={"global_batch": 2 * train.global_batch})

@@ -5,6 +5,7 @@ from trimaran.core.deepspeed_config import check_deepspeed
 from trimaran.core.optional_packages import FP8_FEATURE_MULTIPLE, MIN_FP8_FEATURES
 from trimaran.hardware import Cluster
 from trimaran.models import ModelSpec, Outline, module_names, refuse_unmatched
+from trimaran.models.adapter_rules import refuse_adapter
 from trimaran.models.perception_spec import PerceptionSpec
 from trimaran.models.stages import Spec
 from trimaran.planner.axis_rules import check_axes, fills_pipeline, language_of
@@ -29,12 +30,13 @@ def check_plan(plan: Plan, recipe: Recipe, spec: Spec | None, cluster: Cluster, 
     check_batch(plan, recipe.train.global_batch)
     check_sequence(recipe.data.seq_len, spec)
     check_precision(plan, spec, cluster)
-    if recipe.model.family != "hf" and spec is not None:
+    if recipe.train.precision and recipe.model.family != "hf" and spec is not None:
         refuse_unmatched(recipe.train.precision, module_names(spec))
     check_memory(plan, spec)
     check_compiled(plan, cluster)
     check_loss(plan, spec, outline)
     check_towers(plan, recipe, spec)
+    refuse_adapter(recipe.model, plan, spec)
     check_axes(plan, recipe, spec)
 
 

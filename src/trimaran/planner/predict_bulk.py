@@ -38,8 +38,8 @@ def predict_line(line: Mapping[str, Any]) -> dict[str, Any]:
     stack = line.get("stack")
     if not isinstance(stack, str | None):
         raise UserError("P051", "a stack is a name", where="stack", fix="leave it out, or name the software")
-    job = job_of(_section(line, "model"), stack or "trimaran")
-    cluster = cluster_of(_section(line, "cluster"))
+    job = job_of(_section(line, "model", named=True), stack or "trimaran")
+    cluster = cluster_of(_section(line, "cluster", named=True))
     plan, why = plan_of(_section(line, "plan"), cluster.world_size)
     plan, obstacle = _runnable(plan, job)
     plan, loss_problem = _with_valid_loss(plan, job)
@@ -91,11 +91,12 @@ def _finite_number(text: str) -> float:
     return number
 
 
-def _section(line: Mapping[str, Any], key: str) -> str:
-    """Return a section as canonical text, which is the key of the caches."""
+def _section(line: Mapping[str, Any], key: str, *, named: bool = False) -> str:
+    """Return a section as canonical text, which is the key of the caches. `named`: it may be a name alone."""
     value = line.get(key)
-    if not isinstance(value, dict):
-        raise UserError("P051", f"the line has no object '{key}'", where=key, fix=f"add {key}")
+    if not isinstance(value, dict) and not (named and isinstance(value, str)):
+        raise UserError("P051", f"the line has no object '{key}'", where=key,
+                        fix=f"add {key}; `trimaran predict --example` prints lines to start from")  # fmt: skip
     return json.dumps(tidy(value), sort_keys=True)
 
 

@@ -8,16 +8,17 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from trimaran.core import Mesh, Plan, UserError, did_you_mean
+from trimaran.core import AdapterSection, Mesh, Plan, UserError, did_you_mean
 from trimaran.core.plan import Degree
 from trimaran.cost import Job, find_stack
-from trimaran.hardware import Cluster, find_device
-from trimaran.models import ExpertSpec, Outline, OutlineLayer, Tower
+from trimaran.hardware import Cluster, find_device, parse_cluster
+from trimaran.models import PRESETS, ExpertSpec, Outline, OutlineLayer, Tower, outline_of, with_adapter
 
 Width = Annotated[int, Field(ge=1, le=2**24)]
 Layers = Annotated[int, Field(ge=1, le=1024)]
 STRICT = ConfigDict(frozen=True, extra="forbid")
 MAX_BATCH = 2**24
+DEFAULT_SEQ_LEN = 4096  # of a preset
 MAX_CACHED_SECTIONS = 4096  # per section; a sweep has few models and clusters
 
 
@@ -37,6 +38,15 @@ class ModelLine(BaseModel):
     seq_len: Width
     gated: bool = True
     tied: bool = False
+
+
+class PresetLine(BaseModel):
+    """A preset of a decoder, instead of its shape. Without `seq_len` it is 4,096 or the longest that the model has."""
+
+    model_config = STRICT
+
+    preset: str
+    seq_len: Width | None = None
 
 
 class ExpertsLine(BaseModel):
@@ -74,7 +84,8 @@ class Degrees(BaseModel):
     ep: Degree = 1
 
 
-MODEL_FIELDS = (*ModelLine.model_fields, *ExpertsLine.model_fields)
+MODEL_FIELDS = (*ModelLine.model_fields, *ExpertsLine.model_fields, "adapter")
+PRESET_FIELDS = (*PresetLine.model_fields, "adapter")
 PLAN_FIELDS = ("global_batch", *(field for field in Plan.model_fields if field != "prediction"))
 
 
@@ -89,8 +100,36 @@ def tidy(value: Any) -> Any:
 
 @lru_cache(maxsize=MAX_CACHED_SECTIONS)
 def job_of(text: str, stack: str) -> Job:
-    """Return the model of a line, trained by `stack`."""
-    flat = json.loads(text)
+    """Return the model of a line, trained by `stack`: a preset by its name, or a shape; or an adapter of either."""
+    given = json.loads(text)
+    flat, where = ({"preset": given}, "model") if isinstance(given, str) else (given, "model.preset")
+    adapter = _adapter(flat.pop("adapter", None))
+    outline, seq_len = _preset(flat, where) if "preset" in flat else _shape(flat)
+    outline = with_adapter(outline, adapter) if adapter else outline
+    return Job(outline=outline, seq_len=seq_len, stack=find_stack(stack))
+
+
+def _adapter(fields: Any) -> AdapterSection | None:
+    if fields is None:
+        return None
+    section = _read(AdapterSection, json.dumps(fields), "model.adapter", strict=False)
+    if section.towers or section.path:
+        raise _line_error("an adapter of a line has no towers and no path", "model.adapter")
+    return section
+
+
+def _preset(flat: dict[str, Any], where: str) -> tuple[Outline, int]:
+    section = _read(PresetLine, json.dumps(flat), "model", known=PRESET_FIELDS)
+    if section.preset not in PRESETS:
+        near = did_you_mean(section.preset, PRESETS)
+        raise _line_error(f"there is no preset '{section.preset[:80]}' of a decoder{near}", where,
+                          "see `trimaran presets`, or give layers, hidden, heads, ffn, vocab and seq_len")  # fmt: skip
+    outline = outline_of(PRESETS[section.preset])
+    return outline, section.seq_len or min(DEFAULT_SEQ_LEN, outline.max_seq_len)
+
+
+def _shape(flat: dict[str, Any]) -> tuple[Outline, int]:
+    """Return the outline of a shape, and its sequence length."""
     mixture = {key: flat.pop(key) for key in list(flat) if key in ExpertsLine.model_fields}
     section = _read(ModelLine, json.dumps(flat), "model", known=MODEL_FIELDS)
     experts = _experts(mixture, section)
@@ -110,7 +149,7 @@ def job_of(text: str, stack: str) -> Job:
         name="language", runs=((layer, section.layers),), hidden=hidden, vocab=section.vocab, outputs=section.vocab,
         tied=section.tied, extras=hidden,
     )  # fmt: skip
-    return Job(outline=Outline(name=section.name, towers=(tower,)), seq_len=section.seq_len, stack=find_stack(stack))
+    return Outline(name=section.name, towers=(tower,)), section.seq_len
 
 
 def _experts(flat: dict[str, Any], section: ModelLine) -> ExpertSpec | None:
@@ -135,7 +174,12 @@ def _experts(flat: dict[str, Any], section: ModelLine) -> ExpertSpec | None:
 
 @lru_cache(maxsize=MAX_CACHED_SECTIONS)
 def cluster_of(text: str) -> Cluster:
-    """Return the cluster of a line. Nodes are equal: the largest that the GPUs fill, at most `gpus_per_node`."""
+    """Return the cluster of a line, as text such as `8xH100` or by its fields.
+
+    Nodes are equal: the largest that the GPUs fill, at most `gpus_per_node`.
+    """
+    if isinstance(given := json.loads(text), str):
+        return parse_cluster(given)
     section = _read(ClusterLine, text, "cluster")
     device = find_device(section.gpu)
     most = min(section.gpus, section.gpus_per_node or device.node_size)
@@ -215,10 +259,12 @@ def _check_batch_size(value: Any, key: str) -> None:
 Section = TypeVar("Section", bound=BaseModel)
 
 
-def _read(kind: type[Section], text: str, where: str, *, known: Sequence[str] = ()) -> Section:
+def _read(
+    kind: type[Section], text: str, where: str, *, known: Sequence[str] = (), strict: bool | None = True
+) -> Section:
     """Return `text` parsed strictly as a section. `known` are the fields that an error suggests."""
     try:
-        return kind.model_validate_json(text, strict=True)
+        return kind.model_validate_json(text, strict=strict)
     except ValidationError as error:
         mistake = error.errors(include_url=False)[0]
     path = [str(part)[:80] for part in mistake["loc"]]

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from trimaran.core import Plan, show_bytes
 from trimaran.cost import predict
 from trimaran.hardware import Cluster
+from trimaran.models.adapter_rules import refuse_adapter
 from trimaran.planner.branch_and_bound import (
     TIE_RATIO,
     FoundPlan,
@@ -68,6 +69,7 @@ def search(question: Question) -> PlanAnswer:
 def best_plans(question: Question) -> SearchResult:
     """Return the best plan of each mesh by the question's goal, best first."""
     check_tower_names(question.pins, question)  # no plan would pass with an unknown tower
+    refuse_adapter(question.recipe.model, question.pins)
     return _BY_GOAL[question.goal](question)
 
 

@@ -181,10 +181,18 @@ class Space:
         )
 
     def offloads(self) -> tuple[str, ...]:
-        """Return what may be offloaded to the host: nothing on a CPU."""
+        """Return what may be offloaded to the host: nothing on a CPU, and no parameters beside 4-bit ones."""
         if self.pinned("offload"):
             return (self.pins.offload,)
-        return OFFLOADS if self.question.cluster.device.kind == "cuda" else ("none",)
+        if self.question.cluster.device.kind != "cuda":
+            return ("none",)
+        return OFFLOADS[:-1] if self.has_packed_weights else OFFLOADS
+
+    @property
+    def has_packed_weights(self) -> bool:
+        """Whether frozen weights are 4-bit ones, which are whole on every rank."""
+        adapter = self.question.recipe.model.adapter
+        return adapter is not None and adapter.base == "4bit"
 
     def plan(self, split: MeshSplit, states: StateSharding, choice: RecomputeChoice, offload: str = "none") -> Plan:
         """Return the plan. It is not validated, because a search makes thousands of them."""
@@ -234,6 +242,8 @@ class Space:
         if self.pins.engine == "deepspeed" or comm.compression != "none" or comm.local_steps > 1:
             return False
         if axis in ("tp", "pp") and self.losses.pins_fusion:
+            return False
+        if axis == "tp" and self.has_packed_weights:
             return False
         if question.for_trainer and question.recipe.model.family == "hf":
             return axis in ("tp", "cp") and isinstance(question.spec, ModelSpec)

@@ -11,6 +11,7 @@ import typer
 from trimaran.app.request.options import (
     Json,
     Settings,
+    complete_adapter,
     complete_cluster,
     complete_goal,
     complete_model_or_recipe,
@@ -52,6 +53,14 @@ Force = Annotated[bool, typer.Option("--force", help="Let --emit overwrite files
 Tokens = Annotated[str | None, typer.Option(metavar="N", help="Show how long N tokens take: 300B, 1T.")]
 Price = Annotated[float | None, typer.Option(metavar="PRICE", help="Price of a GPU hour: show what --tokens cost.")]
 Mtbf = Annotated[float | None, typer.Option(metavar="HOURS", help="Mean time between failures of one GPU.")]
+AdapterName = Annotated[
+    str | None,
+    typer.Option(
+        metavar="KIND[:RANK]",
+        help="Train an adapter, not the whole model: lora, dora, or qlora (lora on a 4-bit base).",
+        autocompletion=complete_adapter,
+    ),
+]
 
 
 def plan(  # noqa: PLR0913  (the options of a command)
@@ -59,6 +68,7 @@ def plan(  # noqa: PLR0913  (the options of a command)
     cluster: ClusterName = None,
     seq_len: Length = None,
     global_batch: Batch = None,
+    adapter: AdapterName = None,
     goal: GoalName = "throughput",
     top: Top = 8,
     emit: Tool = None,
@@ -79,9 +89,10 @@ def plan(  # noqa: PLR0913  (the options of a command)
     trimaran plan ./Qwen2.5-VL-7B --cluster 4x8xA100-80GB --tokens 1T --price 2.5 --mtbf 50000
     trimaran plan recipes/stdlib-tiny.yaml --set plan.mesh.tp=2 --json
     trimaran plan llama-3-70b --cluster 8x8xH100 --emit megatron --output conf
+    trimaran plan llama-3.1-70b --cluster 4xA100-80GB --adapter lora:16
     """
     from trimaran.app.request.plan_answer import as_dict, build_plan_report, with_files, with_goal, with_top
-    from trimaran.app.request.plan_request import read_plan_request
+    from trimaran.app.request.plan_request import adapter_setting, read_plan_request
     from trimaran.app.request.run_cost import read_cost_terms
     from trimaran.core import EXIT_DONE, EXIT_USER, UserError
     from trimaran.planner.choose import no_fit_error
@@ -91,7 +102,8 @@ def plan(  # noqa: PLR0913  (the options of a command)
                         fix="add --emit TOOL, or redirect --json to a file")  # fmt: skip
     terms = read_cost_terms(tokens=tokens, price=price, mtbf=mtbf)
     shortcuts = {"cluster": cluster, "data.seq_len": seq_len, "train.global_batch": global_batch}
-    request = with_top(with_goal(read_plan_request(what, shortcuts, settings or []), goal), top)
+    settings = [*([adapter_setting(adapter)] if adapter else []), *(settings or [])]
+    request = with_top(with_goal(read_plan_request(what, shortcuts, settings), goal), top)
     with _spinner(quiet=as_json):
         report = build_plan_report(request, terms, tool=emit)
     report = with_files(report, output, force=force)

@@ -14,26 +14,36 @@ import typer
 from trimaran.app.request.options import complete_lines
 from trimaran.core import UserError, did_you_mean
 from trimaran.core.regular_files import open_regular_file
+from trimaran.planner.example_lines import example_text
 from trimaran.planner.predict_bulk import MAX_LINE_BYTES, answer_line
 
 Questions = Annotated[
-    str,
+    str | None,
     typer.Argument(
         metavar="FILE",
+        show_default=False,
         help="One JSON object per line: {id, model, cluster, plan, stack}. - is standard input.",
         autocompletion=complete_lines,
     ),
 ]
+Example = Annotated[bool, typer.Option("--example", help="Print a file to start from, and predict nothing.")]
 AsLines = Annotated[bool, typer.Option("--json", help="Answer each line with one JSON object, in the same order.")]
 
 
-def predict(file: Questions, as_json: AsLines = False) -> None:
+def predict(file: Questions = None, example: Example = False, as_json: AsLines = False) -> None:
     """Score many given plans: does it fit, how fast is it. Thousands per second; a bad line never stops the rest.
 
     \b
+    trimaran predict --example > plans.jsonl
     trimaran predict plans.jsonl
     make-plans | trimaran predict - --json | jq -c 'select(.fits)'
     """
+    if example:
+        typer.echo(example_text(), nl=False)
+        return
+    if file is None:
+        raise UserError("A011", "no file with plans is named", where="FILE",
+                        fix="make one with `trimaran predict --example > plans.jsonl`, or name -")  # fmt: skip
     with _open(file) as stream:
         _stream(stream) if as_json else _show(stream)
 

@@ -101,7 +101,7 @@ def _requirements(options: MachineCheckOptions) -> RunRequirements | None:
         if not error.code.startswith(("P", "C")):
             raise  # a recipe that cannot be read is not the machine's fault
         return RunRequirements(refusal=f"{error.code}: {error.what}", remedy=error.fix)
-    parameters = request.outline.num_parameters if request.outline else 0
+    parameters = request.outline.saved_parameters if request.outline else 0
     return requirements_of(request.recipe, request.plan, request.cluster, num_parameters=parameters)
 
 

@@ -54,6 +54,13 @@ def complete_goal(incomplete: str) -> list[str]:
     return _starting(GOALS, incomplete)
 
 
+def complete_adapter(incomplete: str) -> list[str]:
+    """Return the adapters that complete `incomplete`."""
+    from trimaran.app.request.plan_request import ADAPTERS
+
+    return _starting(ADAPTERS, incomplete)
+
+
 def complete_tool(incomplete: str) -> list[str]:
     """Return the tools that a plan can be written for."""
     from trimaran.planner.emit import EMITTERS

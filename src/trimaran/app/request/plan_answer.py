@@ -114,8 +114,16 @@ def as_dict(report: PlanReport, *, top: int) -> dict[str, Any]:
 
 
 def _model(report: PlanReport) -> dict[str, Any] | None:
-    outline = report.request.question.outline
-    return {"name": outline.name, "parameters": outline.num_parameters} if outline else None
+    question = report.request.question
+    if (outline := question.outline) is None:
+        return None
+    adapter = question.recipe.model.adapter
+    return {
+        "name": outline.name,
+        "parameters": outline.num_parameters,
+        "trained_parameters": outline.trained_parameters,
+        "adapter": adapter.model_dump(mode="json") if adapter else None,
+    }
 
 
 def _with_prediction(plan: Plan) -> dict[str, Any]:

@@ -6,15 +6,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
+from trimaran.app.request.hub_files import with_local_model
 from trimaran.app.request.request import read_question
 from trimaran.core import ModelSection, Recipe, UserError, did_you_mean
 from trimaran.core.parse_text import TextError, load_yaml
 from trimaran.core.user_folders import expand_user
+from trimaran.hub import is_hub_name
 from trimaran.models import PRESETS, VLM_PRESETS, outline_for, spec_of
 from trimaran.planner import Question
 
 DEFAULT_SEQ_LEN = 4096
 DEFAULT_STEP_TOKENS = 2**20  # of a bare model without a batch: a common start of pretraining runs
+
+ADAPTERS = {"lora": "kind: lora", "dora": "kind: dora", "qlora": "kind: lora, base: 4bit"}
 
 OwnFamily = Literal["decoder", "vlm", "perception"]
 OWN_FAMILIES: tuple[OwnFamily, ...] = get_args(OwnFamily)
@@ -53,6 +57,18 @@ def read_plan_request(what: str | None, shortcuts: Mapping[str, object], setting
     return PlanRequest(question=question, file=file, settings=tuple(arguments))
 
 
+def adapter_setting(text: str) -> str:
+    """Return `lora`, `lora:16` and the like as a setting of the recipe's `model.adapter`."""
+    kind, separator, rank = text.partition(":")
+    if kind not in ADAPTERS:
+        raise UserError("A013", f"there is no adapter '{kind}'{did_you_mean(kind, ADAPTERS)}", where="--adapter",
+                        fix=f"use one of {', '.join(ADAPTERS)}, with a rank such as lora:16")  # fmt: skip
+    if separator and not (rank.isascii() and rank.isdigit() and 0 < len(rank) <= 6 and int(rank)):
+        raise UserError("A013", f"'{rank}' is not a rank", where="--adapter",
+                        fix=f"write {kind}:16, or {kind} for the default rank")  # fmt: skip
+    return f"model.adapter={{{ADAPTERS[kind]}{f', rank: {rank}' if separator else ''}}}"
+
+
 def _file_or_model(what: str | None) -> tuple[str | None, list[str]]:
     """Return a recipe's file, or the settings that name a model."""
     if what is None or what == "-" or what.endswith((".yaml", ".yml")):
@@ -66,9 +82,18 @@ def _file_or_model(what: str | None) -> tuple[str | None, list[str]]:
         return None, _model_settings(what)
     if path.exists():
         return what, []
+    if is_hub_name(what):
+        return None, _hub_model_settings(what)
     near = did_you_mean(what, [*PRESETS, *VLM_PRESETS, *(str(each) for each in path.parent.glob("*.y*ml"))])
     raise UserError("A012", f"'{what}' is not a recipe, a preset or a model folder{near}", where="MODEL|RECIPE",
                     fix="name a YAML file, a preset (see `trimaran presets`), a config.json or its folder")  # fmt: skip
+
+
+def _hub_model_settings(name: str) -> list[str]:
+    """Return the settings for a model on the Hub: its name, and the family that its config.json describes."""
+    recipe = with_local_model(Recipe(model=ModelSection(family="hf", path=name)), only_config=True)
+    family = _model_settings(str(recipe.model.path))[0]
+    return [family, _setting("model.path", name)]
 
 
 def _model_settings(path: str) -> list[str]:

@@ -6,11 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from trimaran.app.request.calibrate_cpu import cluster_of_text
+from trimaran.app.request.hub_files import with_local_model
 from trimaran.core import Plan, Recipe, UserError, did_you_mean, parse_recipe
+from trimaran.core.errors import collected, raise_together
 from trimaran.core.regular_files import read_regular_bytes
 from trimaran.core.user_folders import expand_user
 from trimaran.hardware import Cluster, calibration_folder, detect, parse_cluster
 from trimaran.hardware.parse_cluster import MAX_DEVICES
+from trimaran.hub import is_hub_name
 from trimaran.models import Outline, outline_for, outline_if_known, refuse_freezing, spec_of
 from trimaran.models.stages import Spec
 from trimaran.planner import Question, choose
@@ -47,13 +51,36 @@ def read_question(
     `settings` override fields of the recipe. `cluster` is the meaning of `auto`; without it, this machine. With
     `trains` a prediction is optional: a Hugging Face model whose config.json lacks its sizes then has no outline.
     """
-    recipe = read_recipe(file, settings)
-    spec = spec_of(recipe.model)
-    outline = (outline_if_known if trains else outline_for)(recipe.model, recipe.data)
-    if cluster is None or recipe.cluster != "auto":
-        visible, measured = os.environ.get("CUDA_VISIBLE_DEVICES"), calibration_folder(os.environ)
-        cluster = parse_cluster(recipe.cluster, visible_devices=visible, calibrations=measured)
+    recipe, mistakes = read_recipe(file, settings), []
+    with collected(mistakes):
+        recipe = with_local_model(recipe, only_config=not trains)
+        spec = spec_of(recipe.model)
+        outline = (outline_if_known if trains else outline_for)(recipe.model, recipe.data)
+    if mistakes:
+        _add_other_mistakes(mistakes, recipe, trains=trains)
+    elif cluster is None or recipe.cluster != "auto":
+        with collected(mistakes):
+            cluster = cluster_of_text(recipe.cluster, os.environ)
+        if mistakes:
+            _add_other_mistakes(mistakes, recipe, trains=trains)
+    raise_together(mistakes)
+    assert cluster is not None, "a cluster that cannot be read is a mistake"
     return Question(recipe=recipe, spec=spec, outline=outline, cluster=cluster)
+
+
+def _add_other_mistakes(mistakes: list[UserError], recipe: Recipe, *, trains: bool) -> None:
+    """Add what is wrong with the cluster and the data, so that a recipe is corrected once and not three times."""
+    from trimaran.data.prepare_text import check
+    from trimaran.data.text_sources import named_path
+
+    with collected(mistakes):
+        if recipe.cluster != "auto":
+            parse_cluster(recipe.cluster)
+    with collected(mistakes):
+        if trains and recipe.data.path and not is_hub_name(recipe.data.path):
+            named_path(recipe.data)
+            if recipe.data.source in ("text", "jsonl", "datasets") and recipe.model.family == "decoder":
+                check(recipe.data)
 
 
 def read_recipe(file: str | None, settings: Sequence[str]) -> Recipe:
@@ -80,7 +107,7 @@ def torchrun_cluster(environment: Mapping[str, str]) -> Cluster:
 def _torchrun_number(
     environment: Mapping[str, str], name: str, *, most: int, least: int = 1, default: int | None = None
 ) -> int:
-    """Return a variable that torchrun sets; raise UserError if it is no number from `least` to `most`."""
+    """Return a variable that torchrun sets; raise UserError unless it is a number from `least` to `most`."""
     text = environment.get(name, "" if default is None else str(default))
     number = int(text) if text.isascii() and text.isdigit() and len(text) <= 9 else -1
     if not least <= number <= most:
@@ -112,17 +139,20 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
     samples = recipe.data.samples
     data: dict[str, object] = {
         "path": _absolute(recipe.data.path),
-        "tokenizer": _absolute(recipe.data.tokenizer),
+        "tokenizer": "bytes" if recipe.data.tokenizer == "bytes" else _absolute(recipe.data.tokenizer),
         "samples": samples.model_copy(update={"images": _absolute(samples.images)}),
         "mixture": tuple(
             source.model_copy(update={"path": _absolute(source.path), "images": _absolute(source.images)})
             for source in recipe.data.mixture
         ),
     }
+    adapter = recipe.model.adapter
+    if adapter is not None:
+        adapter = adapter.model_copy(update={"path": _absolute(adapter.path)})
     changes: dict[str, object] = {
         "cluster": _absolute(recipe.cluster) if recipe.cluster.endswith((".yaml", ".yml")) else recipe.cluster,
         "data": recipe.data.model_copy(update=data),
-        "model": recipe.model.model_copy(update={"path": _absolute(recipe.model.path)}),
+        "model": recipe.model.model_copy(update={"path": _absolute(recipe.model.path), "adapter": adapter}),
     }
     return recipe.model_copy(update=changes)
 

@@ -18,6 +18,7 @@ from trimaran.planner.emit.emission import (
     refuse_settings,
     refuse_unless,
 )
+from trimaran.planner.emit.peft import peft_files, peft_notes
 from trimaran.planner.question import Question
 
 TOOL = "accelerate"
@@ -48,7 +49,8 @@ def emit_accelerate(plan: Plan, question: Question) -> Emission:
         settings = torch_settings(plan)
     settings = {"compute_environment": "LOCAL_MACHINE", **settings, **machines(cluster)}
     files = {FILE: headline(TOOL, plan, question) + yaml.safe_dump(settings, sort_keys=False), **files}
-    return Emission(files=files, command=launch(plan, cluster), notes=tuple(notes(plan)))
+    files |= peft_files(TOOL, question)
+    return Emission(files=files, command=launch(plan, cluster), notes=(*notes(plan), *peft_notes(question)))
 
 
 def refuse_for_torch(tool: str, plan: Plan) -> None:

@@ -14,6 +14,7 @@ from trimaran.planner.emit.emission import (
     refuse_settings,
     refuse_unless,
 )
+from trimaran.planner.emit.peft import peft_files, peft_notes
 from trimaran.planner.question import Question
 
 TOOL = "deepspeed"
@@ -28,8 +29,8 @@ def emit_deepspeed(plan: Plan, question: Question) -> Emission:
     refuse_cpu(TOOL, cluster)
     refuse_settings(TOOL, train)
     refuse_for_deepspeed(TOOL, plan, train)
-    files, command = {FILE: as_json(full_config(plan, question))}, ["deepspeed"]
-    notes = ["train.py is your script; it defines the learning-rate schedule and the data"]
+    files, command = {FILE: as_json(full_config(plan, question))} | peft_files(TOOL, question), ["deepspeed"]
+    notes = ["train.py is your script; it defines the learning-rate schedule and the data", *peft_notes(question)]
     if cluster.num_nodes > 1:
         hosts = [f"node-{rank} slots={cluster.devices_per_node}\n" for rank in range(cluster.num_nodes)]
         files[HOSTS] = "".join(hosts)

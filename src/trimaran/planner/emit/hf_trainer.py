@@ -15,6 +15,7 @@ from trimaran.planner.emit.emission import (
     refuse_unless,
     torchrun,
 )
+from trimaran.planner.emit.peft import PEFT_FILE, peft_files
 from trimaran.planner.question import Question
 
 TOOL = "hf-trainer"
@@ -37,7 +38,7 @@ from itertools import chain
 
 from accelerate import ParallelismConfig
 from datasets import load_dataset
-from transformers import (
+{imports}from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     DataCollatorForLanguageModeling,
@@ -71,20 +72,25 @@ def main() -> None:
     name = os.environ["MODEL"]
     tokenizer = AutoTokenizer.from_pretrained(name)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="sdpa", dtype="float32")
-    collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="sdpa", dtype="{dtype}")
+{wrap}    collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)
     Trainer(model, args, data_collator=collate, train_dataset=chunks(tokenizer)).train()
 
 
 if __name__ == "__main__":
     main()
 '''
+PEFT_IMPORT = "from peft import LoraConfig, get_peft_model\n"
+PEFT_WRAP = f'''    with open("{PEFT_FILE}") as file:
+        model = get_peft_model(model, LoraConfig(**json.load(file)))
+'''
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def emit_hf_trainer(plan: Plan, question: Question) -> Emission:
     """Return the Trainer's arguments as JSON, a script that reads them, and the torchrun command."""
     recipe, cluster = question.recipe, question.cluster
-    files = {FILE: "", SCRIPT: TEXT.format(file=FILE, seq_len=recipe.data.seq_len)}
+    files = {FILE: "", SCRIPT: "", **peft_files(TOOL, question)}
     fields = common(plan, recipe)
     on_cpu = cluster.device.kind == "cpu"
     refuse_unless(TOOL, plan, TAKES | (ON_CPU if on_cpu else {}))
@@ -101,10 +107,22 @@ def emit_hf_trainer(plan: Plan, question: Question) -> Emission:
         fields |= {"use_cpu": True}
     if plan.recompute == "full" and "fsdp" not in fields:
         fields |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
-    files[FILE] = as_json(fields)
+    files |= {FILE: as_json(fields), SCRIPT: script(plan, question)}
     model = shlex.quote(str(absolute_path(recipe.model.path))) if recipe.model.path else "..."
     command = f"MODEL={model} DATA=... {torchrun(cluster, SCRIPT, FILE)}"
     return Emission(files=files, command=command, notes=tuple(notes(plan)))
+
+
+def script(plan: Plan, question: Question) -> str:
+    """Return the script. Trained weights are fp32; those below an adapter are frozen, in the compute precision."""
+    has_adapter = question.recipe.model.adapter is not None
+    return TEXT.format(
+        file=FILE,
+        seq_len=question.recipe.data.seq_len,
+        imports=PEFT_IMPORT * has_adapter,
+        wrap=PEFT_WRAP * has_adapter,
+        dtype=DTYPES[plan.precision] if has_adapter else "float32",
+    )
 
 
 def notes(plan: Plan) -> list[str]:

@@ -19,6 +19,7 @@ from trimaran.planner.emit.emission import (
     unknown_model,
 )
 from trimaran.planner.emit.megatron_model import network, refuse_network
+from trimaran.planner.emit.peft import refuse_adapter
 from trimaran.planner.question import Question
 
 TOOL = "megatron"
@@ -37,6 +38,7 @@ def emit_megatron(plan: Plan, question: Question) -> Emission:
     spec, cluster, train = question.spec, question.cluster, question.recipe.train
     sharded = plan.sharding == "optimizer"
     refuse_cpu(TOOL, cluster)
+    refuse_adapter(TOOL, question)
     refuse_settings(TOOL, train, states=("fp32", "bf16") if sharded else ("fp32",))
     if not isinstance(spec, ModelSpec):
         raise unknown_model(TOOL, question.outline.name if question.outline else "this model",

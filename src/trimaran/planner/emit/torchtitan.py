@@ -18,6 +18,7 @@ from trimaran.planner.emit.emission import (
     torchrun,
     unknown_model,
 )
+from trimaran.planner.emit.peft import refuse_adapter
 from trimaran.planner.emit.torchtitan_model import FLAVORS, flavor_of, is_llama, own_flavor, refuse_network
 from trimaran.planner.question import Question
 
@@ -39,6 +40,7 @@ def emit_torchtitan(plan: Plan, question: Question) -> Emission:
     """Return torchtitan's job as TOML, with a module for a model that it has no flavor of."""
     spec, cluster, recipe = question.spec, question.cluster, question.recipe
     refuse_cpu(TOOL, cluster)
+    refuse_adapter(TOOL, question)
     refuse_settings(TOOL, recipe.train)
     if not isinstance(spec, ModelSpec):
         raise unknown_model(TOOL, question.outline.name if question.outline else "this model",

@@ -6,8 +6,10 @@ from trimaran.core import Finding, show_bytes
 from trimaran.doctor.evidence import Evidence, Line
 from trimaran.doctor.evidence_queries import incident_severity, incidents_of, rank_names, valid_patch
 from trimaran.doctor.memory_evidence import largest_holder
-from trimaran.doctor.memory_fix import cheapest_memory_fix
+from trimaran.doctor.memory_fix import adapter_fix, cheapest_memory_fix
 from trimaran.planner.memory_ladder import FIXED_TERMS, Patch
+
+OTHER_FIX = "use more or larger devices, shorter sequences or a smaller model"
 
 
 def out_of_memory(evidence: Evidence) -> Iterator[Finding]:
@@ -17,7 +19,7 @@ def out_of_memory(evidence: Evidence) -> Iterator[Finding]:
         return
     last = incidents[-1]
     replanned = last.get("action") == "replanned"
-    memory_fix = None if replanned else cheapest_memory_fix(evidence, ran_out=True)
+    memory_fix = None if replanned else cheapest_memory_fix(evidence, ran_out=True) or adapter_fix(evidence)
     patch = _present_plan(evidence) if replanned else memory_fix.patch if memory_fix else {}
     holder = _largest_in_snapshot(evidence, last) or _largest_predicted(evidence)
     if replanned:
@@ -33,9 +35,9 @@ def out_of_memory(evidence: Evidence) -> Iterator[Finding]:
         culprit=rank_names(last.get("suspects") or ()),
         evidence={"incident": last.get("id"), "step": last.get("step"), "count": len(incidents), "holder": holder},
         patch=patch,
-        fix="" if patch else "use more or larger devices, shorter sequences or a smaller model",
+        fix="" if patch and not (memory_fix and memory_fix.caution) else OTHER_FIX,
         expected_effect=effect,
-        gain=memory_fix.gain if memory_fix else None,
+        gain=memory_fix.gain if memory_fix and not memory_fix.caution else None,
         confidence=0.9,
         step=int(last.get("step") or 0),
     )

@@ -53,6 +53,8 @@ class Case:
 def cases() -> list[Case]:
     """Return every axis alone with each of its settings, then every combination at degree 2 on up to 8 ranks.
 
+    The plans of ADAPTERS follow, which train adapters.
+
     The combinations cycle through the settings, so that each setting occurs in many of them.
     """
     single = [axes for axes in axis_sets() if world_size(axes) == DEGREE]
@@ -64,7 +66,30 @@ def cases() -> list[Case]:
     for axes in combined:
         settings = {name: next(cycles[name]) for name in settings_of(axes)}
         found.append(_case(axes, next(models), recompute=next(cycles["recompute"]), **settings))
-    return found
+    return found + [_case(axes, model, **{"grad_accum": 2} | settings) for axes, model, settings in ADAPTERS]
+
+
+# The plans under which adapters are compared: every axis alone, and products of some.
+ADAPTERS: tuple[tuple[tuple[str, ...], str, dict[str, Any]], ...] = (
+    (("dp_replicate",), "lora-tied", {}),
+    (("dp_shard",), "lora-untied", {"sharding": "parameters"}),
+    (("dp_shard",), "lora-tied", {"sharding": "gradients"}),
+    (("dp_shard",), "dora-untied", {"sharding": "optimizer"}),
+    (("tp",), "lora-tied", {}),
+    (("tp",), "dora-untied", {}),
+    (("pp",), "lora-tied", {"schedule": "1f1b"}),
+    (("pp",), "lora-untied", {"schedule": "interleaved"}),
+    (("pp",), "dora-tied", {"schedule": "zero-bubble"}),
+    (("cp",), "lora-untied", {"context": "exchange"}),
+    (("dp_replicate", "dp_shard"), "lora-tied", {"sharding": "parameters"}),
+    (("dp_replicate", "tp"), "lora-untied", {"recompute": "full"}),
+    (("dp_shard", "tp"), "lora-tied", {"sharding": "parameters"}),
+    (("dp_shard", "tp"), "dora-untied", {"sharding": "gradients", "recompute": "selective"}),
+    (("dp_replicate", "pp"), "lora-tied", {}),
+    (("dp_shard", "pp"), "dora-untied", {"sharding": "parameters"}),
+    (("tp", "pp"), "lora-tied", {"recompute": 2}),
+    (("dp_shard", "tp", "pp"), "lora-untied", {"sharding": "optimizer"}),
+)
 
 
 SETTINGS: dict[str, tuple[Any, ...]] = {
@@ -86,9 +111,15 @@ PAIRS = (
 )
 
 
+def has_adapter(case: Case) -> bool:
+    return case.model.startswith(("lora", "dora"))
+
+
 def is_quick(case: Case) -> bool:
-    """Return whether `make test` runs this case."""
+    """Return whether `make test` runs this case. Of adapters, `tests/dist/test_adapters.py` has quick ones."""
     mesh, plan = case.plan.mesh, case.plan
+    if has_adapter(case):
+        return False
     if mesh.world_size > 2:
         return mesh == THREE_AXES or mesh in PAIRS
     # The sharding and the context exchange do not affect experts.
@@ -138,11 +169,14 @@ def _case(axes: tuple[str, ...], model: str, **settings: Any) -> Case:
 
 def recipe_for(model: str, data: Path) -> Recipe:
     kind, head = model.split("-")
+    # The head is trained too: with a random one there is little to learn, and rounding would show.
+    adapter = {"kind": kind, "rank": 8, "train": ["lm_head"]} if kind in ("lora", "dora") else None
     return Recipe.model_validate(
         {
             "model": {
                 "preset": "tiny-moe" if kind == "mixture" else "tiny",
                 "shape": SHAPE | {"tied": head == "tied"},
+                "adapter": adapter,
             },
             "data": {"source": "jsonl", "path": str(data), "seq_len": 32, "isolate_documents": True},
             "train": {
@@ -183,7 +217,7 @@ def main(arguments: list[str]) -> None:
         workspace = Path(folder)
         (workspace / "runs").mkdir()
         write_documents(workspace / "uneven.jsonl")
-        for case in cases():
+        for case in [each for each in cases() if has_adapter(each) or "--adapters" not in arguments]:
             began = time.monotonic()
             loss, norm, weights = differences(run(case, workspace), reference(case.model, workspace))
             name = str(case).removesuffix(f"-{case.model}")

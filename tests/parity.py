@@ -70,7 +70,8 @@ def trajectory_of(run: RunDirectory) -> Trajectory:
     """Return the trajectory of a finished run."""
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, run.read_recipe().train.steps + 1))
-    weights = load_file(run.model / "model.safetensors")
+    (file,) = run.model.glob("*model.safetensors")  # of an adapter: adapter_model.safetensors
+    weights = load_file(file)
     return Trajectory([line["loss"] for line in lines], [line["grad_norm"] for line in lines], weights)
 
 

@@ -11,13 +11,14 @@ import pytest
 
 from tests.sources import FILES, SRC, name_of, nodes_of, text_of, tree_of
 
-PLANNING = {"core", "hardware", "models", "cost", "planner"}
+PLANNING = {"core", "hub", "hardware", "models", "cost", "planner"}
 RUN = {"run", "telemetry"}
 WORKER = {"nets", "parallel", "data", "checkpoint", "optim", "infer", "train"}
 MAY_IMPORT: dict[str, set[str]] = {
     "core": set(),
+    "hub": {"core"},
     "hardware": {"core"},
-    "models": {"core"},
+    "models": {"core", "hub"},
     "cost": {"core", "hardware", "models"},
     "planner": {"core", "hardware", "models", "cost"},
     "run": {"core"},

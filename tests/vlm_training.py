@@ -12,12 +12,14 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import run_ranks
-from trimaran.core import Plan, TrainSection
+from trimaran.core import AdapterSection, Plan, TrainSection
 from trimaran.data.feed import DataShare
 from trimaran.data.step_batch import StepBatch
 from trimaran.models import PRESETS, VLM_PRESETS, VlmSpec
 from trimaran.models.stages import stage_ranges, stages_of_rank
 from trimaran.nets import initialise
+from trimaran.nets.adapters.attach import attach_adapter
+from trimaran.nets.adapters.initialise_adapter import initialise_adapter
 from trimaran.nets.family import network_of
 from trimaran.nets.hf_weights import full_tensor
 from trimaran.parallel import apply_plan, build_mesh
@@ -91,7 +93,13 @@ def batch_of(step: int, share: DataShare) -> StepBatch:
     return StepBatch(step, tensors, int((arrays["labels"] != IGNORED).sum()), offsets=offsets)
 
 
-def train_rank(spec: VlmSpec, plan: Plan, train: Mapping[str, Any], freeze: tuple[str, ...]) -> TrainingTrace:
+def train_rank(
+    spec: VlmSpec,
+    plan: Plan,
+    train: Mapping[str, Any],
+    freeze: tuple[str, ...],
+    adapter: AdapterSection | None = None,
+) -> TrainingTrace:
     """Train this rank's part for a few steps."""
     if not dist.is_initialized():
         join_process_group(read_rank_info(os.environ))
@@ -102,9 +110,13 @@ def train_rank(spec: VlmSpec, plan: Plan, train: Mapping[str, Any], freeze: tupl
         networks = tuple(network_of(spec, ranges[stage]) for stage in here)
     for network in networks:
         freeze_towers(network, freeze)
+        if adapter is not None:
+            with torch.device("meta"):
+                attach_adapter(network, adapter, network_of(spec))
         apply_plan(network, plan, ranks)
         network.module.to_empty(device="cpu")
         initialise(network.module, seed=5, spec=spec)
+        initialise_adapter(network.module, seed=5)
     stepper = build_stepper(networks, section, plan, ranks, StepClock(torch.device("cpu")))
     stepper.set_training(True)
     share = DataShare(rank=ranks.data_rank, dp=plan.mesh.dp, micro_batch=plan.micro_batch, grad_accum=plan.grad_accum)
@@ -126,10 +138,14 @@ def train_rank(spec: VlmSpec, plan: Plan, train: Mapping[str, Any], freeze: tupl
 
 
 def train_all_ranks(
-    spec: VlmSpec, plan: Plan, train: Mapping[str, Any] = TRAIN, freeze: tuple[str, ...] = ()
+    spec: VlmSpec,
+    plan: Plan,
+    train: Mapping[str, Any] = TRAIN,
+    freeze: tuple[str, ...] = (),
+    adapter: AdapterSection | None = None,
 ) -> list[TrainingTrace]:
     """Return the training trace of every rank under the plan."""
-    return run_ranks(plan.mesh.world_size, train_rank, spec, plan, train, freeze)
+    return run_ranks(plan.mesh.world_size, train_rank, spec, plan, train, freeze, adapter)
 
 
 def plan_of(*, grad_accum: int = 2, **fields: Any) -> Plan:

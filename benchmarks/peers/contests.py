@@ -1,7 +1,7 @@
 """Which peers are compared on which work. A peer is the name of a trainer and, after a `+`, how it differs."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.peers.work import Work
@@ -23,12 +23,16 @@ class Contest:
     micro_batch: int = 4
     precision: str = "bf16"
     recompute: str = "none"
+    adapter: Mapping[str, Any] = field(default_factory=dict)
     about: str = ""
 
 
 def options(**fields: Any) -> dict[str, Any]:
     return {"options": fields}
 
+
+LORA = {"rank": 16, "alpha": 32}
+HF = options(family="hf")
 
 CONTESTS: dict[str, Contest] = {
     "1b": Contest(
@@ -86,6 +90,22 @@ CONTESTS: dict[str, Contest] = {
         extra=("trimaran+own",),
         about="transformers' Qwen2-VL of 2B, an image of 448 x 448 in each row; +own: Trimaran's equivalent network",
     ),
+    "8b-lora": Contest(
+        shape="8b",
+        reference="hf_trainer",
+        seq_len=2048,
+        adapter=LORA,
+        peers={"hf_trainer": {}, "hf_trainer+eager": {"compile": False}, "trimaran": {}, "trimaran+hf": HF},
+        about="LoRA of rank 16 on every linear layer, base weights in bf16; HF Trainer with peft",
+    ),
+    "8b-qlora": Contest(
+        shape="8b",
+        reference="hf_trainer",
+        seq_len=2048,
+        adapter=LORA | {"base": "4bit"},
+        peers={"hf_trainer": {}, "hf_trainer+eager": {"compile": False}, "trimaran": {}, "trimaran+hf": HF},
+        about="the same with the base in NF4, blocks of 64; HF Trainer with peft and bitsandbytes",
+    ),
     "32k": Contest(
         shape="1b",
         reference="torchtitan",
@@ -105,7 +125,8 @@ CONTESTS: dict[str, Contest] = {
 
 def works(name: str, contest: Contest, asked: Mapping[str, Any]) -> dict[str, Work]:
     """Return the work of each peer, by name. `asked` overrides fields of the contest for all peers."""
-    shared = {field: getattr(contest, field) for field in ("shape", "seq_len", "micro_batch", "precision", "recompute")}
+    names = ("shape", "seq_len", "micro_batch", "precision", "recompute")
+    shared: dict[str, Any] = {name: getattr(contest, name) for name in names} | {"adapter": dict(contest.adapter)}
     if asked.get("shape") == "tiny" and contest.shape == "vlm":
         asked = {**asked, "shape": "tiny-vlm"}
     return {

@@ -71,8 +71,12 @@ def ready(work: Work) -> Callable[[Timer], dict[str, Any]]:
 
 
 def _train(work: Work, timer: Timer) -> dict[str, Any]:
-    if work.model.vision is None:
-        parts: dict[str, Any] = {"model": build(work), "train_dataset": Rows(work)}
+    if work.adapter:
+        from benchmarks.peers.hf_adapter import build_with_adapter  # noqa: PLC0415 - only this contest needs peft
+
+        parts: dict[str, Any] = {"model": build_with_adapter(work), "train_dataset": Rows(work)}
+    elif work.model.vision is None:
+        parts = {"model": build(work), "train_dataset": Rows(work)}
     else:
         parts = {"model": build_vlm(work), "train_dataset": ImageRows(work), "data_collator": collate}
     with tempfile.TemporaryDirectory() as folder:

@@ -81,6 +81,7 @@ def settings(work: Work, root: Path) -> list[str]:
         f"plan.precision={work.precision}",
         f"plan.compile={str(work.compile).lower()}",
     ]
+    asked += [f"model.adapter.{name}={value}" for name, value in work.adapter.items()]
     if not work.options.get("planned"):
         asked.append(f"plan.recompute={work.recompute}")
     if work.model.vision is None:

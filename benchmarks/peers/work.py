@@ -148,6 +148,7 @@ class Work:
     recompute: str = "none"
     compile: bool = True
     layers: int | None = None  # overrides those of the shape
+    adapter: dict[str, Any] = field(default_factory=dict)  # `rank`, `alpha` and `base` of LoRA; empty: no adapter
     options: dict[str, Any] = field(default_factory=dict)  # of this peer only
     warm: int = 5
     windows: int = 3

@@ -155,14 +155,14 @@ if seconds := float(os.environ.get("TRIMARAN_TEST_DISK_SECONDS", "0")):
     DurableDisk.sync = sync_slowly  # type: ignore[method-assign]
 
 if export_seconds := float(os.environ.get("TRIMARAN_TEST_EXPORT_SECONDS", "0")):  # for each tensor
-    all_tensors = export_hf._all_tensors
+    all_tensors = export_hf.all_tensors
 
     def yield_slowly(*args: Any) -> Iterator[tuple[str, Tensor]]:
         for each in all_tensors(*args):
             time.sleep(export_seconds)
             yield each
 
-    export_hf._all_tensors = yield_slowly  # pyrefly: ignore[bad-assignment]
+    export_hf.all_tensors = yield_slowly  # pyrefly: ignore[bad-assignment]
 
 if batch_seconds := float(os.environ.get("TRIMARAN_TEST_EVALUATION_SECONDS", "0")):  # for each batch
     evaluate = PlainStepper.evaluate

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.cases import quick_or_slow
-from tests.matrix import THREE_AXES, Case, cases, is_quick, recipe_for, reference, run, write_documents
+from tests.matrix import THREE_AXES, Case, cases, has_adapter, is_quick, recipe_for, reference, run, write_documents
 from tests.parity import assert_same_trajectory
 from tests.ranks import run_ranks
 from trimaran.core import Plan, Recipe
@@ -66,7 +66,7 @@ def state_under(recipe: Recipe, plan: Plan) -> tuple[list[str], dict[str, np.nda
 
 @pytest.mark.parametrize(
     "case",
-    quick_or_slow({case.plan.mesh: case for case in CHOSEN}.values(), is_quick),
+    quick_or_slow({case.plan.mesh: case for case in CHOSEN if not has_adapter(case)}.values(), is_quick),
     ids=lambda case: str(case.plan.mesh),
 )
 def test_a_state_dict_taken_under_any_plan_loads_into_one_process(workspace: Path, case: Case) -> None:

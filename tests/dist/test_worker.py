@@ -116,6 +116,31 @@ def test_all_ranks_generate_the_sample_together(
     assert sample["text"].startswith(prompt)
 
 
+@pytest.mark.parametrize("degrees", [{"dp_shard": 2}, slow({"dp_replicate": 2}), slow({"tp": 2})], ids=str)
+def test_the_sample_is_the_same_with_a_cache_and_under_plans_without_one(folder: Path, degrees: dict[str, int]) -> None:
+    """One process and FSDP use the key-value cache; with tp the whole sequence runs for each token."""
+    recipe = recipe_with(train={"steps": 2, "sample": {"prompt": "def f", "tokens": 12, "temperature": 0.0}})
+    texts = []
+    for each in ({}, degrees):
+        run = train_run(recipe, plan_for(recipe, grad_accum=1, **each), folder)
+        (sample,) = [event["data"] for event in events(run) if event["kind"] == "sample"]
+        texts.append(sample["text"])
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("degrees", [{"dp_replicate": 2}], ids=str)
+def test_the_default_prompt_is_the_beginning_of_a_held_out_text(folder: Path, degrees: dict[str, int]) -> None:
+    words = [f"w{number:03d}" for number in range(500)]
+    (folder / "corpus.txt").write_text("\n".join(" ".join(words[start : start + 50]) for start in range(450)))
+    data = {"source": "text", "path": str(folder / "corpus.txt"), "holdout": 0.2}
+    recipe = recipe_with(data=data, train={"steps": 1, "sample": {"tokens": 2}})
+    run = train_run(recipe, plan_for(recipe, grad_accum=1, **degrees), folder)
+    (sample,) = [event["data"] for event in events(run) if event["kind"] == "sample"]
+    assert sample["text"].startswith(sample["prompt"])
+    assert len(sample["prompt"].split()) >= 2
+    assert set(sample["prompt"].split()) <= set(words)
+
+
 def test_a_model_with_few_positions_generates_with_a_sliding_window_and_refuses_longer_sequences(folder: Path) -> None:
     config = GPT2Config(vocab_size=320, n_embd=32, n_layer=2, n_head=4, n_positions=32, bos_token_id=1, eos_token_id=2)
     GPT2LMHeadModel(config).save_pretrained(folder.parent / "gpt2")

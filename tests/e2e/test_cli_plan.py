@@ -48,7 +48,7 @@ def mistake(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 def test_a_preset_is_planned_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
     found = answer(["plan", "llama-3-8b", *EIGHT, "--seq-len", "2048", "--global-batch", "64"], capsys)
-    assert found["model"] == {"name": "llama-3-8b", "parameters": 8_030_261_248}
+    assert (found["model"]["name"], found["model"]["parameters"]) == ("llama-3-8b", 8_030_261_248)
     assert (found["name"], found["seq_len"], found["global_batch"], found["fits"]) == ("llama-3-8b", 2048, 64, True)
     plan = Plan.model_validate(found["plan"])
     assert plan.mesh.world_size == 8
@@ -196,6 +196,19 @@ def test_predict_prints_a_table(
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("\n".join(many).encode())))
     assert "these are the 20 fastest" in output(["predict", "-"], capsys)
     assert mistake(["predict", "feww.jsonl"], capsys).startswith("A011")
+
+
+def test_predict_prints_a_sample_that_it_reads(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "trimaran predict --example > plans.jsonl" in mistake(["predict"], capsys)
+    (folder / "plans.jsonl").write_text(output(["predict", "--example"], capsys))
+    assert "6 lines" in output(["predict", "plans.jsonl"], capsys)
+
+
+def test_plan_takes_an_adapter(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = output(["plan", "llama-3.1-8b", "--cluster", "1xH100", "--adapter", "lora:16"], capsys)
+    assert "LoRA of rank 16" in shown
+    assert "model.adapter={kind: lora, rank: 16}" in shown
+    assert mistake(["plan", "tiny", "--adapter", "loar"], capsys).startswith("A013")
 
 
 def test_predict_is_fast(folder: Path) -> None:

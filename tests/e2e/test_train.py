@@ -72,7 +72,7 @@ def test_a_recipe_becomes_a_trained_model(tmp_path: Path) -> None:
         assert each["samples"] == 8
         assert each["tokens_per_second"] == pytest.approx(each["tokens"] / each["step_seconds"], rel=1e-3)
         assert each["peak_bytes"] > 0
-        assert 0 < each["mfu"] < 1
+        assert each["mfu"] == 0  # the peak of a CPU is not known
     assert set(metrics[0]["phases"]) == {"data", "forward", "backward", "comm", "optimizer", "checkpoint"}
 
     events = [each for each in lines(run / "events" / "rank-0.jsonl") if each["kind"] != "loss_bound"]

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.multiprocessing as multiprocessing
 
-from tests.matrix import GLOBAL_BATCH, Case, cases, is_quick, recipe_for
+from tests.matrix import GLOBAL_BATCH, Case, cases, has_adapter, is_quick, recipe_for
 from tests.parity import Trajectory, differences, trajectory_of
 from tests.ranks import run_ranks
 from trimaran.core import Mesh, Plan
@@ -28,7 +28,7 @@ from trimaran.train.worker import run_worker
 
 FP32_TOLERANCE = 1e-5  # of loss, gradient norm and weights, as in docs/parity.md
 # Of the loss in bf16. In a mixture, a token between two experts may choose the other one after rounding.
-BF16_TOLERANCE = {"dense": 1e-4, "mixture": 1e-3}
+BF16_TOLERANCE = {"dense": 1e-4, "mixture": 1e-3, "lora": 1e-4, "dora": 1e-4}
 NORM_FACTOR = 10  # the gradient norm in bf16 may differ by this many times the tolerance of the loss
 ROW_SECONDS = 240.0
 EXPERTS_AND_TP = Mesh(dp_shard=2, tp=2, ep=2)  # failed with torch 2.11 until 2026-11-16
@@ -81,7 +81,7 @@ def parity_rows() -> list[ParityRow]:
     """
     rows = [ParityRow(case) for case in cases()]
     for case in cases():
-        if is_quick(case) or case.plan.mesh == EXPERTS_AND_TP:
+        if is_quick(case) or has_adapter(case) or case.plan.mesh == EXPERTS_AND_TP:
             rows.append(ParityRow(case, "bf16"))
             if case.plan.mesh.pp == 1 or case.plan.pipeline.schedule != "zero-bubble":
                 rows += [ParityRow(case, precision, compiled=True) for precision in ("fp32", "bf16")]

@@ -36,6 +36,19 @@ def test_model_data_and_optimizer_may_not_change(setting: str) -> None:
     assert setting.partition("=")[0] in caught.value.what
 
 
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [("model.adapter.rank=4", "model.adapter.rank"), ("model.adapter.path=x", "model.adapter.path"),
+     ("model.adapter=null", "model.adapter")],
+)  # fmt: skip
+def test_the_adapter_may_not_change(setting: str, named: str) -> None:
+    old = parse_recipe("model: {adapter: {rank: 8}}", name="a")
+    new = parse_recipe("model: {adapter: {rank: 8}}", name="b", overrides=[setting])
+    with pytest.raises(UserError, match="S001") as caught:
+        refuse_other_run(old, new, where="runs/a")
+    assert caught.value.what.startswith(f"{named} cannot change")
+
+
 def test_a_finished_run_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = finished_run(tmp_path / "run")
     assert main(["resume", str(run.path)]) == 0

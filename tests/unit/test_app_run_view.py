@@ -14,7 +14,8 @@ from trimaran.app.views.live import follow
 from trimaran.app.views.run_state import RunState
 from trimaran.app.views.run_view import difference, draw, line
 from trimaran.app.views.summary import explain_failure, next_commands, summarise
-from trimaran.core import UserError
+from trimaran.core import AdapterSection, UserError
+from trimaran.launch.replace_plan import replace_recipe
 from trimaran.run import Journal, RunDirectory
 from trimaran.run.attempts import AttemptLog
 
@@ -55,7 +56,7 @@ def test_the_panel_fits_a_terminal_of_24_rows(tmp_path: Path) -> None:
 def test_the_panel_compares_measured_and_predicted(tmp_path: Path) -> None:
     text = text_of(draw(state_of(finished_run(tmp_path / "run")), width=80))
     (row,) = [row for row in text.splitlines() if "peak memory" in row]
-    assert row.split()[3:-1] == ["100.0", "MiB", "110.0", "MiB", "+10%", "✓"]
+    assert row.split()[3:-1] == ["100.0", "MiB", "110.0", "MiB", "+10%", "✓", "±30%"]
 
 
 def test_a_difference_beyond_the_error_bar_is_marked_without_colour() -> None:
@@ -145,6 +146,17 @@ def test_the_next_commands_are_ready_to_type(tmp_path: Path) -> None:
         ["trimaran", "resume", str(run.path), "--set", "train.steps=20"],
         ["trimaran", "watch", str(run.path)],
     ]
+
+
+def test_a_run_with_an_adapter_says_where_it_is_and_how_to_merge_it(tmp_path: Path) -> None:
+    run = finished_run(tmp_path / "run")
+    recipe = run.read_recipe()
+    model = recipe.model.model_copy(update={"adapter": AdapterSection()})
+    replace_recipe(run, recipe.model_copy(update={"model": model}))
+    console = console_of(width=200)
+    summarise(state_of(run), console)
+    assert f"{run.model} holds the adapter (lora of rank 16) in PEFT's format, without the base" in printed(console)
+    assert f"trimaran export {run.path} --merge" in next_commands(state_of(run))
 
 
 def test_the_first_next_command_of_a_stopped_run_is_resume(tmp_path: Path) -> None:

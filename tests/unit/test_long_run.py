@@ -1,4 +1,4 @@
-"""What a long run costs to start, show and store does not grow with its length, and no number changes."""
+"""What a long run costs to start, show and store does not grow with its length, and its metrics stay exact."""
 
 import io
 import json

@@ -12,10 +12,11 @@ from trimaran.hardware import parse_cluster
 from trimaran.models import PRESETS, VLM_PRESETS, outline_for, spec_of
 from trimaran.models.stages import split_by_cost
 from trimaran.nets.family import network_of
+from trimaran.nets.tower_names import tower_of
 from trimaran.optim import LR_FACTOR, build_optimizer
 from trimaran.parallel.axes.image_split import assign_images
 from trimaran.parallel.memory.recompute import apply_recompute
-from trimaran.parallel.tower_plan import freeze_towers, tower_of, tower_of_blocks
+from trimaran.parallel.tower_plan import freeze_towers, tower_of_blocks
 from trimaran.planner import Question, check_plan, choose, search
 from trimaran.planner.axis_rules import check_tensor
 

@@ -62,7 +62,7 @@ def export_hf(
     try:
         write_hf_folder(folder, config, tensors(), origin=origin, add_files=add_files)
     except (OSError, SafetensorError) as error:
-        raise _not_written(folder, error) from None
+        raise not_written(folder, error) from None
 
 
 def export_dcp(source: CheckpointSource, folder: Path, *, progress: Progress) -> None:
@@ -84,7 +84,7 @@ def export_dcp(source: CheckpointSource, folder: Path, *, progress: Progress) ->
         sync_folder(draft)
         draft.rename(folder)
     except OSError as error:
-        raise _not_written(folder, error) from None
+        raise not_written(folder, error) from None
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 
@@ -125,6 +125,6 @@ def _read_on_demand(module: nn.Module, source: CheckpointSource) -> None:
         buffer.copy_(read_full_tensor(source, MODEL_PREFIX + name))
 
 
-def _not_written(folder: Path, error: Exception) -> UserError:
+def not_written(folder: Path, error: Exception) -> UserError:
     return UserError("K026", f"the export cannot be written: {error}", where=str(folder),
                      fix="free disk space, or choose another disk: --out DIR")  # fmt: skip

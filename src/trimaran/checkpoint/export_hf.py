@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from filecmp import cmp
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,8 @@ from trimaran.parallel.comm.json_exchange import recv_json, send_json
 MAX_FILE_BYTES = 4 << 30
 MAX_CONFIG_BYTES = 10_000_000
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_FILES = (
-    "generation_config.json",
-    "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
     "special_tokens_map.json",
@@ -33,9 +33,8 @@ TOKENIZER_FILES = (
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
-    "preprocessor_config.json",
-    "processor_config.json",
 )
+OTHER_FILES = ("generation_config.json", "preprocessor_config.json", "processor_config.json")
 
 
 def save_network(  # noqa: PLR0913 - what to write, where to, and who is told
@@ -55,7 +54,7 @@ def save_network(  # noqa: PLR0913 - what to write, where to, and who is told
     existing folder is replaced. `origin` is the model that training started from; its tokenizer files and token ids are
     copied. `report_progress` is called after each tensor, and on rank 0 after each file.
     """
-    tensors = _reported(_all_tensors(networks, stages, rank), report_progress)
+    tensors = all_tensors(networks, stages, rank, lambda network: network.disk_tensors(), report_progress)
     if rank != 0:
         for _ in tensors:
             pass
@@ -91,19 +90,34 @@ def write_hf_folder(  # noqa: PLR0913 - what to write, where to, and who is told
     `origin` and `add_files` are as in `save_network`. An existing folder is an error; with `replace` it is removed when
     the new one is complete. Raises OSError or SafetensorError if the folder cannot be written.
     """
-    draft, old = (folder.with_name(f".{folder.name}.{suffix}") for suffix in ("draft", "old"))
-    shutil.rmtree(draft, ignore_errors=True)
-    shutil.rmtree(old, ignore_errors=True)
-    try:
-        draft.mkdir(parents=True)
+
+    def fill(draft: Path) -> None:
         merged = config | (_token_ids(origin) if origin else {})
         _write_text(draft / "config.json", json.dumps(merged, indent=2) + "\n")
         _write_weights(tensors, draft, report_progress)
         add_files(draft)
         if origin:
-            _copy_tokenizer_files(origin, draft)
+            copy_tokenizer_files(origin, draft)
+
+    write_folder(folder, fill, replace=replace, report_progress=report_progress)
+
+
+def write_folder(
+    folder: Path,
+    fill: Callable[[Path], None],
+    *,
+    replace: bool = False,
+    report_progress: Callable[[], None] = lambda: None,
+) -> None:
+    """Make a folder that `fill` writes the files of, atomically. See `write_hf_folder`."""
+    draft, old = (folder.with_name(f".{folder.name}.{suffix}") for suffix in ("draft", "old"))
+    shutil.rmtree(draft, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
+    try:
+        draft.mkdir(parents=True)
+        fill(draft)
         for file in draft.glob("*.safetensors"):
-            shutil.copymode(draft / "config.json", file)  # safetensors makes files that only the owner can read
+            shutil.copymode(next(draft.glob("*config.json")), file)  # safetensors makes them for the owner only
         sync_folder(draft, report_progress)
         if replace and folder.is_dir():
             folder.rename(old)
@@ -131,33 +145,35 @@ def _sync(path: Path) -> None:
         os.close(file)
 
 
-def _reported(
-    tensors: Iterable[tuple[str, Tensor]], report_progress: Callable[[], None]
+def all_tensors(
+    networks: Sequence[Network],
+    stages: StageMap,
+    rank: int,
+    tensors_of: Callable[[Network], Iterable[tuple[str, Tensor]]],
+    report_progress: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[str, Tensor]]:
-    for each in tensors:
-        report_progress()
-        yield each
+    """Yield the tensors of every stage in order on rank 0, and those of its own stages on another rank.
 
-
-def _all_tensors(networks: Sequence[Network], stages: StageMap, rank: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of every stage in order on rank 0, and those of its own stages on another rank.
-
-    Every rank must exhaust the iterator.
+    `tensors_of` yields the tensors of a stage, unsharded. Every rank must exhaust the iterator. `report_progress` is
+    called after each tensor.
     """
     held = dict(zip(stages.here, networks, strict=True))
     # With data parallelism several ranks hold a stage; only those in the pipeline of rank 0 send theirs.
     is_sender = dist.get_global_rank(stages.group, 0) == 0 and rank != 0
     for stage, owner in enumerate(stages.owners):
         if stage in held:
-            for name, tensor in held[stage].disk_tensors():
+            for name, tensor in tensors_of(held[stage]):
                 if is_sender:
                     send_json({"name": name, "shape": list(tensor.shape), "dtype": str(tensor.dtype)}, dst=0)
                     dist.send(tensor, dst=0)
+                report_progress()
                 yield name, tensor
             if is_sender:
                 send_json({}, dst=0)
         elif rank == 0:
-            yield from _receive_tensors(dist.get_global_rank(stages.group, owner))
+            for item in _receive_tensors(dist.get_global_rank(stages.group, owner)):
+                report_progress()
+                yield item
 
 
 def _receive_tensors(src: int) -> Iterator[tuple[str, Tensor]]:
@@ -174,8 +190,15 @@ def _token_ids(origin: Path) -> dict[str, Any]:
     return {key: config[key] for key in TOKEN_IDS if config.get(key) is not None}
 
 
-def _copy_tokenizer_files(origin: Path, folder: Path) -> None:
-    for name in TOKENIZER_FILES:
+def copy_tokenizer_files(origin: Path, folder: Path) -> None:
+    """Copy files of the model that training started from; those of its tokenizer only if that was used.
+
+    `folder` has the tokenizer of the run, if it has a file: bytes have none.
+    """
+    used = folder / TOKENIZER_FILE
+    its_own = origin / TOKENIZER_FILE
+    is_own = used.is_file() and its_own.is_file() and cmp(used, its_own, shallow=False)
+    for name in (*OTHER_FILES, *(TOKENIZER_FILES if is_own else ())):
         if (origin / name).is_file() and not (folder / name).exists():
             shutil.copyfile(origin / name, folder / name)
 

@@ -20,6 +20,8 @@ from trimaran.checkpoint.tensor_shards import TensorShard
 from trimaran.checkpoint.write_checkpoint import commit, write_share
 from trimaran.core import Recipe, UserError
 from trimaran.nets import Decoder, Network
+from trimaran.nets.adapters.attach import attach_adapter
+from trimaran.nets.adapters.lora_linear import adapter_parameters
 from trimaran.nets.hf_weights import disk_names
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -123,10 +125,14 @@ def find_imported_tensors(source: DcpSource, recipe: Recipe) -> ImportedTensors:
     """Return the keys in `source` for every tensor of the recipe's run.
 
     Names may have any prefix, such as `model.` or `app.model.`, and may be those of Hugging Face. Weights are converted
-    to fp32, and so are moments if the run has them in fp32. Missing moments start as zeros.
+    to fp32, and so are moments if the run has them in fp32. Missing moments start as zeros. Of a run with an adapter,
+    only what is trained is imported: the base is that of the recipe.
     """
-    network = meta_network(recipe.model)
-    wanted = {name: tuple(each.shape) for name, each in network.module.named_parameters()}
+    network, adapter = meta_network(recipe.model), recipe.model.adapter
+    if adapter is not None:
+        attach_adapter(network, adapter)
+    parameters = network.module.named_parameters() if adapter is None else adapter_parameters(network.module)
+    wanted = {name: tuple(each.shape) for name, each in parameters}
     mapping = _key_mapping(network, wanted, source)
     weights = [
         ImportedTensor(f"model/{name}", TensorMeta("F32", shape), mapping.keys(name)) for name, shape in wanted.items()

@@ -72,6 +72,10 @@ class TorchStore:
     def set(self, key: str, text: str) -> None:
         self._store.set(key, text)
 
+    def has(self, keys: Sequence[str]) -> bool:
+        """Return whether all keys are set."""
+        return not keys or self._store.check([*keys])
+
     def wait_get(self, keys: Sequence[str], timeout_seconds: float) -> list[str]:
         deadline, pause = time.monotonic() + timeout_seconds, 0.005
         for key in keys:

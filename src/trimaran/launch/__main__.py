@@ -22,6 +22,7 @@ if __name__ == "__main__":
 
 from trimaran.core import EXIT_USER, Plan, Recipe, UserError  # noqa: E402
 from trimaran.hardware import Cluster  # noqa: E402
+from trimaran.hub.restore_files import restore_missing_files  # noqa: E402
 from trimaran.launch.local import worker_environment  # noqa: E402
 from trimaran.launch.local_node import LocalNode  # noqa: E402
 from trimaran.launch.local_node_group import LocalNodeGroup  # noqa: E402
@@ -51,6 +52,7 @@ def main(signals: Signals) -> int:
         held, node_options = HeldDirectory(open_run(flags.run).path), parse_node_options(flags)
         held.watch()
         check = not flags.no_check
+        restore_missing_files(held.run.read_recipe())
         with report_lost_directory(held):
             if node_options is None:
                 return run_on_this_machine(held, signals, check=check)

@@ -7,21 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from trimaran.core import EXIT_AGAIN, EXIT_DONE, EXIT_USER, Cause
+from trimaran.run.connection_lost import CONNECTION_LOST, GLOO_NOISE
 from trimaran.run.out_of_memory import OUT_OF_MEMORY
 
-# A rank with such an error lost the connection to the others: another rank or the network is at fault.
-CONNECTION_LOST = re.compile(
-    r"(closed|reset) by peer|connection (was )?(closed|reset|refused|aborted)|broken pipe|socket (closed|timeout)"
-    r"|timed out|timeout|remote process exited|communicator was aborted|watchdog|no longer reachable",
-    re.IGNORECASE,
-)
 # What torch's watchdog logs before it aborts a rank whose NCCL peers are gone. NCCL reports a peer that was killed as a
 # remote or a system error, depending on how its socket was closed.
 NCCL_PEER_LOST = re.compile(
     r"ncclRemoteError|remote process exited|closed by remote peer|Watchdog caught collective operation timeout"
     r"|failed : (Connection reset by peer|Connection refused|Broken pipe)"
 )
-GLOO_NOISE = re.compile(r"^\[\S+\.cc:\d+\] |\.? This is typically caused by .*")  # uninformative parts of its messages
+
 # The cause that a message at the end of a log stands for. The first match counts.
 CAUSE_PATTERNS: dict[Cause, re.Pattern[str]] = {
     "oom": OUT_OF_MEMORY,

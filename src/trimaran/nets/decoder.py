@@ -10,6 +10,7 @@ from trimaran.models import ModelSpec
 from trimaran.nets.attention import Attention, RMSNorm, Rotation, rotation_at
 from trimaran.nets.attention_context import AttentionScope, Context, document_positions
 from trimaran.nets.joint_projections import norm_and_residual
+from trimaran.nets.key_value_cache import CacheExtension
 from trimaran.nets.module_dtype import own_dtype
 from trimaran.nets.moe import FeedForward, MoeLayer, as_autocast
 
@@ -87,6 +88,7 @@ class Decoder(nn.Module):
         lengths: Sequence[int] | None = None,
         rotation: Rotation | None = None,
         placed: tuple[Tensor, Tensor] | None = None,
+        extension: CacheExtension | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return logits [B, T, vocab] and the balance loss, an fp32 scalar summed over sequences and layers.
 
@@ -94,10 +96,14 @@ class Decoder(nn.Module):
         sequence; attention and positions stay inside each. `lengths` are their lengths, row after row, if the host has
         them: a GPU then needs no mask. A stage other than the last returns hidden states instead of logits, and the
         next takes them as `stream`. The balance loss is that of this stage's layers. `rotation` overrides that of this
-        rank's tokens; `placed` are the arguments of `place`.
+        rank's tokens; `placed` are the arguments of `place`. With an `extension` of a cache the tokens follow the
+        cached ones, and the logits are those of each row's last token, [B, 1, vocab].
         """
-        if documents is None:
-            positions, scope = torch.arange(tokens.shape[1], device=tokens.device)[None], None
+        scope: AttentionScope = None
+        if extension is not None:
+            positions = extension.positions
+        elif documents is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         else:
             positions, scope = document_positions(documents), self.context.scope(documents, lengths)
         if rotation is None:
@@ -106,12 +112,12 @@ class Decoder(nn.Module):
         if placed is not None and self.place is not None:
             x = self.place(x, *placed)
         balance = torch.zeros((), device=tokens.device)
-        for layer in self.blocks:
-            x, of_layer = layer(x, rotation, scope)
+        for number, layer in enumerate(self.blocks):
+            x, of_layer = layer(x, rotation, scope if extension is None else extension.layer(number))
             balance = balance + of_layer
         if self.norm is None or self.lm_head is None:
             return x, balance
-        return self.lm_head(self.norm(x)), balance
+        return self.lm_head(self.norm(x if extension is None else extension.last_of(x))), balance
 
     def _embed(self, tokens: Tensor) -> Tensor:
         assert self.embed_tokens is not None, "a later stage takes a stream"

@@ -2,8 +2,9 @@
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,24 @@ from trimaran.models.from_hf_vlm import FOREIGN
 from trimaran.nets.attention_context import Context, document_positions
 from trimaran.nets.hf_attention import (
     SCOPE_ARGUMENT,
+    added_mask,
     context_of,
     has_windows,
     install_attention,
+    mixing_reason,
+    refuse_packed_rows,
     set_context,
     takes_scope,
+    uses_eager_attention,
 )
+from trimaran.nets.hf_cache import HfCache, cache_difference
 from trimaran.nets.hf_probe import probe
 from trimaran.nets.hf_tp_plan import hf_tensor_plan
 from trimaran.nets.hf_weights import full_tensor
+from trimaran.nets.key_value_cache import KeyValueCache
 from trimaran.nets.network import Network
 from trimaran.nets.varlen_attention import run_lengths
+from trimaran.nets.vlm_names import DiskTensor
 
 try:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -77,6 +85,24 @@ class HfNetwork(Network):
     def tensor_plan(self, degree: int) -> Mapping[str, str]:
         return hf_tensor_plan(self.module, degree)
 
+    def has_cache(self, device: torch.device) -> bool:
+        return takes_scope(self.module) or not cache_difference(self.module, device)
+
+    def new_cache(self, rows: int = 1) -> KeyValueCache:
+        return KeyValueCache(rows) if takes_scope(self.module) else HfCache(self.module, rows)
+
+    def extend(self, cache: KeyValueCache, inputs: Mapping[str, Tensor], counts: Sequence[int] | None = None) -> Tensor:
+        """See `Network`. Rows of different lengths need our attention."""
+        tokens = inputs["tokens"]
+        if isinstance(cache, HfCache):
+            assert counts is None, "the rows of transformers' cache have the same length"
+            return self.module(input_ids=tokens, **cache.arguments(tokens)).logits[:, -1:]
+        extension = cache.extend(tokens, counts)
+        arguments = {"position_ids": inputs.get("positions", extension.positions), SCOPE_ARGUMENT: extension}
+        if len(tokens) == 1 and "logits_to_keep" in signature(self.module.forward).parameters:
+            return self.module(input_ids=tokens, use_cache=False, logits_to_keep=1, **arguments).logits
+        return extension.last_of(self.module(input_ids=tokens, use_cache=False, **arguments).logits)
+
     def forward(self, inputs: Mapping[str, Tensor], *stream: Tensor) -> tuple[Tensor, Tensor]:
         tokens = inputs["tokens"]
         arguments = self._attention_arguments(inputs)
@@ -93,6 +119,9 @@ class HfNetwork(Network):
     def _attention_arguments(self, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return the arguments that give the model positions and the attention scope."""
         tokens, documents, given = inputs["tokens"], inputs.get("documents"), context_of(self.module)
+        if documents is not None and mixing_reason(self.module):
+            refuse_packed_rows(self.module, inputs)
+            documents = None
         if documents is None:
             if given is None:
                 return {}
@@ -105,7 +134,8 @@ class HfNetwork(Network):
         # transformers derives documents from positions that restart, and knows the windows of each layer.
         # Without documents we pass a mask ourselves: transformers would synchronise with the device to look for them.
         elif not has_windows(self.module.config):
-            arguments["attention_mask"] = self.context.mask(documents)
+            mask = self.context.mask(documents)
+            arguments["attention_mask"] = added_mask(mask) if uses_eager_attention(self.module) else mask
         return arguments
 
     def disk_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -126,6 +156,9 @@ class HfNetwork(Network):
     def disk_config(self) -> dict[str, Any]:
         config: Any = self.module.config
         return config.to_dict() | {"architectures": [self.architecture]}
+
+    def hf_parameter(self, name: str) -> DiskTensor:
+        return DiskTensor(name)
 
 
 def hf_network(module: nn.Module, spec: Spec | None) -> HfNetwork:
@@ -217,12 +250,11 @@ def _loader(config: Any) -> Any:
 def _settings(config: Any) -> dict[str, Any]:
     """Return the settings that every model is loaded with: fp32, and SDPA attention.
 
-    Gemma 2 has no SDPA, so its eager code is used. That needs another kind of mask, which transformers builds if layers
-    have windows; transformers refuses a model without either.
+    Of a model without SDPA, such as Gemma 2 or GPT-J, the eager code is used, which needs another kind of mask.
     """
     kind = _loader(config)._model_mapping.get(type(config), None)
     has_none = kind is not None and not getattr(kind, "_supports_sdpa", True)
-    return {"dtype": torch.float32, "attn_implementation": "eager" if has_none and has_windows(config) else "sdpa"}
+    return {"dtype": torch.float32, "attn_implementation": "eager" if has_none else "sdpa"}
 
 
 def load_hf_model(path: Path, *, trust_remote_code: bool, seed: int) -> nn.Module:

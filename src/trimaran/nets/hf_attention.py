@@ -4,10 +4,12 @@ from collections.abc import Mapping
 from inspect import signature
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from trimaran.core import UserError
 from trimaran.nets.attention_context import Context
+from trimaran.nets.key_value_cache import CacheExtension
 from trimaran.nets.varlen_attention import Segments, attention, segment_attention
 
 try:
@@ -16,6 +18,8 @@ except ImportError:
     AttentionInterface = None
 
 NAME = "trimaran"
+# Kinds of layers, in a config's `layer_types`, that a mask keeps within documents.
+ISOLATING_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 PACKED = "trimaran_flash"  # transformers calls a kernel of this name once for all images, not per image
 UNSUPPORTED_OPTIONS = (
     "dropout",
@@ -28,6 +32,7 @@ CONTEXT = "trimaran_context"  # the attribute of every module that may attend
 SCOPE_ARGUMENT = (
     "trimaran_scope"  # the argument that carries the attention scope from the model's call to its attention
 )
+MIXING_ATTRIBUTE = "trimaran_mixing_reason"  # the attribute of a model that holds the result of `mixing_reason`
 SCOPE_ATTRIBUTE = "trimaran_takes_scope"  # the attribute of a model that passes this argument through
 
 
@@ -94,6 +99,8 @@ def _attend(
     context = context_of(module) or Context()  # another model of the same configuration has none
     query, key = query.to(value.dtype), key.to(value.dtype)  # RoPE may have upcast them
     scope, scale = options.get(SCOPE_ARGUMENT), options.get("scaling")
+    if isinstance(scope, CacheExtension):
+        scope = scope.layer(module.layer_idx)  # pyrefly: ignore[bad-argument-type]
     if isinstance(images := options.get("cu_seq_lens_q"), Segments):
         out = segment_attention(query, key, value, images, causal=False, scale=scale)
     elif is_noncausal(module, options):
@@ -133,6 +140,44 @@ def attention_difference(module: Any) -> str:
         return "takes no position_ids"
     has_backend = getattr(module, "_supports_attention_backend", False)
     return "" if has_backend else "has its own attention implementation"
+
+
+def uses_eager_attention(module: Any) -> bool:
+    """Return whether the model runs its eager attention, which adds the mask to the scores."""
+    return module.config._attn_implementation == "eager"
+
+
+def added_mask(mask: Tensor) -> Tensor:
+    """Return a boolean mask as eager attention expects it: 0 where a query attends, and else the lowest value."""
+    lowest = torch.finfo(torch.float32).min
+    return torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, lowest)
+
+
+def mixing_reason(module: Any) -> str:
+    """Return why no mask keeps the documents of a row apart in the model; empty if one does."""
+    if takes_scope(module):
+        return ""
+    if not hasattr(module, MIXING_ATTRIBUTE):
+        kinds = getattr(module.config.get_text_config(), "layer_types", None) or ()
+        reasons = {
+            "takes no position_ids": "position_ids" not in signature(module.forward).parameters,
+            "also mixes tokens with a convolution": any(isinstance(part, nn.Conv1d) for part in module.modules()),
+            "has layers without attention scores": not ISOLATING_LAYERS.issuperset(kinds),
+        }
+        setattr(module, MIXING_ATTRIBUTE, next((reason for reason, applies in reasons.items() if applies), ""))
+    return getattr(module, MIXING_ATTRIBUTE)
+
+
+def refuse_packed_rows(module: nn.Module, inputs: Mapping[str, Tensor]) -> None:
+    """Raise if a model that mixes the documents of a row would learn from a later one; padding may follow the first."""
+    later = inputs["documents"] > 0
+    if (labels := inputs.get("labels")) is not None:
+        later = later & (labels >= 0)
+    if bool(later.any()):
+        reason = mixing_reason(module)
+        raise UserError("M058", f"{type(module).__name__} does not keep the documents of a row apart: it {reason}",
+                        where="data", fix="set data.samples.batching to pad; for text, data.isolate_documents to "
+                        "false")  # fmt: skip
 
 
 def _cp_unsupported(module: nn.Module, reason: str) -> UserError:

@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from trimaran.nets.adapters.nf4_linear import base_weights, weight_to_fill
 from trimaran.nets.hf_weights import damaged, open_weights
 from trimaran.nets.local_shards import local_part, local_slices
 
@@ -71,26 +72,27 @@ def read_weights(
 
     `report_progress` is called after each source.
     """
-    targets = dict(module.named_buffers()) | dict(module.named_parameters(remove_duplicate=False))
+    targets = dict(module.named_buffers()) | base_weights(module, remove_duplicate=False)
     with ExitStack() as stack, torch.no_grad():
         files = open_weights(folder, stack)
         try:
             for source in sources:
                 if source.converter is None:
-                    _copy(targets[source.target], files[source.name].get_slice(source.name))
+                    _copy(module, source.target, targets, files[source.name].get_slice(source.name))
                 else:
                     values = {name: files[name].get_tensor(name) for name, _ in source.tensors}
                     for target, tensor in source.convert(module, values):
-                        _copy(targets[target], tensor)
+                        _copy(module, target, targets, tensor)
                 report_progress()
         except SafetensorError as error:
             raise damaged(folder, error) from None
 
 
-def _copy(target: Tensor, value: Any) -> None:
-    local = local_part(target)
-    if local.numel():
-        local.copy_(value[local_slices(target) or ...])  # a scalar has no slices
+def _copy(module: nn.Module, name: str, targets: Mapping[str, Tensor], value: Any) -> None:
+    with weight_to_fill(module, name, targets[name]) as target:
+        local = local_part(target)
+        if local.numel():
+            local.copy_(value[local_slices(target) or ...])  # a scalar has no slices
 
 
 def _weight_sources(module: Any, wanted: dict[str, Tensor], on_disk: list[str]) -> list[WeightSource]:

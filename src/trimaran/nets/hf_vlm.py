@@ -1,9 +1,11 @@
 """The `Network` of a Hugging Face vision-language model: Qwen2-VL, Qwen2.5-VL or LLaVA, unchanged."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from trimaran.core import UserError
@@ -12,6 +14,7 @@ from trimaran.models.from_hf_vlm import vlm_from_disk
 from trimaran.nets.hf import HfNetwork, hf_network
 from trimaran.nets.hf_attention import takes_scope
 from trimaran.nets.hf_vision_adapter import VISION_ADAPTERS, VisionAdapter
+from trimaran.nets.key_value_cache import KeyValueCache
 
 try:
     from transformers import vision_utils
@@ -41,6 +44,15 @@ class HfVlmNetwork(HfNetwork):
     def forward(self, inputs: Mapping[str, Tensor], *stream: Tensor) -> tuple[Tensor, Tensor]:
         with self.adapter.with_images(inputs):
             return HfNetwork.forward(self, inputs)
+
+    def extend(self, cache: KeyValueCache, inputs: Mapping[str, Tensor], counts: Sequence[int] | None = None) -> Tensor:
+        """See `Network`. The vision tower does not run without images."""
+        with self.adapter.with_images(inputs) if "patches" in inputs else nullcontext():
+            if self.spec.sections and "positions" not in inputs:
+                starts = torch.tensor(cache.lengths, device=inputs["tokens"].device)[:, None]
+                positions = starts + torch.arange(inputs["tokens"].shape[1], device=starts.device)
+                inputs = {**inputs, "positions": positions.expand(3, -1, -1)}
+            return HfNetwork.extend(self, cache, inputs, counts)
 
     def _attention_arguments(self, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
         arguments = HfNetwork._attention_arguments(self, inputs)

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from trimaran.core import UserError
 from trimaran.core.regular_files import check_regular_file
 from trimaran.models import ModelSpec, weight_files
+from trimaran.nets.adapters.nf4_linear import base_weights, weight_to_fill
 from trimaran.nets.decoder import Decoder
 from trimaran.nets.local_shards import local_part, local_slices
 
@@ -25,16 +26,17 @@ def load_hf_weights(module: nn.Module, folder: Path, report_progress: Callable[[
     """Fill a Decoder in place from the safetensors in `folder`, in the parameters' own dtypes.
 
     Each rank reads only the rows it holds, and a stage only its layers. Names and shapes are checked before the first
-    value is written. `report_progress` is called after each tensor.
+    value is written. An adapter is not filled. `report_progress` is called after each tensor.
     """
     assert isinstance(module, Decoder), "only our decoder has these names"
     with ExitStack() as stack, torch.no_grad():
         sources = open_weights(folder, stack)
-        parameters = dict(module.named_parameters())
+        parameters = base_weights(module)
         _refuse_mismatch(parameters, sources, folder, others=_shapes_of_all(module.spec))
         try:
             for name, parameter in parameters.items():
-                _copy(parameter, name, sources)
+                with weight_to_fill(module, name, parameter) as target:
+                    _copy(target, name, sources)
                 report_progress()
         except SafetensorError as error:
             raise damaged(folder, error) from None

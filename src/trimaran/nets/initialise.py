@@ -3,7 +3,7 @@
 import hashlib
 import math
 import os
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from trimaran.models import Spec, VlmSpec
 from trimaran.models.perception_spec import PerceptionSpec
+from trimaran.nets.adapters.nf4_linear import base_weights, weight_to_fill
 from trimaran.nets.local_shards import local_part, local_slices
 
 CHUNK_VALUES = 2**20
@@ -20,31 +21,40 @@ RESIDUAL = ("o_proj", "down_proj")  # modules that add to the residual stream, 2
 
 
 def initialise(module: nn.Module, *, seed: int, spec: Spec) -> None:
-    """Fill every parameter in place: matrices are normal, norms one, biases zero.
+    """Fill every parameter in place: matrices are normal, norms one, biases zero. An adapter is not filled.
 
     A value depends only on the seed, the parameter's name and shape, and its position in the parameter: not on the
     sharding or the order of the parameters. A rank draws only the rows that it holds.
     """
     with ThreadPoolExecutor(max_workers=min(16, len(os.sched_getaffinity(0)))) as pool, torch.no_grad():
         futures: list[Future[None]] = []
-        for name, parameter in module.named_parameters():
-            local, here = local_part(parameter).detach(), local_slices(parameter)
-            if name.endswith(".bias"):
-                local.zero_()
-            elif parameter.ndim == 1:
-                local.fill_(1)
-            elif local.numel():
-                residual = any(part in RESIDUAL for part in name.split("."))
-                std = _std(name, parameter.shape, spec) / math.sqrt(2 * _depth(name, spec) if residual else 1)
-                normal = NormalRows(parameter.shape, here[0], key=f"{seed}/{name}", std=std)
-                if local.is_contiguous() and local.shape[1:] == parameter.shape[1:]:
-                    futures += [pool.submit(normal.draw_chunk, number, local.view(-1)) for number in normal.chunks]
-                else:
-                    rows = torch.empty(normal.num_values, device="cpu", dtype=torch.float32)
-                    list(pool.map(partial(normal.draw_chunk, into=rows), normal.chunks))
-                    local.copy_(rows.view(-1, *parameter.shape[1:])[(slice(None), *here[1:])])
+        for name, weight in base_weights(module).items():
+            with weight_to_fill(module, name, weight) as parameter:
+                started = _fill(name, parameter, seed, spec, pool)
+                if weight.is_meta:  # it is packed now
+                    wait(started)
+                futures += started
         for each in futures:
             each.result()  # raises the error of a thread
+
+
+def _fill(name: str, parameter: Tensor, seed: int, spec: Spec, pool: ThreadPoolExecutor) -> list[Future[None]]:
+    """Fill one parameter, and return the threads that still write to it."""
+    local, here = local_part(parameter).detach(), local_slices(parameter)
+    if name.endswith(".bias"):
+        local.zero_()
+    elif parameter.ndim == 1:
+        local.fill_(1)
+    elif local.numel():
+        residual = any(part in RESIDUAL for part in name.split("."))
+        std = _std(name, parameter.shape, spec) / math.sqrt(2 * _depth(name, spec) if residual else 1)
+        normal = NormalRows(parameter.shape, here[0], key=f"{seed}/{name}", std=std)
+        if local.is_contiguous() and local.shape[1:] == parameter.shape[1:]:
+            return [pool.submit(normal.draw_chunk, number, local.view(-1)) for number in normal.chunks]
+        rows = torch.empty(normal.num_values, device="cpu", dtype=torch.float32)
+        list(pool.map(partial(normal.draw_chunk, into=rows), normal.chunks))
+        local.copy_(rows.view(-1, *parameter.shape[1:])[(slice(None), *here[1:])])
+    return []
 
 
 def _std(name: str, shape: torch.Size, spec: Spec) -> float:

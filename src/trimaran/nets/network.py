@@ -1,18 +1,21 @@
 """The interface between the trainer and a network, ours or Hugging Face's."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from trimaran.models import ModelSpec, Spec, spec_to_hf
 from trimaran.nets.attention_context import Context
 from trimaran.nets.decoder import Decoder
 from trimaran.nets.hf_weights import hf_tensors, load_hf_weights
+from trimaran.nets.key_value_cache import KeyValueCache
 from trimaran.nets.tp_plan import tensor_plan
 from trimaran.nets.varlen_attention import run_lengths
+from trimaran.nets.vlm_names import DiskTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,22 @@ class Network:
         """
         lengths = {"lengths": run_lengths(inputs["host_documents"])} if "host_documents" in inputs else {}
         return self.module(*stream, tokens=inputs["tokens"], documents=inputs.get("documents"), **lengths)
+
+    def has_cache(self, device: torch.device) -> bool:
+        """Return whether the network, on `device`, computes the same with a cache as without. Every rank calls it."""
+        return True
+
+    def new_cache(self, rows: int = 1) -> KeyValueCache:
+        """Return an empty cache for the keys and values of `rows` sequences, for `extend`."""
+        return KeyValueCache(rows)
+
+    def extend(self, cache: KeyValueCache, inputs: Mapping[str, Tensor], counts: Sequence[int] | None = None) -> Tensor:
+        """Return the logits [rows, 1, vocab] of the token that follows each row, and append `inputs` to the cache.
+
+        `inputs` has the new `tokens` [rows, T] of each row, and what belongs to them: images, and grid positions.
+        `counts` are how many of each row's tokens count; the others, at its end, are padding.
+        """
+        return self.module(tokens=inputs["tokens"], extension=cache.extend(inputs["tokens"], counts))[0]
 
     @property
     def towers(self) -> Mapping[str, str]:
@@ -85,6 +104,10 @@ class Network:
     def disk_config(self) -> dict[str, Any]:
         """Return the config.json for `disk_tensors`."""
         return spec_to_hf(self._decoder_spec)
+
+    def hf_parameter(self, name: str) -> DiskTensor:
+        """Return the parameter of transformers' model, once loaded, that holds our parameter `name`."""
+        return DiskTensor(name if name.startswith("lm_head.") else f"model.{name}")
 
     def load(self, folder: Path, report_progress: Callable[[], None] = lambda: None) -> None:
         """Fill the module in place from the safetensors in `folder`; each rank reads its own shards."""

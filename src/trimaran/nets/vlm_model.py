@@ -12,6 +12,7 @@ from trimaran.nets.attention import Rotation, grid_rotation_at
 from trimaran.nets.attention_context import Context
 from trimaran.nets.decoder import Decoder
 from trimaran.nets.image_assignment import ImageAssignment, ImagePatches
+from trimaran.nets.key_value_cache import CacheExtension
 from trimaran.nets.patch_layout import PatchLayout, black_image, layout_patches
 from trimaran.nets.projector import InsertImageTokens, Projector, image_token_index
 from trimaran.nets.vision import VisionTower
@@ -58,6 +59,7 @@ class Vlm(nn.Module):
         documents: Tensor | None = None,
         lengths: Sequence[int] | None = None,
         positions: Tensor | None = None,
+        extension: CacheExtension | None = None,
         **images: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Return logits [B, T, vocab] and the balance loss, as `Decoder` does.
@@ -65,10 +67,12 @@ class Vlm(nn.Module):
         `images` has the `patches` u8 [P, channel x row x column] of all images and their `grids` [N, 2], and optionally
         `host_grids`, a copy on the host. The number of image tokens in `tokens` is the number of merged patches.
         Alternatively it has `features` [M, width], the result of an earlier `encode`. `positions` [3, B, T] are time,
-        row and column. A stage that ends before the projector returns the vision stream, padded.
+        row and column. A stage that ends before the projector returns the vision stream, padded. The vision tower does
+        not run for an `extension` of a cache without images.
         """
         placed = None
-        if self.vision is not None or self.projector is not None:
+        is_text = extension is not None and images.get("patches") is None and images.get("features") is None
+        if not is_text and (self.vision is not None or self.projector is not None):
             features = self._vision_features(stream, tokens, images)
             if self.projector is None:
                 return features, torch.zeros((), device=tokens.device)
@@ -76,7 +80,13 @@ class Vlm(nn.Module):
         assert self.language is not None, "a stage after the projector has decoder layers"
         rotation = None if positions is None else self._rotation(positions)
         return self.language(
-            *stream, tokens=tokens, documents=documents, lengths=lengths, rotation=rotation, placed=placed
+            *stream,
+            tokens=tokens,
+            documents=documents,
+            lengths=lengths,
+            rotation=rotation,
+            placed=placed,
+            extension=extension,
         )
 
     def encode(self, patches: Tensor, grids: Tensor) -> Tensor:

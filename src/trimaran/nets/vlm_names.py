@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trimaran.models.to_hf_vlm import Form
 from trimaran.models.vlm_spec import CHANNELS, VlmSpec
@@ -24,6 +24,21 @@ class DiskTensor:
 def on_disk(name: str, spec: VlmSpec, form: Form) -> DiskTensor:
     """Return the tensor on disk that holds the parameter `name` in that format."""
     return FORMS[form](name, spec)
+
+
+def in_memory(name: str, spec: VlmSpec, form: Form) -> DiskTensor:
+    """Return the parameter of transformers' model, once it is loaded, that holds the parameter `name`."""
+    stored = on_disk(name, spec, form)
+    return replace(stored, name=to_memory(stored.name, form))
+
+
+def to_memory(name: str, form: Form) -> str:
+    """Return the name that a tensor, given its name on disk, has in transformers' model."""
+    for pattern, better in MEMORY_NAMES.get(form, {}).items():
+        renamed, found = re.subn(pattern, better, name)
+        if found:
+            return renamed
+    return name
 
 
 def canonical(name: str, form: Form) -> str:
@@ -48,6 +63,17 @@ OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
         r"^vision_tower\.vision_model\.": "vision_tower.",
         r"^model\.language_model\.": "language_model.model.",
         r"^lm_head\.": "language_model.lm_head.",
+    },
+}
+
+
+MEMORY_NAMES: Mapping[str, Mapping[str, str]] = {  # the first pattern that matches counts
+    "qwen2_vl": {r"^visual\.": "model.visual.", r"^model\.": "model.language_model."},
+    "qwen2_5_vl": {r"^visual\.": "model.visual.", r"^model\.": "model.language_model."},
+    "llava": {
+        r"^(vision_tower|multi_modal_projector)\.": r"model.\1.",
+        r"^language_model\.lm_head\.": "lm_head.",
+        r"^language_model\.model\.": "model.language_model.",
     },
 }
 

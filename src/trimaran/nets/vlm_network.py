@@ -1,18 +1,20 @@
 """The `Network` of our vision-language model."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from trimaran.models.to_hf_vlm import vlm_to_disk
+from trimaran.models.to_hf_vlm import disk_form, vlm_to_disk
 from trimaran.models.vlm_spec import VlmSpec
+from trimaran.nets.key_value_cache import KeyValueCache
 from trimaran.nets.network import Network
 from trimaran.nets.tp_plan import vlm_tensor_plan
 from trimaran.nets.varlen_attention import run_lengths
 from trimaran.nets.vlm_model import Vlm
+from trimaran.nets.vlm_names import DiskTensor, in_memory
 from trimaran.nets.vlm_weights import load_vlm_weights, vlm_tensors
 
 IMAGE_INPUTS = ("positions", "patches", "grids", "features")
@@ -50,6 +52,11 @@ class VlmNetwork(Network):
             **{name: inputs.get(name) for name in IMAGE_INPUTS},
         )
 
+    def extend(self, cache: KeyValueCache, inputs: Mapping[str, Tensor], counts: Sequence[int] | None = None) -> Tensor:
+        images = {name: inputs[name] for name in IMAGE_INPUTS if name in inputs}
+        extension = cache.extend(inputs["tokens"], counts)
+        return self.module(tokens=inputs["tokens"], extension=extension, **images)[0]
+
     @property
     def towers(self) -> Mapping[str, str]:
         return {"vision": "vision.", "projector": "projector.", "language": "language."}
@@ -69,6 +76,9 @@ class VlmNetwork(Network):
 
     def disk_config(self) -> dict[str, Any]:
         return vlm_to_disk(self.spec)
+
+    def hf_parameter(self, name: str) -> DiskTensor:
+        return in_memory(name, self.spec, disk_form(self.spec))
 
     def load(self, folder: Path, report_progress: Callable[[], None] = lambda: None) -> None:
         load_vlm_weights(self.module, folder, report_progress)

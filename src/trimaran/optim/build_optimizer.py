@@ -10,8 +10,8 @@ from torch.optim import AdamW, Optimizer
 
 from trimaran.core import Plan, TrainSection
 from trimaran.core.recipe import TowerOptimizer
+from trimaran.nets.tower_names import refuse_unknown_tower, tower_of
 from trimaran.optim.adamw import LowMemoryAdamW
-from trimaran.parallel.tower_plan import refuse_unknown_tower, tower_of
 
 LR_FACTOR = "lr_factor"  # key of a group: its learning rate divided by the schedule's
 ONE_TOWER = {"all": ""}

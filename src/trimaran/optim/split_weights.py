@@ -170,7 +170,7 @@ def join_projections(networks: Sequence[Network], plan: Plan, split: Collection[
     for layer in _decoder_layers(networks, plan):
         layer.joint = all(own_dtype(each) is None for each in layer.modules())
         for part in (each for each in layer.modules() if isinstance(each, Attention | FeedForward)):
-            if layer.joint and part.projections and all(each in split for each in _weights_of(part)):
+            if layer.joint and part.projections and _has_split_weights(part, split):
                 slices.update(joint_slices(part.projections, torch.bfloat16))
                 part.joint = True
     return slices
@@ -183,6 +183,6 @@ def _decoder_layers(networks: Sequence[Network], plan: Plan) -> Iterator[Decoder
                 yield block
 
 
-def _weights_of(part: Attention | FeedForward) -> list[Tensor]:
+def _has_split_weights(part: Attention | FeedForward, split: Collection[Tensor]) -> bool:
     down = [part.down_proj] if isinstance(part, FeedForward) else []
-    return [each.weight for each in (*part.projections, *down)]
+    return all(getattr(each, "weight", None) in split for each in (*part.projections, *down))  # 4-bit layers have none

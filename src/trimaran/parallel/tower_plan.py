@@ -1,22 +1,13 @@
 """Per-tower settings of a plan: sharding, recompute, tensor parallelism and freezing."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from torch import nn
 
-from trimaran.core import Plan, UserError, did_you_mean
+from trimaran.core import Plan
 from trimaran.core.plan import Recompute, Sharding
 from trimaran.nets import Network
-
-
-def tower_of(name: str, towers: Mapping[str, str]) -> str:
-    """Return the tower of a parameter or module: the one with the longest matching prefix, else the last tower.
-
-    `towers` maps each tower to its prefix, like `Network.towers`. Names without a tower belong to the root module;
-    they count to the last tower, which computes the loss.
-    """
-    matching = [tower for tower, prefix in towers.items() if f"{name}.".startswith(prefix)]
-    return max(matching, key=lambda tower: len(towers[tower]), default=[*towers][-1])
+from trimaran.nets.tower_names import refuse_unknown_tower, tower_of
 
 
 def tower_of_blocks(network: Network) -> list[tuple[str, nn.Module]]:
@@ -33,14 +24,6 @@ def freeze_towers(network: Network, names: Iterable[str]) -> None:
     for name, parameter in network.module.named_parameters():
         if tower_of(name, network.towers) in frozen:
             parameter.requires_grad_(False)
-
-
-def refuse_unknown_tower(name: str, towers: Iterable[str], *, code: str, where: str) -> None:
-    """Raise unless the tower exists."""
-    known = list(towers)
-    if name not in known:
-        raise UserError(code, f"the network has no tower '{name}'{did_you_mean(name, known)}", where=where,
-                        fix=f"its towers are {', '.join(known)}")  # fmt: skip
 
 
 def sharding_of(tower: str, plan: Plan) -> Sharding:

@@ -28,7 +28,7 @@ LAZY_CONNECTIONS = "TORCH_GLOO_LAZY_INIT"  # torch's setting to connect ranks wh
 def closed_listeners() -> Iterator[None]:
     """Close the ports that gloo opens within the block, in which process groups are created, when the block ends.
 
-    The constructor of a group returns when its ranks are connected, unless torch is told to connect them later.
+    The constructor of a group returns when its ranks are connected, unless torch connects them lazily.
     NCCL's ports, which it uses later, stay open: gloo polls its ports with epoll, NCCL does not.
     """
     before = _listening_sockets()

@@ -9,12 +9,15 @@ from typing import Any
 from trimaran.data.feed import BatchFeed
 from trimaran.data.loader import Loader
 from trimaran.data.tokenizer import Tokenizer
-from trimaran.infer.generate import NextTokenModel, generate_ids, prompt_ids
+from trimaran.infer.generate import Generation, prompt_ids
+from trimaran.infer.next_token import NextTokenModel
+from trimaran.infer.sampling import Sampling, TokenSampler
 from trimaran.models.recipe_images import recipe_image_rules
 from trimaran.run import Journal
 from trimaran.train.agreement import FlagAllReduce, StopRequest
 from trimaran.train.build import WorkerParts
 from trimaran.train.evaluate import MAX_ANSWER_TOKENS, decode_answers, generate_answers
+from trimaran.train.sample_prompt import sample_prompt
 
 log = logging.getLogger(__name__)
 
@@ -108,17 +111,19 @@ def _write_sample(parts: WorkerParts, journal: Journal, step: int) -> str:
 def _write_text(parts: WorkerParts, tokenizer: Tokenizer, journal: Journal, limit: TokenLimit, step: int) -> None:
     trainer, sample = parts.trainer, parts.trainer.recipe.train.sample
     tokens = trainer.recipe.train.sample_tokens
-    ids = generate_ids(
-        NextTokenModel(trainer.stepper.next_token_logits, parts.networks[0].max_seq_len, trainer.device),
-        prompt_ids(tokenizer, sample.prompt, trainer.device),
-        tokens=tokens,
-        temperature=sample.temperature,
-        seed=trainer.recipe.train.seed,
-        allows_next=limit.allows_next,
+    prompt = sample_prompt(parts, tokenizer)
+    generation = Generation(
+        NextTokenModel(trainer.stepper.next_token_function(), parts.networks[0].max_seq_len),
+        prompt_ids(tokenizer, prompt),
+        TokenSampler(Sampling(temperature=sample.temperature, seed=trainer.recipe.train.seed)),
+        max_tokens=tokens,
     )
+    generation.allows_next = limit.allows_next
+    for _ in generation:
+        pass
     if journal.rank == 0:
-        text = tokenizer.decode(ids.tolist())
-        journal.event("sample", step=step, prompt=sample.prompt, text=text, **limit.fields(tokens))
+        text = tokenizer.decode(generation.ids)
+        journal.event("sample", step=step, prompt=prompt, text=text, **limit.fields(tokens))
 
 
 def _write_answers(

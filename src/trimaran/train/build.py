@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from trimaran.checkpoint.tensor_shards import CheckpointState
 from trimaran.core import ModelSection, Plan, Recipe, TrainSection, UserError
@@ -17,21 +18,30 @@ from trimaran.data.feed import BatchFeed, DataShare
 from trimaran.data.loader import Loader
 from trimaran.data.loader_tuner import LoaderLimits
 from trimaran.hardware.host_limits import CGROUP, cpu_quota, free_bytes
-from trimaran.models import model_folder, module_names, refuse_unmatched, spec_of, weight_files
+from trimaran.models import Spec, model_folder, module_names, refuse_unmatched, spec_of, weight_files
+from trimaran.models.adapter_rules import refuse_adapter
 from trimaran.models.stages import stage_ranges, stages_of_rank
 from trimaran.nets import Network, initialise, network_of
+from trimaran.nets.adapters.attach import attach_adapter, linears_to_pack
+from trimaran.nets.adapters.initialise_adapter import initialise_adapter
+from trimaran.nets.adapters.nf4_linear import pack_frozen_weights
+from trimaran.nets.adapters.peft_format import refuse_inexpressible
+from trimaran.nets.adapters.peft_read import load_peft_adapter
 from trimaran.optim import build_optimizer
 from trimaran.optim.loss_scale import LossScale, build_loss_scale
 from trimaran.optim.split_weights import split_weights
 from trimaran.parallel import RankMesh, apply_plan, build_mesh, override_precision
 from trimaran.parallel.axes.pp import StageMap, map_stages, trained_parameters
 from trimaran.parallel.comm.local_steps import weight_averaging
+from trimaran.parallel.frozen_weights import store_frozen_weights
 from trimaran.parallel.tower_plan import freeze_towers
 from trimaran.run import Journal, RunDirectory
 from trimaran.run.gloo_listeners import closed_listeners
 from trimaran.telemetry.step_index import StepIndexer
 from trimaran.train.agreement import StopRequest
+from trimaran.train.checkpointing.base_hashing import AdapterBase, BaseHashing
 from trimaran.train.checkpointing.checkpointer import Checkpointer
+from trimaran.train.checkpointing.training_state import TrainingState
 from trimaran.train.evaluate import HoldoutEvaluator
 from trimaran.train.health.bad_sample_limit import BadSampleCount
 from trimaran.train.health.compilations import Compilations
@@ -68,6 +78,7 @@ class WorkerParts:
     training_data: TrainingData
     trainer: Trainer
     seconds: dict[str, float]  # build time by phase
+    base: AdapterBase | None = None
 
 
 def build_worker_parts(
@@ -86,9 +97,11 @@ def build_worker_parts(
         torch.use_deterministic_algorithms(True)
     with closed_listeners():
         ranks = build_mesh(plan.mesh, device_type=rank_info.device.type)
+    hashing = BaseHashing(recipe, link, cache) if recipe.model.adapter else None
     with link.section("load") as report_progress:
         networks = build_networks(recipe, plan, rank_info, ranks, report_progress)
-    if recipe.train.save:
+    base = AdapterBase(hashing, partial(reload_base, networks, recipe, plan, rank_info)) if hashing else None
+    if recipe.train.save and base is None:
         networks[0].disk_config()  # raises now, not after training, if the model cannot be saved
     timer.lap("network")
     share = DataShare(rank=ranks.data_rank, dp=plan.mesh.dp, micro_batch=plan.micro_batch, grad_accum=plan.grad_accum)
@@ -98,7 +111,7 @@ def build_worker_parts(
             recipe, networks[0], share, cache=cache, cache_features=features, report_progress=report_progress
         )
     timer.lap("data")
-    trainer = _build_trainer(run, rank_info, ranks, networks, training_data, journal, link, stop)
+    trainer = _build_trainer(run, rank_info, ranks, networks, training_data, journal, link, stop, base)
     timer.lap("optimizer")
     return WorkerParts(
         networks=networks,
@@ -106,6 +119,7 @@ def build_worker_parts(
         training_data=training_data,
         trainer=trainer,
         seconds=timer.seconds,
+        base=base,
     )
 
 
@@ -118,6 +132,7 @@ def _build_trainer(  # noqa: PLR0913 - what all parts of the trainer share
     journal: Journal,
     link: SupervisorLink,
     stop: StopRequest,
+    base: AdapterBase | None = None,
 ) -> Trainer:
     """Return the trainer with its stepper, evaluator, checkpointer, recorder and checks."""
     recipe, plan = run.read_recipe(), run.read_plan()
@@ -126,7 +141,7 @@ def _build_trainer(  # noqa: PLR0913 - what all parts of the trainer share
     stepper = build_stepper(
         networks, recipe.train, plan, ranks, clock, guard, training_data.objective, groups_every=every
     )
-    state = stepper.state(recipe.train)
+    state = stepper.state(recipe.train, without_base=base is not None)
     stepper.set_training(True)  # transformers loads models in eval mode
     replica_check = _build_memory_checks(guard, state, recipe, rank_info.device) if plan.engine == "torch" else None
     loader_from = partial(build_loader, recipe, rank_info, lambda: training_data.training(guard.quarantine.ids))
@@ -140,7 +155,7 @@ def _build_trainer(  # noqa: PLR0913 - what all parts of the trainer share
         loader_from=loader_from,
         stepper=stepper,
         evaluator=evaluator,
-        checkpointer=Checkpointer(run, rank_info, journal, link, state, data=training_data.digest),
+        checkpointer=Checkpointer(run, rank_info, journal, link, state, data=training_data.digest, base=base),
         recorder=StepRecorder(
             plan=plan,
             meters=build_meters(recipe, plan, networks[0], rank_info.device),
@@ -180,34 +195,83 @@ def build_networks(
         network, fill = _open_hf_network(recipe.model, recipe.train.seed, report_progress)
         _check_seq_len(network, recipe.data.seq_len)
         refuse_unmatched(recipe.train.precision, [name for name, _ in network.module.named_modules() if name])
-        freeze_towers(network, recipe.model.freeze)
-        override_precision(network, recipe.train.precision, rank_info.device)
-        apply_plan(network, plan, ranks)
+        _shard_network(network, None, recipe, plan, ranks)
         fill(network.module, _init_device(plan, rank_info))
+        fill_adapter(network, recipe)
         return (network,)
     spec = spec_of(recipe.model)
     assert spec is not None, "only a foreign Hugging Face architecture has no spec"
     refuse_unmatched(recipe.train.precision, module_names(spec))
     ranges = stage_ranges(spec, plan, seq_len=recipe.data.seq_len)
     with torch.device("meta"):
+        whole = network_of(spec) if recipe.model.adapter else None
         here = stages_of_rank(plan.pipeline.schedule, plan.mesh.pp, ranks.rank("pp"), len(ranges))
         networks = tuple(network_of(spec, ranges[stage]) for stage in here)
     for network in networks:
-        freeze_towers(network, recipe.model.freeze)
-        override_precision(network, recipe.train.precision, rank_info.device)
-        apply_plan(network, plan, ranks)
+        _shard_network(network, whole, recipe, plan, ranks)
         network.module.to_empty(device=_init_device(plan, rank_info))
-        if recipe.model.path and weight_files(model_folder(recipe.model.path)):
-            network.load(model_folder(recipe.model.path), report_progress)
-        else:
-            initialise(network.module, seed=recipe.train.seed, spec=spec)
+        fill_base(network, recipe, spec, report_progress)
+        fill_adapter(network, recipe, whole)
     return networks
+
+
+def fill_base(network: Network, recipe: Recipe, spec: Spec, report_progress: Callable[[], None]) -> None:
+    """Give a stage of our own network its weights: those on disk, or random ones. An adapter is not filled."""
+    if recipe.model.path and weight_files(model_folder(recipe.model.path)):
+        network.load(model_folder(recipe.model.path), report_progress)
+    else:
+        initialise(network.module, seed=recipe.train.seed, spec=spec)
+
+
+def _shard_network(network: Network, whole: Network | None, recipe: Recipe, plan: Plan, ranks: RankMesh) -> None:
+    """Freeze what is not trained, attach the adapter, set precisions and apply the plan, all in place.
+
+    The adapter of a pipeline stage needs the `whole` network, without weights.
+    """
+    adapter = recipe.model.adapter
+    refuse_adapter(recipe.model, plan)
+    freeze_towers(network, recipe.model.freeze)
+    if adapter is not None:
+        refuse_inexpressible(whole or network, adapter)
+        attach_adapter(network, adapter, whole)
+    override_precision(network, recipe.train.precision, ranks.device)
+    if adapter is not None:
+        store_frozen_weights(network, plan)
+        if adapter.base == "4bit":
+            pack_frozen_weights(linears_to_pack(network, adapter))
+    apply_plan(network, plan, ranks)
+
+
+def fill_adapter(network: Network, recipe: Recipe, whole: Network | None = None) -> None:
+    """Give the adapter its first values, if there is one. The base weights must be loaded."""
+    if (adapter := recipe.model.adapter) is not None:
+        initialise_adapter(network.module, seed=recipe.train.seed)
+        if adapter.path:
+            load_peft_adapter(network, Path(adapter.path), adapter, whole)
+
+
+def reload_base(networks: tuple[Network, ...], recipe: Recipe, plan: Plan, rank_info: RankInfo) -> None:
+    """Read the base of an adapter again, in place: a weight in memory may be wrong, and checkpoints have none of it."""
+    for module in (each for network in networks for each in network.module.modules()):
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    if recipe.model.family == "hf":
+        again, fill = _open_hf_network(recipe.model, recipe.train.seed, lambda: None)
+        if not all(each.is_meta for each in again.module.parameters()):
+            raise RuntimeError("a frozen weight in memory is wrong, and this model cannot be read again in place")
+        fill(networks[0].module, _init_device(plan, rank_info))
+        return
+    spec = spec_of(recipe.model)
+    assert spec is not None, "only a foreign Hugging Face architecture has no spec"
+    for network in networks:
+        fill_base(network, recipe, spec, lambda: None)
 
 
 def _build_memory_checks(guard: Guard, state: CheckpointState, recipe: Recipe, device: torch.device) -> ReplicaCheck:
     """Return the check of replicas, and give the guard the check of memory that changes between updates."""
-    guard.shard_check = ShardCheck(state.shards, device=device, max_fraction=recipe.faults.shard_check)
-    return ReplicaCheck(state.shards, device=device)
+    shards = state.checked_shards if isinstance(state, TrainingState) else state.shards
+    guard.shard_check = ShardCheck(shards, device=device, max_fraction=recipe.faults.shard_check)
+    return ReplicaCheck(shards, device=device)
 
 
 def _init_device(plan: Plan, rank_info: RankInfo) -> torch.device:

@@ -17,12 +17,14 @@ import torch.distributed as dist
 
 from trimaran import __version__
 from trimaran.checkpoint.export_hf import save_network
+from trimaran.checkpoint.export_peft import AdapterFacts, save_adapter, whole_modules
 from trimaran.core import EXIT_AGAIN, EXIT_DONE, EXIT_STUCK, EXIT_USER, UserError
 from trimaran.data.loader import LoaderFault
 from trimaran.infer.generate import save_tokenizer
 from trimaran.models import model_folder
 from trimaran.parallel.comm.json_exchange import broadcast_json
 from trimaran.run import Journal, RunDirectory
+from trimaran.run.connection_lost import GLOO_NOISE, find_refusal, says_connection_lost
 from trimaran.run.held_directory import HeldDirectory
 from trimaran.run.lease import take_lease
 from trimaran.run.reserve import fill_reserve, remove_reserve
@@ -42,6 +44,7 @@ log = logging.getLogger(__name__)
 
 def run_worker(run: RunDirectory, rank_info: RankInfo, *, cache: Path, link: SupervisorLink = NO_SUPERVISOR) -> int:
     """Train one rank of `run` and return its exit code. Every exit writes an event."""
+    started = time.time()
     stop = StopRequest(run.stop_request if rank_info.rank == 0 else None)
     stop.listen()  # first of all: a stop may be requested while the parts are built
     with Journal(run, rank_info.rank, attempt=link.attempt) as journal, HeartbeatThread(run, rank_info.rank, link):
@@ -51,6 +54,10 @@ def run_worker(run: RunDirectory, rank_info: RankInfo, *, cache: Path, link: Sup
             journal.event("error", **error.as_dict())
             return EXIT_USER
         except Exception as error:
+            if (message := _refusal_of_other(run, rank_info, error, since=started)) is not None:
+                journal.event("error", type="RankLost", message=message)
+                sys.stderr.write(f"{message}\n")
+                return EXIT_USER
             journal.event("error", type=type(error).__name__, message=str(error), **_error_cause(error))
             traceback.print_exc(file=sys.stderr)
             return 1
@@ -58,6 +65,18 @@ def run_worker(run: RunDirectory, rank_info: RankInfo, *, cache: Path, link: Sup
         if not not_done:  # after a failure the other ranks may be in a collective, and closing would wait for them
             _close_process_group(code)
     return code
+
+
+def _refusal_of_other(run: RunDirectory, rank_info: RankInfo, error: Exception, *, since: float) -> str | None:
+    """Return what to say if this rank only lost the connection to a rank that reported a user's mistake; else None."""
+    if not says_connection_lost(error) or (found := find_refusal(run, rank_info.rank, since=since)) is None:
+        return None
+    other, mistake = found
+    lost = GLOO_NOISE.sub("", str(error).strip().partition("\n")[0])[:200]
+    return (
+        f"rank {rank_info.rank} ended because rank {other} did: {mistake['code']}: {mistake['what']} "
+        f"(this rank only lost the connection to it: {lost})"
+    )
 
 
 def _close_process_group(code: int) -> None:
@@ -197,15 +216,20 @@ def _try_save_model(parts: WorkerParts, run: RunDirectory, journal: Journal, ran
 
 
 def _save_model(parts: WorkerParts, run: RunDirectory, journal: Journal, rank_info: RankInfo, step: int) -> None:
-    started, origin = time.monotonic(), parts.trainer.recipe.model.path
+    """Save the trained weights; of a run with an adapter only the adapter, as a PEFT folder."""
+    started, section = time.monotonic(), parts.trainer.recipe.model
     with parts.trainer.link.section("export", step) as report_progress:
-        save_network(
-            parts.networks,
-            run.model,
-            rank=rank_info.rank,
-            stages=parts.stages,
-            origin=model_folder(origin) if origin else None,
-            add_files=partial(save_tokenizer, parts.training_data.tokenizer),
-            report_progress=report_progress,
-        )
-    journal.event("saved", step=step, path=str(run.model), seconds=time.monotonic() - started)
+        where: dict[str, Any] = {"rank": rank_info.rank, "stages": parts.stages, "report_progress": report_progress}
+        add_files = partial(save_tokenizer, parts.training_data.tokenizer)
+        if (base := parts.base) is not None:
+
+            def facts() -> AdapterFacts:
+                modules = whole_modules(section, parts.networks[0])
+                return AdapterFacts(section=section, base=base.hashing.wait(report_progress), modules=modules)
+
+            save_adapter(parts.networks, run.model, facts, add_files=add_files, **where)
+        else:
+            origin = model_folder(section.path) if section.path else None
+            save_network(parts.networks, run.model, origin=origin, add_files=add_files, **where)
+    kind = {"adapter": section.adapter.kind} if section.adapter else {}
+    journal.event("saved", step=step, path=str(run.model), seconds=time.monotonic() - started, **kind)

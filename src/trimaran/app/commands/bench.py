@@ -54,6 +54,8 @@ def calibrate(
     name = cluster.device.name if cluster.device.kind == "cuda" else f"cpu, {num_cores()} cores"
     calibration = Calibration.model_validate({"device": name, "date": f"{date.today():%Y-%m-%d}", **measured})
     _write(path, calibration)
+    for old in path.parent.glob(f"{machine_name(cluster)}-*x*-torch-*.json") if output is None else ():
+        old.unlink(missing_ok=True)  # rates of CPU ranks, which the next run measures again
     if as_json:
         typer.echo(json.dumps({"path": str(path), "calibration": calibration.model_dump(exclude_none=True)}))
         return

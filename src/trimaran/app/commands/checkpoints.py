@@ -191,6 +191,7 @@ def import_folder(
 def _import(
     folder: Path, run_dir: Path, recipe: str | None, settings: list[str] | None, step: int | None, console: "Console"
 ) -> dict[str, Any]:
+    from trimaran.app.request.recipe_tokenizer import with_model_tokenizer
     from trimaran.app.request.request import resolve
     from trimaran.app.views.progress_bar import progress_bar
     from trimaran.checkpoint.dcp_read import DcpSource
@@ -209,7 +210,7 @@ def _import(
         refuse_occupied(run_dir)
         request = resolve(recipe, settings or [])
         arrivals = find_imported_tensors(source, request.recipe)
-        run = create_run(run_dir, request.recipe, request.plan)
+        run = create_run(run_dir, with_model_tokenizer(request.recipe), request.plan)
     else:
         run = open_run(run_dir)
         arrivals = find_imported_tensors(source, run.read_recipe())

@@ -219,9 +219,13 @@ class Drills:
 
 def _request(file: str | None, settings: list[str], faults: "list[DrillFault]") -> "Request":
     """Return the resolved recipe of a run of the drill's own; raise if a fault names a rank that it will not have."""
+    from dataclasses import replace
+
+    from trimaran.app.request.recipe_tokenizer import with_model_tokenizer
     from trimaran.app.request.request import resolve
 
     request = resolve(file, settings)
+    request = replace(request, recipe=with_model_tokenizer(request.recipe))
     last = request.plan.mesh.world_size - 1
     for fault in faults:
         if fault.rank is not None and fault.rank > last:

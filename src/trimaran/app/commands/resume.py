@@ -97,7 +97,10 @@ def refuse_other_run(old: "Recipe", new: "Recipe", *, where: str) -> None:
     """Raise if `new` changes a field that must not change when a run is resumed."""
     from trimaran.core import UserError, fixed_field_changes
 
-    if changed := fixed_field_changes(old, new):
+    changed = fixed_field_changes(old, new)
+    if (old.model.adapter is None) != (new.model.adapter is None):
+        changed = {"model.adapter": ()} | {name: each for name, each in changed.items() if "model.adapter" not in name}
+    if changed:
         raise UserError("S001", f"{', '.join(changed)} cannot change when a run is resumed: it would be another run",
                         where=where, fix="leave it out, or start a new run: `trimaran train "
                         f"{where}/recipe.yaml --set ...`")  # fmt: skip

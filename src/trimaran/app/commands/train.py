@@ -3,13 +3,16 @@
 import json
 import os
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from trimaran.app.commands.plan import plan_as_dict
+from trimaran.app.request.hub_files import with_local_files
 from trimaran.app.request.options import RUNS, Json, NoCheck, RecipeFile, Settings
+from trimaran.app.request.recipe_tokenizer import with_model_tokenizer
 from trimaran.app.request.request import (
     Request,
     refuse_other_machine,
@@ -67,6 +70,8 @@ def train(  # noqa: PLR0913 - each option of a command is a parameter
     request = resolve(recipe, overrides, cluster=torchrun_cluster(os.environ) if is_torchrun else None)
     refuse_missing_sinks(request.recipe.telemetry)
     refuse_bad_profile(request)
+    local = with_local_files(request.recipe, weights=not dry_run)
+    request = replace(request, recipe=with_model_tokenizer(local))
     path = run_dir or free_run_path(RUNS, request.recipe.name)
     if is_torchrun:
         refuse_wrong_world_size(request.plan, os.environ)

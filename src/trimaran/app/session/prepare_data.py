@@ -2,8 +2,11 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
+from trimaran.app.request.recipe_tokenizer import model_vocabulary
+from trimaran.app.views.data_notices import bad_sample_notices, sample_notices, text_notices
 from trimaran.core import Recipe, RowCost
 from trimaran.data import Progress, TokenShards, cache_folder, check, prepare
 from trimaran.data.data_kind import DataKind, data_kind_of
@@ -14,10 +17,10 @@ from trimaran.data.samples.sample_index import SampleIndex
 from trimaran.data.scene_feed import scene_feeds
 from trimaran.data.sequences import split
 from trimaran.data.token_feed import TokenFeed
-from trimaran.models import ModelSpec, spec_of
+from trimaran.data.tokenizer import check_vocabulary, load_tokenizer
+from trimaran.models import spec_of
 from trimaran.models.perception_spec import PerceptionSpec
 from trimaran.models.recipe_images import recipe_image_rules
-from trimaran.models.vlm_spec import VlmSpec
 
 StepsOfEpochs = Callable[[float], int]
 """Returns the number of steps of that many passes over the data."""
@@ -25,19 +28,29 @@ StepsOfEpochs = Callable[[float], int]
 
 def check_data(recipe: Recipe) -> None:
     """Raise if a quick check of the data fails: nothing is prepared, and only the heads of files are read."""
-    match data_kind_of(recipe):
-        case "text":
-            check(recipe.data)
-        case "samples":
-            check_samples(recipe.data, recipe_image_rules(recipe))
+    kind = data_kind_of(recipe)
+    if kind == "scenes":
+        return
+    if recipe.data.source != "shards":
+        check_vocabulary(load_tokenizer(recipe.data.tokenizer).vocab_size, model_vocabulary(recipe))
+    if kind == "text":
+        check(recipe.data)
+    else:
+        check_samples(recipe.data, recipe_image_rules(recipe))
 
 
-def prepare_data(recipe: Recipe, progress: Progress | None = None) -> Recipe:
+def prepare_data(
+    recipe: Recipe, progress: Progress | None = None, notify: Callable[[str], None] = lambda notice: None
+) -> Recipe:
     """Prepare the data if it is not cached yet, and raise if it has tokens that the model does not know.
 
-    Returns the recipe; if `data.epochs` is set, `train.steps` is at most the steps of those epochs.
+    Returns the recipe; if `data.epochs` is set, `train.steps` is at most the steps of those epochs. `notify` is called
+    with what a person should know about the data, such as lines that were left out.
     """
-    steps_in = PREPARE[data_kind_of(recipe)](recipe, cache_folder(os.environ), progress)
+    prepared = PREPARE[data_kind_of(recipe)](recipe, cache_folder(os.environ), progress)
+    for notice in prepared.notices:
+        notify(notice)
+    steps_in = prepared.steps_in
     if not recipe.data.epochs:
         return recipe
     steps = steps_in(recipe.data.epochs)
@@ -46,37 +59,46 @@ def prepare_data(recipe: Recipe, progress: Progress | None = None) -> Recipe:
     return recipe.model_copy(update={"train": recipe.train.model_copy(update={"steps": steps})})
 
 
-def _text(recipe: Recipe, cache: Path, progress: Progress | None) -> StepsOfEpochs:
+@dataclass(frozen=True, slots=True)
+class PreparedData:
+    """Prepared data: the steps in its epochs, and what a person should know about it."""
+
+    steps_in: StepsOfEpochs
+    notices: list[str]
+
+
+def _text(recipe: Recipe, cache: Path, progress: Progress | None) -> PreparedData:
     shards = TokenShards.open(prepare(recipe.data, cache=cache, progress=progress))
     _refuse_unknown(recipe, shards)
-    return TokenFeed(split(shards, recipe.data)[0], seed=0, share=_single_rank(recipe)).steps_in
+    feed = TokenFeed(split(shards, recipe.data)[0], seed=0, share=_single_rank(recipe))
+    return PreparedData(feed.steps_in, text_notices(recipe.data, shards))
 
 
-def _samples(recipe: Recipe, cache: Path, progress: Progress | None) -> StepsOfEpochs:
+def _samples(recipe: Recipe, cache: Path, progress: Progress | None) -> PreparedData:
     rules = recipe_image_rules(recipe)
     index = SampleIndex.open(prepare_samples(recipe.data, rules=rules, cache=cache, progress=progress))
     _refuse_unknown(recipe, index)
     terms = SampleFeedOptions(rules=rules, cost=RowCost(), seed=recipe.train.seed)
-    return sample_feeds(recipe.data, index, terms, share=_single_rank(recipe))[0].steps_in
+    feed = sample_feeds(recipe.data, index, terms, share=_single_rank(recipe))[0]
+    return PreparedData(feed.steps_in, [*bad_sample_notices(index), *sample_notices(recipe.data, index, rules)])
 
 
-def _scenes(recipe: Recipe, cache: Path, progress: Progress | None) -> StepsOfEpochs:
+def _scenes(recipe: Recipe, cache: Path, progress: Progress | None) -> PreparedData:
     spec = spec_of(recipe.model)
     assert isinstance(spec, PerceptionSpec), "only a perception model trains on scenes"
-    return scene_feeds(recipe.data, spec.scenes(), seed=0, share=_single_rank(recipe))[0].steps_in
+    return PreparedData(scene_feeds(recipe.data, spec.scenes(), seed=0, share=_single_rank(recipe))[0].steps_in, [])
 
 
 def _refuse_unknown(recipe: Recipe, tokens: TokenShards | SampleIndex) -> None:
-    spec = spec_of(recipe.model)
-    if isinstance(spec, ModelSpec | VlmSpec):
-        tokens.check_vocabulary(spec.vocab)
+    if (vocabulary := model_vocabulary(recipe)) is not None:
+        tokens.check_vocabulary(vocabulary)
 
 
 def _single_rank(recipe: Recipe) -> DataShare:
     return DataShare(rank=0, dp=1, micro_batch=recipe.train.global_batch, grad_accum=1)
 
 
-PREPARE: dict[DataKind, Callable[[Recipe, Path, Progress | None], StepsOfEpochs]] = {
+PREPARE: dict[DataKind, Callable[[Recipe, Path, Progress | None], PreparedData]] = {
     "text": _text,
     "samples": _samples,
     "scenes": _scenes,

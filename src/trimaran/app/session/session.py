@@ -4,6 +4,7 @@ import json
 import os
 import shlex
 import time
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -15,6 +16,7 @@ from trimaran.app.request.options import path_argument, program_name
 from trimaran.app.request.request import Request
 from trimaran.app.session.moved_directory import MovedDirectoryNotice, end_deleted, is_deleted, moved_run
 from trimaran.app.session.prepare_data import prepare_data
+from trimaran.app.session.schedule_change import schedule_notice
 from trimaran.app.session.stop_signals import PausedSupervisorNotice, ShowRanksSignal, StopSignals
 from trimaran.app.views.clean_console import open_console
 from trimaran.app.views.live import follow, print_plain
@@ -58,6 +60,8 @@ def resume_here(request: Request, run: RunDirectory, *, replan: bool, as_json: b
     console = open_console(stderr=as_json)
     _check_before_start(request, run.path)
     recipe = _prepare_data(request, console)
+    if notice := schedule_notice(run, recipe):
+        print_plain(console, notice)
     with writing(run):
         TemporaryFile(dir=run.path).close()  # a supervisor that cannot write cannot even report it
         if replan:
@@ -143,7 +147,7 @@ def _check_before_start(request: Request, path: Path) -> None:
     if isinstance(request.spec, ModelSpec) and request.recipe.train.save:
         spec_to_hf(request.spec)
     if request.spec and request.outline:
-        refuse_full_disk(path, _disk_bytes(request.recipe, request.outline.num_parameters, RunDirectory(path)))
+        refuse_full_disk(path, _disk_bytes(request.recipe, request.outline.saved_parameters, RunDirectory(path)))
 
 
 def _disk_bytes(recipe: Recipe, num_parameters: int, run: RunDirectory) -> Bytes:
@@ -160,4 +164,4 @@ def _disk_bytes(recipe: Recipe, num_parameters: int, run: RunDirectory) -> Bytes
 
 def _prepare_data(request: Request, console: Console) -> Recipe:
     with progress_bar(console) as progress:
-        return prepare_data(request.recipe, progress)
+        return prepare_data(request.recipe, progress, partial(print_plain, console))

@@ -3,26 +3,30 @@
 import logging
 import os
 import platform
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import torch.distributed as dist
 from rich.console import Console
 
 from trimaran.app.request.machine_check import refuse_unfit_machine
 from trimaran.app.request.options import program_name
 from trimaran.app.request.request import Request
 from trimaran.app.session.prepare_data import prepare_data
+from trimaran.app.session.schedule_change import schedule_notice
 from trimaran.app.session.session import print_result
 from trimaran.app.views.clean_console import open_console
 from trimaran.app.views.live import print_plain
 from trimaran.app.views.run_state import RunState
-from trimaran.core import EXIT_DONE
+from trimaran.core import EXIT_DONE, Recipe
 from trimaran.data import cache_folder
 from trimaran.launch.replace_plan import replace_plan, replace_recipe
 from trimaran.launch.sidecar_process import SidecarProcess
+from trimaran.models import model_folder
 from trimaran.run import RunDirectory, create_run, holds_run, open_run, writing
 from trimaran.run.compile_cache import compile_cache
 from trimaran.run.process_control import raise_soft_limits, set_process_name
@@ -30,6 +34,7 @@ from trimaran.train.process.rank_info import RankInfo, read_rank_info
 from trimaran.train.worker import open_torchrun_run, run_worker
 
 SECONDS_BETWEEN_LINES = 5.0
+EXIT_CONNECTION_LOST = 1  # a fault, not a user's mistake of this rank
 
 
 def run_as_rank(request: Request, path: Path, *, as_json: bool, check: bool = True) -> int:
@@ -40,7 +45,8 @@ def run_as_rank(request: Request, path: Path, *, as_json: bool, check: bool = Tr
     """
 
     def open_or_create() -> RunDirectory:
-        ready = replace(request, recipe=prepare_data(request.recipe))
+        notify = partial(print_plain, open_console(stderr=as_json))
+        ready = replace(request, recipe=prepare_data(_as_recorded(request.recipe, path), notify=notify))
         if not holds_run(path) or open_run(path).read_recipe() != ready.recipe:
             return create_run(path, ready.recipe, ready.plan)
         return _update_run(ready, open_run(path), replan=False)
@@ -49,9 +55,27 @@ def run_as_rank(request: Request, path: Path, *, as_json: bool, check: bool = Tr
     return _run_rank(request, open_or_create, as_json=as_json, check=check, notice=notice)
 
 
+def _as_recorded(recipe: Recipe, path: Path) -> Recipe:
+    """Return the recipe with the bytes and the template of an older run that torchrun restarts in `path`.
+
+    Such a run did not record a tokenizer: its model's own was not the default.
+    """
+    model = recipe.model.path
+    is_default = model is not None and recipe.data.tokenizer == str(model_folder(model).absolute())
+    if not is_default or not holds_run(path):
+        return recipe
+    old = open_run(path).read_recipe().data
+    if old.tokenizer is not None:
+        return recipe
+    samples = recipe.data.samples.model_copy(update={"template": old.samples.template})
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"tokenizer": None, "samples": samples})})
+
+
 def resume_as_rank(request: Request, run: RunDirectory, *, replan: bool, as_json: bool, check: bool = True) -> int:
     """Resume `run` as this rank, with the request's plan if `replan`; rank 0 prints the result."""
-    return _run_rank(request, lambda: _update_run(request, run, replan=replan), as_json=as_json, check=check)
+    notice = schedule_notice(run, request.recipe)
+    make = partial(_update_run, request, run, replan=replan)
+    return _run_rank(request, make, as_json=as_json, check=check, notice=notice)
 
 
 def _update_run(request: Request, run: RunDirectory, *, replan: bool) -> RunDirectory:
@@ -77,8 +101,16 @@ def _run_rank(
             print_plain(console, notice)
         return make()
 
-    with open_torchrun_run(rank_info, make_and_show, check=check_machine) as (run, link), _sidecar(run, rank_info):
-        code = run_worker(run, rank_info, cache=cache_folder(os.environ), link=link)
+    try:
+        with open_torchrun_run(rank_info, make_and_show, check=check_machine) as (run, link), _sidecar(run, rank_info):
+            code = run_worker(run, rank_info, cache=cache_folder(os.environ), link=link)
+    except dist.DistError as error:
+        print(
+            f"rank {rank_info.rank} lost the connection to the other ranks before training began "
+            f"({str(error).strip().partition(chr(10))[0]}); the output of the rank that ended first says why",
+            file=sys.stderr,
+        )
+        return EXIT_CONNECTION_LOST
     return _print_outcome(RunDirectory(run.location), rank_info, code, console, as_json=as_json)
 
 

@@ -14,10 +14,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from trimaran.core import Plan
 from trimaran.core.plan import Sharding
 from trimaran.nets import Network
+from trimaran.nets.adapters.nf4_linear import packed_parameters
 from trimaran.nets.moe import ExpertWeights
+from trimaran.nets.tower_names import tower_of
 from trimaran.parallel.mesh import RankMesh
 from trimaran.parallel.precision import CONTAINERS, fsdp_modules
-from trimaran.parallel.tower_plan import sharding_of, tower_of
+from trimaran.parallel.tower_plan import sharding_of
 
 SHARDING_ATTRIBUTE = "_trimaran_sharding"
 
@@ -78,7 +80,8 @@ def _shard(unit: FsdpUnit, plan: Plan, ranks: RankMesh, *, is_root: bool = False
     setattr(module, SHARDING_ATTRIBUTE, unit.sharding)
     policy = MixedPrecisionPolicy(param_dtype=unit.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     if unit.sharding == "none":
-        replicate_fsdp(module, mesh=ranks.experts["expert_shard"] if experts else ranks.data, mp_policy=policy)
+        mesh = ranks.experts["expert_shard"] if experts else ranks.data
+        replicate_fsdp(module, mesh=mesh, mp_policy=policy, ignored_params=packed_parameters(module))
         if experts:
             set_expert_gradient_divisor(module, ranks, scattered=False)
         return
@@ -94,6 +97,7 @@ def _shard(unit: FsdpUnit, plan: Plan, ranks: RankMesh, *, is_root: bool = False
         reshard_after_forward=reshard,
         mp_policy=policy,
         offload_policy=_offload(plan, ranks),
+        ignored_params=packed_parameters(module),
     )
     if experts:
         set_expert_gradient_divisor(module, ranks, scattered=ranks.experts["expert_shard"].size() > 1)

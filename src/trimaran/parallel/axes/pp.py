@@ -20,10 +20,10 @@ from torch.distributed.pipelining import (
 from trimaran.core import Plan
 from trimaran.models.stages import stages_of_rank
 from trimaran.nets import Decoder, Network
+from trimaran.nets.tower_names import tower_of
 from trimaran.parallel.axes.image_split import image_split_towers
 from trimaran.parallel.gradient_norm import local_gradient
 from trimaran.parallel.mesh import RankMesh
-from trimaran.parallel.tower_plan import tower_of
 
 Schedule = ScheduleGPipe | Schedule1F1B | ScheduleInterleaved1F1B | ScheduleZBVZeroBubble
 Compute = Callable[..., Tensor]  # takes the stream (not in the first stage) and keyword inputs, returns the stream

@@ -1,7 +1,7 @@
 """Tensor parallelism: each rank holds a shard of every matrix. The network's `tensor_plan` names the styles."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -20,10 +20,19 @@ from torch.distributed.tensor.parallel import (
 from trimaran.core import Plan
 from trimaran.models import matches_module
 from trimaran.nets import Network
+from trimaran.nets.adapters.lora_linear import DOWN, MAGNITUDE, UP, LoraLinear, is_adapter_parameter
+from trimaran.nets.tower_names import tower_of
 from trimaran.parallel.mesh import RankMesh
-from trimaran.parallel.tower_plan import tower_of, tp_replicated_towers
+from trimaran.parallel.tower_plan import tp_replicated_towers
 
 Change = Callable[[Tensor, DeviceMesh], Tensor]
+
+# The placement of an adapter's parameters, by that of the layer's weight. All others are replicated.
+ADAPTER_PLACEMENTS: dict[tuple[Placement, str], Placement] = {
+    (Shard(0), UP): Shard(0),
+    (Shard(0), MAGNITUDE): Shard(0),
+    (Shard(1), DOWN): Shard(1),
+}
 
 # Before torch 2.12, `from_local` always returns the gradient in the placement of the input.
 TAKES_GRADIENT_PLACEMENTS = "grad_placements" in inspect.signature(DTensor.from_local).parameters
@@ -47,7 +56,9 @@ def apply_tp(network: Network, plan: Plan, ranks: RankMesh) -> None:
     for name, each in list(module.named_modules()):
         for pattern, style in patterns.items():
             if matches_module(name, pattern):
+                adapter = take_adapter(each) if isinstance(each, LoraLinear) else {}
                 parallelize_module(each, mesh, STYLES[style](), src_data_rank=None)
+                shard_adapter(each, mesh, adapter)
                 if plan.compile and style.startswith("embedding"):
                     # A compiled block would unwrap the AsyncCollectiveTensor and lose its backward.
                     each.register_forward_hook(lambda _, __, out: out.clone())
@@ -56,6 +67,23 @@ def apply_tp(network: Network, plan: Plan, ranks: RankMesh) -> None:
         setattr(module.get_submodule(owner), leaf, module.get_parameter(first))
     for name in frozen:  # some of torch's styles create new parameters, which require gradients
         module.get_parameter(name).requires_grad_(False)
+
+
+def take_adapter(layer: LoraLinear) -> dict[str, nn.Parameter]:
+    """Remove the adapter's parameters from a layer and return them: torch's styles know only a weight and a bias."""
+    adapter = {name: each for name, each in layer.named_parameters(recurse=False) if is_adapter_parameter(name)}
+    for name in adapter:
+        delattr(layer, name)
+    return adapter
+
+
+def shard_adapter(layer: nn.Module, mesh: DeviceMesh, adapter: Mapping[str, nn.Parameter]) -> None:
+    """Give the parameters back to the layer, sharded to fit its weight: lora_B by outputs, lora_A by inputs."""
+    for name, each in adapter.items():
+        assert isinstance(layer.weight, DTensor)
+        placement = ADAPTER_PLACEMENTS.get((layer.weight.placements[0], name), Replicate())
+        local = distribute_tensor(each, mesh, [placement], src_data_rank=None)
+        layer.register_parameter(name, nn.Parameter(local, requires_grad=each.requires_grad))
 
 
 def _tied_names(module: nn.Module) -> dict[str, str]:

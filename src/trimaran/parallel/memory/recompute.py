@@ -18,6 +18,7 @@ from torch.utils.checkpoint import (
 
 from trimaran.core import Plan
 from trimaran.nets import Network
+from trimaran.nets.adapters.lora_linear import LoraLinear
 from trimaran.parallel.mesh import RankMesh
 from trimaran.parallel.tower_plan import recompute_of, tower_of_blocks
 
@@ -41,7 +42,8 @@ SAVED_OPS: frozenset[Any] = frozenset(
     }
 )
 # Every second output of these is saved, starting with the second: the keys, the attention output projection and one
-# half of a gated feed-forward. A block's last matmul, whose output no backward needs, is not saved.
+# half of a gated feed-forward. A block's last matmul, whose output no backward needs, is not saved. The two matmuls of
+# an adapter do not count: they are cheap to recompute, and the output of the second is as wide as the layer's own.
 ALTERNATELY_SAVED_OPS: frozenset[Any] = frozenset(
     {aten.mm.default, aten.addmm.default, aten._scaled_mm.default, aten._grouped_mm.default}
 )
@@ -62,8 +64,9 @@ def apply_recompute(network: Network, plan: Plan, ranks: RankMesh | None) -> Non
             policy = "selective" if how == "selective" else "full"
             # A compiled block applies the policy to each operator. Without a policy, torch 2.11 does not mark the
             # outputs of autograd functions and saves them: all joint projections and fp8 matmuls.
-            options = {"context_fn": partial(_contexts, policy)} if plan.compile or policy == "selective" else {}
+            contexts = {_rank(block): partial(_contexts, policy, _rank(block)) for block in blocks}
             for block in blocks[:: how if isinstance(how, int) else 1]:
+                options = {"context_fn": contexts[_rank(block)]} if plan.compile or policy == "selective" else {}
                 _recompute(block, options)
 
 
@@ -93,8 +96,13 @@ def _uncached_autocast(block: nn.Module) -> torch.autocast:
     return torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False)
 
 
-def _contexts(mode: str) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    policy = partial(_policy, {False: 0, True: 0}) if mode == "selective" else _save_nothing
+def _rank(block: nn.Module) -> int:
+    """Return the rank of the adapters in the block; 0 if it has none."""
+    return next((len(each.lora_A) for each in block.modules() if isinstance(each, LoraLinear)), 0)
+
+
+def _contexts(mode: str, rank: int) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    policy = partial(_policy, {False: 0, True: 0}, rank) if mode == "selective" else _save_nothing
     first, second = create_selective_checkpoint_contexts(policy)
     return first, _RecomputeDispatchMode(policy, second.storage, False)  # torch before 2.13 also calls the policy here
 
@@ -118,11 +126,14 @@ def _save_nothing(*_: Any, **__: Any) -> CheckpointPolicy:
 
 
 def _policy(
-    matmuls: dict[bool, int], context: SelectiveCheckpointContext, operator: Any, *_: Any, **__: Any
+    matmuls: dict[bool, int], rank: int, context: SelectiveCheckpointContext, operator: Any, *args: Any, **_: Any
 ) -> CheckpointPolicy:
-    """Return whether to save the operator's output. `matmuls` counts matmuls so far, in forward and in recompute."""
-    if operator in ALTERNATELY_SAVED_OPS:
-        matmuls[context.is_recompute] += 1
-    if operator in SAVED_OPS or (operator in ALTERNATELY_SAVED_OPS and matmuls[context.is_recompute] % 2 == 0):
+    """Return whether to save the operator's output. `matmuls` counts matmuls so far, in forward and in recompute.
+
+    A matmul with a dimension of `rank` is an adapter's.
+    """
+    counts = operator in ALTERNATELY_SAVED_OPS and not (operator is aten.mm.default and rank in args[1].shape)
+    matmuls[context.is_recompute] += counts
+    if operator in SAVED_OPS or (counts and matmuls[context.is_recompute] % 2 == 0):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE

@@ -30,6 +30,7 @@ from trimaran.core.regular_files import read_regular_text
 from trimaran.parallel.comm.json_exchange import all_gather_int64, broadcast_json
 from trimaran.run import RunDirectory
 from trimaran.run.lease import newest_term
+from trimaran.train.checkpointing.base_hashing import BaseHashing
 from trimaran.train.checkpointing.save_interval import SaveCost, SaveSchedule
 from trimaran.train.process.rank_info import RankInfo
 from trimaran.train.process.supervisor_link import SupervisorLink
@@ -62,11 +63,12 @@ def build_backend(  # noqa: PLR0913 - what the parts share
     before_discard: Callable[[Saver, Copier], None] = lambda saver, copier: None,
     *,
     is_restart: bool = False,
+    base: BaseHashing | None = None,
 ) -> CheckpointBackend:
     """Return the parts for this rank's shards. Every rank must call it, after all have restored their state.
 
-    A restart is not refused if the disk has no room for a checkpoint: the next save reports that.
-    `before_discard` is called on all ranks if the copies in memory do not fit the new slots and are about to be lost.
+    A restart is not refused if the disk has no room for a checkpoint: the next save reports that. `before_discard` is
+    called on all ranks if the copies in memory do not fit the new slots and are lost. Saves wait for `base`.
     """
     recipe = run.read_recipe()
     section, stride = recipe.checkpoint, run.read_plan().comm.local_steps
@@ -88,7 +90,7 @@ def build_backend(  # noqa: PLR0913 - what the parts share
         rank_memory_bytes=rank_memory.allocated_bytes,
         has_rank_memory=wants_copies,
     )
-    saver = _build_saver(run, link, rank_layout)
+    saver = _build_saver(run, link, rank_layout, base)
     if not all_true(rank_memory.has_layout(budget.num_slots, num_bytes=num_bytes, items_bytes=items_bytes)):
         before_discard(saver, copier)
     # A partner may write to the peer slots at any time. Else the memory can be allocated until the first copy.
@@ -115,7 +117,7 @@ def build_backend(  # noqa: PLR0913 - what the parts share
     )
 
 
-def _build_saver(run: RunDirectory, link: SupervisorLink, rank_layout: RankLayout) -> Saver:
+def _build_saver(run: RunDirectory, link: SupervisorLink, rank_layout: RankLayout, base: BaseHashing | None) -> Saver:
     folder, disk = run.checkpoints, DurableDisk()
     recipe, plan = run.read_recipe(), run.read_plan().model_dump(mode="json", exclude={"prediction"})
     text = read_regular_text(run.recipe)
@@ -125,7 +127,8 @@ def _build_saver(run: RunDirectory, link: SupervisorLink, rank_layout: RankLayou
         if newest_term(run) > term:
             raise UserError("K045", "another supervisor has taken over this run", where=str(run.lease),
                             fix="see what it does: trimaran watch RUN")  # fmt: skip
-        fields = {"step": request.step, "progress": request.progress, "recipe": text, "plan": plan}
+        progress = request.progress | ({"base": base.wait_unchanged()} if base else {})
+        fields = {"step": request.step, "progress": progress, "recipe": text, "plan": plan}
         return Manifest(**fields, time=time.time(), term=term, world_size=rank_layout.world_size)
 
     shared: Any = dist.distributed_c10d._get_default_store()

@@ -23,6 +23,7 @@ from trimaran.core import Seconds, UserError
 from trimaran.parallel.comm.json_exchange import all_gather_int64, broadcast_json
 from trimaran.run import Journal, RunDirectory, last_step
 from trimaran.train.agreement import LoopExit, StepDecision
+from trimaran.train.checkpointing.base_hashing import AdapterBase
 from trimaran.train.checkpointing.checkpoint_backend import build_backend
 from trimaran.train.checkpointing.restore import RestoredState, Restorer, refuse_new_start
 from trimaran.train.checkpointing.save_interval import CopySchedule, LossBound, SaveCost, max_repeated_steps
@@ -35,7 +36,7 @@ log = logging.getLogger(__name__)
 class Checkpointer:
     """Decides when to save the state, saves it, and restores it. Every rank must call all methods in the same order."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what is saved, for whom, and what must be the same to restore it
         self,
         run: RunDirectory,
         rank_info: RankInfo,
@@ -44,9 +45,13 @@ class Checkpointer:
         state: CheckpointState,
         *,
         data: str = "",
+        base: AdapterBase | None = None,
     ) -> None:
-        """`data` is the digest of the training data; a state is restored only with the same data."""
-        self._data = {"data": data} if data else {}
+        """`data` is the digest of the training data, `base` is that of an adapter.
+
+        A state is restored only with the same data and the same base.
+        """
+        self._data, self._base = {"data": data} if data else {}, base
         self._run, self._rank_info, self._journal, self._link, self._state = run, rank_info, journal, link, state
         self._recipe, self._stride = run.read_recipe(), run.read_plan().comm.local_steps
         self._num_rewinds = 0
@@ -70,9 +75,13 @@ class Checkpointer:
         # Without a supervisor, no other rank can read this one's memory, as if each rank were a node.
         alone = RankLayout(rank=self._rank_info.rank, local_rank=0, nodes=tuple(range(self._rank_layout.world_size)))
         self._memory_layout = self._rank_layout if self._link.rank_memories else alone
-        self._restorer = Restorer(self._state, self._run.checkpoints, self._memory_layout, self._recipe, **self._data)
+        hashing = self._base.hashing if self._base else None
+        self._restorer = Restorer(
+            self._state, self._run.checkpoints, self._memory_layout, self._recipe, **self._data, base=hashing
+        )
         with self._link.section("restore") as report_progress:
             restored = self._restore(newest=self._recipe.train.steps, report_progress=report_progress)
+        self._restorer.base = None  # the base of this process stays the same
         self._log_resume(restored, began)
         if restored.tier is None:
             refuse_new_start(self._run, self._rank_layout, newest=self._recipe.train.steps)
@@ -86,6 +95,7 @@ class Checkpointer:
             rank_memory,
             before_discard=partial(self._save_before_discard, restored),
             is_restart=restored.tier == "memory",
+            base=hashing,
         )
         # Whether all ranks know if there is memory for copies.
         self._slots_decided = not self._backend.copier.allocates_in_background
@@ -104,6 +114,8 @@ class Checkpointer:
             barrier()  # every rank must have committed its copies before the others look for them
             # The other ranks may have created new slots in theirs.
             self._rank_memories = [RankMemory(each.fd) for each in self._rank_memories]
+            if self._base is not None and not ending.weights_are_valid:
+                self._base.reload()  # what was found wrong may be the base, which no checkpoint has
             restored = self._restore(newest=ending.step, report_progress=report_progress)
         if restored.tier is None:
             return None
@@ -202,7 +214,8 @@ class Checkpointer:
         self._journal.event("loss_bound", step=step, **bound.as_dict())
 
     def _progress(self) -> dict[str, Any]:
-        return {**self._state.progress(), **self._data}
+        known = self._base.hashing.known() if self._base else None
+        return {**self._state.progress(), **self._data, **({"base": known} if known else {})}
 
     def _restore(self, *, newest: int, report_progress: Callable[[], None]) -> RestoredState:
         """Restore the newest verified state of at most `newest` steps."""

@@ -19,8 +19,10 @@ from trimaran.checkpoint.step_dirs import complete_steps, refuse, step_path
 from trimaran.checkpoint.tensor_shards import CheckpointSource, CheckpointState, TensorShard
 from trimaran.checkpoint.verify_checkpoint import verify
 from trimaran.core import Recipe, UserError, fixed_field_changes, parse_recipe
+from trimaran.models.base_digest import base_difference, changed_base
 from trimaran.parallel.comm.json_exchange import all_gather_int64, all_gather_json, broadcast_json
 from trimaran.run import JsonlFollower, RunDirectory
+from trimaran.train.checkpointing.base_hashing import BaseHashing
 
 log = logging.getLogger(__name__)
 
@@ -71,11 +73,21 @@ class Restorer:
     """Finds and loads the newest state of a run. Every rank has one, and all make the same calls together."""
 
     def __init__(
-        self, state: CheckpointState, folder: Path, rank_layout: RankLayout, recipe: Recipe, *, data: str = ""
+        self,
+        state: CheckpointState,
+        folder: Path,
+        rank_layout: RankLayout,
+        recipe: Recipe,
+        *,
+        data: str = "",
+        base: BaseHashing | None = None,
     ) -> None:
-        """`data` is the digest of the training data, see `TokenShards.digest`; without it the data is not compared."""
+        """`data` is the digest of the training data, see `TokenShards.digest`, `base` that of an adapter's base.
+
+        Without them they are not compared.
+        """
         self._state, self._folder, self._rank_layout = state, folder, rank_layout
-        self._recipe, self._data = recipe, data
+        self._recipe, self._data, self.base = recipe, data, base
 
     def load(
         self,
@@ -122,7 +134,10 @@ class Restorer:
             return "a copy in memory does not match its checksum"
         fetcher = CopyFetcher(finder, copies, self._rank_layout)
         shards = self._state.shards_from(fetcher.index)
-        return fetcher.fetch(shards), shards
+        source = fetcher.fetch(shards)
+        if self.base is not None and not broadcast_json(source.progress.get("base")):
+            return "the base of the adapter had not been hashed when this copy was made"
+        return source, shards
 
     def _from_disk(self, path: Path, report_progress: Callable[[], None]) -> Loading | str:
         """See `_from_memory`. Each rank verifies some of the files; if one is damaged, all skip the checkpoint."""
@@ -145,6 +160,8 @@ class Restorer:
         self, source: CheckpointSource, shards: Sequence[TensorShard], report_progress: Callable[[], None]
     ) -> None:
         _refuse_other_data(source.progress.get("data"), self._data, self._folder)
+        if self.base is not None:
+            _refuse_other_base(source, self.base, f"model.path ({self._recipe.model.path})", report_progress)
         fill_shards(shards, source, report_progress)
         refuse_unused_tensors(shards, source, gather=all_gather_int64)
         self._state.restore(source.progress)
@@ -169,6 +186,16 @@ def _refuse_other_recipe(manifest: Manifest, recipe: Recipe, path: Path) -> None
     for name, (saved, wanted) in changed.items():
         what = f"this checkpoint is from a run with {name}={saved}, this run has {wanted}"
         raise UserError("K041", what, where=str(path), fix=f"use the same {name}, or a new run directory")
+
+
+def _refuse_other_base(
+    source: CheckpointSource, base: BaseHashing, where: str, report_progress: Callable[[], None]
+) -> None:
+    """Raise UserError if the adapter was trained on another base. Every rank must call it; rank 0 decides for all."""
+    saved = broadcast_json(source.progress.get("base"))
+    now = base.wait_unchanged(report_progress)
+    if saved and (difference := base_difference(saved, now)):
+        raise changed_base(where, difference)
 
 
 def _refuse_other_data(saved: str | None, wanted: str, folder: Path) -> None:

@@ -49,6 +49,8 @@ class TrainingState:
     Must be created before the first forward: later FSDP may show unsharded weights in place of the shards.
     Parameters with the same name, such as the copies of a tied embedding on two stages, are the same tensor. `settings`
     are saved with the state: the result depends on them, and no step changes them. `unsaved` is logged on restore.
+    `without_base`: frozen parameters, the base of an adapter, are not part of the state. They are read from where the
+    base is, and a digest of it is saved.
     """
 
     def __init__(
@@ -59,9 +61,12 @@ class TrainingState:
         counters: Mapping[str, TrainingCounter],
         settings: Mapping[str, Any],
         unsaved: Sequence[str] = (),
+        without_base: bool = False,
     ) -> None:
         self._modules, self._counters, self._settings, self._unsaved = modules, counters, settings, unsaved
-        self._parameters = [pair for module in modules for pair in module.named_parameters()]
+        every = [pair for module in modules for pair in module.named_parameters()]
+        self._parameters = [(name, each) for name, each in every if each.requires_grad or not without_base]
+        self._base = [(name, each) for name, each in every if without_base and not each.requires_grad]
         self._buffers = [pair for module in modules for pair in persistent_buffers(module)]
         self._optimizer = OptimizerState(optimizer, self._parameters)
         self._shards: list[TensorShard] = []
@@ -73,6 +78,11 @@ class TrainingState:
             self._shards = [*self._module_shards(), *self._optimizer.shards()]
             self._addresses = [*self._data_pointers()]
         return self._shards
+
+    def checked_shards(self) -> list[TensorShard]:
+        """Return `shards` and the base of an adapter: what must not change unless an update changes it."""
+        base = [(f"model/{name}", each) for name, each in self._base if local_part(each).numel()]
+        return [*self.shards(), *(local_shard(key, each, frozen=True) for key, each in base)]
 
     def shards_from(self, index: TensorIndex) -> list[TensorShard]:
         return [*self._module_shards(), *self._optimizer.shards_from(index)]

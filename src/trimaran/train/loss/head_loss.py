@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from trimaran.core import Plan
 from trimaran.nets import Network
+from trimaran.nets.adapters.lora_linear import LoraLinear
 from trimaran.parallel.precision import own_dtype
 from trimaran.train.loss.cross_entropy import row_losses, scale_to_dtype
 
@@ -70,7 +71,7 @@ def build_loss_head(network: Network, plan: Plan) -> LossHead | None:
     if plan.loss == "logits" or plan.mesh.tp > 1:
         return None
     head = network.head
-    if not isinstance(head, nn.Linear) or head.bias is not None:
+    if not isinstance(head, nn.Linear) or isinstance(head, LoraLinear) or head.bias is not None:
         log.warning("plan.loss is %s, but the head of this model is not a plain matmul: using full logits", plan.loss)
         return None
     return LossHead(head, chunked=plan.loss == "chunked")

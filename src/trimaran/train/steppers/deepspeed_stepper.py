@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import partial
@@ -128,6 +128,10 @@ class DeepSpeedStepper:
     def next_token_logits(self, ids: Tensor) -> Tensor:
         return compute_next_token_logits(self._engine_network, self._ranks, ids)
 
+    def next_token_function(self) -> Callable[[Tensor], Tensor]:
+        """See `Stepper.next_token_function`. DeepSpeed's engine runs the whole sequence for each token."""
+        return self.next_token_logits
+
     @torch.no_grad()
     def predict_tokens(self, inputs: Inputs) -> Tensor:
         return predicted_tokens(self._network, self._engine_network.forward(inputs)[0]).cpu()
@@ -135,7 +139,8 @@ class DeepSpeedStepper:
     def set_training(self, training: bool) -> None:
         self._engine.train(training)
 
-    def state(self, train: TrainSection) -> CheckpointState:
+    def state(self, train: TrainSection, *, without_base: bool = False) -> CheckpointState:
+        assert not without_base, "DeepSpeed does not train adapters here"
         return deepspeed_state(self._network.module, self._engine, train, {"guard": self._guard})
 
     def _set_found_inf(self, optimizer: Any, *_: Any) -> None:

@@ -1,6 +1,6 @@
 """The stepper of pipeline parallelism. A torch pipeline schedule runs the micro-batches through the stages."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trimaran.checkpoint.tensor_shards import CheckpointState
 from trimaran.core import Plan, TrainSection
 from trimaran.data.step_batch import Inputs, StepBatch
 from trimaran.nets import Network
@@ -25,6 +24,7 @@ from trimaran.parallel.axes.pp import (
     map_stages,
     sum_tied_gradients,
 )
+from trimaran.train.checkpointing.training_state import TrainingState
 from trimaran.train.loss.objective import LanguageObjective, Objective, predicted_tokens
 from trimaran.train.metrics.router_stats import router_statistics
 from trimaran.train.metrics.step_clock import StepClock
@@ -128,6 +128,10 @@ class PipelineStepper:
         dist.broadcast(row, group=self._stages.group, group_src=self._stages.owners[-1])
         return row.cpu()
 
+    def next_token_function(self) -> Callable[[Tensor], Tensor]:
+        """See `Stepper.next_token_function`. A schedule has fixed shapes, so the whole sequence runs for each token."""
+        return self.next_token_logits
+
     @torch.no_grad()
     def predict_tokens(self, inputs: Inputs) -> Tensor:
         logits = self._forward_only(inputs)
@@ -141,8 +145,9 @@ class PipelineStepper:
         for network in self._networks:
             network.module.train(training)
 
-    def state(self, train: TrainSection) -> CheckpointState:
-        return self._updater.state([network.module for network in self._networks], train, self._plan)
+    def state(self, train: TrainSection, *, without_base: bool = False) -> TrainingState:
+        modules = [network.module for network in self._networks]
+        return self._updater.state(modules, train, self._plan, without_base=without_base)
 
     def _schedule(self, inputs: Inputs) -> Schedule:
         """Return the schedule for micro-batches with the shapes of `inputs`."""

@@ -15,9 +15,11 @@ from torch.distributed.tensor import DTensor
 from trimaran.checkpoint.tensor_shards import CheckpointState
 from trimaran.core import Plan, TrainSection
 from trimaran.data.step_batch import Inputs, StepBatch
+from trimaran.infer.next_token import CachedLogits
 from trimaran.nets import Network
 from trimaran.parallel import RankMesh, autocast, gradient_sync
 from trimaran.train.agreement import RANK_REQUESTS
+from trimaran.train.checkpointing.training_state import TrainingState
 from trimaran.train.health.guard import MEMORY_CHANGED, Guard
 from trimaran.train.loss.head_loss import LossHead, build_loss_head
 from trimaran.train.loss.objective import LanguageObjective, LossSums, Objective, predicted_tokens
@@ -67,14 +69,21 @@ class Stepper(Protocol):
         """Return the logits of the token that follows `ids` [length], on the CPU, the same on every rank."""
         ...
 
+    def next_token_function(self) -> Callable[[Tensor], Tensor]:
+        """Return `next_token_logits`, with a key-value cache if the plan allows one; for weights that do not change."""
+        ...
+
     def predict_tokens(self, inputs: Inputs) -> Tensor:
         """Return the most likely next token at each position of this rank's micro-batch, [B, T], on the CPU."""
         ...
 
     def set_training(self, training: bool) -> None: ...
 
-    def state(self, train: TrainSection) -> CheckpointState:
-        """Return the state that a checkpoint must hold for an exact resume. Called once, before the first step."""
+    def state(self, train: TrainSection, *, without_base: bool = False) -> CheckpointState:
+        """Return the state that a checkpoint must hold for an exact resume. Called once, before the first step.
+
+        `without_base` leaves out frozen parameters, see `TrainingState`.
+        """
         ...
 
 
@@ -158,6 +167,18 @@ class PlainStepper:
         with autocast(self._plan, self._device):
             return compute_next_token_logits(self._network, self._ranks, ids)
 
+    def next_token_function(self) -> Callable[[Tensor], Tensor]:
+        """See `Stepper.next_token_function`. tp and cp split a sequence, so that a single token is not enough."""
+        if self._ranks.degrees.tp * self._ranks.degrees.cp > 1 or not self._network.has_cache(self._device):
+            return self.next_token_logits
+        cached = CachedLogits(self._network, self._device)
+
+        def logits(ids: Tensor) -> Tensor:
+            with autocast(self._plan, self._device):
+                return cached(ids)
+
+        return logits
+
     @torch.no_grad()
     def predict_tokens(self, inputs: Inputs) -> Tensor:
         with autocast(self._plan, self._device):
@@ -166,8 +187,8 @@ class PlainStepper:
     def set_training(self, training: bool) -> None:
         self._network.module.train(training)
 
-    def state(self, train: TrainSection) -> CheckpointState:
-        return self._updater.state([self._network.module], train, self._plan)
+    def state(self, train: TrainSection, *, without_base: bool = False) -> TrainingState:
+        return self._updater.state([self._network.module], train, self._plan, without_base=without_base)
 
     def _forward(self, inputs: Inputs) -> tuple[LossSums, Tensor]:
         with autocast(self._plan, self._device):
@@ -285,12 +306,12 @@ def compute_next_token_logits(network: Network, ranks: RankMesh, ids: Tensor) ->
 
 
 def pad_to_even_shards(ids: Tensor, ranks: RankMesh) -> Tensor:
-    """Return `ids` [length] as one sequence [1, T] that cp and tp split evenly.
+    """Return `ids` [length] as one sequence [1, T] on the device, which cp and tp split evenly.
 
     Padding at the end does not change the result, because attention is causal.
     """
     multiple = 2 * ranks.degrees.cp * ranks.degrees.tp
-    return torch.nn.functional.pad(ids, (0, -len(ids) % multiple if multiple > 2 else 0))[None]
+    return torch.nn.functional.pad(ids.to(ranks.device), (0, -len(ids) % multiple if multiple > 2 else 0))[None]
 
 
 def gather_logits_row(logits: Tensor, position: int, network: Network, ranks: RankMesh) -> Tensor:

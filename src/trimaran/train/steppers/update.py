@@ -111,10 +111,18 @@ class Updater:
             counters["loss_scale"] = self.guard.loss_scale
         return counters
 
-    def state(self, modules: Sequence[nn.Module], train: TrainSection, plan: Plan) -> TrainingState:
+    def state(
+        self, modules: Sequence[nn.Module], train: TrainSection, plan: Plan, *, without_base: bool
+    ) -> TrainingState:
         """Return the state of the modules, the optimizer and the counters, for checkpoints."""
-        settings, unsaved = saved_settings(train), unsaved_state(plan)
-        return TrainingState(modules, self._optimizer, counters=self.counters, settings=settings, unsaved=unsaved)
+        return TrainingState(
+            modules,
+            self._optimizer,
+            counters=self.counters,
+            settings=saved_settings(train),
+            unsaved=unsaved_state(plan),
+            without_base=without_base,
+        )
 
     def _apply_update(self, lr: float, norm: Tensor, factor: float) -> None:
         groups = self._optimizer.param_groups

@@ -1,0 +1,1 @@
+"""Adapters: small trained matrices beside frozen linear layers (LoRA, DoRA)."""

@@ -1,0 +1,148 @@
+"""Attaches an adapter to a network: freezes everything, and turns the targeted linear layers into `LoraLinear`s."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from trimaran.core import AdapterSection, UserError, did_you_mean
+from trimaran.models.adapter_rules import ALL_LINEAR, last_parts, listed, refuse_unknown_targets
+from trimaran.models.module_names import is_named
+from trimaran.nets.adapters.lora_linear import LoraLinear, add_adapter
+from trimaran.nets.moe import MoeLayer
+from trimaran.nets.network import Network
+from trimaran.nets.tower_names import refuse_unknown_tower, tower_of
+from trimaran.nets.vision import Stem
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLayout:
+    """Names in a whole network: the linear layers that get an adapter, and the parameters that are trained in full.
+
+    A tied parameter has several names, and all of them are in `trained`.
+    """
+
+    targets: frozenset[str]
+    trained: frozenset[str]
+
+
+def attach_adapter(network: Network, section: AdapterSection, whole: Network | None = None) -> None:
+    """Freeze the network but for what the section trains, in place, and add the adapter's parameters, unfilled.
+
+    Parameter names do not change. Runs before the plan is applied. A pipeline stage needs the `whole` network, on the
+    meta device, because a target may be in another stage only.
+    """
+    layout = adapter_layout(network if whole is None else whole, section)
+    for name, parameter in network.module.named_parameters(remove_duplicate=False):
+        parameter.requires_grad_(parameter.requires_grad and name in layout.trained)
+    for name, module in list(network.module.named_modules()):
+        if name in layout.targets:
+            assert isinstance(module, nn.Linear)
+            add_adapter(module, section)
+
+
+def adapter_layout(network: Network, section: AdapterSection) -> AdapterLayout:
+    """Return what the adapter changes in a whole network. Raises if the section does not fit it."""
+    for tower in section.towers:
+        refuse_unknown_tower(tower, network.towers, code="M012", where="model.adapter.towers")
+    adapted = section.towers or ([*network.towers][-1],)
+    trained_modules = _trained_modules(network, section.train)
+    trained = _parameters_of(network.module, trained_modules)
+    linears = {
+        name: each
+        for name, each in _plain_linears(network)
+        if tower_of(name, network.towers) in adapted and f"{name}.weight" not in trained
+    }
+    targets = _matching(network, section, linears)
+    _refuse_rank({name: linears[name] for name in targets}, section.rank)
+    return AdapterLayout(targets=targets, trained=trained)
+
+
+def _plain_linears(network: Network) -> Iterable[tuple[str, nn.Linear]]:
+    """Yield the layers that can have an adapter: those that are called as a linear layer, with more than one output.
+
+    A router and a patch embedding are not called: their layer uses the weight itself. Experts are no linear layers, and
+    a gate with one output has no low rank.
+    """
+    inside = _layers_not_called(network)
+    for name, part in network.module.named_modules():
+        if type(part) is nn.Linear and part.out_features > 1 and id(part) not in inside:
+            yield name, part
+
+
+def _layers_not_called(network: Network) -> set[int]:
+    inside = {id(part.gate) for part in network.module.modules() if isinstance(part, MoeLayer)}
+    return inside | {id(part.patch_embed) for part in network.module.modules() if isinstance(part, Stem)}
+
+
+def linears_to_pack(network: Network, section: AdapterSection) -> Iterable[nn.Linear]:
+    """Yield the layers that a 4-bit base packs, after `attach_adapter`: those inside the blocks of adapted towers."""
+    adapted = section.towers or ([*network.towers][-1],)
+    blocks, not_called = {part for block in network.blocks for part in block.modules()}, _layers_not_called(network)
+    for name, part in network.module.named_modules():
+        is_called = type(part) in (nn.Linear, LoraLinear) and id(part) not in not_called
+        if is_called and part in blocks and tower_of(name, network.towers) in adapted:
+            assert isinstance(part, nn.Linear)
+            yield part
+
+
+def _matching(network: Network, section: AdapterSection, linears: dict[str, nn.Linear]) -> frozenset[str]:
+    """Return the names of the targets; `all-linear` are all but the head, as in PEFT."""
+    head = _output_layer(network)
+    if section.targets == ALL_LINEAR:
+        found = frozenset(name for name, each in linears.items() if each is not head)
+        if not found:
+            raise UserError("M054", "no layer of these towers is a torch.nn.Linear", where="model.adapter.targets",
+                            fix="choose other towers, or train the model in full: remove model.adapter")  # fmt: skip
+        return found
+    refuse_unknown_targets(section.targets, linears)
+    found = frozenset(name for name in linears for pattern in section.targets if is_named(name, pattern))
+    owned = [id(each) for _, each in network.module.named_parameters(remove_duplicate=False)]
+    if any(linears[name] is head and owned.count(id(linears[name].weight)) > 1 for name in found):
+        raise UserError("M053", "the head is tied to the embedding, and an adapter would change only the head",
+                        where="model.adapter.targets", fix="leave the head out of targets")  # fmt: skip
+    return found
+
+
+def _output_layer(network: Network) -> nn.Module | None:
+    """Return the layer whose output are the logits, perhaps before they are processed further."""
+    if network.head is not None or not hasattr(network.module, "get_output_embeddings"):
+        return network.head
+    return network.module.get_output_embeddings()  # pyrefly: ignore[not-callable]
+
+
+def _trained_modules(network: Network, patterns: Sequence[str]) -> list[nn.Module]:
+    """Return the modules that are trained in full; a pattern may also be the name of a tower."""
+    names = {name: each for name, each in network.module.named_modules() if name}
+    found: list[nn.Module] = []
+    for pattern in patterns:
+        if pattern in network.towers:
+            prefix = network.towers[pattern].removesuffix(".")
+            matching = [each for name, each in names.items() if tower_of(name, network.towers) == pattern]
+            matching = [names[prefix]] if prefix in names else matching
+        else:
+            matching = [each for name, each in names.items() if is_named(name, pattern)]
+        if not any(True for each in matching for _ in each.parameters()):
+            known = [*network.towers, *last_parts(names)]
+            raise UserError("M051", f"no module with parameters is called {pattern!r}{did_you_mean(pattern, known)}",
+                            where="model.adapter.train",
+                            fix=f"modules are called {listed(last_parts(names))}")  # fmt: skip
+        found += matching
+    return found
+
+
+def _parameters_of(root: nn.Module, modules: Sequence[nn.Module]) -> frozenset[str]:
+    """Return all names in `root` of the trained parameters of these modules."""
+    wanted = {id(each) for module in modules for each in module.parameters()}
+    names = root.named_parameters(remove_duplicate=False)
+    return frozenset(name for name, each in names if id(each) in wanted and each.requires_grad)
+
+
+def _refuse_rank(linears: dict[str, nn.Linear], rank: int) -> None:
+    """Raise if the rank is larger than one of the layers: then its update would have more values than its weight."""
+    sizes = {name: min(each.in_features, each.out_features) for name, each in linears.items()}
+    name = min(sizes, key=lambda each: (sizes[each], each))
+    if rank > sizes[name]:
+        shape = f"{linears[name].in_features} inputs and {linears[name].out_features} outputs"
+        raise UserError("M052", f"the rank is {rank}, and {name} has {shape}", where="model.adapter.rank",
+                        fix=f"use a rank of at most {sizes[name]}, or leave this layer out of targets")  # fmt: skip

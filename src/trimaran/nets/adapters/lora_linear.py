@@ -1,0 +1,170 @@
+"""A frozen linear layer with a trained low-rank update: LoRA, or DoRA with trained norms of the outputs.
+
+PEFT's definitions hold, so that an adapter means the same in both.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from trimaran.core import AdapterSection
+from trimaran.nets.local_shards import local_for_compute, local_slices
+
+DOWN, UP, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude"
+ADAPTER_PARAMETERS = (DOWN, UP, MAGNITUDE)
+
+
+def is_adapter_parameter(name: str) -> bool:
+    """Return whether this is the name of an adapter's parameter."""
+    return name.rpartition(".")[2] in ADAPTER_PARAMETERS
+
+
+def adapter_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield what is trained, by name: the adapter's parameters, and those of modules that are trained in full."""
+    return ((name, each) for name, each in module.named_parameters() if each.requires_grad)
+
+
+def adapter_scaling(section: AdapterSection) -> float:
+    """Return the factor of the adapter's output."""
+    return section.alpha / (math.sqrt(section.rank) if section.rank_stabilised else section.rank)
+
+
+class LoraLinear(nn.Linear):
+    """A frozen `nn.Linear` whose output has `scaling * lora_B @ lora_A @ x` added.
+
+    With `lora_magnitude` (DoRA) the sum of both weights is rescaled: row i gets the norm `lora_magnitude[i]`.
+    `add_adapter` makes one by changing the class of a linear layer, so that its name, hooks and references stay. A
+    subclass with another format of the frozen weight overrides `base_forward` and `base_weight`.
+    """
+
+    lora_A: nn.Parameter  # noqa: N815 - PEFT's names
+    lora_B: nn.Parameter  # noqa: N815
+    lora_magnitude: nn.Parameter | None
+    scaling: float
+    dropout: float
+
+    def base_forward(self, x: Tensor) -> Tensor:
+        """Return the frozen layer's output, with its bias; a DTensor if the layer is sharded and `x` is one."""
+        return F.linear(x, self.weight, self.bias)
+
+    def base_weight(self) -> Tensor:
+        """Return the frozen weight in a dtype that can be multiplied; a DTensor if it is sharded."""
+        return self.weight
+
+    def forward(self, input: Tensor) -> Tensor:
+        base = self.base_forward(input)
+        if isinstance(base, DTensor):
+            return self._sharded_forward(base, input)
+        low = F.linear(self._dropped(input), self.lora_A) * self.scaling
+        update = F.linear(low, self.lora_B)
+        return base + update if self.lora_magnitude is None else self._rescaled(base, update)
+
+    def _sharded_forward(self, base: DTensor, x: Tensor) -> Tensor:
+        """Return the output under tensor parallelism, placed as the frozen layer's output `base`.
+
+        Of a layer that is sharded by its outputs only lora_B is, of one that is sharded by its inputs only lora_A. The
+        gradient of the other is a partial sum on each rank.
+        """
+        assert isinstance(x, DTensor), "a sharded layer needs a DTensor input"
+        assert isinstance(self.lora_A, DTensor)
+        assert isinstance(self.lora_B, DTensor)
+        last = x.ndim - 1
+        if self.lora_B.placements == (Shard(0),):
+            rows = x.redistribute(placements=(Replicate(),)).to_local(grad_placements=(Partial(),))
+            down, up, placement = local_for_compute(self.lora_A), self.lora_B.to_local(), Shard(last)
+        elif self.lora_A.placements == (Shard(1),):
+            rows = x.redistribute(placements=(Shard(last),)).to_local()
+            down, up, placement = self.lora_A.to_local(), local_for_compute(self.lora_B), Partial()
+        else:
+            (placement,) = x.placements
+            local = DTensor.to_local if placement == Replicate() else local_for_compute
+            rows, down, up = x.to_local(), local(self.lora_A), local(self.lora_B)
+        update = F.linear(F.linear(self._dropped(rows), down) * self.scaling, up)
+        shared = DTensor.from_local(update, base.device_mesh, (placement,), run_check=False)
+        shared = shared.redistribute(placements=base.placements)
+        return base + shared if self.lora_magnitude is None else self._rescaled(base, shared)
+
+    def _rescaled(self, base: Tensor, update: Tensor) -> Tensor:
+        """Return DoRA's output: base and update, scaled to the trained norms. The current norm has no gradient."""
+        assert self.lora_magnitude is not None
+        factor = (self.lora_magnitude / self.weight_norms()).to(base.dtype)
+        if self.bias is None:
+            return factor * (base + update)
+        bias = self.bias.to(base.dtype)
+        return factor * (base - bias + update) + bias
+
+    @torch.no_grad()
+    def weight_norms(self) -> Tensor:
+        """Return the norm of each row of the base weight with the update, fp32, sharded like `lora_magnitude`."""
+        weight = self.base_weight()
+        squares = _squared_row_norms(_local(weight), _local(self.lora_A), _local(self.lora_B), self.scaling)
+        if not isinstance(self.lora_magnitude, DTensor):
+            return squares.sqrt()
+        assert isinstance(self.lora_A, DTensor)
+        parts = (Partial(),) if self.lora_A.placements == (Shard(1),) else self.lora_magnitude.placements
+        whole = DTensor.from_local(squares, self.lora_magnitude.device_mesh, parts, run_check=False)
+        return whole.redistribute(placements=self.lora_magnitude.placements).sqrt()
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        """Return `x` after dropout. Tensor parallelism does not change which elements are dropped."""
+        if not self.training or not self.dropout:
+            return x
+        if x.shape[-1] == self.in_features:
+            return F.dropout(x, self.dropout)
+        (_, columns) = local_slices(self.lora_A)
+        kept = F.dropout(torch.ones(*x.shape[:-1], self.in_features, dtype=x.dtype, device=x.device), self.dropout)
+        return x * kept[..., columns]
+
+
+def add_adapter(linear: nn.Linear, section: AdapterSection, kind: type[LoraLinear] = LoraLinear) -> None:
+    """Turn the layer into a `LoraLinear` in place, with fp32 parameters that are not yet filled."""
+    out_features, in_features = linear.out_features, linear.in_features
+    linear.__class__ = kind
+    assert isinstance(linear, LoraLinear)
+    device = linear.weight.device
+    linear.lora_A = nn.Parameter(torch.empty(section.rank, in_features, dtype=torch.float32, device=device))
+    linear.lora_B = nn.Parameter(torch.empty(out_features, section.rank, dtype=torch.float32, device=device))
+    magnitude = torch.empty(out_features, dtype=torch.float32, device=device) if section.kind == "dora" else None
+    linear.lora_magnitude = None if magnitude is None else nn.Parameter(magnitude)
+    linear.scaling, linear.dropout = adapter_scaling(section), section.dropout
+
+
+def merged_weight(linear: LoraLinear) -> Tensor:
+    """Return the base weight with the adapter added, fp32 and unsharded. A collective if the layer is sharded."""
+    names = (linear.base_weight(), linear.lora_A, linear.lora_B)
+    weight, down, up = (_full(each) for each in names)
+    magnitude = None if linear.lora_magnitude is None else _full(linear.lora_magnitude)
+    return merge_adapter(weight, down, up, scaling=linear.scaling, magnitude=magnitude)
+
+
+@torch.no_grad()
+def merge_adapter(
+    weight: Tensor, down: Tensor, up: Tensor, *, scaling: float, magnitude: Tensor | None = None
+) -> Tensor:
+    """Return `weight` with the update `scaling * up @ down`, and for DoRA the norms `magnitude`, in fp32."""
+    merged = weight.float() + scaling * (up.float() @ down.float())
+    if magnitude is None:
+        return merged
+    return merged * (magnitude.float() / torch.linalg.vector_norm(merged, dim=1)).unsqueeze(1)
+
+
+def _squared_row_norms(weight: Tensor, down: Tensor, up: Tensor, scaling: float) -> Tensor:
+    """Return the squared norm of each row of `weight + scaling * up @ down`, without that matrix or an fp32 copy."""
+    with torch.autocast(weight.device.type, enabled=False):
+        base = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square()
+        down, up = down.float(), up.float()
+        crossed = (up * (weight @ down.to(weight.dtype).t()).float()).sum(1)
+        squared = (up @ (down @ down.t()) * up).sum(1)
+        return base + 2 * scaling * crossed + scaling**2 * squared
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _full(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().float()

@@ -1,0 +1,123 @@
+"""Reads the unsharded weights of a model on disk, one by one, by our parameter names, in the dtypes of the files."""
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trimaran.core import ModelSection
+from trimaran.models import VlmSpec, model_folder, spec_of, weight_files
+from trimaran.models.to_hf_vlm import disk_form
+from trimaran.nets.family import network_of
+from trimaran.nets.hf_weights import STACKED_NDIM, disk_names, open_weights
+from trimaran.nets.initialise import initialise
+from trimaran.nets.network import Network
+from trimaran.nets.vlm_names import canonical, on_disk
+
+CONFIG_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
+
+
+@dataclass(frozen=True, slots=True)
+class BaseWeights:
+    """A network on the meta device, a function that reads one of its parameters or buffers, and the usual dtype.
+
+    `dtype` is as in config.json. `buffers` are the names of the buffers that are on disk.
+    """
+
+    network: Network
+    read: Callable[[str], Tensor]
+    dtype: str
+    buffers: frozenset[str] = frozenset()
+
+
+def open_base_weights(section: ModelSection, seed: int, stack: ExitStack) -> BaseWeights:
+    """Return the weights of the model in `section`. Random ones, from `seed`, are drawn now and are all in memory."""
+    folder = model_folder(section.path) if section.path else None
+    files = open_weights(folder, stack) if folder and weight_files(folder) else {}
+    counts = Counter(str(file.get_slice(name).get_dtype()) for name, file in files.items())
+    dtype = CONFIG_DTYPES.get(counts.most_common(1)[0][0] if counts else "F32", "float32")
+    if section.family == "hf":
+        return _open_hf(section, seed, files, dtype)
+    spec = spec_of(section)
+    assert spec is not None, "only an unknown Hugging Face architecture has no spec"
+    with torch.device("meta"):
+        network = network_of(spec)
+    if not files:
+        drawn = network_of(spec)
+        initialise(drawn.module, seed=seed, spec=spec)
+        return BaseWeights(network, lambda name: drawn.module.get_parameter(name).detach(), dtype)
+    read = _vlm_reader(network, spec, files) if isinstance(spec, VlmSpec) else _reader(network, files)
+    return BaseWeights(network, read, dtype)
+
+
+def _reader(network: Network, files: dict[str, Any]) -> Callable[[str], Tensor]:
+    """Return the function that reads a parameter of our decoder."""
+
+    def read(name: str) -> Tensor:
+        shape = network.module.get_parameter(name).shape
+        values = [files[each].get_tensor(each) for each in disk_names(name, shape)]
+        return values[0] if len(shape) < STACKED_NDIM else torch.stack(values)
+
+    return read
+
+
+def _vlm_reader(network: Network, spec: VlmSpec, files: dict[str, Any]) -> Callable[[str], Tensor]:
+    """Return the function that reads a parameter of our vision-language model."""
+    form = disk_form(spec)
+    sources = {canonical(name, form): (file, name) for name, file in files.items()}
+
+    def read(name: str) -> Tensor:
+        stored = on_disk(name, spec, form)
+        file, name_in_file = sources[stored.name]
+        value = file.get_tensor(name_in_file).chunk(stored.parts)[stored.part]
+        return value.reshape(network.module.get_parameter(name).shape)
+
+    return read
+
+
+def _open_hf(section: ModelSection, seed: int, files: dict[str, Any], dtype: str) -> BaseWeights:
+    from trimaran.nets.hf_build import open_hf_model  # noqa: PLC0415  transformers takes seconds to import
+    from trimaran.nets.hf_read import WeightSource, find_weight_sources  # noqa: PLC0415
+    from trimaran.nets.hf_vlm import network_of_hf  # noqa: PLC0415
+
+    assert section.path is not None, "a section without a path has no spec to plan with"
+    path = Path(section.path)
+    module, fill = open_hf_model(path, trust_remote_code=section.trust_remote_code, seed=seed)
+    network = network_of_hf(module, spec_of(section))
+    if not files or not all(each.is_meta for each in module.parameters()):
+        fill(module, torch.device("cpu"))
+        named = dict(module.named_parameters(remove_duplicate=False))
+        return BaseWeights(network, lambda name: named[name].detach(), dtype)
+    sources, _ = find_weight_sources(module, model_folder(section.path))
+    targets: dict[str, WeightSource] = {source.target: source for source in sources}
+    for source in sources:
+        if source.converter is not None:
+            shapes = {name: files[name].get_slice(name).get_shape() for name, _ in source.tensors}
+            empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+            targets |= {target: source for target, _ in source.convert(module, empty)}
+    aliases = _aliases(module, targets)
+
+    def read(name: str) -> Tensor:
+        target = aliases.get(name, name)
+        source = targets[target]
+        if source.converter is None:
+            return files[source.name].get_tensor(source.name)
+        values = {each: files[each].get_tensor(each) for each, _ in source.tensors}
+        return dict(source.convert(module, values))[target]
+
+    buffers = frozenset(name for name, _ in module.named_buffers() if name in targets)
+    return BaseWeights(network, read, dtype, buffers)
+
+
+def _aliases(module: Any, targets: dict[str, Any]) -> dict[str, str]:
+    """Return the name that is on disk for each other name of a tied parameter."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    groups = ((group, next((each for each in group if each in targets), None)) for group in names.values())
+    return {name: found for group, found in groups if found is not None for name in group}

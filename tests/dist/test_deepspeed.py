@@ -122,7 +122,8 @@ def test_the_metrics_are_those_of_the_torch_engine(workspace: Path) -> None:
     assert all(sharded["phases"][phase] > 0 for phase in ("data", "forward", "backward", "comm", "optimizer"))
 
 
-@pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 1e-2), slow(("fp16", 2e-3))])
+@pytest.mark.slow  # 16-bit matmuls are slow on a CPU
+@pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 1e-2), ("fp16", 2e-3)])
 def test_half_precision_stays_close_to_fp32(workspace: Path, precision: str, tolerance: float) -> None:
     run = train_run(recipe_for(workspace), plan_for("gradients", precision=precision), workspace / "runs")
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]

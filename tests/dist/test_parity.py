@@ -32,7 +32,7 @@ PLANS = {
     "fsdp-4": {"dp_shard": 4},
     "hsdp-2x2": {"dp_replicate": 2, "dp_shard": 2},
 }
-QUICK = {("one-process", 4), ("ddp-2", 1), ("ddp-4", 4), ("fsdp-2", 4), ("fsdp-4", 1), ("hsdp-2x2", 1)}
+QUICK = {("one-process", 4), ("ddp-2", 1), ("ddp-4", 4), ("fsdp-2", 4)}
 SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64}
 
 

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from tests.hf_models import SMALL
+from tests.cases import quick_or_slow
 from tests.parity import TOLERANCE, plan_for
 from tests.resume import SEGMENT_STEPS, SavedState, TrainedSegment, bits, recipe_for, train_segment
 from trimaran.core import Plan, Recipe
@@ -63,7 +64,7 @@ def uninterrupted(name: str) -> list[float]:
     return train_segment(recipe, plan_for(recipe, grad_accum=1), steps=SEGMENT_STEPS * len(chain)).losses
 
 
-@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize("name", quick_or_slow(CHAINS, lambda name: name != "untied"))
 def test_a_run_that_changes_its_plan_several_times_has_the_same_losses(name: str) -> None:
     recipe, chain = CHAINS[name]
     losses: list[float] = []

@@ -74,7 +74,7 @@ def test_loader_processes_do_not_change_the_trajectory(folder: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("degrees", [slow({}), {"dp_replicate": 2}, {"dp_shard": 2}])
+@pytest.mark.parametrize("degrees", [slow({}), slow({"dp_replicate": 2}), {"dp_shard": 2}])
 def test_bf16_matches_fp32_within_its_precision(folder: Path, degrees: dict[str, int]) -> None:
     recipe = recipe_with()
     fp32 = train_trajectory(recipe, plan_for(recipe, grad_accum=1), folder)

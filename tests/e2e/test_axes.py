@@ -74,6 +74,7 @@ def test_a_pipeline_stops_at_one_step_on_all_ranks_and_saves_its_state(tmp_path:
     assert processes_of(run) == []
 
 
+@pytest.mark.slow
 def test_replicas_with_local_steps_stop_only_at_a_synchronization(tmp_path: Path) -> None:
     run = tmp_path / "run"
     alone = ["--set", "plan={mesh: {dp_replicate: 2}, comm: {local_steps: 40}}"]

@@ -59,7 +59,7 @@ def export_adapter(
         raise not_written(folder, error) from None
 
 
-def export_merged(  # noqa: PLR0913 - what to write, where to, and who is told
+def export_merged(  # noqa: PLR0913 - what to write, where, and its progress
     source: CheckpointSource,
     section: ModelSection,
     folder: Path,

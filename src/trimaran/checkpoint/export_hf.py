@@ -37,7 +37,7 @@ TOKENIZER_FILES = (
 OTHER_FILES = ("generation_config.json", "preprocessor_config.json", "processor_config.json")
 
 
-def save_network(  # noqa: PLR0913 - what to write, where to, and who is told
+def save_network(  # noqa: PLR0913 - what to write, where, and its progress
     networks: Sequence[Network],
     folder: Path,
     *,
@@ -75,7 +75,7 @@ def save_network(  # noqa: PLR0913 - what to write, where to, and who is told
         raise UserError("D006", f"the trained weights cannot be written: {error}", where=str(folder), fix=fix) from None
 
 
-def write_hf_folder(  # noqa: PLR0913 - what to write, where to, and who is told
+def write_hf_folder(  # noqa: PLR0913 - what to write, where, and its progress
     folder: Path,
     config: dict[str, Any],
     tensors: Iterable[tuple[str, Tensor]],

@@ -86,7 +86,7 @@ def _no_weights(repo: HubRepo, *, num_pickles: int) -> UserError:
     """Return the error for a repository without safetensors: training would start from random weights."""
     if num_pickles:
         what = f"{repo.name} has its weights only as pickles, which can run any program"
-        fix = "on a machine you can lose, load it with transformers and save_pretrained it as safetensors"
+        fix = "in a sandbox, load it with transformers and save it as safetensors with save_pretrained"
     else:
         what, fix = f"{repo.name} has no weights in the format safetensors", f"name another model, or {repo.field}=DIR"
     return UserError("M042", what, where=f"{repo.field} {repo.name}", fix=fix)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.saved_storages import saved_storages
 from trimaran.core import AdapterSection, Mesh, ModelSection, Plan, Prediction
 from trimaran.cost import Job, predict
 from trimaran.cost.activation_memory import layer_bytes, saved_on_rank
@@ -202,14 +203,7 @@ def test_the_model_agrees_with_what_the_real_layer_saves(fields: dict[str, Any])
         torch.nn.init.ones_(parameter)
     rotation = rotation_at(torch.arange(length)[None], spec.block.rope, spec.head_dim)
     known = {each.untyped_storage().data_ptr() for each in (*real.parameters(), *rotation)}
-    saved: dict[int, torch.Tensor] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        saved[tensor.untyped_storage().data_ptr()] = tensor  # a reference keeps its address from being reused
-        return tensor
-
-    watched = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-    with watched, torch.autocast("cpu", torch.bfloat16):
+    with saved_storages() as saved, torch.autocast("cpu", torch.bfloat16):
         stream = torch.randn(rows, length, spec.hidden, requires_grad=True)
         real(stream.bfloat16(), rotation, None)
     sizes = [each.untyped_storage().nbytes() for where, each in saved.items() if where not in known]

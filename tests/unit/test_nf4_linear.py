@@ -10,7 +10,7 @@ from trimaran.nets.adapters.lora_linear import add_adapter, merged_weight
 from trimaran.nets.adapters.nf4_linear import (
     Nf4Linear,
     Nf4LoraLinear,
-    base_weights,
+    loadable_weights,
     pack_frozen_weights,
     packed_parameters,
     weight_to_fill,
@@ -27,7 +27,7 @@ def packed(linear: nn.Linear) -> nn.Module:
     weight = linear.weight.detach().clone()
     owner = nn.Sequential(linear)
     pack_frozen_weights([linear])
-    with weight_to_fill(owner, "0.weight", base_weights(owner)["0.weight"]) as target:
+    with weight_to_fill(owner, "0.weight", loadable_weights(owner)["0.weight"]) as target:
         target.copy_(weight)
     return owner
 
@@ -64,7 +64,7 @@ def test_names_and_shapes_of_the_base_do_not_change() -> None:
     names = {name: each.shape for name, each in owner.named_parameters()}
     add_adapter(linear, AdapterSection(rank=4))
     pack_frozen_weights([linear])
-    assert {name: each.shape for name, each in base_weights(owner).items()} == names
+    assert {name: each.shape for name, each in loadable_weights(owner).items()} == names
 
 
 def test_an_adapter_on_a_packed_layer_is_trained_and_merged_with_the_weight_that_computes() -> None:

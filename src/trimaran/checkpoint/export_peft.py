@@ -37,7 +37,7 @@ class AdapterFacts:
         return self.section.adapter
 
 
-def save_adapter(  # noqa: PLR0913 - what to write, where to, and who is told
+def save_adapter(  # noqa: PLR0913 - what to write, where, and its progress
     networks: Sequence[Network],
     folder: Path,
     read_facts: Callable[[], AdapterFacts],

@@ -1,4 +1,4 @@
-"""`loop.loader`: each rank loads only its rows of every global batch, in an order that no number of ranks changes."""
+"""`loop.loader`: each rank loads only its rows of a global batch. The number of ranks does not change the order."""
 
 import base64
 import random

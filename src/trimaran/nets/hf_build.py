@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trimaran.core import UserError
 from trimaran.models import model_folder, weight_files
-from trimaran.nets.adapters.nf4_linear import base_weights, weight_to_fill
+from trimaran.nets.adapters.nf4_linear import loadable_weights, weight_to_fill
 from trimaran.nets.hf import blocks_of, hf_config, hf_model, load_hf_model
 from trimaran.nets.hf_read import WeightSource, find_weight_sources, read_weights
 from trimaran.nets.local_shards import local_part, local_slices
@@ -75,7 +75,7 @@ def _read(
 def _initialise_all(module: nn.Module, device: torch.device, unsharded: nn.Module, seed: int) -> None:
     """Fill a sharded module with random weights from the model's own initialisation, one block at a time."""
     _materialise(module, device)
-    targets = base_weights(module)
+    targets = loadable_weights(module)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         for name, unit, is_block in _units(unsharded):
             names = [each for each, _ in unit.named_parameters(prefix=name, recurse=is_block) if each in targets]

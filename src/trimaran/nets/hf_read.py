@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from trimaran.nets.adapters.nf4_linear import base_weights, weight_to_fill
+from trimaran.nets.adapters.nf4_linear import loadable_weights, weight_to_fill
 from trimaran.nets.hf_weights import damaged, open_weights
 from trimaran.nets.local_shards import local_part, local_slices
 
@@ -72,7 +72,7 @@ def read_weights(
 
     `report_progress` is called after each source.
     """
-    targets = dict(module.named_buffers()) | base_weights(module, remove_duplicate=False)
+    targets = dict(module.named_buffers()) | loadable_weights(module, remove_duplicate=False)
     with ExitStack() as stack, torch.no_grad():
         files = open_weights(folder, stack)
         try:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from trimaran.core import UserError
 from trimaran.core.regular_files import check_regular_file
 from trimaran.models import ModelSpec, weight_files
-from trimaran.nets.adapters.nf4_linear import base_weights, weight_to_fill
+from trimaran.nets.adapters.nf4_linear import loadable_weights, weight_to_fill
 from trimaran.nets.decoder import Decoder
 from trimaran.nets.local_shards import local_part, local_slices
 
@@ -31,7 +31,7 @@ def load_hf_weights(module: nn.Module, folder: Path, report_progress: Callable[[
     assert isinstance(module, Decoder), "only our decoder has these names"
     with ExitStack() as stack, torch.no_grad():
         sources = open_weights(folder, stack)
-        parameters = base_weights(module)
+        parameters = loadable_weights(module)
         _refuse_mismatch(parameters, sources, folder, others=_shapes_of_all(module.spec))
         try:
             for name, parameter in parameters.items():

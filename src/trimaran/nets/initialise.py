@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from trimaran.models import Spec, VlmSpec
 from trimaran.models.perception_spec import PerceptionSpec
-from trimaran.nets.adapters.nf4_linear import base_weights, weight_to_fill
+from trimaran.nets.adapters.nf4_linear import loadable_weights, weight_to_fill
 from trimaran.nets.local_shards import local_part, local_slices
 
 CHUNK_VALUES = 2**20
@@ -28,7 +28,7 @@ def initialise(module: nn.Module, *, seed: int, spec: Spec) -> None:
     """
     with ThreadPoolExecutor(max_workers=min(16, len(os.sched_getaffinity(0)))) as pool, torch.no_grad():
         futures: list[Future[None]] = []
-        for name, weight in base_weights(module).items():
+        for name, weight in loadable_weights(module).items():
             with weight_to_fill(module, name, weight) as parameter:
                 started = _fill(name, parameter, seed, spec, pool)
                 if weight.is_meta:  # it is packed now

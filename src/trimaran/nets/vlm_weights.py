@@ -13,7 +13,7 @@ from trimaran.core import UserError
 from trimaran.models import read_json
 from trimaran.models.to_hf_vlm import Form, disk_form
 from trimaran.models.vlm_spec import VlmSpec
-from trimaran.nets.adapters.nf4_linear import base_weights, weight_to_fill
+from trimaran.nets.adapters.nf4_linear import loadable_weights, weight_to_fill
 from trimaran.nets.hf_weights import damaged, first_few, full_tensor, open_weights
 from trimaran.nets.local_shards import local_part, local_slices
 from trimaran.nets.vlm_model import Vlm
@@ -34,7 +34,7 @@ def load_vlm_weights(module: Vlm, folder: Path, report_progress: Callable[[], No
     form = _form_in(folder)
     with ExitStack() as stack, torch.no_grad():
         sources = {canonical(name, form): (file, name) for name, file in open_weights(folder, stack).items()}
-        parameters = base_weights(module)
+        parameters = loadable_weights(module)
         _refuse_mismatch(parameters, sources, module.spec, form, folder)
         try:
             for name, parameter in parameters.items():

@@ -93,7 +93,7 @@ def packed_parameters(module: nn.Module) -> set[nn.Parameter]:
     return {each for layer in layers for each in (layer.weight_codes, layer.weight_scales)}
 
 
-def base_weights(module: nn.Module, *, remove_duplicate: bool = True) -> dict[str, Tensor]:
+def loadable_weights(module: nn.Module, *, remove_duplicate: bool = True) -> dict[str, Tensor]:
     """Return the parameters of the network without its adapter, by name; a tied one under its first name or all.
 
     The entry of a 4-bit weight is a meta tensor with the shape of the unpacked weight. `weight_to_fill` fills both
@@ -114,7 +114,7 @@ def base_weights(module: nn.Module, *, remove_duplicate: bool = True) -> dict[st
 
 @contextmanager
 def weight_to_fill(module: nn.Module, name: str, weight: Tensor) -> Iterator[Tensor]:
-    """Yield the tensor to write the weight to. `name` and `weight` are an item of `base_weights`."""
+    """Yield the tensor to write the weight to. `name` and `weight` are an item of `loadable_weights`."""
     layer = module.get_submodule(name.rpartition(".")[0])
     if isinstance(layer, Nf4Weight) and weight.is_meta:
         with layer.weight_to_fill() as unpacked:

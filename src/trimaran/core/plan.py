@@ -100,7 +100,8 @@ class Plan(BaseModel):
 
     A recipe's `plan:` has this type, too: its `model_fields_set` are the fields that the user pinned, and the planner
     fills in the rest. `loss` says how head and loss are computed. `logits` keeps the full logits for backward, `fused`
-    overwrites them with their gradient at once, and `chunked` computes only some rows of them at a time.
+    overwrites them with their gradient at once, and `chunked` computes only some rows of them at a time. `cuda_graphs`
+    allows forward and backward to be replayed as CUDA graphs, see `captures_steps`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -114,6 +115,7 @@ class Plan(BaseModel):
     recompute: Recompute = "none"
     offload: Literal["none", "optimizer", "parameters", "activations"] = "none"
     compile: bool = False
+    cuda_graphs: bool = True
     loss: Loss = "logits"
     comm: Comm = Comm()
     engine: Literal["torch", "deepspeed"] = "torch"
@@ -142,6 +144,17 @@ class Plan(BaseModel):
         and selective recompute counts matmuls and saves every second one.
         """
         return self.splits_weights and self.precision == "bf16" and self.recompute != "selective"
+
+    @property
+    def captures_steps(self) -> bool:
+        """Whether a GPU replays forward and backward as CUDA graphs, for batches of one shape.
+
+        Everything must be on one GPU, and nothing may wait for the host: a loss scale does, and so does recompute
+        outside compiled blocks, which saves the state of the random number generator.
+        """
+        alone = self.mesh.world_size == 1 and self.sharding == "none" and self.engine == "torch"
+        waits = self.precision == "fp16" or self.offload != "none" or (self.recompute != "none" and not self.compile)
+        return self.cuda_graphs and alone and not waits
 
     @property
     def num_stages(self) -> int:

@@ -210,6 +210,7 @@ class Space:
             "recompute": choice.recompute,
             "offload": offload,
             "compile": self._compiled(split),
+            "cuda_graphs": pins.cuda_graphs,
             "loss": self.losses.on(microbatch.tp, split.pp, choice.loss),
             "comm": comm_of(pins.comm, microbatch.context),
             "engine": pins.engine,

@@ -27,6 +27,7 @@ from trimaran.train.metrics.gather_waits import GatherWaits, time_gathers
 from trimaran.train.metrics.router_stats import router_statistics
 from trimaran.train.metrics.step_clock import StepClock
 from trimaran.train.steppers.loss_parts import LossPartSums
+from trimaran.train.steppers.step_graphs import MicroBatchGraphs, StepGraphs
 from trimaran.train.steppers.update import Updater
 
 DetailsReader = Callable[[], dict[str, Any]]
@@ -109,6 +110,8 @@ class PlainStepper:
         self._router_details: DetailsReader = dict
         self._part_details: DetailsReader = dict
         self._mean_loss = torch.zeros((), device=self._device)
+        captures = plan.captures_steps and self._device.type == "cuda"
+        self._graphs = StepGraphs(self._forward, network.module, grad_accum=plan.grad_accum) if captures else None
 
     def step(self, batch: StepBatch, *, requests: Sequence[bool] = NO_REQUESTS) -> Tensor:
         """See `Stepper.step`.
@@ -118,25 +121,49 @@ class PlainStepper:
         """
         counts = StepCounts(batch, self._ranks, self._updater.guard, requests=requests)  # overlaps the first forward
         total, parts = torch.zeros((), device=self._device), LossPartSums(self._objective, self._ranks)
+        graphs = self._graphs.micro_batches(batch) if self._graphs is not None else ()
         for index in range(self._plan.grad_accum):
-            self._set_sync(index == self._plan.grad_accum - 1)
-            self._waits.begin(self._clock)
-            losses, balance = self._forward(batch.micro(index))
-            self._waits.end(self._clock, "forward")
-            num_valid = counts.num_valid()
-            self._clock.lap("comm")
-            loss = (losses.total + balance) * (self._updater.scale * self._plan.mesh.data / num_valid)
-            end_lap_after_backward(loss, self._clock, self._waits)
-            loss.backward()
-            self._clock.lap("comm")
-            total += losses.total.detach()
+            inputs = batch.micro(index)
+            if graphs:
+                losses = self._replay(graphs[index], inputs, counts)
+            else:
+                self._set_sync(index == self._plan.grad_accum - 1)
+                losses = self._run(inputs, counts)
+            total += losses.total
             parts.add(losses)
+        if self._graphs is not None and graphs:
+            self._graphs.assign_gradients()
         numbers = counts.numbers(total)
         self._mean_loss = numbers[0]
         self._router_details = router_statistics([self._network], self._ranks)
         self._part_details = parts.read(batch)
         self._clock.lap("comm")
         return numbers
+
+    def _run(self, inputs: Inputs, counts: "StepCounts") -> LossSums:
+        """Compute the losses of a micro-batch, without their graph, and add up its gradients."""
+        self._waits.begin(self._clock)
+        losses, balance = self._forward(inputs)
+        self._waits.end(self._clock, "forward")
+        loss = (losses.total + balance) * self._loss_factor(counts)
+        self._clock.lap("comm")
+        end_lap_after_backward(loss, self._clock, self._waits)
+        loss.backward()
+        self._clock.lap("comm")
+        return LossSums(losses.total.detach(), losses.parts)
+
+    def _replay(self, graphs: MicroBatchGraphs, inputs: Inputs, counts: "StepCounts") -> LossSums:
+        """Do the same as `_run` with CUDA graphs."""
+        graphs.fill(inputs, self._loss_factor(counts))
+        graphs.forward.replay()
+        self._clock.lap("forward")
+        graphs.backward.replay()
+        self._clock.lap("backward")
+        return graphs.losses
+
+    def _loss_factor(self, counts: "StepCounts") -> Tensor:
+        """Return what the summed loss of a micro-batch is multiplied by, for the mean over the global batch."""
+        return self._updater.scale * self._plan.mesh.data / counts.num_valid()
 
     def update(self, lr: float) -> tuple[Tensor, Tensor]:
         return self._updater.update(lr, self._mean_loss)
@@ -146,6 +173,8 @@ class PlainStepper:
 
         Replicated gradients are not reduced, so that the caller sees which rank's are bad. Sharded ones must be.
         """
+        if self._graphs is not None:
+            self._graphs.release()
         is_replicated = self._plan.sharding == "none" and not isinstance(self._network.module, FSDPModule)
         for index in range(self._plan.grad_accum):
             self._set_sync(not is_replicated)
@@ -159,6 +188,8 @@ class PlainStepper:
         return lambda: update_details() | router_details() | part_details()
 
     def evaluate(self, batch: StepBatch) -> Tensor:
+        if self._graphs is not None:
+            self._graphs.make_room()
         with autocast(self._plan, self._device):
             rows = [self._evaluate_micro_batch(batch.micro(each)) for each in range(self._plan.grad_accum)]
         return mask_duplicates(torch.stack(rows).sum(0), self._ranks)
@@ -219,7 +250,8 @@ class StepCounts:
         here = (batch.num_valid if ranks.counts_samples else 0, *map(int, requests), batch_checksum_term(batch, ranks))
         # Filled one by one: a tensor built from a list would make the host wait for the device.
         self._counts = torch.stack([torch.full((), num, device=ranks.device) for num in here])
-        self._work: dist.Work | None = dist.all_reduce(self._counts, async_op=True)
+        self._is_alone = ranks.degrees.world_size == 1
+        self._work: dist.Work | None = None if self._is_alone else dist.all_reduce(self._counts, async_op=True)
 
     def num_valid(self) -> Tensor:
         """Return the number of valid tokens of the global batch, at least 1. The loss is divided by it."""
@@ -237,7 +269,8 @@ class StepCounts:
         changed = self._guard.shard_check.verify() if self._guard.shard_check else None
         if changed is not None:
             sums[1 + dist.get_rank()] += MEMORY_CHANGED * changed
-        dist.all_reduce(sums)
+        if not self._is_alone:
+            dist.all_reduce(sums)
         counts = self._counts.double()  # fp32 is exact only up to 16 million
         is_valid = (self._counts[-1] == 0) & (sums[1:].amax() < MEMORY_CHANGED)
         mean = torch.where(is_valid, sums[:1] / self.num_valid(), math.nan)

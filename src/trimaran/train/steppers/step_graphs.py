@@ -1,0 +1,168 @@
+"""Forward and backward of a micro-batch as CUDA graphs, so that the host launches each with a single call.
+
+A small model's kernels take less time than the host needs to launch them one by one. A graph holds the kernels with the
+addresses of all their tensors, so it is only valid for batches of one shape and weights that stay where they are. Both
+are checked before every step. What cannot be captured is computed as before.
+"""
+
+import gc
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from trimaran.data.step_batch import Inputs, StepBatch
+from trimaran.train.loss.objective import LossSums
+
+log = logging.getLogger(__name__)
+
+EAGER_STEPS = 3  # of one shape before a capture: by then everything is compiled and libraries have chosen kernels
+MAX_CAPTURES = 4  # batches that change their shape again and again are not worth another one
+
+Forward = Callable[[Inputs], tuple[LossSums, Tensor]]  # from a micro-batch to its losses and balance loss
+Signature = tuple[tuple[object, ...], ...]
+Gradients = list[tuple[nn.Parameter, Tensor | None, Tensor | None]]
+"""Parameters with their `grad` and `main_grad`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatchGraphs:
+    """The graphs of one micro-batch. They read `inputs` and `factor`, by which the loss is multiplied.
+
+    `losses` holds the result after `forward`; the gradients hold theirs after `backward`.
+    """
+
+    inputs: Mapping[str, Tensor]
+    factor: Tensor
+    forward: torch.cuda.CUDAGraph
+    backward: torch.cuda.CUDAGraph
+    losses: LossSums
+
+    def fill(self, inputs: Inputs, factor: Tensor) -> None:
+        """Copy a micro-batch to where the graphs read it."""
+        torch._foreach_copy_([*self.inputs.values(), self.factor], [*(inputs[name] for name in self.inputs), factor])
+
+
+class StepGraphs:
+    """Captures forward and backward after some eager steps, and holds the graphs while they are valid.
+
+    The first micro-batch of a step creates the gradients, the others add to them, so there are graphs for both. They
+    share one memory pool with each other, but not with the rest of the process: what backward needs stays reserved.
+    """
+
+    def __init__(self, forward: Forward, module: nn.Module, *, grad_accum: int) -> None:
+        self._forward, self._module, self._grad_accum = forward, module, grad_accum
+        self._trained = [each for each in module.parameters() if each.requires_grad]
+        self._signature: Signature = ()
+        self._addresses: list[int] = []
+        self._eager_steps = self._num_captures = 0
+        self._micro_batches: list[MicroBatchGraphs] = []
+        self._gradients: Gradients = []
+        self._pool_bytes = 0
+
+    @property
+    def is_captured(self) -> bool:
+        return bool(self._micro_batches)
+
+    def micro_batches(self, batch: StepBatch) -> Sequence[MicroBatchGraphs]:
+        """Return the graphs of each micro-batch of a step; empty if this step is computed without them.
+
+        Call it before every step, while no parameter has a gradient.
+        """
+        signature = _signature(batch)
+        if signature != self._signature or (self.is_captured and self._addresses != self._current_addresses()):
+            self.release()
+            self._signature, self._eager_steps = signature, 0
+        if not signature or self._num_captures >= MAX_CAPTURES:
+            return ()
+        if not self.is_captured:
+            self._eager_steps += 1
+            if self._eager_steps > EAGER_STEPS:
+                self._try_capture(batch)
+        first, *others = self._micro_batches or (None,)
+        return () if first is None else [first, *others * (self._grad_accum - 1)]
+
+    def assign_gradients(self) -> None:
+        """Give the parameters the gradients that the graphs have computed."""
+        for parameter, gradient, main_grad in self._gradients:
+            parameter.grad = gradient
+            if main_grad is not None:
+                parameter.main_grad = main_grad  # pyrefly: ignore[missing-attribute]
+
+    def make_room(self) -> None:
+        """Release the graphs if other work that needs as much memory as a step would not fit beside them."""
+        if self.is_captured and torch.cuda.mem_get_info()[0] < self._pool_bytes:
+            self.release()
+            self._num_captures -= 1  # the batches have not changed
+
+    def release(self) -> None:
+        """Drop the graphs and free their memory."""
+        if not self.is_captured:
+            return
+        torch.cuda.synchronize()
+        self._micro_batches, self._gradients, self._eager_steps = [], [], 0
+        _free_unused()
+
+    def _try_capture(self, batch: StepBatch) -> None:
+        self._num_captures += 1
+        _free_unused()  # the pool of the graphs cannot use what eager steps have cached
+        before = torch.cuda.memory_reserved()
+        try:
+            self._capture(batch)
+        except Exception as error:  # of any library: the model's own code may do what a capture does not allow
+            log.info("steps are not captured as CUDA graphs: %s", str(error).splitlines()[0])
+            self._num_captures, self._micro_batches, self._gradients = MAX_CAPTURES, [], []
+            self._clear_gradients()
+            torch.cuda.synchronize()
+            _free_unused()
+            return
+        self._pool_bytes = torch.cuda.memory_reserved() - before
+        self._addresses = self._current_addresses()
+        log.info("forward and backward are replayed as CUDA graphs from step %d on", batch.step + 1)
+
+    def _capture(self, batch: StepBatch) -> None:
+        inputs = {name: each.clone() for name, each in batch.micro(0).items()}
+        factor = torch.zeros((), device=next(iter(inputs.values())).device)
+        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        for _ in range(min(2, self._grad_accum)):
+            forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+            # Other threads pin memory and wait for events meanwhile, which the default mode forbids.
+            options = {"pool": pool, "stream": stream, "capture_error_mode": "thread_local"}
+            with torch.cuda.graph(forward, **options):
+                losses, balance = self._forward(inputs)
+                loss = (losses.total + balance) * factor
+            with torch.cuda.graph(backward, **options):
+                loss.backward()
+            parts = None if losses.parts is None else losses.parts.detach()
+            sums = LossSums(losses.total.detach(), parts)
+            graphs = MicroBatchGraphs(inputs=inputs, factor=factor, forward=forward, backward=backward, losses=sums)
+            self._micro_batches.append(graphs)
+        self._gradients = [(each, each.grad, getattr(each, "main_grad", None)) for each in self._trained]
+        self._clear_gradients()
+
+    def _clear_gradients(self) -> None:
+        for each in self._trained:
+            each.grad = None
+            if hasattr(each, "main_grad"):
+                each.main_grad = None  # pyrefly: ignore[missing-attribute]
+
+    def _current_addresses(self) -> list[int]:
+        """Return the addresses that the graphs read: those of all parameters and buffers."""
+        tensors = (*self._module.parameters(), *self._module.buffers())
+        return [each.data_ptr() for each in tensors]
+
+
+def _signature(batch: StepBatch) -> Signature:
+    """Return what must be equal for a graph to be valid; empty for a batch whose layout the host has to know."""
+    if batch.host_arrays or batch.offsets:
+        return ()
+    return tuple((name, each.shape, each.dtype) for name, each in batch.arrays.items())
+
+
+def _free_unused() -> None:
+    """Return memory that nothing uses to the device, also that of cycles of Python objects."""
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()  # one that was created during a capture is in the pool of its graph
+    torch.cuda.empty_cache()

@@ -1,0 +1,33 @@
+"""Properties of a plan."""
+
+from typing import Any
+
+import pytest
+
+from trimaran.core import Plan
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"precision": "bf16", "compile": True}, {"recompute": "full", "compile": True}, {"grad_accum": 8}],
+    ids=str,
+)
+def test_steps_on_one_device_may_be_captured(fields: dict[str, Any]) -> None:
+    assert Plan(**fields).captures_steps
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"cuda_graphs": False},
+        {"mesh": {"dp_replicate": 2}},
+        {"sharding": "parameters"},
+        {"precision": "fp16"},
+        {"offload": "activations"},
+        {"recompute": "selective"},
+        {"engine": "deepspeed"},
+    ],
+    ids=str,
+)
+def test_steps_that_wait_for_the_host_or_other_ranks_are_not_captured(fields: dict[str, Any]) -> None:
+    assert not Plan(**fields).captures_steps

@@ -47,13 +47,14 @@ class Case:
         parts += [plan.comm.context] if mesh.cp > 1 else []
         parts += [f"accumulate-{plan.grad_accum}"] if plan.grad_accum > 1 else []
         parts += [f"recompute-{plan.recompute}"] if plan.recompute != "none" else []
+        parts += [] if plan.comm.overlap else ["reduced-after"]
         return "-".join([*parts, self.model])
 
 
 def cases() -> list[Case]:
     """Return every axis alone with each of its settings, then every combination at degree 2 on up to 8 ranks.
 
-    The plans of ADAPTERS follow, which train adapters.
+    Replicas that reduce gradients after backward, and the plans of ADAPTERS, which train adapters, follow.
 
     The combinations cycle through the settings, so that each setting occurs in many of them.
     """
@@ -66,6 +67,7 @@ def cases() -> list[Case]:
     for axes in combined:
         settings = {name: next(cycles[name]) for name in settings_of(axes)}
         found.append(_case(axes, next(models), recompute=next(cycles["recompute"]), **settings))
+    found.append(_case(("dp_replicate",), "dense-tied", grad_accum=2, overlap=False))
     return found + [_case(axes, model, **{"grad_accum": 2} | settings) for axes, model, settings in ADAPTERS]
 
 
@@ -159,7 +161,7 @@ def _case(axes: tuple[str, ...], model: str, **settings: Any) -> Case:
             "pipeline": {"schedule": schedule},
             # The planner refuses recompute with a split backward, which would recompute everything twice.
             "recompute": "none" if schedule == "zero-bubble" else settings.get("recompute", "none"),
-            "comm": {"context": settings.get("context", "gather")},
+            "comm": {"context": settings.get("context", "gather"), "overlap": settings.get("overlap", True)},
             "grad_accum": grad_accum,
             "micro_batch": GLOBAL_BATCH // (mesh.dp * grad_accum),
         }

@@ -28,11 +28,12 @@ PLANS = {
     "one-process": {},
     "ddp-2": {"dp_replicate": 2},
     "ddp-4": {"dp_replicate": 4},
+    "reduced-after-2": {"dp_replicate": 2, "comm": {"overlap": False}},
     "fsdp-2": {"dp_shard": 2},
     "fsdp-4": {"dp_shard": 4},
     "hsdp-2x2": {"dp_replicate": 2, "dp_shard": 2},
 }
-QUICK = {("one-process", 4), ("ddp-2", 1), ("ddp-4", 4), ("fsdp-2", 4)}
+QUICK = {("one-process", 4), ("ddp-2", 1), ("ddp-4", 4), ("reduced-after-2", 4), ("fsdp-2", 4)}
 SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64}
 
 

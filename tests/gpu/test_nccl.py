@@ -16,6 +16,7 @@ pytestmark = pytest.mark.gpu
     ("section", "rows", "num_rows"),
     [
         ("parity", "dp_shard2-tp2-ep2", 1),
+        ("parity", "reduced-after", 1),  # replayed as CUDA graphs on both ranks
         ("faults", "@dp_shard 2", 5),
         ("resume", "memory copies", 1),
     ],

@@ -165,6 +165,16 @@ def test_a_model_that_reads_a_number_from_the_device_trains_without_graphs(tmp_p
     assert reading.numbers == plain.numbers
 
 
+def test_a_model_that_draws_on_the_host_trains_without_graphs(tmp_path: Path) -> None:
+    def draw_in_forward(parts: WorkerParts) -> None:
+        def draw(*_: object) -> None:
+            torch.rand(())
+
+        parts.networks[0].module.register_forward_hook(draw)
+
+    assert not train(tmp_path, BF16, draw_in_forward).captured
+
+
 def test_a_refused_step_is_searched_and_training_goes_on(tmp_path: Path) -> None:
     def spoil_later(parts: WorkerParts) -> None:
         stepper = parts.trainer.stepper

@@ -9,10 +9,16 @@ from trimaran.core import Plan
 
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"precision": "bf16", "compile": True}, {"recompute": "full", "compile": True}, {"grad_accum": 8}],
+    [
+        {},
+        {"precision": "bf16", "compile": True},
+        {"recompute": "full", "compile": True},
+        {"grad_accum": 8},
+        {"mesh": {"dp_replicate": 2}, "comm": {"overlap": False}},
+    ],
     ids=str,
 )
-def test_steps_on_one_device_may_be_captured(fields: dict[str, Any]) -> None:
+def test_steps_without_communication_may_be_captured(fields: dict[str, Any]) -> None:
     assert Plan(**fields).captures_steps
 
 
@@ -21,6 +27,7 @@ def test_steps_on_one_device_may_be_captured(fields: dict[str, Any]) -> None:
     [
         {"cuda_graphs": False},
         {"mesh": {"dp_replicate": 2}},
+        {"mesh": {"dp_shard": 2}, "comm": {"overlap": False}},
         {"sharding": "parameters"},
         {"precision": "fp16"},
         {"offload": "activations"},

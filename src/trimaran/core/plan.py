@@ -72,7 +72,8 @@ class Comm(BaseModel):
     `prefetch` is how many blocks ahead sharded weights are gathered. `reshard` says what happens to a block's gathered
     weights after its forward: `auto` frees them if parameters are sharded, a number keeps them sharded over that many
     ranks. `context` is how context parallel attention reaches the keys of other ranks: by gathering keys and values
-    on every rank, or by exchanging heads for positions (Ulysses).
+    on every rank, or by exchanging heads for positions (Ulysses). With `overlap`, replicas sum their gradients during
+    backward, bucket by bucket. Without it they do so after backward, which can then be a CUDA graph.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -83,6 +84,7 @@ class Comm(BaseModel):
     prefetch: Annotated[int, Field(ge=1, le=64)] = 1
     reshard: Literal["auto", "always", "never"] | Annotated[int, Field(ge=2, le=65536)] = "auto"
     context: Literal["gather", "exchange"] = "gather"
+    overlap: bool = True
 
 
 class TowerPlan(BaseModel):
@@ -146,13 +148,20 @@ class Plan(BaseModel):
         return self.splits_weights and self.precision == "bf16" and self.recompute != "selective"
 
     @property
+    def reduces_after_backward(self) -> bool:
+        """Whether replicas sum their gradients after the last backward of a step, not during it."""
+        return not self.comm.overlap and self.mesh.world_size == self.mesh.dp_replicate > 1
+
+    @property
     def captures_steps(self) -> bool:
         """Whether a GPU replays forward and backward as CUDA graphs, for batches of one shape.
 
-        Everything must be on one GPU, and nothing may wait for the host: a loss scale does, and so does recompute
-        outside compiled blocks, which saves the state of the random number generator.
+        Neither may communicate, so there is one rank, or replicas reduce their gradients afterwards. Nothing may wait
+        for the host: a loss scale does, and so does recompute outside compiled blocks, which saves the state of the
+        random number generator.
         """
-        alone = self.mesh.world_size == 1 and self.sharding == "none" and self.engine == "torch"
+        alone = (self.mesh.world_size == 1 or self.reduces_after_backward) and self.sharding == "none"
+        alone = alone and self.engine == "torch"
         waits = self.precision == "fp16" or self.offload != "none" or (self.recompute != "none" and not self.compile)
         return self.cuda_graphs and alone and not waits
 

@@ -18,7 +18,8 @@ def apply_ddp(network: Network, plan: Plan, ranks: RankMesh) -> None:
 
     DDP supports neither DTensors nor pipeline stages; with those, FSDP2's `replicate` is used instead.
     """
-    if ranks.data.size() == 1 or plan.comm.local_steps > 1:  # with local steps, replicas average weights later
+    # With local steps, replicas average weights later. Without overlap the stepper has `GradientBuckets`.
+    if ranks.data.size() == 1 or plan.comm.local_steps > 1 or plan.reduces_after_backward:
         return
     mesh = ranks.degrees
     if mesh.tp == mesh.pp == mesh.ep == 1:

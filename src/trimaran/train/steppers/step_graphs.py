@@ -7,6 +7,7 @@ are checked before every step. What cannot be captured is computed as before.
 
 import gc
 import logging
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,12 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from trimaran.data.step_batch import Inputs, StepBatch
+from trimaran.parallel.comm.gradient_buckets import GradientBuckets
 from trimaran.train.loss.objective import LossSums
 
 log = logging.getLogger(__name__)
 
 EAGER_STEPS = 3  # of one shape before a capture: by then everything is compiled and libraries have chosen kernels
 MAX_CAPTURES = 4  # batches that change their shape again and again are not worth another one
+
+KNOWN_PACKAGES = ("torch", "transformers", "trimaran")
 
 Forward = Callable[[Inputs], tuple[LossSums, Tensor]]  # from a micro-batch to its losses and balance loss
 Signature = tuple[tuple[object, ...], ...]
@@ -52,8 +56,11 @@ class StepGraphs:
     share one memory pool with each other, but not with the rest of the process: what backward needs stays reserved.
     """
 
-    def __init__(self, forward: Forward, module: nn.Module, *, grad_accum: int) -> None:
-        self._forward, self._module, self._grad_accum = forward, module, grad_accum
+    def __init__(
+        self, forward: Forward, module: nn.Module, *, grad_accum: int, buckets: GradientBuckets | None = None
+    ) -> None:
+        """With `buckets`, the gradients are slices of them."""
+        self._forward, self._module, self._grad_accum, self._buckets = forward, module, grad_accum, buckets
         self._trained = [each for each in module.parameters() if each.requires_grad]
         self._signature: Signature = ()
         self._addresses: list[int] = []
@@ -123,9 +130,12 @@ class StepGraphs:
         log.info("forward and backward are replayed as CUDA graphs from step %d on", batch.step + 1)
 
     def _capture(self, batch: StepBatch) -> None:
+        drawn_before = _host_random_states()
         inputs = {name: each.clone() for name, each in batch.micro(0).items()}
         factor = torch.zeros((), device=next(iter(inputs.values())).device)
         pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        if self._buckets is not None:
+            self._buckets.assign()
         for _ in range(min(2, self._grad_accum)):
             forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
             # Other threads pin memory and wait for events meanwhile, which the default mode forbids.
@@ -139,6 +149,8 @@ class StepGraphs:
             sums = LossSums(losses.total.detach(), parts)
             graphs = MicroBatchGraphs(inputs=inputs, factor=factor, forward=forward, backward=backward, losses=sums)
             self._micro_batches.append(graphs)
+        if drawn_before != _host_random_states():  # for example to leave out layers at random
+            raise RuntimeError("the model draws random numbers on the host, which a replay would not repeat")
         self._gradients = [(each, each.grad, getattr(each, "main_grad", None)) for each in self._trained]
         self._clear_gradients()
 
@@ -152,6 +164,18 @@ class StepGraphs:
         """Return the addresses that the graphs read: those of all parameters and buffers."""
         tensors = (*self._module.parameters(), *self._module.buffers())
         return [each.data_ptr() for each in tensors]
+
+
+def has_known_code(module: nn.Module) -> bool:
+    """Return whether all modules are of packages whose forward does the same at every step.
+
+    A capture cannot see that other code depends on something that changes from step to step, such as a counter.
+    """
+    return all(type(each).__module__.partition(".")[0] in KNOWN_PACKAGES for each in module.modules())
+
+
+def _host_random_states() -> tuple[object, ...]:
+    return random.getstate(), bytes(torch.default_generator.get_state().numpy())
 
 
 def _signature(batch: StepBatch) -> Signature:

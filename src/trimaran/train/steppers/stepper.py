@@ -18,6 +18,7 @@ from trimaran.data.step_batch import Inputs, StepBatch
 from trimaran.infer.next_token import CachedLogits
 from trimaran.nets import Network
 from trimaran.parallel import RankMesh, autocast, gradient_sync
+from trimaran.parallel.comm.gradient_buckets import GradientBuckets
 from trimaran.train.agreement import RANK_REQUESTS
 from trimaran.train.checkpointing.training_state import TrainingState
 from trimaran.train.health.guard import MEMORY_CHANGED, Guard
@@ -27,7 +28,7 @@ from trimaran.train.metrics.gather_waits import GatherWaits, time_gathers
 from trimaran.train.metrics.router_stats import router_statistics
 from trimaran.train.metrics.step_clock import StepClock
 from trimaran.train.steppers.loss_parts import LossPartSums
-from trimaran.train.steppers.step_graphs import MicroBatchGraphs, StepGraphs
+from trimaran.train.steppers.step_graphs import MicroBatchGraphs, StepGraphs, has_known_code
 from trimaran.train.steppers.update import Updater
 
 DetailsReader = Callable[[], dict[str, Any]]
@@ -110,8 +111,14 @@ class PlainStepper:
         self._router_details: DetailsReader = dict
         self._part_details: DetailsReader = dict
         self._mean_loss = torch.zeros((), device=self._device)
-        captures = plan.captures_steps and self._device.type == "cuda"
-        self._graphs = StepGraphs(self._forward, network.module, grad_accum=plan.grad_accum) if captures else None
+        trained = [each for each in network.module.parameters() if each.requires_grad]
+        self._buckets = GradientBuckets(trained, ranks.data.get_group()) if plan.reduces_after_backward else None
+        captures = plan.captures_steps and self._device.type == "cuda" and has_known_code(network.module)
+        self._graphs = (
+            StepGraphs(self._forward, network.module, grad_accum=plan.grad_accum, buckets=self._buckets)
+            if captures
+            else None
+        )
 
     def step(self, batch: StepBatch, *, requests: Sequence[bool] = NO_REQUESTS) -> Tensor:
         """See `Stepper.step`.
@@ -122,6 +129,8 @@ class PlainStepper:
         counts = StepCounts(batch, self._ranks, self._updater.guard, requests=requests)  # overlaps the first forward
         total, parts = torch.zeros((), device=self._device), LossPartSums(self._objective, self._ranks)
         graphs = self._graphs.micro_batches(batch) if self._graphs is not None else ()
+        if self._buckets is not None:
+            self._buckets.begin_step()
         for index in range(self._plan.grad_accum):
             inputs = batch.micro(index)
             if graphs:
@@ -133,6 +142,8 @@ class PlainStepper:
             parts.add(losses)
         if self._graphs is not None and graphs:
             self._graphs.assign_gradients()
+        if self._buckets is not None:
+            self._buckets.reduce()
         numbers = counts.numbers(total)
         self._mean_loss = numbers[0]
         self._router_details = router_statistics([self._network], self._ranks)

@@ -135,7 +135,7 @@ def test_evaluation_between_replayed_steps_changes_nothing(tmp_path: Path) -> No
 
 def test_weights_that_move_are_captured_again(tmp_path: Path) -> None:
     def move_later(parts: WorkerParts) -> None:
-        stepper, embedding = parts.trainer.stepper, parts.networks[0].module.get_submodule("embed_tokens").weight
+        stepper, embedding = parts.trainer.stepper, parts.networks[0].module.get_parameter("embed_tokens.weight")
         step, moved = stepper.step, []
 
         def move_and_step(batch: Any, **options: Any) -> torch.Tensor:

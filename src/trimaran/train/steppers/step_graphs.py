@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from trimaran.core import show_bytes
 from trimaran.data.step_batch import Inputs, StepBatch
 from trimaran.parallel.comm.gradient_buckets import GradientBuckets
 from trimaran.train.loss.objective import LossSums
@@ -21,8 +22,9 @@ from trimaran.train.loss.objective import LossSums
 log = logging.getLogger(__name__)
 
 EAGER_STEPS = 3  # of one shape before a capture: by then everything is compiled and libraries have chosen kernels
-MAX_CAPTURES = 4  # batches that change their shape again and again are not worth another one
+MAX_CHANGES = 4  # of shapes or addresses; if they change again and again, another capture does not pay
 
+SPARE_BYTES = 2 << 30  # beyond what eager steps needed at most: a pool of its own may fragment in another way
 KNOWN_PACKAGES = ("torch", "transformers", "trimaran")
 
 Forward = Callable[[Inputs], tuple[LossSums, Tensor]]  # from a micro-batch to its losses and balance loss
@@ -64,7 +66,7 @@ class StepGraphs:
         self._trained = [each for each in module.parameters() if each.requires_grad]
         self._signature: Signature = ()
         self._addresses: list[int] = []
-        self._eager_steps = self._num_captures = 0
+        self._eager_steps, self._changes_left = 0, MAX_CHANGES
         self._micro_batches: list[MicroBatchGraphs] = []
         self._gradients: Gradients = []
         self._pool_bytes = 0
@@ -80,16 +82,19 @@ class StepGraphs:
         """
         signature = _signature(batch)
         if signature != self._signature or (self.is_captured and self._addresses != self._current_addresses()):
+            self._changes_left -= self.is_captured
             self.release()
             self._signature, self._eager_steps = signature, 0
-        if not signature or self._num_captures >= MAX_CAPTURES:
+        if not signature or not self._changes_left:
             return ()
         if not self.is_captured:
             self._eager_steps += 1
             if self._eager_steps > EAGER_STEPS:
                 self._try_capture(batch)
-        first, *others = self._micro_batches or (None,)
-        return () if first is None else [first, *others * (self._grad_accum - 1)]
+        if not self.is_captured:
+            return ()
+        first, *others = self._micro_batches
+        return [first, *others * (self._grad_accum - 1)]
 
     def assign_gradients(self) -> None:
         """Give the parameters the gradients that the graphs have computed."""
@@ -102,7 +107,6 @@ class StepGraphs:
         """Release the graphs if other work that needs as much memory as a step would not fit beside them."""
         if self.is_captured and torch.cuda.mem_get_info()[0] < self._pool_bytes:
             self.release()
-            self._num_captures -= 1  # the batches have not changed
 
     def release(self) -> None:
         """Drop the graphs and free their memory."""
@@ -113,14 +117,14 @@ class StepGraphs:
         _free_unused()
 
     def _try_capture(self, batch: StepBatch) -> None:
-        self._num_captures += 1
         _free_unused()  # the pool of the graphs cannot use what eager steps have cached
         before = torch.cuda.memory_reserved()
         try:
+            _refuse_little_memory()
             self._capture(batch)
         except Exception as error:  # of any library: the model's own code may do what a capture does not allow
             log.info("steps are not captured as CUDA graphs: %s", str(error).splitlines()[0])
-            self._num_captures, self._micro_batches, self._gradients = MAX_CAPTURES, [], []
+            self._changes_left, self._micro_batches, self._gradients = 0, [], []
             self._clear_gradients()
             torch.cuda.synchronize()
             _free_unused()
@@ -172,6 +176,14 @@ def has_known_code(module: nn.Module) -> bool:
     A capture cannot see that other code depends on something that changes from step to step, such as a counter.
     """
     return all(type(each).__module__.partition(".")[0] in KNOWN_PACKAGES for each in module.modules())
+
+
+def _refuse_little_memory() -> None:
+    """Raise unless a step surely fits into memory that is free now: running out of it during a capture is not safe."""
+    needed = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+    free = torch.cuda.mem_get_info()[0]
+    if free < needed + SPARE_BYTES:
+        raise RuntimeError(f"a step needs {show_bytes(needed)}, and {show_bytes(free)} are free")
 
 
 def _host_random_states() -> tuple[object, ...]:

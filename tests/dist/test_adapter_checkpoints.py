@@ -184,9 +184,9 @@ def flip_a_bit_of_the_base(path: Path, cache: Path) -> int:
         modules.extend(found)
         build(self, found, *args, **rest)
 
-    def update_and_flip(self: Updater, lr: float, loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        result = update(self, lr, loss)
-        calls.append(lr)
+    def update_and_flip(self: Updater, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        result = update(self, *args)
+        calls.append(args)
         if len(calls) == 3 and rank_info.rank == 1:
             frozen = [each for each in modules[0].parameters() if not each.requires_grad and local_part(each).numel()]
             local_part(frozen[-1]).view(-1).view(torch.int32)[-1] ^= 1 << 30

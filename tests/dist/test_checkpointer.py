@@ -12,6 +12,7 @@ from tests.parity import plan_for, trajectory_of
 from tests.ranks import run_ranks
 from tests.special_files import put
 from tests.toy_run import DIED, ToyAttempt, events, inject_faults, logged_steps, new_run, run_attempt, run_until_killed
+from trimaran.checkpoint import file_parts
 from trimaran.checkpoint.manifest import read_manifest
 from trimaran.checkpoint.memory_copies import RankMemory
 from trimaran.checkpoint.peer_copies import FIRST_INTERVAL_STEPS
@@ -122,6 +123,38 @@ def test_all_ranks_skip_a_checkpoint_that_one_finds_damaged(tmp_path: Path) -> N
     assert [(each["step"], each["why"].split()[0]) for each in refused] == [
         (12, "rank-00001.safetensors"), (10, "index.json")]  # fmt: skip
     assert (run.checkpoints / "refused-step-00000012" / "why.json").exists()
+
+
+def test_all_ranks_skip_a_checkpoint_with_a_damaged_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_parts, "PART_BYTES", 4096)  # the ranks are forked
+    run = new_run(tmp_path, "checkpoint.every=5", "checkpoint.keep=3")
+    run_ranks(2, run_attempt, run.path, ToyAttempt(to=12))
+    for step, position in ((12, -9), (10, 5000)):
+        file = step_path(run.checkpoints, step) / "rank-00001.safetensors"
+        assert len(read_manifest(file.parent).files[file.name].part_sha256) > 2
+        data = bytearray(file.read_bytes())
+        data[position] ^= 16
+        file.write_bytes(data)
+    logs = run_ranks(3, run_attempt, run.path, ToyAttempt(to=13, number=1))
+    assert [(log.start, log.is_right) for log in logs] == [(5, True)] * 3
+    refused = events(run, "resume")[-1]["refused"]
+    why = "rank-00001.safetensors is not what was written: its checksum is wrong"
+    assert [(each["step"], each["why"]) for each in refused] == [(12, why), (10, why)]
+    assert (run.checkpoints / "refused-step-00000012" / "why.json").exists()
+    logs = run_ranks(1, run_attempt, run.path, ToyAttempt(to=14, number=2))
+    assert [(log.start, log.is_right) for log in logs] == [(13, True)]
+
+
+def test_a_run_without_checkpoints_writes_none_and_starts_again(tmp_path: Path, rank_memories: tuple[int, ...]) -> None:
+    run = new_run(tmp_path, "checkpoint.every=off", "checkpoint.memory=1")
+    run_ranks(2, run_attempt, run.path, ToyAttempt(to=6, rank_memories=rank_memories))
+    assert not run.checkpoints.exists()
+    assert events(run, "checkpoint") == []
+    logs = run_ranks(2, run_attempt, run.path, ToyAttempt(to=8, number=1, rank_memories=rank_memories))
+    assert [log.start for log in logs] == [6, 6], "copies in memory are kept"
+    logs = run_ranks(2, run_attempt, run.path, ToyAttempt(to=3, number=2))
+    assert [(log.start, log.is_right) for log in logs] == [(0, True)] * 2
+    assert not run.checkpoints.exists()
 
 
 def test_a_slow_disk_never_gets_two_checkpoints_at_once(tmp_path: Path, rank_memories: tuple[int, ...]) -> None:

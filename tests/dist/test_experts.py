@@ -25,7 +25,7 @@ from trimaran.parallel.apply import SHARDING
 from trimaran.parallel.axes.cp import apply_cp
 from trimaran.parallel.axes.ep import TokenDispatcher, apply_ep
 from trimaran.parallel.axes.tp import apply_tp
-from trimaran.train.metrics.router_stats import router_statistics
+from trimaran.train.metrics.router_stats import router_details, routing_counts
 from trimaran.train.process.rank_info import join_process_group, read_rank_info
 
 HIDDEN, LENGTH, SEQUENCES = 16, 16, 8
@@ -189,7 +189,15 @@ def one_step(kind: str, degrees: dict[str, int]) -> Answer:
         assert parameter.grad is not None, name
         whole = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
         gradients[name] = whole.numpy()  # a tensor cannot be sent after its rank ends
-    return total.item(), gradients, router_statistics((network,), ranks)()["router"]
+    return total.item(), gradients, router_metrics(network)
+
+
+def router_metrics(network: Network) -> dict[str, float]:
+    """Return the statistics of all ranks, which a step sums with its other numbers."""
+    counts = routing_counts((network,), torch.device("cpu"))
+    assert counts is not None
+    dist.all_reduce(counts)
+    return router_details(counts, (network,))()["router"]
 
 
 @lru_cache
@@ -228,7 +236,7 @@ def stage_statistics() -> dict[str, float]:
     assert isinstance(moe_layer, MoeLayer)
     even, one = [2.0] * 8, [16.0] + [0.0] * 7
     moe_layer.routing_stats[:] = torch.tensor([*(one if ranks.rank("pp") else even), 0, 16])
-    return router_statistics((network,), ranks)()["router"]
+    return router_metrics(network)
 
 
 def test_every_stage_knows_the_statistics_of_all_layers() -> None:

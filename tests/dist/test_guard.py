@@ -136,9 +136,9 @@ def watch_updates() -> list[tuple[bool, bool]]:
         moments = [local_part(each) for state in optimizer.state.values() for each in state.values()]
         return [each.detach().clone() for each in (*weights, *moments)]
 
-    def watched(updater: Updater, lr: float, loss: Tensor) -> tuple[Tensor, Tensor]:
+    def watched(updater: Updater, lr: float, loss: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
         before = state(updater)
-        norm, refused = update(updater, lr, loss)
+        norm, refused = update(updater, lr, loss, squares)
         after = state(updater)
         updates.append((bool(refused), len(before) == len(after) and all(map(torch.equal, before, after))))
         assert all(each.isfinite().all() for each in after)
@@ -359,8 +359,8 @@ def train_with_a_flipped_bit(path: Path) -> int:
     """Train with a bit flip on rank 1 after the third step, and a replica check every second step."""
     update, updates = Updater.update, []
 
-    def flipping(updater: Updater, lr: float, loss: Tensor) -> tuple[Tensor, Tensor]:
-        answer = update(updater, lr, loss)
+    def flipping(updater: Updater, lr: float, loss: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
+        answer = update(updater, lr, loss, squares)
         updates.append(lr)
         if len(updates) == 3 and os.environ["RANK"] == "1":
             next(iter(updater._trained.towers.values()))[0].data.view(torch.int32)[0, 0] ^= 1 << 20

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import trimaran
 from tests.ranks import run_ranks
-from trimaran.checkpoint import write_checkpoint
+from trimaran.checkpoint import file_parts, write_checkpoint
 from trimaran.core import UserError
 
 STEPS = 6
@@ -110,14 +110,14 @@ def test_the_number_of_ranks_and_the_sharding_may_change(tmp_path: Path) -> None
 def run_with_a_kill_during_a_save(folder: Path) -> None:
     """Kill rank 1 between two files of its second save."""
     dist.init_process_group("gloo")
-    write = write_checkpoint._write
+    write = write_checkpoint.write_content
 
     def write_or_die(path: Path, *rest: Any) -> Any:
         if dist.get_rank() == 1 and "00000004" in str(path):
             os.kill(os.getpid(), signal.SIGKILL)
         return write(path, *rest)
 
-    write_checkpoint._write = write_or_die  # pyrefly: ignore[bad-assignment]
+    write_checkpoint.write_content = write_or_die  # pyrefly: ignore[bad-assignment]
     folder.mkdir(exist_ok=True)
     run_loop(folder, until=STEPS, sharding="parameters")
 
@@ -129,6 +129,20 @@ def test_a_kill_in_the_middle_of_a_save_keeps_the_older_checkpoint(tmp_path: Pat
     answers = run_ranks(2, run_on_ranks, tmp_path / "run", {"until": STEPS, "sharding": "parameters"})
     reference = run_ranks(2, run_on_ranks, tmp_path / "reference", {"until": STEPS, "sharding": "parameters"})
     assert [(answer[0], answer[1]) for answer in answers] == [(2, answer[1][2:]) for answer in reference]
+
+
+def test_a_loop_does_not_start_over_with_a_state_that_is_half_filled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_parts, "PART_BYTES", 4096)
+    run_ranks(1, run_on_one_rank, tmp_path / "run", {"until": 2})
+    file = tmp_path / "run" / "step-00000002" / "rank-00000.safetensors"
+    assert "part_sha256" in (file.parent / "manifest.json").read_text()
+    data = bytearray(file.read_bytes())
+    data[-9] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(AssertionError, match=r"K047: .*step 2: rank-00000\.safetensors is not what was written"):
+        run_ranks(1, run_on_one_rank, tmp_path / "run", {"until": 4})
 
 
 class RowOptimizer(torch.optim.Optimizer):

@@ -93,7 +93,8 @@ def test_group_norms_are_the_same_under_every_plan(plan: dict[str, Any], preset:
             is_exact = preset == "tiny" and name != "embed_tokens"  # larger tensors are sampled
             close = 1e-3 if is_exact else 0.1
             assert ours["groups"][name]["update_ratio"] == pytest.approx(expected["update_ratio"], rel=close), name
-    assert [line["ranks"]["step"] for line in lines[1:]] == [1, 2]
+    assert ["ranks" in line for line in lines] == [False, False, True]
+    assert lines[-1]["ranks"]["step"] == 1
     tokens = lines[-1]["ranks"]["tokens"]
     assert tokens["min"] == tokens["max"] > 0
 
@@ -111,10 +112,10 @@ def test_meters_do_not_change_a_bit_of_the_trajectory(plan: dict[str, Any], fold
 
 @pytest.mark.parametrize("axis", ["dp_replicate", slow("dp_shard")])
 def test_a_slow_rank_is_an_outlier_and_the_wait_for_it_is_straggler_time(axis: str, folder: Path) -> None:
-    recipe = recipe_of(steps=6)
+    recipe = recipe_of(steps=7)
     run = create_run(folder / f"late-{axis}", recipe, plan_for(recipe, grad_accum=1, **{axis: 2}))
     assert run_ranks(2, _late_worker, run.path, folder.parent / "cache") == [0, 0]
-    warm = lines_of(run)[3:]  # DDP has rebuilt its buckets by then, which makes all ranks wait in a forward
+    warm = lines_of(run)[4:]  # DDP has rebuilt its buckets by then, which makes all ranks wait in a forward
     assert {line["ranks"]["busy_seconds"]["at"] for line in warm} == {1}
     assert {line["ranks"]["wait_seconds"]["at"] for line in warm} == {0}
     for line in warm:

@@ -36,8 +36,8 @@ def flip_a_bit(updater: Updater, state: str) -> None:
 def train_with_flip(path: Path, state: str) -> int:
     rank_info, update, calls = read_rank_info(os.environ), Updater.update, []
 
-    def update_and_flip(self: Updater, lr: float, loss: Tensor) -> tuple[Tensor, Tensor]:
-        result = update(self, lr, loss)
+    def update_and_flip(self: Updater, lr: float, loss: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
+        result = update(self, lr, loss, squares)
         calls.append(lr)
         if len(calls) == FLIPPED_AFTER and rank_info.rank == 1 and state:
             flip_a_bit(self, state)

@@ -5,17 +5,21 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from trimaran.checkpoint import batched_copy, pinned_memory
 from trimaran.checkpoint.copier import Copier, DeviceCopier
 from trimaran.checkpoint.memory_copies import CopyMetadata, MemorySource, RankMemory
-from trimaran.checkpoint.rank_share import RankShare, build_share
-from trimaran.checkpoint.tensor_shards import TensorShard
+from trimaran.checkpoint.rank_share import RankShare, build_share, copy_to_memory
+from trimaran.checkpoint.tensor_shards import TensorLike, TensorShard
 from trimaran.core import Plan, Recipe
+from trimaran.optim.split_bf16 import split_fp32
+from trimaran.optim.split_weights import SplitWeight
 from trimaran.run import RunDirectory, create_run
 
 pytestmark = pytest.mark.gpu
@@ -147,3 +151,102 @@ def test_training_continues_while_memory_is_pinned() -> None:
     copier.release()
     os.close(fd)
     assert longest < 0.5
+
+
+def many_shards() -> list[TensorShard]:
+    """Return split weights, plain tensors of many sizes and dtypes, a buffer, and a frozen tensor, on the GPU."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device="cuda")
+
+    tensors: dict[str, torch.Tensor | SplitWeight] = {}
+    for index in range(40):
+        tensors[f"matrix.{index}"] = SplitWeight(*split_fp32(random(300 + index, 700)))
+        tensors[f"moment.{index}"] = random(300 + index, 700)
+        tensors[f"norm.{index}"] = random(700 + index)
+    tensors |= {"large": random(3000, 3000), "half": random(77, 3).bfloat16(), "bytes": random(1001).to(torch.int8)}
+    tensors |= {"transposed": random(50, 60).t(), "scalar": random(1).reshape(()), "buffer": random(9)}
+    flat = random(1000)
+    tensors |= {"neighbour.0": flat[:400], "neighbour.1": flat[400:]}
+    return [
+        TensorShard(key=key, tensor=each, shape=tuple(each.shape), start=(0,) * each.ndim,
+                    changed_by_forward=key == "buffer", frozen=key == "norm.3")
+        for key, each in tensors.items()
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("chunk_bytes", [1 << 28, 1 << 20])
+def test_batched_copies_equal_copies_one_by_one(chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first copy to a slot records its launches, the next repeats them with other values at the same addresses."""
+    monkeypatch.setattr(pinned_memory, "PIN_CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(batched_copy, "STAGING_BYTES", 1 << 19)
+    shards = many_shards()
+    share = build_share(shards, [(0, each.shape[0] if each.shape else 1) for each in shards])
+    fd = os.memfd_create("test")
+    rank_memory = RankMemory(fd)
+    items_bytes = len(Copier(share).items)
+    rank_memory.create_slots(2, num_bytes=share.num_bytes, items_bytes=items_bytes, allocate=False)
+    copier = DeviceCopier(share, rank_memory, torch.device("cuda"))
+    expected = torch.empty(share.num_bytes, dtype=torch.uint8)
+    for step in range(1, 7):
+        copier.before_update()
+        for each in shards:
+            if isinstance(each.tensor, SplitWeight):
+                each.tensor.upper.mul_(1.01)
+                each.tensor.lower.add_(77)
+            elif isinstance(each.tensor, torch.Tensor) and not each.frozen:
+                each.tensor.copy_(each.tensor.roll(1))
+        if step == 5:  # as if FSDP had moved them
+            shards = [replace(each, tensor=moved(each.tensor)) for each in shards]
+        metadata = CopyMetadata(step=step, incarnation=(0, 0), rank=0, world_size=1)
+        copier.copy(rank_memory.slots[step % 2], metadata, shards)
+        copy_to_memory(share, shards, expected)
+        copier.wait()
+        contents = rank_memory.slots[step % 2].read()
+        assert contents is not None
+        assert contents.verify()
+        for item in share.items:
+            part = slice(item.offset, item.offset + item.num_bytes)
+            assert torch.equal(contents.memory[part], expected[part]), (step, item.key)
+    assert copier._transfers is not None
+    assert len(copier._transfers.batched._graphs) == 2, "all launches to each slot are recorded"
+    copier.release()
+    os.close(fd)
+
+
+def moved(tensor: torch.Tensor | TensorLike) -> torch.Tensor | TensorLike:
+    if isinstance(tensor, SplitWeight):
+        return SplitWeight(tensor.upper.clone(), tensor.lower.clone())
+    assert isinstance(tensor, torch.Tensor)
+    return tensor.clone()
+
+
+def test_a_copy_takes_little_of_the_host_and_says_how_long_the_gpu_waited() -> None:
+    shards = many_shards()
+    share = build_share(shards, [(0, each.shape[0] if each.shape else 1) for each in shards])
+    fd = os.memfd_create("test")
+    rank_memory = RankMemory(fd)
+    rank_memory.create_slots(2, num_bytes=share.num_bytes, items_bytes=len(Copier(share).items), allocate=False)
+    copier = DeviceCopier(share, rank_memory, torch.device("cuda"))
+    assert copier.wait_ready()
+    host_seconds: list[float] = []
+    waits: list[float] = []
+    for step in range(1, 13):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        metadata = CopyMetadata(step=step, incarnation=(0, 0), rank=0, world_size=1)
+        copier.copy(rank_memory.slots[step % 2], metadata, shards)
+        host_seconds.append(time.perf_counter() - began)
+        assert copier.device_waits() == [], "no update has waited for it yet"
+        copier.before_update()
+        torch.cuda.synchronize()
+        waits += copier.device_waits()
+        assert len(waits) == step
+        copier.wait()
+        assert copier.commit_seconds > 0
+    print(f"host: first {1e3 * host_seconds[0]:.1f} ms, then {1e3 * sorted(host_seconds)[6]:.2f} ms; {waits=}")
+    assert min(waits) > 0
+    assert sorted(host_seconds)[6] < 0.003, "about 130 tensors: one by one they take this long"
+    copier.release()
+    os.close(fd)

@@ -53,15 +53,52 @@ def test_backward_of_rope_and_the_split_into_heads(
 
 
 @pytest.mark.parametrize("dtype", KINDS)
-@pytest.mark.parametrize(("rows", "width"), [(4096, 3072), (5000, 2048), (3, 100)])
-def test_backward_of_rms_norm_and_the_residual_connection(rows: int, width: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(32, 8, 64), (24, 8, 128), (3, 1, 80)])
+@pytest.mark.parametrize(("turns", "bias"), [(1, False), (2, True)])
+def test_a_projection_with_rope_applied_in_place(
+    heads: int, kv_heads: int, width: int, turns: int, bias: bool, dtype: torch.dtype
+) -> None:
+    x, weight = torch.randn(2, 33, 256).to(dtype), (torch.randn((heads + 2 * kv_heads) * width, 256) / 16).to(dtype)
+    weights, added = weight.cuda().split([heads * width, 2 * kv_heads * width]), torch.randn(len(weight))
+    cos, sin = torch.rand(turns, 1, 33, width), torch.rand(turns, 1, 33, width)
+    project = torch.ops.trimaran.rotary_projection
+    ours = project(x.cuda(), weights, added.cuda() if bias else None, cos.cuda(), sin.cuda(), heads + kv_heads)
+    close(ours, project(x, [weight], added if bias else None, cos, sin, heads + kv_heads), 2 * bound_of(dtype))
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+@pytest.mark.parametrize(("rows", "width"), [(4096, 3072), (5000, 2048), (3, 100), (1000, 768)])
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_backward_of_rms_norm_and_the_residual_connection(
+    rows: int, width: int, has_residual: bool, dtype: torch.dtype
+) -> None:
     x, residual, normed = (torch.randn(rows, width).to(dtype) for _ in range(3))
-    for ours, theirs in zip(*both("norm_backward", x, torch.rand(width), residual, normed, 1e-5), strict=True):
+    arguments = (x, torch.rand(width), residual if has_residual else None, normed, 1e-5)
+    for ours, theirs in zip(*both("norm_backward", *arguments), strict=True):
         close(ours, theirs, bound_of(dtype))
 
 
-@pytest.mark.parametrize("shape", [(2048, 32, 8, 64, 8192), (3072, 24, 8, 128, 8192)], ids=["1b", "3b"])
-def test_a_compiled_joint_layer_has_the_gradients_of_separate_projections(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("dtype", KINDS)
+@pytest.mark.parametrize(("rows", "width"), [(4096, 3072), (3, 100), (1000, 768)])
+def test_rms_norm(rows: int, width: int, dtype: torch.dtype) -> None:
+    x = torch.randn(2 * rows, width).to(dtype)[::2]
+    for ours, theirs in zip(*both("norm_forward", x, torch.rand(width), 1e-5), strict=True):
+        close(ours, theirs, bound_of(dtype))
+
+
+def test_the_gradient_of_a_norm_is_the_same_in_every_run() -> None:
+    x, residual, normed = (torch.randn(5000, 768, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    weight = torch.rand(768, device="cuda")
+    first, *others = (torch.ops.trimaran.norm_backward(x, weight, residual, normed, 1e-5)[1] for _ in range(5))
+    assert all(torch.equal(first, other) for other in others)
+
+
+SHAPES = {"160m": (768, 12, 12, 64, 2048), "1b": (2048, 32, 8, 64, 8192), "3b": (3072, 24, 8, 128, 8192)}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_joint_layer_has_the_gradients_of_separate_projections(shape: tuple[int, ...], compiled: bool) -> None:
     hidden, heads, kv_heads, head_dim, ffn = shape
     spec = replace(
         PRESETS["tiny"], hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=head_dim, ffn=ffn, vocab=128
@@ -75,10 +112,11 @@ def test_a_compiled_joint_layer_has_the_gradients_of_separate_projections(shape:
     for layer in (separate, joined(DecoderLayer(spec).cuda(), torch.bfloat16)):
         for ours, theirs in zip(layer.parameters(), separate.parameters(), strict=True):
             ours.data.copy_(theirs.data)
-        layer.compile()
+        if compiled:
+            layer.compile()
         stream = x.clone().requires_grad_()
         with torch.autocast("cuda", torch.bfloat16):
-            out, _ = layer(stream, rotation, None)
+            out, *_ = layer(stream, rotation, None)
         (out * weight).sum().backward()
         found.append([out.detach(), stream.grad, *(each.grad for each in layer.parameters())])
     for theirs, ours in zip(*found, strict=True):

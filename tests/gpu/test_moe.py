@@ -10,13 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trimaran.core import Mesh
 from trimaran.models import PRESETS, ExpertSpec
 from trimaran.nets import decoder_network, initialise
 from trimaran.nets.moe import MoeLayer
-from trimaran.parallel import RankMesh
 from trimaran.parallel.axes.ep import TokenDispatcher
-from trimaran.train.metrics.router_stats import router_statistics
+from trimaran.train.metrics.router_stats import router_details, routing_counts
 
 pytestmark = pytest.mark.gpu
 
@@ -88,6 +86,26 @@ def test_a_rank_without_tokens_has_zero_gradients(group: Any) -> None:
         assert not parameter.grad.any()
 
 
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("tokens", "copies", "width"), [(100, 8, 2048), (33, 2, 5000), (7, 1, 3)])
+def test_rows_are_copied_and_added_up_as_on_a_cpu(tokens: int, copies: int, width: int, precision: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, rows = (torch.randn(count, width).to(precision) for count in (tokens, tokens * copies))
+    places, weights = torch.randperm(tokens * copies).view(tokens, copies), torch.randn(tokens, copies).to(precision)
+    calls = {
+        "scatter_rows": (x, places),
+        "gather_rows": (rows, places, weights),
+        "gather_rows_backward": (x, rows, places, weights),
+    }
+    for name, arguments in calls.items():
+        operator = getattr(torch.ops.trimaran, name)
+        wide = [each.double() if each.is_floating_point() else each for each in arguments]
+        ours, exact = operator(*(each.cuda() for each in arguments)), operator(*wide)
+        pairs = zip(ours, exact, strict=True) if isinstance(ours, tuple) else [(ours, exact)]
+        for one, other in pairs:
+            assert (one.cpu().double() - other).norm() <= (1e-6 if precision == torch.float32 else 4e-3) * other.norm()
+
+
 def test_routing_never_synchronises_with_the_device() -> None:
     module, x = moe_layer().cuda(), stream().cuda()
     module(x)
@@ -107,10 +125,9 @@ def test_router_statistics_can_be_read_later() -> None:
     initialise(network.module, seed=0, spec=spec)
     network.module.cuda()
     network.forward({"tokens": torch.arange(64, device="cuda").reshape(2, 32)})
-    unused: Any = None
     torch.cuda.set_sync_debug_mode("error")
     try:
-        read = router_statistics((network,), RankMesh(Mesh(), unused, unused, unused, unused))
+        read = router_details(routing_counts((network,), torch.device("cuda")), (network,))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     numbers = read()["router"]

@@ -135,7 +135,7 @@ def test_a_bf16_update_never_synchronizes(ranks: RankMesh) -> None:
         gradients(network, PLANS["bf16"])
         torch.cuda.set_sync_debug_mode(mode)
         try:
-            norm, refused = updater.update(1e-3, loss)
+            norm, refused = updater.update(1e-3, loss, updater.measure_gradients())
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert norm.isfinite()

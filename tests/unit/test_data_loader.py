@@ -1,6 +1,7 @@
 """Background loading of the batches of one rank."""
 
 import itertools
+import math
 import multiprocessing
 import time
 from collections import Counter
@@ -18,6 +19,7 @@ from trimaran.data import IGNORED, Sequences, TokenShards
 from trimaran.data.feed import BadSample, DataShare, LoadedArrays
 from trimaran.data.loader import Loader as AnyLoader
 from trimaran.data.loader_tuner import LoaderLimits
+from trimaran.data.sample_order import positions
 from trimaran.data.token_feed import TokenFeed
 
 
@@ -95,6 +97,20 @@ def test_a_rank_knows_the_samples_of_other_ranks(sequences: Sequences) -> None:
     assert loaders[0].samples(4, [0, 2]) == loaders[0].sample_ids(4) + loaders[2].sample_ids(4)
     for loader in loaders:
         loader.close()
+
+
+def test_the_order_of_many_steps_is_that_of_each_step(sequences: Sequences) -> None:
+    """It is computed for many steps at once, and may be asked for in any order, also beyond the last epoch."""
+    share = DataShare(rank=1, dp=2, micro_batch=3, grad_accum=2)
+    for epochs in (0.0, 60.5):
+        feed = TokenFeed(sequences, seed=7, share=share, epochs=epochs)
+        num_rows = round(epochs * len(sequences)) or math.inf
+        for step in (0, 400, 169, 170, 171, 3, 206, 207):
+            indices = share.indices(step).ravel()
+            expected = positions(7, indices[indices < num_rows], len(sequences)) + sequences.first
+            assert feed.samples(step, [1]) == tuple(expected.tolist())
+            both = feed.samples(step, [0, 1])
+            assert both[len(both) - len(expected) :] == feed.samples(step, [1])
 
 
 def test_auto_adds_processes_when_the_trainer_waits_without_changing_batches(

@@ -10,15 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from trimaran.core import Mesh, ModelSection, UserError
+from trimaran.core import ModelSection, UserError
 from trimaran.models import ExpertSpec, ModelSpec, spec_from_hf, spec_of, spec_to_hf
 from trimaran.models.model_presets import PRESETS
-from trimaran.nets import decoder_network, initialise
+from trimaran.nets import Network, decoder_network, initialise
 from trimaran.nets.attention_context import Context
 from trimaran.nets.moe import MoeLayer
 from trimaran.nets.moe_router import capacity_of, route
-from trimaran.parallel import RankMesh
-from trimaran.train.metrics.router_stats import router_statistics
+from trimaran.train.metrics.router_stats import router_details, routing_counts
 
 EXPERTS = ExpertSpec(num_experts=6, top_k=2, ffn=16, shared_ffn=24, shared_gate=True)
 HIDDEN = 16
@@ -150,8 +149,7 @@ def test_router_statistics_equal_a_count_by_hand() -> None:
     assert isinstance(second, MoeLayer)
     first.routing_stats[:] = torch.tensor([0.0, 0, 8, 0, 4, 24])
     second.routing_stats[:] = torch.tensor([4.0, 4, 4, 4, 0, 16])
-    numbers = router_statistics((network,), alone())()["router"]
-    assert numbers == {
+    assert router_metrics(network) == {
         "imbalance": (4 + 1) / 2,
         "idle": (3 / 4 + 0) / 2,
         "dropped": (4 / 8 + 0) / 2,
@@ -159,20 +157,20 @@ def test_router_statistics_equal_a_count_by_hand() -> None:
         "entropy": (0 + 1) / 2,
     }
     network.forward({"tokens": torch.arange(16).reshape(2, 8)})
-    assert 0 < router_statistics((network,), alone())()["router"]["dropped"] < 1
+    assert 0 < router_metrics(network)["dropped"] < 1
     assert not first.routing_stats.any()
 
 
 def test_a_dense_network_has_no_statistics() -> None:
     with torch.device("meta"):
         network = decoder_network(PRESETS["tiny"])
-    assert router_statistics((network,), alone())() == {}
+    assert routing_counts((network,), torch.device("cpu")) is None
+    assert router_details(None, (network,))() == {}
 
 
-def alone() -> RankMesh:
-    """Return a mesh of one rank, of which only the degrees are used."""
-    unused: Any = None
-    return RankMesh(Mesh(), unused, unused, unused, unused)
+def router_metrics(network: Network) -> dict[str, float]:
+    """Return the statistics since the last call, of one rank."""
+    return router_details(routing_counts((network,), torch.device("cpu")), (network,))()["router"]
 
 
 def test_routing_stats_follow_the_weights_and_are_not_in_the_state_dict() -> None:

@@ -128,6 +128,28 @@ def test_the_part_of_a_line_that_a_killed_process_left_is_cut_off(tmp_path: Path
         assert len(records(file)) == 1 + torn.count("\n")
 
 
+def test_a_line_takes_a_single_system_call_once_the_file_is_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 writes a line at every step."""
+    calls: list[str] = []
+
+    def counted(name: str) -> Callable[..., Any]:
+        real = getattr(os, name)
+        return lambda *values, **options: calls.append(name) or real(*values, **options)
+
+    writer = LineWriter(tmp_path / "lines.jsonl")
+    writer.write({"step": 0})
+    for name in ("open", "write", "fstat", "stat", "pread", "ftruncate", "fsync", "close"):
+        monkeypatch.setattr(line_writer.os, name, counted(name))
+    for step in range(1, 5):
+        writer.write({"step": step, "loss": float("nan")})
+    monkeypatch.undo()
+    assert calls == ["write"] * 4
+    assert [each["step"] for each in records(writer.path)] == list(range(5))
+    assert records(writer.path)[-1]["loss"] is None
+
+
 def test_the_reserve_makes_room_for_incidents_events_and_attempts(run: RunDirectory) -> None:
     assert fill_reserve(run.reserve)
     assert run.reserve.stat().st_blocks * 512 >= RESERVE_BYTES  # the blocks are real

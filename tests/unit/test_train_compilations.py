@@ -1,13 +1,15 @@
 """Compilations are counted from torch's own metrics; those after the warm-up are reported with torch's reason."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from trimaran.run import HeartbeatBoard
+from tests.runs import new_run
+from trimaran.run import HeartbeatBoard, Journal, JsonlFollower
 from trimaran.train.health.compilations import WARMUP_STEPS, Compilations
 from trimaran.train.process.supervisor_link import SupervisorLink
 
@@ -100,3 +102,27 @@ def test_a_compilation_is_reported_to_the_supervisor_in_any_section(section: Any
     assert [(heartbeat.section, heartbeat.step) for heartbeat in during if heartbeat] == [("compile", 7)]
     assert link.heartbeat is not None
     assert (link.heartbeat.section, link.heartbeat.step) == (section, 7)
+
+
+def test_until_the_first_step_ends_each_compilation_is_an_event_with_its_function(
+    block: nn.Module, tmp_path: Path
+) -> None:
+    run = new_run(tmp_path / "run", world_size=1)
+    with Journal(run, 0) as journal:
+        compilations = Compilations(journal=journal)
+        compilations.end_step(0)
+        block(torch.randn(4))
+        compilations.end_step(1)
+        block(torch.randn(4, 2))
+    began, ended = [each for each in JsonlFollower(run.events(0)).new() if each["kind"] == "compile"]
+    assert began["data"] == {"what": "Block.forward", "number": 1}
+    assert ended["data"].keys() == {"what", "number", "seconds"}
+    assert compilations.summary()["functions"] == {"Block.forward": ended["data"]["seconds"]}
+
+
+def test_only_rank_0_writes_events_of_compilations(block: nn.Module, tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run", world_size=2)
+    with Journal(run, 1) as journal:
+        Compilations(journal=journal)
+        block(torch.randn(4))
+    assert [*JsonlFollower(run.events(1)).new()] == []

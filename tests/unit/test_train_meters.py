@@ -15,10 +15,11 @@ from trimaran.core import Flops, Plan, Recipe
 from trimaran.hardware.host_limits import total_bytes
 from trimaran.optim import build_optimizer
 from trimaran.optim.split_bf16 import join_fp32, split_fp32
-from trimaran.train.metrics.group_norms import MIN_SAMPLED_VALUES, GroupMeter, sample_values
+from trimaran.train.metrics.group_norms import GroupMeter
 from trimaran.train.metrics.meters import MemoryMeter, Meters, allocator_memory, lr_factors, rank_measures, wait_phases
 from trimaran.train.metrics.parameter_groups import merge_layers, module_of
-from trimaran.train.metrics.rank_stats import MEASURES, summarise_ranks
+from trimaran.train.metrics.rank_stats import MEASURES, RankStats, summarise_ranks
+from trimaran.train.metrics.sampled_weights import MIN_SAMPLED_VALUES, sample_values
 
 CPU = torch.device("cpu")
 PHASES = {"data": 0.1, "forward": 0.3, "backward": 0.4, "comm": 0.15, "optimizer": 0.04, "checkpoint": 0.01}
@@ -173,6 +174,18 @@ def test_on_a_cpu_the_memory_is_the_resident_memory_and_that_of_the_container(tm
     assert peak >= 0.9 * before["allocated"] > 0  # the system counts the two at different moments
 
 
+def test_after_the_first_steps_the_memory_is_read_ten_times_a_second() -> None:
+    times = iter([*range(20), *(20 + 0.03 * number for number in range(100))])
+    meter, reads = MemoryMeter(CPU, now=lambda: next(times)), []
+    meter._read = lambda: reads.append(1) or (len(reads), {})
+    for _ in range(20):
+        meter.read()
+    assert len(reads) == 20
+    peaks = [meter.read()[0] for _ in range(100)]
+    assert len(reads) == 20 + 25
+    assert peaks[:5] == [21, 21, 21, 21, 22]
+
+
 def test_recomputed_flops_count_for_hfu_and_not_for_mfu() -> None:
     measured = PREDICTION.model_copy(update={"repeated_flops": Flops(2e9)})
     meters = Meters(
@@ -205,6 +218,20 @@ def test_busy_data_and_wait_seconds_add_up_to_the_step() -> None:
 def rank_table(**columns: list[float]) -> list[tuple[float, ...]]:
     size = len(next(iter(columns.values())))
     return list(zip(*(columns.get(name, [1.0] * size) for name in MEASURES), strict=True))
+
+
+def test_the_sums_of_what_the_ranks_send_are_compared_on_rank_0() -> None:
+    ranks = [RankStats(rank=rank, num_ranks=3) for rank in range(3)]
+    assert ranks[0].summary([0.0] * len(ranks[0].counts)) == {}, "nothing is measured before the first step"
+    for rank, each in enumerate(ranks):
+        each.measure(7, rank_measures(PHASES, peak=2**40 + rank, tokens=9))
+    sums = [float(sum(column)) for column in zip(*(each.counts for each in ranks), strict=True)]
+    measured = ranks[0].summary(sums)
+    assert measured["step"] == 7
+    assert measured["peak_bytes"] == {"min": 2**40, "median": 2**40 + 1, "max": 2**40 + 2, "at": 2}
+    wait = PHASES["comm"]
+    assert measured["wait_seconds"] == {"min": wait, "median": wait, "max": wait, "at": 0}
+    assert ranks[1].summary(sums) == {}, "only rank 0 writes metrics"
 
 
 def test_the_rank_that_others_wait_for_is_an_outlier() -> None:

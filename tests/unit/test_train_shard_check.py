@@ -64,6 +64,23 @@ def test_a_weight_that_the_model_itself_changes_is_left_out(caplog: pytest.LogCa
     assert check.changed_keys() == ["model/weight"]
 
 
+def test_a_weight_that_has_moved_is_not_compared_and_is_checked_at_its_new_place() -> None:
+    weight = torch.nn.Parameter(torch.zeros(3))
+    check = ShardCheck(lambda: [shard_of("model/weight", weight.detach())], device=CPU, max_fraction=1.0)
+    for _ in range(FIRST_STEPS + 3):
+        check.record([weight])
+        assert check.verify() == 0.0
+    check.record([weight])
+    old = weight.data
+    weight.data = old.clone()
+    old.fill_(torch.nan)
+    assert check.verify() is None
+    check.record([weight])
+    with torch.no_grad():
+        weight.add_(1)
+    assert check.verify() == 1.0
+
+
 def test_buffers_and_restored_states_may_change() -> None:
     running, weight = torch.zeros(3), torch.zeros(3)
     shards = [shard_of("model/running", running, changed_by_forward=True), shard_of("model/weight", weight)]

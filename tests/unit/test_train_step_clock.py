@@ -1,11 +1,14 @@
 """The step clock: laps and the spans inside them."""
 
 import time
+from itertools import count
 
 import pytest
 import torch
 
 from trimaran.train.metrics.step_clock import StepClock
+
+MILLISECONDS = 1000
 
 
 def test_a_lap_that_is_split_into_spans_still_adds_up() -> None:
@@ -25,3 +28,44 @@ def test_a_lap_that_is_split_into_spans_still_adds_up() -> None:
     assert phases["backward"] >= 0.02
     assert phases["comm"] >= rest() >= 0.03
     assert clock.end_step()() == {}, "the next step starts where this one ended"
+
+
+def test_the_clock_of_a_gpu_uses_its_events_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step is read while the next one runs, and its details after its seconds."""
+    ticks, events = count(), []
+
+    class Event:
+        """An event that is recorded one second after the one before."""
+
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+            events.append(self)
+
+        def record(self) -> None:
+            self.at = next(ticks)
+
+        def query(self) -> bool:
+            return True
+
+        def elapsed_time(self, end: "Event") -> float:
+            return MILLISECONDS * (end.at - self.at)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    clock, pending, num_events = StepClock(torch.device("cuda")), None, 0
+    for step in range(10):
+        clock.lap("data")
+        spans = clock.span_timer()
+        for _ in range(1 + step % 2):  # steps may have different numbers of events
+            with spans.span("forward"):
+                clock.span_timer()
+        rest = clock.split_lap(spans, rest="comm")
+        clock.lap("optimizer")
+        seconds = (pending[0](), pending[1]()) if pending else None
+        if seconds is not None:
+            num_spans = 1 + (step - 1) % 2
+            assert seconds[0] == {"data": 1, "forward": num_spans, "comm": num_spans + 1, "optimizer": 1}
+            assert seconds[1] == num_spans + 1
+        pending = clock.end_step(), rest
+        if step == 4:
+            num_events = len(events)
+    assert len(events) == num_events

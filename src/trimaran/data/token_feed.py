@@ -11,6 +11,8 @@ from trimaran.data.quarantine import SampleReader, blank_sample
 from trimaran.data.sample_order import positions
 from trimaran.data.sequences import IGNORED, Sequences
 
+ORDERED_ROWS = 1024  # whose order is computed at once, which takes three times as long as that of one row
+
 
 class TokenFeed:
     """A `feed.BatchFeed` of text. A sample is a sequence; its id is its index in the shards.
@@ -32,7 +34,8 @@ class TokenFeed:
         self._sequences, self._seed, self._reader = sequences, seed, reader or SampleReader()
         self._num_rows = self._rows_in(epochs) if epochs else None
         self.share = share
-        self._last: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+        self._ordered_steps = max(1, ORDERED_ROWS // (share.micro_batch * share.grad_accum))
+        self._ordered: tuple[range, list[tuple[int, ...]]] = (range(0), [])  # steps, and this rank's samples of each
 
     def steps_in(self, epochs: float) -> int:
         """Return the number of steps in so many epochs; the last step may have blank rows."""
@@ -58,18 +61,24 @@ class TokenFeed:
         return LoadedArrays(arrays=arrays, num_valid=int(np.count_nonzero(labels != IGNORED)))
 
     def samples(self, step: int, data_ranks: Sequence[int]) -> tuple[int, ...]:
-        key, last = (step, *data_ranks), self._last
-        if last[0] != key:  # the loader asks twice per batch: to load it and to name its samples
-            last = self._last = (key, self._samples(step, data_ranks))
-        return last[1]
+        if [*data_ranks] != [self.share.rank]:
+            return self._samples(range(step, step + 1), data_ranks)[0]
+        steps, samples = self._ordered
+        if step not in steps:
+            first = step - step % self._ordered_steps
+            steps = range(first, first + self._ordered_steps)
+            samples = self._samples(steps, data_ranks)
+            self._ordered = steps, samples
+        return samples[step - steps.start]
 
-    def _samples(self, step: int, data_ranks: Sequence[int]) -> tuple[int, ...]:
-        shares = [replace(self.share, rank=rank) for rank in data_ranks]
-        indices = np.concatenate([share.indices(step).ravel() for share in shares])
-        if self._num_rows is not None:
-            indices = indices[indices < self._num_rows]
+    def _samples(self, steps: range, data_ranks: Sequence[int]) -> list[tuple[int, ...]]:
+        """Return the sample ids of the ranks in each of the steps."""
+        rows = np.concatenate([replace(self.share, rank=rank).indices(0).ravel() for rank in data_ranks])
+        indices = np.array(steps)[:, None] * self.share.global_batch + rows
         ids = self._sequences.first + positions(self._seed, indices, len(self._sequences))
-        return tuple(ids.tolist())
+        if self._num_rows is None:
+            return [*map(tuple, ids.tolist())]
+        return [tuple(row[inside].tolist()) for row, inside in zip(ids, indices < self._num_rows, strict=True)]
 
     def num_quarantined(self, step: int) -> int:
         quarantined = self._reader.quarantined

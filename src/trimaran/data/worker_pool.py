@@ -1,6 +1,7 @@
 """The worker processes of a rank: assigns steps to them and replaces those that die or hang."""
 
 import logging
+import select
 import threading
 import time
 from collections import Counter
@@ -86,9 +87,14 @@ class WorkerPool:
         Copy the arrays before the next call of any method.
         """
         workers = [each for each in (*self._workers, *self._draining) if each.pending]
+        if not workers:
+            poll = select.poll()
+            poll.register(wakeup, select.POLLIN)
+            poll.poll()
+            return []
         # The deadline of a process that has not started yet is unknown: check again after one timeout.
-        patience = min(self._timeout_seconds, min((each.deadline for each in workers), default=0.0) - time.monotonic())
-        ready = wait([wakeup, *(each.results for each in workers)], max(0.0, patience) if workers else None)
+        patience = min(self._timeout_seconds, min(each.deadline for each in workers) - time.monotonic())
+        ready = wait([wakeup, *(each.results for each in workers)], max(0.0, patience))
         results = [self._receive(each) for each in workers if each.results in ready]
         now = time.monotonic()
         for worker in workers:

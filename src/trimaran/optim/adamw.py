@@ -1,7 +1,6 @@
 """AdamW with moments in fp32, bf16 or 8 bits, on the device or the host, and weights in fp32 or two 16-bit halves."""
 
 from collections.abc import Callable, Iterator, Mapping
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from trimaran.nets.local_shards import local_part
+from trimaran.optim.batched_update import BatchedUpdate
 from trimaran.optim.moments import (
     FORMATS,
     AdamWConstants,
@@ -21,6 +21,7 @@ from trimaran.optim.moments import (
 )
 from trimaran.optim.state_streaming import StateStream
 from trimaran.optim.stochastic_rounding import IndexRuns, hash_text, index_runs
+from trimaran.parallel.batched.address_table import has_kernels
 from trimaran.parallel.gradient_norm import gradient_of
 
 Kernel = Callable[[StateChunk, States, Tensor | None], None]
@@ -57,23 +58,29 @@ class LowMemoryAdamW(Optimizer):
         self.factor: Tensor | None = None
         self._formats: dict[Tensor, MomentFormat] = {}
         self._index_runs: dict[tuple[Tensor, int, int], IndexRuns] = {}  # a cache: they are the same at every step
-        self._counts: list[tuple[Tensor, Tensor]] = []  # for each group, step counts and name hashes of its parameters
-        for group in self.param_groups:
-            device, names = group["params"][0].device, group["param_names"]
-            steps = torch.zeros(len(names), device=device)
-            hashes = torch.tensor([hash_text(f"{seed}/{name}") for name in names]).int().to(device)
-            self._counts.append((steps, hashes))
-            for parameter, step in zip(group["params"], steps, strict=True):
-                self._formats[parameter] = moments = FORMATS[_format_of(parameter, states)]
-                low = {"low": lower_halves[parameter]} if parameter in lower_halves else {}
-                self.state[parameter] = {"step": step} | _zeros(moments, local_part(parameter), on_host) | low
-        device = next(iter(self._formats)).device
+        sizes = [len(group["params"]) for group in self.param_groups]
+        parameters = [each for group in self.param_groups for each in group["params"]]
+        device, names = parameters[0].device, [name for group in self.param_groups for name in group["param_names"]]
+        steps, hashes = torch.zeros(len(names), device=device), [hash_text(f"{seed}/{name}") for name in names]
+        for parameter, step in zip(parameters, steps, strict=True):
+            self._formats[parameter] = moments = FORMATS[_format_of(parameter, states)]
+            low = {"low": lower_halves[parameter]} if parameter in lower_halves else {}
+            self.state[parameter] = {"step": step} | _zeros(moments, local_part(parameter), on_host) | low
+        # For each group, step counts and name hashes of its parameters.
+        on_device = torch.tensor(hashes).int().to(device)
+        self._counts = list(zip(steps.split(sizes), on_device.split(sizes), strict=True))
         self._state_stream, self._kernel = StateStream(device) if on_host else None, _kernel_for(device)
+        self._batched: BatchedUpdate | None = None
+        if self._kernel is not None and not on_host:
+            self._batched = BatchedUpdate(parameters, self.state, steps, hashes, sizes)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyrefly: ignore[bad-override]
         """Update the weights that have a gradient, unless `found_inf` is set."""
         assert closure is None, "closures are not supported"
+        if self._batched is not None:
+            self._batched.run(self.param_groups, self.factor, self.found_inf)
+            return
         if self._kernel is None and self.found_inf is not None and bool(self.found_inf):
             return
         chunks, copies = [], []
@@ -148,8 +155,6 @@ class LowMemoryAdamW(Optimizer):
         moments = {key: _as_table(value) for key, value in states.items() if key not in NOT_MOMENTS}
         height = CHUNK_VALUES // max(1, weight.shape[1])
         height = max(CHUNK_ROW_MULTIPLE, height // CHUNK_ROW_MULTIPLE * CHUNK_ROW_MULTIPLE)
-        if self._kernel is not None and self._state_stream is None:
-            height = len(weight)  # the kernel needs no temporary memory
         for start in range(0, len(weight) if weight.numel() else 0, max(1, height)):
             rows = slice(start, min(start + height, len(weight)))
             yield StateChunk(
@@ -199,7 +204,7 @@ def _zeros(moments: MomentFormat, shard: Tensor, on_host: bool) -> States:
 
 def _kernel_for(device: torch.device) -> Kernel | None:
     """Return our Triton kernel; None on a CPU or without Triton."""
-    if device.type != "cuda" or find_spec("triton") is None:
+    if not has_kernels(device.type):
         return None
     from trimaran.optim.kernels.adamw import update_chunk_on_gpu  # noqa: PLC0415  needs Triton
 

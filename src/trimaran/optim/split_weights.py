@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trimaran.core import Plan
 from trimaran.nets import Network
 from trimaran.nets.attention import Attention
-from trimaran.nets.decoder import DecoderLayer
+from trimaran.nets.decoder import Decoder, DecoderLayer
 from trimaran.nets.joint_projections import joint_slices
 from trimaran.nets.moe import ExpertWeights, FeedForward, MoeLayer
 from trimaran.nets.vision import Stem
@@ -167,6 +167,9 @@ def join_projections(networks: Sequence[Network], plan: Plan, split: Collection[
     if not plan.joins_projections:
         return {}
     slices: dict[Tensor, Tensor] = {}
+    for decoder in (each for network in networks for each in network.module.modules() if isinstance(each, Decoder)):
+        if decoder.norm is not None:
+            decoder.norm.fused = own_dtype(decoder.norm) is None
     for layer in _decoder_layers(networks, plan):
         layer.joint = all(own_dtype(each) is None for each in layer.modules())
         for part in (each for each in layer.modules() if isinstance(each, Attention | FeedForward)):

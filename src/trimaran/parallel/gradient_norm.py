@@ -1,5 +1,6 @@
 """The global gradient norm for any combination of sharding."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -7,46 +8,69 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from trimaran.parallel.batched.address_table import to_device
+from trimaran.parallel.batched.tensor_squares import TensorSquares
+
 
 def gradient_norm(parameters: Sequence[nn.Parameter], *, pp: int = 1) -> Tensor:
     """Return the norm over all gradients of the model, bitwise equal on every rank."""
-    return squared_gradient_norms([parameters], pp=pp, device=parameters[0].device).sum().sqrt()
+    gradients = GradientSquares([parameters], pp=pp, device=parameters[0].device)
+    gradients.measure()
+    squares = gradients.group_squares()
+    if dist.get_world_size() > 1:
+        dist.all_reduce(squares)
+    return squares.sum().sqrt().float()
 
 
-def squared_gradient_norms(groups: Sequence[Sequence[nn.Parameter]], *, pp: int, device: torch.device) -> Tensor:
-    """Return the squared gradient norm of each group, bitwise equal on every rank, with one small all-reduce.
+class GradientSquares:
+    """The squared gradient norms of groups of parameters, in fp64. No parameter is in two groups.
 
-    Every rank contributes the squares of its local gradients, divided by the number of ranks of its pipeline stage that
-    hold the same shard. So one all-reduce over all ranks is correct for any combination of meshes. (DTensor would
-    reduce one mesh dim after the other, in an order that differs between ranks.) A rank without gradients of a group
-    contributes zero. `device` is the device of the gradients.
+    `measure` makes one pass over the gradients. Every rank contributes the squares of its local gradients, divided by
+    the number of ranks of its pipeline stage that hold the same shard. So one all-reduce over all ranks is correct for
+    any combination of meshes. (DTensor would reduce one mesh dim after the other, in an order that differs between
+    ranks.) A rank without gradients of a group contributes zero. `device` is the device of the gradients.
     """
-    squares = torch.stack([_squares_here(group, pp, device) for group in groups])
-    dist.all_reduce(squares)
-    return squares
+
+    def __init__(self, groups: Sequence[Sequence[nn.Parameter]], *, pp: int, device: torch.device) -> None:
+        self.parameters = [each for group in groups for each in group]
+        world_size = dist.get_world_size()
+        shards = [num_shards(each) for each in self.parameters]
+        self._has_sharded = any(isinstance(each, DTensor) for each in self.parameters)
+        self._squares = TensorSquares([each * pp / world_size for each in shards], device)
+        self._masks = group_masks(groups, self.parameters, device)
+        self.contributions = torch.zeros(len(self.parameters), dtype=torch.float64, device=device)
+
+    @torch.no_grad()
+    def measure(self) -> Tensor:
+        """Return this rank's contribution of each of `parameters`, and keep it as `contributions`."""
+        gradients = [gradient_of(each) for each in self.parameters]
+        if self._has_sharded:
+            pairs = zip(self.parameters, gradients, strict=True)
+            gradients = [None if gradient is None else local_gradient(each) for each, gradient in pairs]
+        self.contributions = self._squares.measure(gradients)
+        return self.contributions
+
+    @torch.no_grad()
+    def group_squares(self) -> Tensor:
+        """Return this rank's contribution to the squared norm of each group, from the last `measure`."""
+        masks, squares = self._masks, self.contributions
+        return squares.sum(0, keepdim=True) if len(masks) == 1 else sum_by_mask(squares, masks)
 
 
-def _squares_here(parameters: Sequence[nn.Parameter], pp: int, device: torch.device) -> Tensor:
-    """Return this rank's contribution to the squared norm."""
-    num_ranks = dist.get_world_size() // pp
-    by_copies: dict[int, list[Tensor]] = {}
-    for each in parameters:
-        if gradient_of(each) is not None:
-            gradient, shards = local_gradient(each)
-            by_copies.setdefault(num_ranks // shards, []).append(gradient)
-    squares = [_total_norm(gradients).square() / copies for copies, gradients in by_copies.items()]
-    return torch.stack(squares).sum() if squares else torch.zeros((), device=device)
+def group_masks(
+    groups: Sequence[Sequence[nn.Parameter]], parameters: Sequence[nn.Parameter], device: torch.device
+) -> Tensor:
+    """Return a table [groups, parameters] on `device` that says which parameter is in which group."""
+    column = {id(each): number for number, each in enumerate(parameters)}
+    masks = torch.zeros(len(groups), len(parameters), dtype=torch.bool)
+    for row, group in enumerate(groups):
+        masks[row, [column[id(each)] for each in group if id(each) in column]] = True
+    return to_device(masks, device)
 
 
-def _total_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the norm over all tensors in at least fp32; torch computes the norm of bf16 tensors in bf16."""
-    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for each in gradients:
-        by_kind.setdefault((each.device, each.dtype), []).append(each)
-    norms: list[Tensor] = []
-    for (_, dtype), same_kind in by_kind.items():
-        norms += torch._foreach_norm(same_kind, 2.0, dtype=torch.promote_types(dtype, torch.float32))
-    return torch.linalg.vector_norm(torch.stack([each.to(norms[0].device) for each in norms]))
+def sum_by_mask(values: Tensor, masks: Tensor) -> Tensor:
+    """Return the sum of the values in each group of `group_masks`. A NaN or Inf stays in its group."""
+    return torch.where(masks, values, 0.0).sum(1)  # not a matmul: its order of summation depends on the device
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
@@ -55,17 +79,25 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
     return parameter.grad if main_grad is None else main_grad
 
 
-def local_gradient(parameter: nn.Parameter) -> tuple[Tensor, int]:
-    """Return the local shard of a parameter's gradient, and the number of shards.
+def local_gradient(parameter: nn.Parameter) -> Tensor:
+    """Return the local shard of a parameter's gradient.
 
     A partial gradient (of a norm that saw some of the positions) is reduced first.
     """
     gradient = gradient_of(parameter)
     assert gradient is not None
     if not isinstance(gradient, DTensor):
-        return gradient, 1
+        assert not isinstance(parameter, DTensor), "a gradient is sharded as its parameter is"
+        return gradient
     assert isinstance(parameter, DTensor)
     if gradient.placements != parameter.placements:
         gradient = parameter.grad = gradient.redistribute(placements=parameter.placements)
-    sizes = zip(gradient.placements, gradient.device_mesh.shape, strict=True)
-    return gradient.to_local(), torch.Size(size for placement, size in sizes if not placement.is_replicate()).numel()
+    return gradient.to_local()
+
+
+def num_shards(parameter: Tensor) -> int:
+    """Return the number of shards of a parameter; each rank holds one."""
+    if not isinstance(parameter, DTensor):
+        return 1
+    sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+    return math.prod(size for placement, size in sizes if not placement.is_replicate())

@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
 
 import torch
@@ -11,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from trimaran.core import Mesh
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RankMesh:
     """The process groups of a rank. All views share one root mesh, so a parameter can be sharded over several views.
 
@@ -27,18 +28,23 @@ class RankMesh:
 
     def rank(self, axis: str) -> int:
         """Return this rank's coordinate along a mesh dim of `axes`."""
-        return self.axes.get_local_rank(axis)
+        return self._coordinates[axis]
+
+    @cached_property
+    def _coordinates(self) -> dict[str, int]:
+        """This rank's coordinates by mesh dim. Every step needs some, and torch takes 30 us to find one."""
+        return {axis: self.axes.get_local_rank(axis) for axis in self.axes.mesh_dim_names or ()}
 
     def group(self, axis: str) -> dist.ProcessGroup:
         return self.axes.get_group(axis)
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         """The device that this rank computes on. Offloaded weights are on the CPU."""
         kind = self.axes.device_type
         return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
-    @property
+    @cached_property
     def data_rank(self) -> int:
         """This rank's number among the ranks with different samples."""
         return self.rank("dp_replicate") * self.degrees.dp_shard + self.rank("dp_shard")
@@ -48,8 +54,12 @@ class RankMesh:
 
         It does not depend on earlier steps, so a resumed run drops the same elements.
         """
-        position = self.rank("pp") * self.degrees.data + self.data.get_local_rank()
-        return int.from_bytes(blake2b(f"{seed}/{step}/{position}".encode(), digest_size=8).digest()) >> 1
+        return int.from_bytes(blake2b(f"{seed}/{step}/{self._position}".encode(), digest_size=8).digest()) >> 1
+
+    @cached_property
+    def _position(self) -> int:
+        """This rank's number among the ranks that drop different elements."""
+        return self.rank("pp") * self.degrees.data + self.data.get_local_rank()
 
     def reseed(self, seed: int, step: int) -> None:
         """Seed this rank's random number generators for a step."""
@@ -59,7 +69,7 @@ class RankMesh:
         if self.axes.device_type == "cuda":
             torch.cuda.manual_seed(number)
 
-    @property
+    @cached_property
     def counts_samples(self) -> bool:
         """Whether this rank counts its samples. The other tp, cp and pp ranks have the same samples and do not."""
         return self.rank("tp") == self.rank("cp") == self.rank("pp") == 0

@@ -26,6 +26,7 @@ RETRY_SECONDS = 1.0  # between attempts to write lines that are kept
 KEPT_BYTES = 1 << 20
 BATCH_BYTES = 1 << 16  # written at a time
 SEARCH_BYTES = 1 << 12
+ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 
 
 @dataclass(slots=True)
@@ -57,6 +58,7 @@ class LineWriter:
         self._kept_bytes = 0
         self._retry_at = 0.0
         self._fd: int | None = None
+        self._may_be_torn = True  # the file may end with a part of a line
 
     def write(self, record: dict[str, Any]) -> None:
         """Append `record`, or keep it for later. Raises only for errors that are not those of a disk."""
@@ -111,9 +113,13 @@ class LineWriter:
         if self._fd is None:
             self.path.parent.mkdir(exist_ok=True)
             self._fd = open_regular_fd(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, mode=0o644)
-        _cut_torn_line(self._fd)
+            self._may_be_torn = True
+        if self._may_be_torn:
+            _cut_torn_line(self._fd)
+        self._may_be_torn = True
         while self._kept:
             self._write_batch(self._fd)
+        self._may_be_torn = False
 
     def _write_batch(self, fd: int) -> None:
         """Write some lines. If the disk is full in the middle of one, cut off what was written of it."""
@@ -123,7 +129,7 @@ class LineWriter:
                 break
             lines.append(line)
             num_bytes += len(line)
-        data, before, written = b"".join(lines), os.fstat(fd).st_size, 0
+        data, written = b"".join(lines), 0
         try:
             while written < len(data):
                 written += os.write(fd, data[written:])
@@ -131,8 +137,8 @@ class LineWriter:
             whole = data.rfind(b"\n", 0, written) + 1
             for _ in range(data.count(b"\n", 0, whole)):
                 self._pop()
-            if whole < written and os.fstat(fd).st_size == before + written:
-                os.ftruncate(fd, before + whole)
+            if whole < written:
+                _cut_torn_line(fd)
 
     def _pop(self) -> int:
         line, step = self._kept.popleft()
@@ -167,7 +173,10 @@ def _cut_torn_line(fd: int) -> None:
 
 def _line(record: dict[str, Any]) -> str:
     """Return `record` as one line of strict JSON. NaN and Inf become null, which every reader can parse."""
-    return json.dumps(_finite(record), allow_nan=False, separators=(",", ":")) + "\n"
+    try:
+        return ENCODER.encode(record) + "\n"
+    except ValueError:  # a number is NaN or Inf
+        return ENCODER.encode(_finite(record)) + "\n"
 
 
 def _finite(value: Any) -> Any:

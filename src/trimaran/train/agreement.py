@@ -3,6 +3,7 @@
 Each rank's requests are all-reduced with the counts of a step, and every rank reads the result one step later.
 """
 
+import os
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,10 +85,10 @@ class StopRequest:
     """True once this process received SIGTERM or SIGINT, or once `file` exists. Only rank 0 is given a file."""
 
     def __init__(self, file: Path | None = None) -> None:
-        self._file, self._signalled = file, False
+        self._file, self._signalled = "" if file is None else os.fspath(file), False
 
     def __bool__(self) -> bool:
-        return self._signalled or (self._file is not None and self._file.exists())
+        return self._signalled or (self._file != "" and os.path.exists(self._file))  # every step asks
 
     def listen(self) -> None:
         """Handle SIGTERM and SIGINT as requests to stop after a step. Call it from the main thread."""

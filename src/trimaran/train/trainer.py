@@ -92,9 +92,10 @@ class Trainer:
         self.link.report_section("finish", done)
         return self._finish(self._read_last(pending, loader, loop_exit), done)
 
-    def _requests(self) -> tuple[bool, ...]:
-        """Return what this rank requests of all ranks, in the order of RANK_REQUESTS."""
-        return bool(self.stop), self.checkpointer.wants_save, self.recorder.profiler.is_requested
+    def _requests(self) -> tuple[int, ...]:
+        """Return what this rank requests of all ranks, in the order of RANK_REQUESTS, and then its measurements."""
+        requests = bool(self.stop), self.checkpointer.wants_save, self.recorder.profiler.is_requested
+        return *requests, *self.recorder.meters.rank_counts
 
     def _read(self, pending: PendingStep, loader: Loader) -> StepDecision:
         """Record a finished step and return the decision that follows from it."""

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from trimaran.optim.block_quantization import BLOCK, codebook, lower_bounds, num_blocks
 from trimaran.optim.moments import StateChunk, States
+from trimaran.parallel.batched.tensor_kernels import join_halves
 
 VALUES_PER_PROGRAM, NUM_WARPS = 2048, 8
 BLOCKS_PER_PROGRAM = 8  # of 8-bit values
@@ -55,24 +56,25 @@ def _update_values(  # noqa: PLR0913
     VALUES: tl.constexpr,  # noqa: N803
 ):
     """Update some values of one index run; without `starts` there is one run, and moments are fp32."""
-    if _is_applied(refused):
+    if is_applied(refused):
         parts = tl.cdiv(length, VALUES)
         run = tl.program_id(0) // parts
         position = (tl.program_id(0) % parts).to(tl.int64) * VALUES + tl.arange(0, VALUES)
         at, inside = run.to(tl.int64) * length + position, position < length
-        grad = _scaled_gradient(gradient, factor, at, inside)
+        grad = scaled_gradient(gradient, factor, at, inside)
         first = tl.load(firsts + at, mask=inside, other=0.0).to(tl.float32)
         second = tl.load(seconds + at, mask=inside, other=0.0).to(tl.float32)
         first, second = first + (grad - first) * one_minus_beta1, second * beta2 + grad * grad * one_minus_beta2
-        _update_weight(weight, low, constants, first, second, eps, at, inside)
+        decay, size, correction = float_of(constants), float_of(constants + 1), float_of(constants + 2)
+        update_weight(weight, low, decay, size, correction, first, second, eps, at, inside)
         if starts is None:
             tl.store(firsts + at, first, mask=inside)
             tl.store(seconds + at, second, mask=inside)
         else:
             number = tl.load(starts + run) + tl.load(constants + 3) + position.to(tl.int32)
-            noise = _hash_int32(number.to(tl.uint32, bitcast=True))
-            tl.store(firsts + at, _to_bf16(first, noise), mask=inside)
-            tl.store(seconds + at, _to_bf16(second, noise >> 16), mask=inside)
+            noise = hash_bits(number.to(tl.uint32, bitcast=True))
+            tl.store(firsts + at, round_to_bf16(first, noise), mask=inside)
+            tl.store(seconds + at, round_to_bf16(second, noise >> 16), mask=inside)
 
 
 @triton.jit
@@ -101,35 +103,36 @@ def _update_blocks(  # noqa: PLR0913
     BLOCK: tl.constexpr,  # noqa: N803
 ):
     """Update the values of some of `count` blocks. A row has `width` values, and no block crosses a row."""
-    if _is_applied(refused):
+    if is_applied(refused):
         block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
         blocks_per_row = tl.cdiv(width, BLOCK)
         column = (block % blocks_per_row * BLOCK)[:, None] + tl.arange(0, BLOCK)[None, :]
         at = (block // blocks_per_row).to(tl.int64)[:, None] * width + column
         exists = block < count
         inside = exists[:, None] & (column < width)
-        grad = _scaled_gradient(gradient, factor, at, inside)
-        first = _dequantize(firsts, first_scales, signed, at, inside, block, exists)
-        second = _dequantize(seconds, second_scales, unsigned, at, inside, block, exists)
+        grad = scaled_gradient(gradient, factor, at, inside)
+        first = dequantize_blocks(firsts, first_scales, signed, at, inside, block, exists)
+        second = dequantize_blocks(seconds, second_scales, unsigned, at, inside, block, exists)
         first, second = first + (grad - first) * one_minus_beta1, second * beta2 + grad * grad * one_minus_beta2
-        _update_weight(weight, low, constants, first, second, eps, at, inside)
-        scale = _scale(first, inside)
+        decay, size, correction = float_of(constants), float_of(constants + 1), float_of(constants + 2)
+        update_weight(weight, low, decay, size, correction, first, second, eps, at, inside)
+        scale = scale_of_blocks(first, inside)
         tl.store(first_scales + block, scale, mask=exists)
-        tl.store(firsts + at, _code(first, scale, signed_bounds, 1, 127), mask=inside)
-        scale = _scale(second, inside)
+        tl.store(firsts + at, codes_of_blocks(first, scale, signed_bounds, 1, 127), mask=inside)
+        scale = scale_of_blocks(second, inside)
         tl.store(second_scales + block, scale, mask=exists)
         # A second moment never becomes zero, see `moments.EightBitMoments`.
-        tl.store(seconds + at, tl.maximum(_code(second, scale, unsigned_bounds, 2, 0), 1), mask=inside)
+        tl.store(seconds + at, tl.maximum(codes_of_blocks(second, scale, unsigned_bounds, 2, 0), 1), mask=inside)
 
 
 @triton.jit
-def _is_applied(refused):
+def is_applied(refused):
     """Return whether the step is applied."""
     return True if refused is None else tl.load(refused) == 0.0
 
 
 @triton.jit
-def _scaled_gradient(gradient, factor, at, inside):
+def scaled_gradient(gradient, factor, at, inside):
     """Return the gradient times `factor`, in fp32."""
     grad = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
     if factor is not None:
@@ -138,15 +141,13 @@ def _scaled_gradient(gradient, factor, at, inside):
 
 
 @triton.jit
-def _update_weight(weight, low, constants, first, second, eps, at, inside):  # noqa: PLR0913
+def update_weight(weight, low, decay, size, correction, first, second, eps, at, inside):  # noqa: PLR0913
     """Update weights, in fp32 or two halves (see `split_bf16`), with moments that have not been rounded yet."""
-    decay, size, correction = _float(constants), _float(constants + 1), _float(constants + 2)
     if low is None:
         old = tl.load(weight + at, mask=inside, other=0.0)
     else:
-        upper = tl.load(weight + at, mask=inside, other=0.0).to(tl.int16, bitcast=True).to(tl.int32)
-        lower = tl.load(low + at, mask=inside, other=0).to(tl.int32)
-        old = (((upper - (lower < 0).to(tl.int32)) << 16) | (lower & 0xFFFF)).to(tl.float32, bitcast=True)
+        upper, lower = tl.load(weight + at, mask=inside, other=0.0), tl.load(low + at, mask=inside, other=0)
+        old = join_halves(upper, lower)
     new = old * decay - first / (tl.sqrt(second) / correction + eps) * size
     if low is None:
         tl.store(weight + at, new, mask=inside)
@@ -158,12 +159,12 @@ def _update_weight(weight, low, constants, first, second, eps, at, inside):  # n
 
 
 @triton.jit
-def _float(word):
+def float_of(word):
     return tl.load(word).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _hash_int32(number):
+def hash_bits(number):
     """Return `stochastic_rounding.hash_int32` of unsigned numbers."""
     number = (number ^ (number >> 16)) * 0x7FEB352D
     number = (number ^ (number >> 15)) * 0x846CA68B
@@ -171,7 +172,7 @@ def _hash_int32(number):
 
 
 @triton.jit
-def _to_bf16(values, noise):
+def round_to_bf16(values, noise):
     """Return `stochastic_rounding.to_bf16`."""
     bits = values.to(tl.uint32, bitcast=True)
     finite = (bits & 0x7F800000) != 0x7F800000
@@ -180,21 +181,21 @@ def _to_bf16(values, noise):
 
 
 @triton.jit
-def _dequantize(codes, scales, book, at, inside, block, exists):  # noqa: PLR0913
+def dequantize_blocks(codes, scales, book, at, inside, block, exists):  # noqa: PLR0913
     """Return the values of codes and scales, see `block_quantization.dequantize`."""
     code = tl.load(codes + at, mask=inside, other=0).to(tl.int32)
     return tl.load(book + code) * tl.load(scales + block, mask=exists, other=0.0)[:, None]
 
 
 @triton.jit
-def _scale(values, inside):
+def scale_of_blocks(values, inside):
     """Return the largest magnitude of each block; Inf if it has a NaN, which then shows in the next step."""
     size = tl.where(values == values, tl.abs(values), float("inf"))
     return tl.max(tl.where(inside, size, 0.0), axis=1)
 
 
 @triton.jit
-def _code(values, scale, bounds, FINEST: tl.constexpr, ZERO: tl.constexpr):  # noqa: N803
+def codes_of_blocks(values, scale, bounds, FINEST: tl.constexpr, ZERO: tl.constexpr):  # noqa: N803
     """Return the codes of blocks of values, see `block_quantization.quantize`.
 
     The lowest of seven decades has FINEST values, each higher one twice as many as the one below, and ZERO is the code

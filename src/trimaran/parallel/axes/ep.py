@@ -12,6 +12,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from trimaran.core import Plan
 from trimaran.nets import Network
 from trimaran.nets.moe import ExpertWeights, MoeLayer, as_autocast
+from trimaran.nets.scattered_rows import gather_rows, scatter_rows, sorted_places
 from trimaran.parallel.mesh import RankMesh
 from trimaran.parallel.precision import own_dtype
 
@@ -88,6 +89,6 @@ def _apply_experts(experts: ExpertWeights, rows: Tensor, counts: Tensor) -> Tens
     if not len(rows):  # the grouped matmul needs at least one row
         return experts(F.pad(rows, (0, 0, 0, 1)), counts.new_ones(num_experts))[:0]
     numbers = torch.arange(num_experts, device=rows.device).repeat(num_ranks)
-    order = numbers.repeat_interleave(counts.flatten(), output_size=len(rows)).argsort(stable=True)
-    results = experts(rows[order], counts.sum(0).cumsum(0, dtype=torch.int32))
-    return results[order.argsort()]
+    places = sorted_places(numbers.repeat_interleave(counts.flatten(), output_size=len(rows))).unsqueeze(1)
+    results = experts(scatter_rows(rows, places), counts.sum(0).cumsum(0, dtype=torch.int32))
+    return gather_rows(results, places)

@@ -244,7 +244,7 @@ def sum_tied_gradients(networks: Sequence[Network], stages: StageMap, facts: Sta
     """Give both copies of a tied embedding the sum of their gradients, shard by shard, so they stay equal."""
     here = {number: network for number, network in zip(stages.here, networks, strict=True) if number in facts.tied}
     copies = [_tied_embedding(network.module) for network in here.values()]
-    gradients = [local_gradient(weight)[0] for weight in copies if weight is not None]
+    gradients = [local_gradient(weight) for weight in copies if weight is not None]
     if len(gradients) == 2:  # both copies are on this rank, as in a V schedule
         gradients[1].copy_(gradients[0].add_(gradients[1]))
     elif gradients:

@@ -1,14 +1,18 @@
 """Counts what torch.compile compiles during training, how long it takes, and what is recompiled after the warm-up."""
 
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trimaran.run import Journal
 from trimaran.train.process.supervisor_link import NO_SUPERVISOR, SupervisorLink
 
+MAX_FRAMES = 30  # between torch's callback and the function that compiles
+MAX_EVENTS = 400  # `compile` events of one start
 WARMUP_STEPS = 3  # after a start or a rewind; by then every function of a step has been compiled
 COMPILE_TIME_METRIC = "_compile.compile_inner"  # torch's key for the seconds of each compilation without its backward
 
@@ -27,12 +31,17 @@ class Compilations:
     `end_step(step)` ends a step. A compilation more than `WARMUP_STEPS` steps after the first one is late. A step
     number below the last one restarts the warm-up. The counts come from torch's own metrics; nothing is read from a
     device. While torch compiles, the rank reports the section `compile` to the supervisor, which then does not take the
-    long step or evaluation batch for a hang.
+    long step or evaluation batch for a hang. Until the first step has ended, which may take minutes with an empty
+    compile cache, rank 0 writes an event at the start and at the end of each compilation, with its function.
     """
 
-    def __init__(self, link: SupervisorLink = NO_SUPERVISOR) -> None:
+    def __init__(self, link: SupervisorLink = NO_SUPERVISOR, journal: Journal | None = None) -> None:
         self._link, self._has_callbacks = link, False
+        self._journal = journal if journal is not None and journal.rank == 0 else None
         self._compiling: AbstractContextManager[object] | None = None
+        self._what, self._began, self._number = "", 0.0, 0
+        self._functions: dict[str, float] = {}  # seconds until the first step had ended, by function
+        self._names: dict[str, str] = {}  # by torch's number of the compilation, for backwards that are compiled later
         self.count, self.late, self.seconds = 0, 0, 0.0
         self._count_before, self._seconds_before = _count(), _seconds()
         self._first, self._step = 0, -1
@@ -64,15 +73,39 @@ class Compilations:
             callbacks.on_compile_start(self._on_start)
             callbacks.on_compile_end(self._on_end)
 
-    def _on_start(self, _: object) -> None:
+    def _on_start(self, args: Any) -> None:
         if self._compiling is None:
             self._compiling = self._link.section("compile")
             self._compiling.__enter__()
+            self._what, self._began, self._number = self._name(args), time.monotonic(), self._number + 1
+            self._write_event({})
 
     def _on_end(self, _: object) -> None:
         if self._compiling is not None:
             self._compiling.__exit__(None, None, None)
             self._compiling = None
+            seconds = time.monotonic() - self._began
+            if self._is_starting:
+                self._functions[self._what] = self._functions.get(self._what, 0.0) + seconds
+            self._write_event({"seconds": round(seconds, 3)})
+
+    @property
+    def _is_starting(self) -> bool:
+        return self._step <= self._first
+
+    def _write_event(self, data: dict[str, Any]) -> None:
+        if self._journal is not None and self._is_starting and self._number <= MAX_EVENTS // 2:
+            step = max(0, self._step)
+            self._journal.event("compile", step=step, what=self._what, number=self._number, **data)
+
+    def _name(self, args: Any) -> str:
+        """Return what torch compiles now; `args` is what it passes to a callback at the start."""
+        trigger, number = getattr(args.callback_trigger, "name", ""), str(args.compile_id)
+        if trigger == "DYNAMO":
+            return self._names.setdefault(number, _compiled_function())
+        if trigger == "LAZY_BACKWARD":
+            return f"{self._names.get(number, 'a function')}, backward"
+        return "CUDA graphs" if trigger == "CUDAGRAPH_RECORDING" else trigger.lower().replace("_", " ")
 
     def _count_new(self) -> int:
         """Count the compilations since the last call, and return how many they are."""
@@ -100,7 +133,24 @@ class Compilations:
         """Return the counts, the seconds and the cache hits and misses, for the event of the first step."""
         counters = _dynamo_utils().counters["inductor"] if self.count else {}
         hits, misses = (counters.get(f"fxgraph_cache_{name}", 0) for name in ("hit", "miss"))
-        return {"compiles": self.count, "seconds": self.seconds, "cache_hits": hits, "cache_misses": misses}
+        found = {"compiles": self.count, "seconds": self.seconds, "cache_hits": hits, "cache_misses": misses}
+        functions = {what: round(seconds, 3) for what, seconds in self._functions.items()}
+        return found | ({"functions": functions} if functions else {})
+
+
+def _compiled_function() -> str:
+    """Return the function that dynamo is compiling, such as `DecoderLayer.forward`. Only valid inside its callback.
+
+    torch does not pass it to callbacks; it is an argument of the function that calls them.
+    """
+    frame = sys._getframe()
+    for _ in range(MAX_FRAMES):
+        if frame is None:
+            break
+        if frame.f_code.co_name == "_compile" and (code := frame.f_locals.get("code")) is not None:
+            return code.co_qualname
+        frame = frame.f_back
+    return "a function"
 
 
 def _dynamo_utils() -> Any:

@@ -37,7 +37,7 @@ class StepNumbers:
 
     `refused`: the update was not applied. `suspects`: the ranks whose own part of the loss was bad. `batches_differ`:
     ranks that share a batch did not load the same one. `corrupted`: the ranks whose weights or optimizer states changed
-    since the update before, though no update wrote to them.
+    since the update before, though no update wrote to them. `rank_sums`: sums of `Meters.rank_counts` over all ranks.
     """
 
     step: int
@@ -47,6 +47,7 @@ class StepNumbers:
     suspects: tuple[int, ...]
     batches_differ: bool = False
     corrupted: tuple[int, ...] = ()
+    rank_sums: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

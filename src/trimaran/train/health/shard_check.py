@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from trimaran.checkpoint.tensor_shards import TensorShard
+from trimaran.parallel.batched.address_table import addresses_of
+from trimaran.parallel.batched.tensor_checksums import TensorChecksums, can_sum
 from trimaran.train.health.replica_check import bit_checksum
 
 log = logging.getLogger(__name__)
@@ -50,7 +52,7 @@ class ShardPart:
     def __init__(self, tensors: Sequence[CheckedTensor]) -> None:
         self._small: list[CheckedTensor] = []
         self._on_host: list[CheckedTensor] = []
-        self._others: list[CheckedTensor] = []
+        self._others: list[CheckedTensor] = []  # first those that one kernel reads, then the rest
         self._buffers: list[memoryview] = []
         self._words: list[np.ndarray] = []
         copied_bytes = 0
@@ -64,10 +66,16 @@ class ShardPart:
             else:
                 self._on_host.append(each)
                 self._words.append(_words(each.flat))
+        self._others.sort(key=lambda each: not can_sum(each.tensor))
+        batched = [each.tensor for each in self._others if can_sum(each.tensor)]
+        self._rest = [each.tensor for each in self._others[len(batched) :]]
+        self._checksums = TensorChecksums(batched) if batched else None
 
     def record(self) -> Contents:
         """Return the contents: small tensors as they are, checksums of the others; those of a GPU stay there."""
-        checksums = torch.stack([bit_checksum(each.tensor) for each in self._others]) if self._others else None
+        sums = [] if self._checksums is None else [self._checksums.compute()]
+        sums += [torch.stack([bit_checksum(each) for each in self._rest])] if self._rest else []
+        checksums = torch.cat(sums) if len(sums) > 1 else sums[0] if sums else None
         return b"".join(self._buffers), [int(np.add.reduce(each, dtype=np.int64)) for each in self._words], checksums
 
     def changed_keys(self, before: Contents, after: Contents) -> list[str]:
@@ -106,6 +114,8 @@ class ShardCheck:
         self._before: Contents = (b"", [], None)
         self._verified: deque[tuple[ShardPart, Contents, Contents]] = deque(maxlen=2)
         self._left_out: set[str] = set()
+        self._weights: Sequence[Tensor] = ()
+        self._addresses: list[int] = []  # of the weights at the last record
         self._num_records, self._began_step = 0, 0.0
         self._check_seconds = self._step_seconds = 0.0  # since the last review; of checks as if each checked all
 
@@ -114,15 +124,22 @@ class ShardCheck:
         """How many steps it takes to check everything once: each step checks a part. 1: every step checks all."""
         return len(self._parts)
 
-    def record(self) -> None:
-        """Record the contents after an update."""
+    def record(self, weights: Sequence[Tensor] = ()) -> None:
+        """Record the contents after an update.
+
+        If one of these weights is elsewhere at `verify`, nothing is compared: what was recorded is no longer in use.
+        """
         if not self._max_fraction:
             return
         began = self._now()
         self._step_seconds += began - self._began_step
         self._began_step = began
-        if self._num_records <= FIRST_STEPS or self._num_records % REVIEW_STEPS == 0:
-            self._split()
+        addresses = addresses_of(weights)
+        moved = addresses != self._addresses
+        self._weights, self._addresses = weights, addresses
+        is_review = self._num_records <= FIRST_STEPS or self._num_records % REVIEW_STEPS == 0
+        if moved or is_review:
+            self._split(self._review_num_parts if is_review else lambda _: max(1, len(self._parts)))
             began = self._now()  # this is rare, and says nothing about the cost of a check
         self._num_records += 1
         if self._parts:
@@ -132,7 +149,8 @@ class ShardCheck:
 
     def verify(self) -> Tensor | None:
         """Return 1.0 on the device if the recorded contents have changed, else 0.0; None if nothing is recorded."""
-        if self._part is None:
+        if self._part is None or self._addresses != addresses_of(self._weights):
+            self._part = None
             return None
         began, part, before = self._now(), self._part, self._before
         after = part.record()
@@ -164,10 +182,14 @@ class ShardCheck:
             log.warning("not checked for flipped bits, as the model itself changes them: %s", ", ".join(keys))
             self._left_out |= {*keys}
 
-    def _split(self) -> None:
-        """Find the tensors, and split them into as many parts as the time that checks take asks for."""
+    def _split(self, count_parts: Callable[[Sequence[CheckedTensor]], int]) -> None:
+        """Find the tensors, and split them into parts."""
         shards = [shard for shard in self._shards() if shard.key not in self._left_out]
         tensors = [each for shard in shards for each in checked_tensors(shard, self._device)]
+        self._parts = split_evenly(tensors, count_parts(tensors)) if tensors else []
+
+    def _review_num_parts(self, tensors: Sequence[CheckedTensor]) -> int:
+        """Return into how many parts to split, so that checks take no more than their time."""
         num_parts = max(1, len(self._parts))
         if self._num_records >= FIRST_STEPS:
             on_device = 0.0 if self._device.type == "cpu" else 2 / DEVICE_BYTES_PER_SECOND
@@ -177,7 +199,7 @@ class ShardCheck:
             num_parts = max(1, min(math.ceil(fraction / self._max_fraction), len(tensors)))
         if self._num_records in (1, FIRST_STEPS) or self._num_records % REVIEW_STEPS == 0:
             self._check_seconds = self._step_seconds = 0.0  # the first step and its check are warm-up
-        self._parts = split_evenly(tensors, num_parts) if tensors else []
+        return num_parts
 
 
 def split_evenly(tensors: Sequence[CheckedTensor], num_parts: int) -> list[ShardPart]:

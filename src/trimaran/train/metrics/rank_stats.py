@@ -1,12 +1,8 @@
-"""Gathers the measures of all ranks on rank 0, one step later, and finds outliers."""
+"""Compares the measures of all ranks on rank 0, two steps later, and finds outliers."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median, median_low
 from typing import Any
-
-import torch
-import torch.distributed as dist
-from torch import Tensor
 
 MEASURES = ("busy_seconds", "data_seconds", "wait_seconds", "peak_bytes", "tokens")
 WAIT_COLUMN = MEASURES.index("wait_seconds")
@@ -15,38 +11,41 @@ OUTLIER_MEASURES = {index: name for index, name in enumerate(MEASURES) if index 
 OUTLIER_FACTOR = 1.2  # times the median
 MIN_OUTLIER_STEP_FRACTION = 0.1  # a difference below this fraction of a step is noise
 MAX_OUTLIERS = 8  # in a metrics line
+MICROSECONDS = 1_000_000  # per second
 
 
 class RankStats:
-    """Gathers the measures of all ranks on rank 0. Every rank calls `exchange` at every step.
+    """Compares the ranks on rank 0. Every rank calls every method at every step.
 
-    The gather runs between the hosts, asynchronously, and is read when the next one starts. By then every rank has
-    taken part in a later step, so it is complete and nothing waits. Ranks are compared within their pipeline stage
-    (consecutive ranks): the ranks of a stage should do the same work.
+    A rank sends its measures of a step with the counts of a later step, which are all-reduced anyway, in the row of
+    that rank; all other rows are 0. Ranks are compared within their pipeline stage (consecutive ranks): the ranks of a
+    stage should do the same work.
     """
 
-    def __init__(self, *, pp: int = 1) -> None:
-        self._rank, num_ranks = dist.get_rank(), dist.get_world_size()
-        self._table = torch.zeros(num_ranks, len(MEASURES), dtype=torch.float64)
-        self._rows = list(self._table.unbind()) if self._rank == 0 else None
-        self._stage_ranks = num_ranks // pp
-        self._pending: tuple[int, Tensor, dist.Work] | None = None  # keeps the sent tensor alive
+    def __init__(self, *, rank: int, num_ranks: int, pp: int = 1) -> None:
+        self._rank, self._num_ranks, self._stage_ranks = rank, num_ranks, num_ranks // pp
+        self._counts = [0] * (1 + num_ranks * len(MEASURES))  # the step, which rank 0 sends, and the rows of all ranks
 
-    def exchange(self, step: int, mine: Mapping[str, float]) -> dict[str, Any]:
-        """Send this rank's measures of `step`. Return `summarise_ranks` of the last call on rank 0, else nothing."""
-        previous = self._previous_summary()
-        row = torch.tensor([mine[name] for name in MEASURES], dtype=torch.float64)
-        work = dist.gather(row, self._rows, dst=0, async_op=True)
-        assert work is not None
-        self._pending = (step, row, work)
-        return previous
+    @property
+    def counts(self) -> Sequence[int]:
+        """This rank's last measures as whole numbers, whose sums over all ranks are for `summary`."""
+        return self._counts
 
-    def _previous_summary(self) -> dict[str, Any]:
-        if self._pending is None:
+    def measure(self, step: int, measures: Mapping[str, float]) -> None:
+        """Send these measures of `step` from now on."""
+        counts = [0] * len(self._counts)
+        first = 1 + self._rank * len(MEASURES)
+        counts[first : first + len(MEASURES)] = [_to_count(name, measures[name]) for name in MEASURES]
+        counts[0] = step if self._rank == 0 else 0
+        self._counts = counts
+
+    def summary(self, sums: Sequence[float]) -> dict[str, Any]:
+        """Return `summarise_ranks` and its step on rank 0, given the sums of `counts`; else nothing."""
+        if self._rank != 0 or not sums or not sums[0]:
             return {}
-        step, _, work = self._pending
-        work.wait()
-        return {"step": step} | summarise_ranks(self._table.tolist(), self._stage_ranks) if self._rank == 0 else {}
+        rows = [sums[first : first + len(MEASURES)] for first in range(1, len(sums), len(MEASURES))]
+        table = [[_from_count(name, each) for name, each in zip(MEASURES, row, strict=True)] for row in rows]
+        return {"step": round(sums[0])} | summarise_ranks(table, self._stage_ranks)
 
 
 def summarise_ranks(table: Sequence[Sequence[float]], stage_ranks: int) -> dict[str, Any]:
@@ -83,3 +82,12 @@ def _outliers(rows: Sequence[Sequence[float]], first: int) -> Iterator[dict[str,
 def _rounded(name: str, value: float) -> float:
     """Return the value rounded to microseconds, or to whole bytes and tokens."""
     return round(value, 6) if name.endswith("_seconds") else round(value)
+
+
+def _to_count(name: str, value: float) -> int:
+    """Return the value in whole microseconds, bytes or tokens."""
+    return round(value * MICROSECONDS) if name.endswith("_seconds") else round(value)
+
+
+def _from_count(name: str, count: float) -> float:
+    return count / MICROSECONDS if name.endswith("_seconds") else count

@@ -5,44 +5,50 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from trimaran.models import ExpertSpec
+from trimaran.models import ExpertSpec, ModelSpec
 from trimaran.nets import Decoder, Network
 from trimaran.nets.moe import MoeLayer
 from trimaran.nets.moe_router import NUM_EXTRA_STATS
-from trimaran.parallel import RankMesh
+from trimaran.train.metrics.host_copy import copy_to_host_async
 
 
-def router_statistics(networks: Sequence[Network], ranks: RankMesh) -> Callable[[], dict[str, Any]]:
-    """Return a function that returns the statistics since the last call. Call it one step later.
+def routing_counts(networks: Sequence[Network], device: torch.device) -> Tensor | None:
+    """Return this rank's counts since the last call, layer by layer, flat; None without our own MoE layers.
 
-    Every rank must call this: it is one small all-reduce for all layers, or none without our own MoE layers. It does
-    not synchronise with the device. Only training is counted. Counts that tp or recompute repeat are repeated for the
-    complete layer, and the statistics are means over layers of ratios, so they do not change.
+    Sum them over all ranks for `router_details`: layers of other stages are zero rows on this rank. Only training is
+    counted. Counts that tp or recompute repeat are repeated for the complete layer, and the statistics are means over
+    layers of ratios, so they do not change.
     """
-    module = networks[0].module
-    if not isinstance(module, Decoder) or (experts := module.spec.block.experts) is None:
+    spec = _moe_spec(networks)
+    if spec is None:
+        return None
+    columns = _experts(spec).num_experts + NUM_EXTRA_STATS
+    table = torch.zeros(spec.layers, columns, dtype=torch.float64, device=device)
+    for layer, moe_layer in _moe_layers(networks):
+        table[layer] = moe_layer.take_routing_stats()
+    return table.flatten()
+
+
+def router_details(counts: Tensor | None, networks: Sequence[Network]) -> Callable[[], dict[str, Any]]:
+    """Return a function that returns the metrics of `routing_counts`, summed over all ranks. Call it one step later."""
+    spec = _moe_spec(networks)
+    if spec is None or counts is None:
         return dict
-    stats = {layer: moe_layer.take_routing_stats() for layer, moe_layer in _moe_layers(networks)}
-    device = next(iter(stats.values())).device  # the device of the counts; weights may be offloaded
-    table = torch.zeros(module.spec.layers, experts.num_experts + NUM_EXTRA_STATS, dtype=torch.float64, device=device)
-    for layer, layer_stats in stats.items():
-        table[layer] = layer_stats
-    if ranks.degrees.world_size > 1:
-        dist.all_reduce(table)  # layers of other stages are zero rows on this rank
-    copy = table.to("cpu", non_blocking=True)
-    copied = torch.cuda.Event() if device.type == "cuda" else None
-    if copied is not None:
-        copied.record()
+    copy = copy_to_host_async(counts)
+    return lambda: {"router": _router_metrics(copy().view(spec.layers, -1), _experts(spec))}
 
-    def read() -> dict[str, Any]:
-        if copied is not None:
-            copied.synchronize()
-        return {"router": _router_metrics(copy, experts)}
 
-    return read
+def _moe_spec(networks: Sequence[Network]) -> ModelSpec | None:
+    """Return the shape of a decoder with MoE layers; None for any other network."""
+    module = networks[0].module
+    return module.spec if isinstance(module, Decoder) and module.spec.block.experts is not None else None
+
+
+def _experts(spec: ModelSpec) -> ExpertSpec:
+    assert spec.block.experts is not None
+    return spec.block.experts
 
 
 def _moe_layers(networks: Sequence[Network]) -> Iterator[tuple[int, MoeLayer]]:

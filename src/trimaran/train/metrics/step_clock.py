@@ -3,7 +3,8 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import chain, pairwise
+from typing import Any
 
 import torch
 
@@ -43,6 +44,11 @@ class SpanTimer:
             seconds[phase] = seconds.get(phase, 0.0) + self._between(start, end)
         return seconds
 
+    @property
+    def marks(self) -> list[object]:
+        """The marks of all spans."""
+        return [mark for _, *marks in self._spans for mark in marks]
+
 
 class StartupTimer:
     """Measures the phases of a worker's start, which run once, one after another, in wall-clock seconds."""
@@ -72,8 +78,9 @@ class StepClock:
         self.on_lap: LapCallback | None = None  # set only while a trace is recorded
         self._mark: Callable[[], object] = time.perf_counter
         self._between: Callable[..., float] = lambda start, end: end - start
-        if device.type == "cuda":
-            self._mark, self._between = _cuda_mark, _cuda_seconds
+        self._events = CudaEvents() if device.type == "cuda" else None
+        if self._events is not None:
+            self._mark, self._between = self._events.record, cuda_seconds
         self.restart()
 
     def restart(self) -> None:
@@ -108,12 +115,13 @@ class StepClock:
         return lambda: self._between(start, end) - sum(spans.seconds().values())
 
     def end_step(self) -> ReadSeconds:
-        """End the step; return a function that returns its seconds by phase."""
+        """End the step; return a function that returns its seconds by phase. Call it once."""
         laps = self._laps
         self._laps = [("", laps[-1][1], None)]
 
         def read() -> dict[str, float]:
             seconds: dict[str, float] = {}
+            self._between(laps[0][1], laps[-1][1])  # waits once, for the last mark
             for (_, start, _), (phase, end, spans) in pairwise(laps):
                 remaining = self._between(start, end)
                 for span_phase, span_seconds in (spans.seconds() if spans else {}).items():
@@ -121,17 +129,35 @@ class StepClock:
                     remaining -= span_seconds
                 seconds[phase] = seconds.get(phase, 0.0) + remaining
             seconds.pop(DISCARDED, None)
+            if self._events is not None:  # the last mark is the first of the next step
+                self._events.give_back(
+                    [mark for _, mark, _ in laps[:-1]], *(spans.marks for *_, spans in laps if spans)
+                )
             return seconds
 
         return read
 
 
-def _cuda_mark() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
+class CudaEvents:
+    """The events of a clock, which are used again: a step has dozens with a pipeline or FSDP."""
+
+    def __init__(self) -> None:
+        self._free: list[Any] = []
+        self._given_back: list[Any] = []
+
+    def record(self) -> torch.cuda.Event:
+        """Return an event that the device passes after all work so far."""
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def give_back(self, *events: list[Any]) -> None:
+        """Use the events of a step again, from the next call on: what else is read of that step is read before it."""
+        self._free += self._given_back
+        self._given_back = [*chain(*events)]
 
 
-def _cuda_seconds(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-    end.synchronize()
+def cuda_seconds(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    if not end.query():
+        end.synchronize()  # lets other threads run, and then has to wait for them
     return start.elapsed_time(end) / 1000

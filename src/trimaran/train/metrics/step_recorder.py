@@ -90,8 +90,9 @@ class StepRecorder:
         """Write the metrics line of the step and return its numbers."""
         measured = pending.read_seconds()  # waits for the device, so the numbers are copied
         phases = dict.fromkeys(PHASES, 0.0) | {name: round(each, SECONDS_DECIMALS) for name, each in measured.items()}
-        loss, tokens, stop, save, profile, batches_differ, *bad, norm, refused = pending.numbers.tolist()
-        details = pending.read_details()
+        loss, tokens, stop, save, profile, *others, norm, refused = pending.numbers.tolist()
+        *rank_sums, batches_differ = others[: -self.plan.mesh.world_size]
+        bad, details = others[-self.plan.mesh.world_size :], pending.read_details()
         numbers = StepNumbers(
             step=pending.step,
             loss=loss,
@@ -100,6 +101,7 @@ class StepRecorder:
             suspects=tuple(rank for rank, each in enumerate(bad) if each % MEMORY_CHANGED) if refused else (),
             batches_differ=batches_differ != 0,
             corrupted=tuple(rank for rank, each in enumerate(bad) if each >= MEMORY_CHANGED),
+            rank_sums=tuple(rank_sums),
         )
         if refused:
             details["skipped"] = True
@@ -134,7 +136,9 @@ class StepRecorder:
         self, pending: PendingStep, numbers: StepNumbers, tokens: int, phases: dict[str, float], details: dict[str, Any]
     ) -> None:
         seconds = sum(phases.values())
-        peak_bytes, measured = self.meters.read(pending.step, lr=pending.lr, tokens=pending.tokens, phases=phases)
+        peak_bytes, measured = self.meters.read(
+            pending.step, lr=pending.lr, tokens=pending.tokens, phases=phases, rank_sums=numbers.rank_sums
+        )
         prediction, world_size = self.plan.prediction, self.plan.mesh.world_size
         peak_flops = prediction.device_peak_flops * world_size if prediction and prediction.mfu_is_known else 0.0
         metrics = StepMetrics(

@@ -25,14 +25,13 @@ from trimaran.optim import LR_FACTOR, decay_groups
 from trimaran.parallel import RankMesh, gradient_norm
 from trimaran.train.health.guard import Guard
 from trimaran.train.loss.objective import LanguageObjective, Objective, predicted_tokens
-from trimaran.train.metrics.router_stats import router_statistics
 from trimaran.train.metrics.step_clock import StepClock
 from trimaran.train.steppers.deepspeed_state import deepspeed_state
 from trimaran.train.steppers.loss_parts import LossPartSums
+from trimaran.train.steppers.step_totals import ReducedStep, StepTotals
 from trimaran.train.steppers.stepper import (
     NO_REQUESTS,
     DetailsReader,
-    StepCounts,
     compute_losses,
     compute_next_token_logits,
     evaluate_micro_batch,
@@ -70,16 +69,14 @@ class DeepSpeedStepper:
         self._plan, self._ranks, self._clock = plan, ranks, clock
         self._engine, self._device, self._guard = engine, engine.device, guard
         self.objective: Objective = LanguageObjective()
-        self._mean_loss = torch.zeros((), device=self._device)
         engine.basic_optimizer.register_step_pre_hook(self._set_found_inf)
         self._update_details: dict[str, Any] = {}
-        self._router_details: DetailsReader = dict
-        self._part_details: DetailsReader = dict
+        self._reduced: ReducedStep | None = None
         self._norm: Tensor | None = None
 
-    def step(self, batch: StepBatch, *, requests: Sequence[bool] = NO_REQUESTS) -> Tensor:
+    def step(self, batch: StepBatch, *, requests: Sequence[int] = NO_REQUESTS) -> Tensor:
         """See `Stepper.step`. DeepSpeed averages over all ranks, but does not divide by the accumulation steps."""
-        counts = StepCounts(batch, self._ranks, self._guard, requests=requests)  # overlaps the first forward
+        totals = StepTotals(batch, self._ranks, self._guard, requests=requests)  # overlaps the first forward
         total, parts = torch.zeros((), device=self._device), LossPartSums(self.objective, self._ranks)
         for index in range(self._plan.grad_accum):
             if index > 0:
@@ -87,18 +84,15 @@ class DeepSpeedStepper:
             losses, balance = compute_losses(self.objective, self._engine_network, batch.micro(index))
             loss = losses.total
             self._clock.lap("forward")
-            num_valid = counts.num_valid()
+            num_valid = totals.num_valid()
             self._clock.lap("comm")
             self._engine.backward((loss + balance) * (self._plan.mesh.data / num_valid), scale_wrt_gas=False)
             total += loss.detach()
             parts.add(losses)
             self._clock.lap("backward")
-        numbers = counts.numbers(total)
-        self._mean_loss = numbers[0]
-        self._router_details = router_statistics([self._network], self._ranks)
-        self._part_details = parts.read(batch)
+        self._reduced = totals.reduce(total, parts, [self._network])
         self._clock.lap("comm")
-        return numbers
+        return self._reduced.numbers
 
     def update(self, lr: float) -> tuple[Tensor, Tensor]:
         for group in self._engine.optimizer.param_groups:
@@ -114,9 +108,16 @@ class DeepSpeedStepper:
             self._norm = torch.as_tensor(self._engine.get_global_grad_norm(), device=self._device)
         return self._norm, self._guard.refuses(self._mean_loss, self._norm)
 
+    @property
+    def _mean_loss(self) -> Tensor:
+        """The mean loss of the step over all ranks."""
+        assert self._reduced is not None, "an update follows a step"
+        return self._reduced.numbers[0]
+
     def details(self) -> DetailsReader:
-        update_details, router_details, part_details = self._update_details, self._router_details, self._part_details
-        return lambda: update_details | router_details() | part_details()
+        assert self._reduced is not None
+        update_details, step_details = self._update_details, self._reduced.details
+        return lambda: update_details | step_details()
 
     def evaluate(self, batch: StepBatch) -> Tensor:
         rows = [

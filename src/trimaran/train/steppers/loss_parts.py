@@ -4,47 +4,51 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
 
 from trimaran.data.step_batch import StepBatch
 from trimaran.parallel import RankMesh
 from trimaran.train.loss.objective import LossSums, Objective, mean_losses
+from trimaran.train.metrics.host_copy import copy_to_host_async
 
 
 class LossPartSums:
-    """Adds up the loss parts of one step's micro-batches. Every rank must call `read`, which is a collective."""
+    """Adds up the loss parts of one step's micro-batches on this rank."""
 
     def __init__(self, objective: Objective, ranks: RankMesh) -> None:
         self._names, self._ranks = objective.part_names, ranks
-        self._sums = torch.zeros(len(self._names), 2, dtype=torch.float64, device=ranks.device)
+        self._parts: Tensor | None = None
+        if self._names:
+            self._parts = torch.zeros(len(self._names), 2, dtype=torch.float64, device=ranks.device)
 
     def add(self, losses: LossSums) -> None:
-        if losses.parts is not None:
-            self._sums += losses.parts
+        if self._parts is not None and losses.parts is not None:
+            self._parts += losses.parts
 
-    def read(self, batch: StepBatch) -> Callable[[], dict[str, Any]]:
-        """Return a function that returns the sums as metrics. Call it one step later.
+    def sums(self, batch: StepBatch) -> Tensor | None:
+        """Return what this rank adds to the loss parts and to the loader's counts, flat; None if there are none.
 
-        This is one small all-reduce, or none if there is nothing to sum. All ranks must have the same `batch.facts`.
+        All ranks must have the same names in `batch.metrics`.
         """
-        if not self._names and not batch.metrics:
+        held = []
+        if self._parts is not None:
+            # The ranks of a tp group have the same loss. In a pipeline only the last stage has one.
+            held.append((self._parts if self._ranks.rank("tp") == 0 else torch.zeros_like(self._parts)).flatten())
+        if batch.metrics:
+            counts = [float(each) if self._ranks.counts_samples else 0.0 for each in batch.metrics.values()]
+            host = torch.tensor(counts, dtype=torch.float64, pin_memory=self._ranks.device.type == "cuda")
+            held.append(host.to(self._ranks.device, non_blocking=True))
+        return torch.cat(held) if held else None
+
+    def details(self, sums: Tensor | None, batch: StepBatch) -> Callable[[], dict[str, Any]]:
+        """Return a function that returns the `sums` of all ranks, added up, as metrics. Call it one step later."""
+        if sums is None:
             return dict
-        counted = float(self._ranks.counts_samples)
-        facts = [torch.full((), value * counted, device=self._ranks.device) for value in batch.metrics.values()]
-        # The ranks of a tp group have the same loss. In a pipeline only the last stage has one.
-        ours = self._sums * float(self._ranks.rank("tp") == 0)
-        sums = torch.cat([ours.flatten(), *(each.double().reshape(1) for each in facts)])
-        dist.all_reduce(sums)
-        copy = sums.to("cpu", non_blocking=True)
-        copied = torch.cuda.Event() if sums.is_cuda else None
-        if copied is not None:
-            copied.record()
-        names, keys, size = self._names, tuple(batch.metrics), ours.numel()
+        copy, names, keys, size = copy_to_host_async(sums), self._names, tuple(batch.metrics), 2 * len(self._names)
 
         def read() -> dict[str, Any]:
-            if copied is not None:
-                copied.synchronize()
-            losses = {"losses": mean_losses(copy[:size].view(-1, 2), names)} if names else {}
-            return losses | ({"rows": dict(zip(keys, copy[size:].tolist(), strict=True))} if keys else {})
+            on_host = copy()
+            losses = {"losses": mean_losses(on_host[:size].view(-1, 2), names)} if names else {}
+            return losses | ({"rows": dict(zip(keys, on_host[size:].tolist(), strict=True))} if keys else {})
 
         return read

@@ -26,13 +26,12 @@ from trimaran.parallel.axes.pp import (
 )
 from trimaran.train.checkpointing.training_state import TrainingState
 from trimaran.train.loss.objective import LanguageObjective, Objective, predicted_tokens
-from trimaran.train.metrics.router_stats import router_statistics
 from trimaran.train.metrics.step_clock import StepClock
 from trimaran.train.steppers.loss_parts import LossPartSums
+from trimaran.train.steppers.step_totals import ReducedStep, StepTotals
 from trimaran.train.steppers.stepper import (
     NO_REQUESTS,
     DetailsReader,
-    StepCounts,
     gather_logits_row,
     loss_and_scores,
     mask_duplicates,
@@ -62,18 +61,17 @@ class PipelineStepper:
             self._dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
         self._schedules: dict[tuple[tuple[int, ...], ...], Schedule] = {}  # by the shapes of the sent activations
         # State of the current or last step: its batch, its time by phase, the factor of its loss, its summed loss on
-        # this rank, and its mean loss over all ranks.
+        # this rank, and its sums over all ranks.
         self._batch = StepBatch(0, {}, 0)
         self._span_timer, self._wait_seconds = clock.span_timer(), lambda: 0.0
-        self._scale = self._loss_sum = self._mean_loss = torch.zeros((), device=self._device)
+        self._scale = self._loss_sum = torch.zeros((), device=self._device)
         self._parts = LossPartSums(self._objective, ranks)
-        self._router_details: DetailsReader = dict
-        self._part_details: DetailsReader = dict
+        self._reduced: ReducedStep | None = None
 
-    def step(self, batch: StepBatch, *, requests: Sequence[bool] = NO_REQUESTS) -> Tensor:
+    def step(self, batch: StepBatch, *, requests: Sequence[int] = NO_REQUESTS) -> Tensor:
         """See `Stepper.step`. Time between the computations of a schedule counts as waiting for other stages."""
-        counts = StepCounts(batch, self._ranks, self._updater.guard, requests=requests)
-        self._scale = self._updater.scale * self._plan.mesh.data / counts.num_valid()
+        totals = StepTotals(batch, self._ranks, self._updater.guard, requests=requests)
+        self._scale = self._updater.scale * self._plan.mesh.data / totals.num_valid()
         self._loss_sum = torch.zeros((), device=self._device)
         self._batch, self._parts = batch, LossPartSums(self._objective, self._ranks)
         indices = torch.arange(self._plan.grad_accum)  # split by the schedule; micro-batches may differ in size
@@ -83,20 +81,21 @@ class PipelineStepper:
         schedule.step(number=indices, target=indices, return_outputs=False)
         self._wait_seconds = self._clock.split_lap(self._span_timer, rest="comm")
         sum_tied_gradients(self._networks, self._stages, self._facts)
-        numbers = counts.numbers(self._loss_sum)
-        self._mean_loss = numbers[0]
-        self._router_details = router_statistics(self._networks, self._ranks)
-        self._part_details = self._parts.read(batch)
+        squares = self._updater.measure_gradients()
+        self._reduced = totals.reduce(self._loss_sum, self._parts, self._networks, squares=squares)
         self._clock.lap("comm")
-        return numbers
+        return self._reduced.numbers
 
     def update(self, lr: float) -> tuple[Tensor, Tensor]:
-        return self._updater.update(lr, self._mean_loss)
+        assert self._reduced is not None, "an update follows a step"
+        assert self._reduced.squares is not None
+        return self._updater.update(lr, self._reduced.numbers[0], self._reduced.squares)
 
     def details(self) -> DetailsReader:
         """See `Stepper.details`. The measured bubble is the mean over the ranks of the pipeline."""
         span_timer, wait_seconds = self._span_timer, self._wait_seconds
-        update_details, router_details, part_details = self._updater.details(), self._router_details, self._part_details
+        assert self._reduced is not None
+        update_details, step_details = self._updater.details(), self._reduced.details
 
         def read() -> dict[str, Any]:
             busy = sum(span_timer.seconds()[phase] for phase in ("forward", "backward"))
@@ -105,7 +104,7 @@ class PipelineStepper:
             dist.all_reduce(fraction, group=self._stages.group)
             measured = fraction.item() / self._plan.mesh.pp
             bubble = {"measured": measured, "theoretical": self._plan.bubble}
-            return {"bubble": bubble} | update_details() | router_details() | part_details()
+            return {"bubble": bubble} | update_details() | step_details()
 
         return read
 

@@ -62,8 +62,9 @@ class StepGraphs:
         self, forward: Forward, module: nn.Module, *, grad_accum: int, buckets: GradientBuckets | None = None
     ) -> None:
         """With `buckets`, the gradients are slices of them."""
-        self._forward, self._module, self._grad_accum, self._buckets = forward, module, grad_accum, buckets
+        self._forward, self._grad_accum, self._buckets = forward, grad_accum, buckets
         self._trained = [each for each in module.parameters() if each.requires_grad]
+        self._held = (*module.parameters(), *module.buffers())
         self._signature: Signature = ()
         self._addresses: list[int] = []
         self._eager_steps, self._changes_left = 0, MAX_CHANGES
@@ -166,8 +167,7 @@ class StepGraphs:
 
     def _current_addresses(self) -> list[int]:
         """Return the addresses that the graphs read: those of all parameters and buffers."""
-        tensors = (*self._module.parameters(), *self._module.buffers())
-        return [each.data_ptr() for each in tensors]
+        return [each.data_ptr() for each in self._held]
 
 
 def has_known_code(module: nn.Module) -> bool:

@@ -1,7 +1,5 @@
 """The stepper protocol, and the stepper without a pipeline: forward and backward over the micro-batches of a step."""
 
-import math
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -21,14 +19,13 @@ from trimaran.parallel import RankMesh, autocast, gradient_sync
 from trimaran.parallel.comm.gradient_buckets import GradientBuckets
 from trimaran.train.agreement import RANK_REQUESTS
 from trimaran.train.checkpointing.training_state import TrainingState
-from trimaran.train.health.guard import MEMORY_CHANGED, Guard
 from trimaran.train.loss.head_loss import LossHead, build_loss_head
 from trimaran.train.loss.objective import LanguageObjective, LossSums, Objective, predicted_tokens
 from trimaran.train.metrics.gather_waits import GatherWaits, time_gathers
-from trimaran.train.metrics.router_stats import router_statistics
 from trimaran.train.metrics.step_clock import StepClock
 from trimaran.train.steppers.loss_parts import LossPartSums
 from trimaran.train.steppers.step_graphs import MicroBatchGraphs, StepGraphs, has_known_code
+from trimaran.train.steppers.step_totals import ReducedStep, StepTotals
 from trimaran.train.steppers.update import Updater
 
 DetailsReader = Callable[[], dict[str, Any]]
@@ -39,13 +36,15 @@ NO_REQUESTS = (False,) * len(RANK_REQUESTS)
 class Stepper(Protocol):
     """Runs the steps of one mode of training. Every rank calls every method, in the same order."""
 
-    def step(self, batch: StepBatch, *, requests: Sequence[bool] = NO_REQUESTS) -> Tensor:
+    def step(self, batch: StepBatch, *, requests: Sequence[int] = NO_REQUESTS) -> Tensor:
         """Compute the gradient of the mean loss of the global batch and leave it in `parameter.grad`.
 
-        Returns one tensor on the device: the mean loss, the number of valid tokens, the number of ranks that make each
-        of RANK_REQUESTS, 0 if the ranks that share a batch loaded the same one, and for each rank 1 if its own loss is
-        bad, plus MEMORY_CHANGED if its weights or optimizer states have changed since the last update. If ranks loaded
-        different batches or memory has changed, the loss is NaN, so that the guard refuses the update.
+        `requests` has 1 for each of RANK_REQUESTS that this rank makes, else 0, and after these any other numbers.
+
+        Returns one tensor on the device: the mean loss, the number of valid tokens, the sums of `requests` over all
+        ranks, 0 if the ranks that share a batch loaded the same one, and for each rank 1 if its own loss is bad, plus
+        MEMORY_CHANGED if its weights or optimizer states have changed since the last update. If ranks loaded different
+        batches or memory has changed, the loss is NaN, so that the guard refuses the update.
         """
         ...
 
@@ -108,9 +107,7 @@ class PlainStepper:
         self._set_sync = gradient_sync(network.module, plan)
         self._waits = GatherWaits()
         time_gathers(network.module, self._waits)
-        self._router_details: DetailsReader = dict
-        self._part_details: DetailsReader = dict
-        self._mean_loss = torch.zeros((), device=self._device)
+        self._reduced: ReducedStep | None = None
         trained = [each for each in network.module.parameters() if each.requires_grad]
         self._buckets = GradientBuckets(trained, ranks.data.get_group()) if plan.reduces_after_backward else None
         captures = plan.captures_steps and self._device.type == "cuda" and has_known_code(network.module)
@@ -120,13 +117,13 @@ class PlainStepper:
             else None
         )
 
-    def step(self, batch: StepBatch, *, requests: Sequence[bool] = NO_REQUESTS) -> Tensor:
+    def step(self, batch: StepBatch, *, requests: Sequence[int] = NO_REQUESTS) -> Tensor:
         """See `Stepper.step`.
 
         The gradient reduction averages over the data ranks, so each rank's loss is multiplied by their number. What
         remains is one division by the valid tokens of all ranks (principle 1, docs/principles.md).
         """
-        counts = StepCounts(batch, self._ranks, self._updater.guard, requests=requests)  # overlaps the first forward
+        totals = StepTotals(batch, self._ranks, self._updater.guard, requests=requests)  # overlaps the first forward
         total, parts = torch.zeros((), device=self._device), LossPartSums(self._objective, self._ranks)
         graphs = self._graphs.micro_batches(batch) if self._graphs is not None else ()
         if self._buckets is not None:
@@ -134,50 +131,49 @@ class PlainStepper:
         for index in range(self._plan.grad_accum):
             inputs = batch.micro(index)
             if graphs:
-                losses = self._replay(graphs[index], inputs, counts)
+                losses = self._replay(graphs[index], inputs, totals)
             else:
                 self._set_sync(index == self._plan.grad_accum - 1)
-                losses = self._run(inputs, counts)
+                losses = self._run(inputs, totals)
             total += losses.total
             parts.add(losses)
         if self._graphs is not None and graphs:
             self._graphs.assign_gradients()
         if self._buckets is not None:
             self._buckets.reduce()
-        numbers = counts.numbers(total)
-        self._mean_loss = numbers[0]
-        self._router_details = router_statistics([self._network], self._ranks)
-        self._part_details = parts.read(batch)
+        self._reduced = totals.reduce(total, parts, [self._network], squares=self._updater.measure_gradients())
         self._clock.lap("comm")
-        return numbers
+        return self._reduced.numbers
 
-    def _run(self, inputs: Inputs, counts: "StepCounts") -> LossSums:
+    def _run(self, inputs: Inputs, totals: StepTotals) -> LossSums:
         """Compute the losses of a micro-batch, without their graph, and add up its gradients."""
         self._waits.begin(self._clock)
         losses, balance = self._forward(inputs)
         self._waits.end(self._clock, "forward")
-        loss = (losses.total + balance) * self._loss_factor(counts)
+        loss = (losses.total + balance) * self._loss_factor(totals)
         self._clock.lap("comm")
         end_lap_after_backward(loss, self._clock, self._waits)
         loss.backward()
         self._clock.lap("comm")
         return LossSums(losses.total.detach(), losses.parts)
 
-    def _replay(self, graphs: MicroBatchGraphs, inputs: Inputs, counts: "StepCounts") -> LossSums:
+    def _replay(self, graphs: MicroBatchGraphs, inputs: Inputs, totals: StepTotals) -> LossSums:
         """Do the same as `_run` with CUDA graphs."""
-        graphs.fill(inputs, self._loss_factor(counts))
+        graphs.fill(inputs, self._loss_factor(totals))
         graphs.forward.replay()
         self._clock.lap("forward")
         graphs.backward.replay()
         self._clock.lap("backward")
         return graphs.losses
 
-    def _loss_factor(self, counts: "StepCounts") -> Tensor:
+    def _loss_factor(self, totals: StepTotals) -> Tensor:
         """Return what the summed loss of a micro-batch is multiplied by, for the mean over the global batch."""
-        return self._updater.scale * self._plan.mesh.data / counts.num_valid()
+        return self._updater.scale * self._plan.mesh.data / totals.num_valid()
 
     def update(self, lr: float) -> tuple[Tensor, Tensor]:
-        return self._updater.update(lr, self._mean_loss)
+        assert self._reduced is not None, "an update follows a step"
+        assert self._reduced.squares is not None
+        return self._updater.update(lr, self._reduced.numbers[0], self._reduced.squares)
 
     def recompute_gradients(self, batch: StepBatch) -> Iterator[None]:
         """Compute the gradients of a batch again, yield after each micro-batch, and clear the gradients at the end.
@@ -195,8 +191,9 @@ class PlainStepper:
         self._updater.clear_gradients()
 
     def details(self) -> DetailsReader:
-        update_details, router_details, part_details = self._updater.details(), self._router_details, self._part_details
-        return lambda: update_details() | router_details() | part_details()
+        assert self._reduced is not None
+        update_details, step_details = self._updater.details(), self._reduced.details
+        return lambda: update_details() | step_details()
 
     def evaluate(self, batch: StepBatch) -> Tensor:
         if self._graphs is not None:
@@ -251,52 +248,6 @@ def end_lap_after_backward(loss: Tensor, clock: StepClock, waits: GatherWaits) -
     queue_callback = torch.autograd.Variable._execution_engine.queue_callback
     loss.register_hook(lambda _: queue_callback(partial(waits.end, clock, "backward")))
     waits.begin(clock)
-
-
-class StepCounts:
-    """Counts of one step, summed over all ranks by an all-reduce that overlaps the first forward."""
-
-    def __init__(self, batch: StepBatch, ranks: RankMesh, guard: Guard, *, requests: Sequence[bool]) -> None:
-        self._ranks, self._guard, self._num_valid = ranks, guard, batch.num_valid
-        here = (batch.num_valid if ranks.counts_samples else 0, *map(int, requests), batch_checksum_term(batch, ranks))
-        # Filled one by one: a tensor built from a list would make the host wait for the device.
-        self._counts = torch.stack([torch.full((), num, device=ranks.device) for num in here])
-        self._is_alone = ranks.degrees.world_size == 1
-        self._work: dist.Work | None = None if self._is_alone else dist.all_reduce(self._counts, async_op=True)
-
-    def num_valid(self) -> Tensor:
-        """Return the number of valid tokens of the global batch, at least 1. The loss is divided by it."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        return self._counts[0].clamp(min=1)
-
-    def numbers(self, loss: Tensor) -> Tensor:
-        """Return the result of `Stepper.step`, given the summed `loss` of this rank's positions."""
-        sums = torch.zeros(1 + dist.get_world_size(), device=loss.device)
-        if self._ranks.rank("tp") == 0:  # the other tp ranks have the same loss
-            sums[0] = loss
-            sums[1 + dist.get_rank()] = self._guard.suspects(loss, self._num_valid)
-        changed = self._guard.shard_check.verify() if self._guard.shard_check else None
-        if changed is not None:
-            sums[1 + dist.get_rank()] += MEMORY_CHANGED * changed
-        if not self._is_alone:
-            dist.all_reduce(sums)
-        counts = self._counts.double()  # fp32 is exact only up to 16 million
-        is_valid = (self._counts[-1] == 0) & (sums[1:].amax() < MEMORY_CHANGED)
-        mean = torch.where(is_valid, sums[:1] / self.num_valid(), math.nan)
-        return torch.cat([mean, counts, sums[1:]])
-
-
-def batch_checksum_term(batch: StepBatch, ranks: RankMesh) -> int:
-    """Return a number whose sum over the ranks that share a batch is 0 if all of them loaded the same samples.
-
-    A disk may fail on one rank only. That rank replaces the sample by one of the same shape, so nothing else would
-    fail, and replicated weights would diverge.
-    """
-    num_sharing = ranks.degrees.world_size // ranks.degrees.dp
-    checksum = zlib.crc32(repr((batch.num_valid, [each.sample for each in batch.bad])).encode())
-    return checksum * (num_sharing - 1) if ranks.counts_samples else -checksum
 
 
 def build_loss_function(objective: Objective, network: Network, plan: Plan) -> LossFunction:

@@ -14,10 +14,11 @@ from trimaran.optim.adamw import LowMemoryAdamW
 from trimaran.parallel import RankMesh
 from trimaran.parallel.axes.image_split import sum_partial_gradients
 from trimaran.parallel.axes.pp import TrainedParameters
-from trimaran.parallel.gradient_norm import squared_gradient_norms
+from trimaran.parallel.gradient_norm import GradientSquares
 from trimaran.train.checkpointing.training_state import TrainingCounter, TrainingState, saved_settings, unsaved_state
 from trimaran.train.health.guard import Guard
 from trimaran.train.metrics.group_norms import GroupMeter
+from trimaran.train.metrics.host_copy import copy_to_host_async
 from trimaran.train.metrics.step_clock import StepClock
 
 
@@ -46,6 +47,8 @@ class Updater:
         # are frozen has no weights.
         held = (each for group in optimizer.param_groups for each in group["params"])
         self._weights_device = next((each.device for each in held), ranks.device)
+        towers = [*trained.towers.values()]
+        self._gradients = GradientSquares(towers, pp=ranks.degrees.pp, device=self._weights_device)
         self._meter = meter or GroupMeter({}, every=0, pp=1, device=self._weights_device)
         self._details: Callable[[], dict[str, Any]] = dict
         self.unused: Callable[[], dict[str, Any]] = dict  # see `watch_unused_parameters`
@@ -55,17 +58,20 @@ class Updater:
         """The factor by which the loss of this step is multiplied before backward."""
         return self.guard.loss_scale.value if self.guard.loss_scale else 1.0
 
-    def update(self, lr: float, loss: Tensor) -> tuple[Tensor, Tensor]:
-        """Update the weights at this learning rate, unless the guard refuses a step with this mean loss.
-
-        Returns the gradient norm before clipping, without the loss scale, and 1.0 if the step was refused, else 0.0.
-        """
+    def measure_gradients(self) -> Tensor:
+        """Return what this rank contributes to the squared gradient norm of each tower, once backward is complete."""
         if self._trained.with_partial_gradient:
             sum_partial_gradients(self._trained.with_partial_gradient, self._ranks.group("tp"))
-        groups, pp = [*self._trained.towers.values()], self._ranks.degrees.pp
-        squares = squared_gradient_norms(groups, pp=pp, device=self._weights_device).to(self._ranks.device)
-        norm = squares.sum().sqrt()
-        self._clock.lap("comm")
+        self._gradients.measure()
+        return self._gradients.group_squares().to(self._ranks.device)
+
+    def update(self, lr: float, loss: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
+        """Update the weights at this learning rate, unless the guard refuses a step with this mean loss.
+
+        `squares` is the sum of `measure_gradients` over all ranks. Returns the gradient norm before clipping, without
+        the loss scale, and 1.0 if the step was refused, else 0.0.
+        """
+        norm = squares.sum().sqrt().float()
         scale = self.scale
         if self.guard.loss_scale is not None:
             norm = norm / scale
@@ -73,13 +79,13 @@ class Updater:
         refused = self.guard.refuses(loss, norm)
         # torch's fused kernel reads this before it changes anything. A copy to the CPU must be complete by then.
         self._optimizer.found_inf = refused.to(self._weights_device)  # pyrefly: ignore[missing-attribute]
-        before = self._meter.begin()
+        before = self._meter.begin(self._gradients)
         self._apply_update(lr, norm, 1 / scale)
         group_details = self._meter.end(before, scale)
         self._details = lambda: norm_details() | group_details()
         self._optimizer.zero_grad()
         if self.guard.shard_check is not None:
-            self.guard.shard_check.record()
+            self.guard.shard_check.record(self._gradients.parameters)
         return norm, refused
 
     def clear_gradients(self) -> None:
@@ -126,12 +132,13 @@ class Updater:
 
     def _apply_update(self, lr: float, norm: Tensor, factor: float) -> None:
         groups = self._optimizer.param_groups
-        factors = torch.full_like(norm, factor)
+        factors = None if factor == 1 else torch.full_like(norm, factor)
         if self._clip_norm:
-            factors = factors * (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
+            clip = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
+            factors = clip if factors is None else factors * clip
         if isinstance(self._optimizer, LowMemoryAdamW):  # it multiplies the gradients in its own kernel
-            self._optimizer.factor = factors.to(self._weights_device)
-        elif self._clip_norm or factor != 1:
+            self._optimizer.factor = None if factors is None else factors.to(self._weights_device)
+        elif factors is not None:
             multiply_gradients((each for group in groups for each in group["params"]), factors)
         for group in groups:
             group["lr"] = lr * group.get(LR_FACTOR, 1.0)
@@ -146,18 +153,3 @@ def multiply_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> No
             by_device.setdefault(each.grad.device, []).append(local_part(each.grad))
     for device, gradients in by_device.items():
         torch._foreach_mul_(gradients, factor.to(device))  # what torch's clipping calls
-
-
-def copy_to_host_async(tensor: Tensor) -> Callable[[], Tensor]:
-    """Start a copy of the tensor to the CPU; return a function that waits for the copy and returns it."""
-    copy = tensor.to("cpu", non_blocking=True)
-    copied = torch.cuda.Event() if tensor.is_cuda else None
-    if copied is not None:
-        copied.record()
-
-    def read() -> Tensor:
-        if copied is not None:
-            copied.synchronize()
-        return copy
-
-    return read

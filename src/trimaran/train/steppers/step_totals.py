@@ -1,0 +1,126 @@
+"""The sums of a step over all ranks, in two small all-reduces: one before backward, one before the update."""
+
+import math
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trimaran.data.step_batch import StepBatch
+from trimaran.nets import Network
+from trimaran.parallel import RankMesh
+from trimaran.train.health.guard import MEMORY_CHANGED, Guard
+from trimaran.train.metrics.router_stats import router_details, routing_counts
+from trimaran.train.steppers.loss_parts import LossPartSums
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReducedStep:
+    """The sums of a step over all ranks.
+
+    `numbers` is the result of `Stepper.step`. `squares` are the squared gradient norms, if the ranks contributed to
+    them. `details` returns the metrics of the loss parts and the routers; call it one step later.
+    """
+
+    numbers: Tensor
+    squares: Tensor | None
+    details: Callable[[], dict[str, Any]]
+
+
+class StepTotals:
+    """Sums the numbers of one step over all ranks. A single rank needs no collective.
+
+    The counts are needed for backward; their all-reduce overlaps the first forward. All other sums are computed by one
+    all-reduce, once the gradients are complete.
+    """
+
+    def __init__(self, batch: StepBatch, ranks: RankMesh, guard: Guard, *, requests: Sequence[int]) -> None:
+        self._batch, self._ranks, self._guard = batch, ranks, guard
+        counts = [batch.num_valid if ranks.counts_samples else 0, *requests, batch_checksum_term(batch, ranks)]
+        # From pinned memory: otherwise the host would wait for the device.
+        host = torch.tensor(counts, dtype=torch.int64, pin_memory=ranks.device.type == "cuda")
+        self._counts = host.to(ranks.device, non_blocking=True)
+        self._is_alone = ranks.degrees.world_size == 1
+        self._work = None if self._is_alone else dist.all_reduce(self._counts, async_op=True)
+        self._divisor: Tensor | None = None
+
+    def num_valid(self) -> Tensor:
+        """Return the number of valid tokens of the global batch, at least 1. The loss is divided by it."""
+        if self._divisor is None:
+            if self._work is not None:
+                self._work.wait()
+            self._divisor = self._counts[0].clamp(min=1)
+        return self._divisor
+
+    def reduce(
+        self, loss: Tensor, parts: LossPartSums, networks: Sequence[Network], *, squares: Tensor | None = None
+    ) -> ReducedStep:
+        """Return the sums of this step, given the summed `loss` of this rank's positions and its parts.
+
+        `squares` is this rank's contribution to the squared gradient norms, in fp64.
+        """
+        loss = loss.double().reshape(1)
+        if self._ranks.rank("tp") > 0:  # the first tp rank has the same loss
+            loss = torch.zeros_like(loss)
+        here = [loss, self._flags(loss), parts.sums(self._batch), routing_counts(networks, self._ranks.device), squares]
+        total, flags, part_sums, counts, squares = self._sum(here)
+        assert total is not None
+        assert flags is not None
+        mean = total / self.num_valid()
+        if (is_valid := self._is_valid(flags)) is not None:
+            mean = torch.where(is_valid, mean, math.nan)
+        part_details, routing_details = parts.details(part_sums, self._batch), router_details(counts, networks)
+        numbers = torch.cat([mean, self._counts, flags])
+        return ReducedStep(numbers=numbers, squares=squares, details=lambda: routing_details() | part_details())
+
+    def _sum(self, here: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return the sums of flat tensors over all ranks; None stays None. There is one all-reduce for all of them."""
+        if self._is_alone:
+            return [*here]
+        held = [each for each in here if each is not None]
+        sums = torch.cat(held)
+        dist.all_reduce(sums)
+        parts = iter(sums.split([len(each) for each in held]))
+        return [None if each is None else next(parts) for each in here]
+
+    def _flags(self, loss: Tensor) -> Tensor:
+        """Return for each rank 1 if its own loss is bad, plus MEMORY_CHANGED if its memory has changed."""
+        changed = self._guard.shard_check.verify() if self._guard.shard_check else None
+        flag = self._guard.suspects(loss, self._batch.num_valid)
+        if changed is not None:
+            flag = torch.add(flag, changed, alpha=MEMORY_CHANGED)
+        if self._is_alone:
+            return flag
+        flags = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=loss.device)
+        flags[dist.get_rank()] = flag[0]
+        return flags
+
+    def _is_valid(self, flags: Tensor) -> Tensor | None:
+        """Return whether all ranks loaded what they should and no memory has changed; None if neither is checked."""
+        checks = []
+        if num_sharing(self._ranks) > 1:
+            checks.append(self._counts[-1] == 0)
+        if self._guard.shard_check is not None:
+            checks.append((flags < MEMORY_CHANGED).all())
+        return torch.stack(checks).all() if len(checks) > 1 else next(iter(checks), None)
+
+
+def batch_checksum_term(batch: StepBatch, ranks: RankMesh) -> int:
+    """Return a number whose sum over the ranks that share a batch is 0 if all of them loaded the same samples.
+
+    A disk may fail on one rank only. That rank replaces the sample by one of the same shape, so nothing else would
+    fail, and replicated weights would diverge.
+    """
+    if num_sharing(ranks) == 1:
+        return 0
+    checksum = zlib.crc32(repr((batch.num_valid, [each.sample for each in batch.bad])).encode())
+    return checksum * (num_sharing(ranks) - 1) if ranks.counts_samples else -checksum
+
+
+def num_sharing(ranks: RankMesh) -> int:
+    """Return how many ranks load the same batch."""
+    return ranks.degrees.world_size // ranks.degrees.dp

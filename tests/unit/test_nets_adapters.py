@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 from trimaran.core import AdapterSection, ModelSection, Plan, UserError
 from trimaran.models import PRESETS, VLM_PRESETS
 from trimaran.models.adapter_rules import refuse_adapter
-from trimaran.models.module_names import linear_names
+from trimaran.models.module_names import linear_names, linear_sizes
 from trimaran.nets import Network, initialise, network_of
 from trimaran.nets.adapters.attach import attach_adapter
 from trimaran.nets.adapters.initialise_adapter import initialise_adapter
@@ -234,6 +234,25 @@ def test_a_plan_knows_the_linear_layers_of_our_networks(spec: Any) -> None:
     section = ModelSection(family="vlm" if spec is VLM else "decoder", adapter=section_of(targets=["q_prj"]))
     with pytest.raises(UserError, match="did you mean 'q_proj'"):
         refuse_adapter(section, Plan(), spec)
+
+
+@pytest.mark.parametrize("spec", [SPEC, MIXTURE, VLM])
+def test_a_plan_knows_the_sizes_of_linear_layers_and_refuses_a_larger_rank(spec: Any) -> None:
+    network, family = network_of(spec), "vlm" if spec is VLM else "decoder"
+    linears = {name: each for name, each in network.module.named_modules() if isinstance(each, nn.Linear)}
+    sizes = {name: (linears[name].in_features, linears[name].out_features) for name in linear_names(spec)}
+    assert linear_sizes(spec) == sizes
+    towers = list(network.towers)
+    smallest = min(min(each) for name, each in sizes.items() if not name.endswith("lm_head"))
+    refuse_adapter(ModelSection(family=family, adapter=section_of(rank=smallest, towers=towers)), Plan(), spec)
+    section = ModelSection(family=family, adapter=section_of(rank=smallest + 1, towers=towers))
+    with pytest.raises(UserError, match=f"the rank is {smallest + 1}, and ") as error:
+        refuse_adapter(section, Plan(), spec)
+    assert error.value.code == "M052"
+    refuse_adapter(section.model_copy(update={"family": "hf"}), Plan(), spec)  # its projections may be joint
+    too_small = [name for name, each in sizes.items() if min(each) == smallest]
+    others = section_of(rank=smallest + 1, towers=towers, train=too_small)  # trained in full, so without an adapter
+    refuse_adapter(ModelSection(family=family, adapter=others), Plan(), spec)
 
 
 def test_frozen_weights_are_stored_in_the_dtype_that_they_are_computed_in() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from trimaran.models import PRESETS, ModelSpec
-from trimaran.nets.attention import Attention, rotation_at
+from trimaran.nets.attention import Attention, RMSNorm, rotation_at
 from trimaran.nets.decoder import DecoderLayer
 from trimaran.nets.joint_projections import joint_slices
 from trimaran.nets.moe import FeedForward
@@ -32,7 +32,7 @@ def run(layer: nn.Module, x: Tensor, spec: ModelSpec) -> tuple[Tensor, list[Tens
     rotation = rotation_at(torch.arange(x.shape[1])[None], spec.block.rope, spec.head_dim)
     x = x.clone().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16, enabled=x.dtype == torch.bfloat16):
-        out, _ = layer(x, rotation, None)
+        out, *_ = layer(x, rotation, None)
     weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
     (out * weight).sum().backward()
     gradients = []
@@ -83,6 +83,44 @@ def test_an_in_place_change_of_a_parameter_changes_the_joint_weight() -> None:
     after, _ = run(joint, x, spec)
     assert not torch.equal(before, after)
     assert [name for name, _ in joint.named_parameters()] == [name for name, _ in DecoderLayer(spec).named_parameters()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_fused_norm_equals_the_plain_one(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    found = []
+    x, weight = torch.randn(3, 5, 16).to(dtype), torch.randn(3, 5, 16).to(dtype)
+    for fused in (False, True):
+        norm, stream = RMSNorm(16, eps=1e-5), x.clone().requires_grad_()
+        norm.fused = fused
+        nn.init.uniform_(norm.weight, generator=torch.Generator().manual_seed(1))
+        out = norm(stream)
+        (out * weight).sum().backward()
+        assert stream.grad is not None
+        assert norm.weight.grad is not None
+        found.append([out.detach().float(), stream.grad, norm.weight.grad])
+    for ours, theirs in zip(found[1], found[0], strict=True):
+        assert relative(ours.float(), theirs.float()) < (1e-6 if dtype == torch.float32 else 0.01)
+
+
+def operator_arguments() -> dict[str, tuple[object, ...]]:
+    torch.manual_seed(0)
+    rows, weights = torch.randn(6, 8), [torch.randn(12, 8)]  # only one: the check copies each argument
+    heads, cos, sin = torch.randn(2, 2, 3, 4), torch.rand(1, 1, 3, 4), torch.rand(1, 1, 3, 4)
+    return {
+        "joint_matmul": (rows, weights, True),
+        "rotary_projection": (rows.view(2, 3, 8), weights, torch.randn(12), cos, sin, 2),
+        "rotary_backward": (heads, heads[:, :1], heads[:, 1:], cos, sin),
+        "gated_backward": (rows, torch.randn(6, 4)),
+        "norm_forward": (rows, torch.rand(8), 1e-5),
+        "norm_backward": (rows, torch.rand(8), torch.randn(6, 8), torch.randn(6, 8), 1e-5),
+    }
+
+
+@pytest.mark.parametrize("name", operator_arguments())
+def test_the_compiler_is_told_the_truth_about_each_operator(name: str) -> None:
+    operator = getattr(torch.ops.trimaran, name).default
+    torch.library.opcheck(operator, operator_arguments()[name], test_utils=("test_schema", "test_faketensor"))
 
 
 def small(spec: ModelSpec) -> ModelSpec:

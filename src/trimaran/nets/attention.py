@@ -9,14 +9,21 @@ from torch import Tensor, nn
 
 from trimaran.models import ModelSpec, Rope
 from trimaran.nets.attention_context import AttentionScope, Context
-from trimaran.nets.joint_projections import Rotation, joint_linear, rotary_heads
+from trimaran.nets.joint_projections import Rotation, fused_norm, rotary_projection
 
 
 class RMSNorm(nn.RMSNorm):
-    """RMSNorm that accumulates in fp32 and returns the input's dtype."""
+    """RMSNorm that accumulates in fp32 and returns the input's dtype.
+
+    If `fused`, it is one kernel outside compiled code too; its weight must then be a plain tensor.
+    """
+
+    fused = False
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.weight is not None
+        if self.fused:
+            return fused_norm(x, self)
         # On CUDA, autocast would return fp32.
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps).to(x.dtype)
 
@@ -50,7 +57,7 @@ class Attention(nn.Module):
 
     def _joint_heads(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         heads, kv_heads = (each.out_features // self.head_dim for each in (self.q_proj, self.k_proj))
-        return rotary_heads(joint_linear(x, self.projections), rotation, (heads, kv_heads))
+        return rotary_projection(x, self.projections, rotation, (heads, kv_heads))
 
     def _heads(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         heads = (*x.shape[:-1], -1, self.head_dim)

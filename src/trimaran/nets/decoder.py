@@ -27,18 +27,16 @@ class DecoderLayer(nn.Module):
         self.mlp = MoeLayer(experts, spec.hidden) if experts else FeedForward(spec.hidden, spec.ffn)
         self.joint = False
 
-    def forward(self, x: Tensor, rotation: Rotation, scope: AttentionScope) -> tuple[Tensor, Tensor]:
-        """Return the residual stream after this layer and the layer's balance loss, which is zero without experts.
+    def forward(self, x: Tensor, rotation: Rotation, scope: AttentionScope) -> tuple[Tensor, Tensor | None]:
+        """Return the residual stream after this layer, and the layer's balance loss, None without experts.
 
         The stream keeps its dtype, even if a module inside has its own precision.
         """
         x, inner = self._norm_and_residual(x, self.input_layernorm)
         x = x + self.self_attn(inner, rotation, scope).to(x.dtype)
         x, inner = self._norm_and_residual(x, self.post_attention_layernorm)
-        if isinstance(self.mlp, MoeLayer):
-            out, balance = self.mlp(inner)
-            return x + out.to(x.dtype), balance
-        return x + self.mlp(inner).to(x.dtype), torch.zeros((), device=x.device)
+        out, balance = self.mlp(inner) if isinstance(self.mlp, MoeLayer) else (self.mlp(inner), None)
+        return x + out.to(x.dtype), balance
 
     def _norm_and_residual(self, x: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
         return norm_and_residual(x, norm) if self.joint else (x, norm(x))
@@ -114,7 +112,7 @@ class Decoder(nn.Module):
         balance = torch.zeros((), device=tokens.device)
         for number, layer in enumerate(self.blocks):
             x, of_layer = layer(x, rotation, scope if extension is None else extension.layer(number))
-            balance = balance + of_layer
+            balance = balance if of_layer is None else balance + of_layer
         if self.norm is None or self.lm_head is None:
             return x, balance
         return self.lm_head(self.norm(x if extension is None else extension.last_of(x))), balance

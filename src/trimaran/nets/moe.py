@@ -12,6 +12,7 @@ from trimaran.nets.attention_context import Context
 from trimaran.nets.joint_projections import joint_swiglu
 from trimaran.nets.local_shards import local_for_compute
 from trimaran.nets.moe_router import NUM_EXTRA_STATS, Routing, route
+from trimaran.nets.scattered_rows import gather_rows, scatter_rows, sorted_places
 
 
 class FeedForward(nn.Module):
@@ -119,10 +120,10 @@ class MoeLayer(nn.Module):
             return F.linear(x.float(), local_for_compute(self.gate.weight).float())
 
     def _routed(self, x: Tensor, routing: Routing) -> Tensor:
-        order = routing.choices.flatten().argsort(stable=True)
-        rows = self.dispatch(self.experts, x.flatten(0, 1)[order // self.spec.top_k], routing.counts)
-        rows = rows[order.argsort()].view(*routing.choices.shape, -1)
-        return (rows * routing.weights.unsqueeze(-1).to(rows.dtype)).sum(-2)
+        places = sorted_places(routing.choices.flatten()).view(-1, self.spec.top_k)
+        rows = self.dispatch(self.experts, scatter_rows(x.flatten(0, 1), places), routing.counts)
+        weights = routing.weights.flatten(0, 1).to(rows.dtype)
+        return gather_rows(rows, places, weights).unflatten(0, x.shape[:2])
 
     def _shared(self, x: Tensor) -> Tensor:
         assert self.shared_expert is not None

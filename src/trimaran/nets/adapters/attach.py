@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from trimaran.core import AdapterSection, UserError, did_you_mean
-from trimaran.models.adapter_rules import ALL_LINEAR, last_parts, listed, refuse_unknown_targets
+from trimaran.models.adapter_rules import ALL_LINEAR, last_parts, listed, refuse_large_rank, refuse_unknown_targets
 from trimaran.models.module_names import is_named
 from trimaran.nets.adapters.lora_linear import LoraLinear, add_adapter
 from trimaran.nets.moe import MoeLayer
@@ -54,7 +54,8 @@ def adapter_layout(network: Network, section: AdapterSection) -> AdapterLayout:
         if tower_of(name, network.towers) in adapted and f"{name}.weight" not in trained
     }
     targets = _matching(network, section, linears)
-    _refuse_rank({name: linears[name] for name in targets}, section.rank)
+    sizes = {name: (linears[name].in_features, linears[name].out_features) for name in targets}
+    refuse_large_rank(sizes, section.rank)
     return AdapterLayout(targets=targets, trained=trained)
 
 
@@ -136,13 +137,3 @@ def _parameters_of(root: nn.Module, modules: Sequence[nn.Module]) -> frozenset[s
     wanted = {id(each) for module in modules for each in module.parameters()}
     names = root.named_parameters(remove_duplicate=False)
     return frozenset(name for name, each in names if id(each) in wanted and each.requires_grad)
-
-
-def _refuse_rank(linears: dict[str, nn.Linear], rank: int) -> None:
-    """Raise if the rank is larger than one of the layers: then its update would have more values than its weight."""
-    sizes = {name: min(each.in_features, each.out_features) for name, each in linears.items()}
-    name = min(sizes, key=lambda each: (sizes[each], each))
-    if rank > sizes[name]:
-        shape = f"{linears[name].in_features} inputs and {linears[name].out_features} outputs"
-        raise UserError("M052", f"the rank is {rank}, and {name} has {shape}", where="model.adapter.rank",
-                        fix=f"use a rank of at most {sizes[name]}, or leave this layer out of targets")  # fmt: skip

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from trimaran.core import UserError
 from trimaran.nets.adapters.lora_linear import LoraLinear, is_adapter_parameter
+from trimaran.nets.operators import define_operator
 
 BLOCK = 64  # consecutive weights of a row that share one scale, as in QLoRA
 CODES, SCALES = "weight_codes", "weight_scales"
@@ -139,24 +140,28 @@ class _Nf4Matmul(torch.autograd.Function):
 # Two operators that are opaque to torch's compiler, which would otherwise unpack once and keep the weight for backward.
 
 
-@torch.library.custom_op("trimaran::nf4_matmul", mutates_args=())
 def _nf4_matmul(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     return x @ _unpack(codes, scales, x.dtype).t()
 
 
-@_nf4_matmul.register_fake
-def _(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+def _nf4_matmul_fake(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     return x.new_empty(*x.shape[:-1], len(codes))
 
 
-@torch.library.custom_op("trimaran::nf4_matmul_backward", mutates_args=())
 def _nf4_matmul_backward(gradient: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     return gradient @ _unpack(codes, scales, gradient.dtype)
 
 
-@_nf4_matmul_backward.register_fake
-def _(gradient: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+def _nf4_matmul_backward_fake(gradient: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     return gradient.new_empty(*gradient.shape[:-1], 2 * codes.shape[1])
+
+
+define_operator("nf4_matmul(Tensor x, Tensor codes, Tensor scales) -> Tensor", _nf4_matmul, _nf4_matmul_fake)
+define_operator(
+    "nf4_matmul_backward(Tensor gradient, Tensor codes, Tensor scales) -> Tensor",
+    _nf4_matmul_backward,
+    _nf4_matmul_backward_fake,
+)
 
 
 def _unpack(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:

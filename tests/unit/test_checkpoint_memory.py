@@ -17,7 +17,6 @@ from trimaran.checkpoint.rank_share import RankShare, build_share
 from trimaran.checkpoint.tensor_shards import TensorShard
 from trimaran.core import CheckpointSection, Seconds
 from trimaran.train.checkpointing.save_interval import (
-    CopySchedule,
     SaveCost,
     SaveSchedule,
     copy_every,
@@ -188,7 +187,7 @@ def test_copies_in_memory_take_at_most_half_a_percent_of_the_time() -> None:
     assert copy_every(Seconds(0.0005), Seconds(0.1)) == 1
     assert copy_every(Seconds(0.0006), Seconds(0.1)) == 2
     assert copy_every(Seconds(0.05), Seconds(0.1)) == 100
-    assert [count for count in range(400) if is_review(count)] == [3, 8, 32, 128, 256, 384]
+    assert [count for count in range(400) if is_review(count, 6)] == [1, 2, 3, 4, 5, 6, 16, 64, 128, 256, 384]
 
 
 def test_copies_are_as_frequent_as_the_bound_on_lost_time_needs_up_to_one_percent() -> None:
@@ -200,19 +199,11 @@ def test_copies_are_as_frequent_as_the_bound_on_lost_time_needs_up_to_one_percen
     assert copy_every(Seconds(1.0), Seconds(20.0), lost_seconds=bound) == 5  # a step alone takes longer
 
 
-def test_the_first_copies_to_each_slot_do_not_make_later_copies_rare() -> None:
-    schedule = CopySchedule("auto", lambda mine: mine[None], lost_seconds=Seconds(5.0), warm_up=3)
-    for step in range(1, 7):
-        schedule.record_step(0.05)
-        assert schedule.is_due(step)
-        schedule.record_copy(step, 0.01 if step <= 3 else 0.0002)
-    assert schedule.every == 1
-    assert schedule.step_seconds == 0.05
-
-
 def test_the_bound_is_one_interval_and_one_step_or_the_interval_of_checkpoints_on_disk() -> None:
     assert [max_repeated_steps(every) for every in (1, 10)] == [2, 11]
     assert max_repeated_steps(10, stride=4) == 16
+    assert [max_repeated_steps(10, commit_steps=each) for each in (0.3, 2.5, 40.0)] == [11, 13, 20]
+    assert max_repeated_steps(1, commit_steps=9.0) == 2, "the next copy waits until the last is committed"
     schedules = [SaveSchedule(CheckpointSection(every=every), world_size=1, guess=GUESS) for every in (0, 100, "auto")]
     never, fixed, timed = (each.max_repeated_steps(Seconds(0.1)) for each in schedules)
     assert (never, fixed) == (None, 100 + 1 + 2 + 10)

@@ -1,20 +1,27 @@
 """Copies a rank's share to memory slots. From a GPU the copy overlaps with the next forward and backward."""
 
+import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 
 import torch
 from torch import Tensor
 
+from trimaran.checkpoint.batched_copy import BatchedCopy, Gather, Run, find_run
 from trimaran.checkpoint.memory_copies import CopyMetadata, MemorySlot, RankMemory, encode_items
 from trimaran.checkpoint.pinned_memory import BackgroundPinning, PinnedMemory, split_at_pin_chunks
-from trimaran.checkpoint.rank_share import RankShare, copy_values, item_values, item_view
+from trimaran.checkpoint.rank_share import RankShare, ShareItem, copy_values, item_values, item_view
 from trimaran.checkpoint.tensor_shards import TensorLike, TensorShard
+
+log = logging.getLogger(__name__)
 
 Pairs = tuple[list[Tensor], list[Tensor | TensorLike]]
 """Targets and sources of copies."""
+SourcePairs = list[tuple[ShareItem, Tensor | TensorLike]]
 
 
 class Copier:
@@ -26,22 +33,35 @@ class Copier:
     def __init__(self, share: RankShare) -> None:
         self.share, self.items = share, encode_items(share.items)
         self.stall_seconds = 0.0
-        """How long the last copy that has been timed stalled training."""
+        """How long the last copy stalled training: the host's time, and on a GPU the wait for the last timed copy."""
+        self.commit_seconds = 0.0
+        """How long after its start the last copy was committed; 0.0 if that was before `copy` returned."""
+        self.has_committed = False
+        """Whether any copy has been committed."""
         self._shards: Sequence[TensorShard] = ()
+        self._sources: SourcePairs = []
         self._views: dict[MemorySlot, tuple[Pairs, Pairs]] = {}
+        """For each slot what to copy at each copy, and the frozen tensors, which are copied only the first time."""
+        self._filled: set[MemorySlot] = set()
+        self._num_copies = 0
+
+    def prepare(self, slots: Sequence[MemorySlot], shards: Sequence[TensorShard]) -> None:
+        """Prepare copies of `shards` to `slots`, so that the first ones do not take longer than later ones."""
+        for slot in slots:
+            self._views_of(slot, shards)
 
     def copy(self, slot: MemorySlot, metadata: CopyMetadata, shards: Sequence[TensorShard]) -> None:
         """Copy the values of `shards` to `slot`. They must not change before `before_update` is called."""
         began = time.perf_counter()
         slot.invalidate()
-        now, later = self._pairs(slot, shards)
-        for pairs in (now, later):
-            _copy(pairs)
+        copy_pairs(self._pairs(slot, shards))
         if any(
             each.tensor.is_cuda for each in shards
         ):  # a copy to pageable memory usually has synchronized, but CUDA does not promise it
             torch.cuda.current_stream().synchronize()
         slot.commit(metadata, self.items, self.share.num_bytes)
+        self.has_committed = True
+        self._num_copies += 1
         self.stall_seconds = time.perf_counter() - began
 
     def before_update(self) -> None:
@@ -49,6 +69,11 @@ class Copier:
 
     def wait(self) -> None:
         """Return when the last copy is committed."""
+
+    def device_waits(self) -> list[float]:
+        """Return how many seconds the GPU waited for each copy, in order; each copy once, when that is known."""
+        num_copies, self._num_copies = self._num_copies, 0
+        return [0.0] * num_copies
 
     @property
     def is_ready(self) -> bool:
@@ -62,19 +87,39 @@ class Copier:
     def release(self) -> None:
         """Release everything but the slots. No copy may follow."""
 
-    def _pairs(self, slot: MemorySlot, shards: Sequence[TensorShard]) -> tuple[Pairs, Pairs]:
-        """Return the pairs to copy at once, and those that may be copied during the next forward and backward.
+    def _pairs(self, slot: MemorySlot, shards: Sequence[TensorShard]) -> Pairs:
+        """Return what to copy to `slot` now."""
+        trained, frozen = self._views_of(slot, shards)
+        if slot in self._filled:
+            return trained
+        self._filled.add(slot)
+        return trained[0] + frozen[0], trained[1] + frozen[1]
 
-        Frozen tensors are copied to a slot only the first time.
-        """
+    def _views_of(self, slot: MemorySlot, shards: Sequence[TensorShard]) -> tuple[Pairs, Pairs]:
         if shards is not self._shards:  # tensors have moved
-            self._shards, self._views = shards, {}
-        if slot in self._views:
-            return self._views[slot]
-        trained, frozen = (_split(self.share, shards, slot, frozen=each) for each in (False, True))
-        self._views[slot] = trained
-        now, later = ((a[0] + b[0], a[1] + b[1]) for a, b in zip(trained, frozen, strict=True))
-        return now, later
+            self._shards, self._views, self._filled = shards, {}, set()
+            self._sources = list(zip(self.share.items, item_values(self.share, shards), strict=True))
+        if slot not in self._views:
+            trained, frozen = (
+                pairs_of(slot, [each for each in self._sources if each[0].frozen == flag]) for flag in (False, True)
+            )
+            self._views[slot] = trained, frozen
+        return self._views[slot]
+
+
+@dataclass(slots=True)
+class DeviceTransfers:
+    """What a `DeviceCopier` copies to every slot: `before_forward`, and the rest while the next forward runs.
+
+    `batched` are copied with few launches, `single` one by one. Frozen tensors are copied to a slot only once.
+    """
+
+    before_forward: SourcePairs
+    single: SourcePairs
+    batched: BatchedCopy
+    frozen: SourcePairs
+    filled: set[MemorySlot] = field(default_factory=set)
+    pairs: dict[MemorySlot, tuple[Pairs, Pairs]] = field(default_factory=dict)
 
 
 class DeviceCopier(Copier):
@@ -87,16 +132,23 @@ class DeviceCopier(Copier):
 
     def __init__(self, share: RankShare, rank_memory: RankMemory, device: torch.device) -> None:
         super().__init__(share)
-        self._device = torch.cuda.current_device() if device.index is None else device.index
-        self._stream = torch.cuda.Stream(device)
-        self._waits: list[torch.cuda.Event] = []
+        self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        self._stream = torch.cuda.Stream(self._device)
+        self._timings: deque[list[torch.cuda.Event]] = deque()
+        """Of each copy whose wait is not known yet: pairs of events, between which the GPU waited for the copy."""
+        self._last_wait_seconds = 0.0
         self._copied: torch.cuda.Event | None = None
         self._committed = threading.Event()
         self._committed.set()
         self._failure: BaseException | None = None
-        self._queue: SimpleQueue[tuple[torch.cuda.Event, MemorySlot, CopyMetadata] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[torch.cuda.Event, MemorySlot, CopyMetadata, float] | None] = SimpleQueue()
+        self._transfers: DeviceTransfers | None = None
+        self._gather: Gather | None = None
         threading.Thread(target=self._commit_all, name="trimaran-commit", daemon=True).start()
-        self._pinning = BackgroundPinning(rank_memory, self._pin)
+        self._pinning = BackgroundPinning(rank_memory, self._pin, prepare=self._compile_gather)
+
+    def prepare(self, slots: Sequence[MemorySlot], shards: Sequence[TensorShard]) -> None:
+        """Do nothing: the memory is not there yet."""
 
     @property
     def is_ready(self) -> bool:
@@ -113,28 +165,24 @@ class DeviceCopier(Copier):
         assert self.wait_ready(), "a copy was asked for without memory"
         if not self._pinning.is_pinned:
             super().copy(slot, metadata, shards)
+            self._num_copies = 0
+            self._timings.append([])
             return
         entered = time.perf_counter()
         self.wait()
-        self._measure_stall(waited=time.perf_counter() - entered)
         slot.invalidate()
-        now, later = self._pairs(slot, shards)
-        began = _record_event()
-        _copy(now)  # on the current stream, so before the next forward
-        self._waits = [began, _record_event()]
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            _copy(later)
-            copied = _record_event()
-        self._copied = copied
+        timing = self._start_copies(slot, shards)
+        self._timings.append(timing)
+        assert self._copied is not None
         self._committed.clear()
-        self._queue.put((copied, slot, metadata))
+        self._queue.put((self._copied, slot, metadata, entered))
+        self.stall_seconds = time.perf_counter() - entered + self._last_wait_seconds
 
     def before_update(self) -> None:
         if self._copied is not None:
-            began = _record_event()
+            began = _timed_event()
             torch.cuda.current_stream().wait_event(self._copied)
-            self._waits += [began, _record_event()]
+            self._timings[-1] += [began, _timed_event()]
             self._copied = None
 
     def wait(self) -> None:
@@ -142,42 +190,105 @@ class DeviceCopier(Copier):
         if self._failure is not None:
             raise self._failure
 
-    def _measure_stall(self, *, waited: float) -> None:
-        """Record how long the GPU waited for the last copy, plus how long the host waited for its commit."""
-        if len(self._waits) == 4 and self._waits[-1].query():
-            first, second, third, fourth = self._waits
-            self.stall_seconds = waited + (first.elapsed_time(second) + third.elapsed_time(fourth)) / 1000
+    def device_waits(self) -> list[float]:
+        waits = []
+        while self._timings and self._is_timed(self._timings[0]):
+            events = self._timings.popleft()
+            waits.append(sum(a.elapsed_time(b) for a, b in zip(events[::2], events[1::2], strict=True)) / 1000)
+            self._last_wait_seconds = waits[-1]
+        return waits
+
+    def _is_timed(self, events: list[torch.cuda.Event]) -> bool:
+        is_waited_for = self._copied is None or events is not self._timings[-1]
+        return is_waited_for and (not events or events[-1].query())
+
+    def _start_copies(self, slot: MemorySlot, shards: Sequence[TensorShard]) -> list[torch.cuda.Event]:
+        """Start all copies to `slot`, and return events before and after what the next forward waits for."""
+        if shards is not self._shards or self._transfers is None:  # tensors have moved
+            self._shards, self._transfers = shards, self._plan_transfers(slot, shards)
+        transfers = self._transfers
+        if slot not in transfers.pairs:
+            transfers.pairs[slot] = pairs_of(slot, transfers.before_forward), pairs_of(slot, transfers.single)
+        before_forward, single = transfers.pairs[slot]
+        timing = []
+        if before_forward[0]:
+            timing.append(_timed_event())
+            copy_pairs(before_forward)
+            timing.append(_timed_event())
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            if slot not in transfers.filled:
+                transfers.filled.add(slot)
+                copy_pairs(pairs_of(slot, transfers.frozen))
+            copy_pairs(single)
+            transfers.batched.start(slot)
+            # The commit thread sleeps until this event. Waiting without `blocking` would take a core.
+            self._copied = torch.cuda.Event(blocking=True)
+            self._copied.record()
+        return timing
+
+    def _plan_transfers(self, slot: MemorySlot, shards: Sequence[TensorShard]) -> DeviceTransfers:
+        changed_by_forward = {shard.key for shard in shards if shard.changed_by_forward}
+        before_forward: SourcePairs = []
+        single: SourcePairs = []
+        frozen: SourcePairs = []
+        runs: list[Run] = []
+        header_bytes = slot.data.data_ptr() - slot.memory.data_ptr()
+        for item, values in zip(self.share.items, item_values(self.share, shards), strict=True):
+            if item.frozen:
+                frozen.append((item, values))
+            elif item.key in changed_by_forward or not values.is_cuda:
+                before_forward.append((item, values))
+            elif self._gather is not None and (run := find_run(header_bytes + item.offset, values)) is not None:
+                runs.append(run)
+            else:
+                single.append((item, values))
+        gather = self._gather or _no_gather
+        return DeviceTransfers(before_forward, single, BatchedCopy(runs, self._device, self._stream, gather), frozen)
 
     def _pin(self, memory: Tensor) -> PinnedMemory:
         torch.cuda.set_device(self._device)  # per thread; without it this thread would create a context on GPU 0
         return PinnedMemory(memory)
 
+    def _compile_gather(self) -> None:
+        """Compile the kernel before the first copy, in the thread that pins memory: that takes up to a second."""
+        torch.cuda.set_device(self._device)
+        try:
+            from trimaran.checkpoint.gather_kernel import gather_values  # noqa: PLC0415  needs Triton
+
+            with torch.cuda.stream(self._stream):
+                rows = torch.zeros(1, 4, dtype=torch.int64, device=self._device)  # of no values
+                gather_values(rows, torch.zeros(4, dtype=torch.int32, device=self._device))
+        except Exception as error:  # whatever is wrong with Triton, the state can be copied without it
+            log.warning("copies of the state take more launches, since their kernel cannot be used: %s", error)
+            return
+        self._gather = gather_values
+
     def _commit_all(self) -> None:
         while (task := self._queue.get()) is not None:
-            copied, slot, metadata = task
+            copied, slot, metadata, began = task
             try:
                 copied.synchronize()
                 slot.commit(metadata, self.items, self.share.num_bytes)
+                self.commit_seconds, self.has_committed = time.perf_counter() - began, True
             except Exception as error:  # `wait` raises it in the training thread
                 self._failure = error
             self._committed.set()
 
 
-def _split(share: RankShare, shards: Sequence[TensorShard], slot: MemorySlot, *, frozen: bool) -> tuple[Pairs, Pairs]:
-    changed_by_forward = {shard.key for shard in shards if shard.changed_by_forward}
-    now: Pairs = ([], [])
-    later: Pairs = ([], [])
-    for item, values in zip(share.items, item_values(share, shards), strict=True):
-        if item.frozen == frozen:
-            target = now if item.key in changed_by_forward or not values.is_cuda else later
-            for into, part in split_at_pin_chunks(slot.memory, item_view(slot.data, item), values):
-                target[0].append(into)
-                target[1].append(part)
-    return now, later
+def pairs_of(slot: MemorySlot, sources: SourcePairs) -> Pairs:
+    """Return the parts of `slot` for these items, and their values. No part crosses the end of a pinned chunk."""
+    pairs: Pairs = ([], [])
+    for item, values in sources:
+        for into, part in split_at_pin_chunks(slot.memory, item_view(slot.data, item), values):
+            pairs[0].append(into)
+            pairs[1].append(part)
+    return pairs
 
 
 @torch.no_grad()
-def _copy(pairs: Pairs) -> None:
+def copy_pairs(pairs: Pairs) -> None:
+    """Copy the sources to the targets; from a GPU to pinned memory on the current stream, without waiting."""
     targets, sources = [], []
     for target, values in zip(*pairs, strict=True):
         if isinstance(values, Tensor):
@@ -189,7 +300,11 @@ def _copy(pairs: Pairs) -> None:
         torch._foreach_copy_(targets, sources, non_blocking=True)
 
 
-def _record_event() -> torch.cuda.Event:
+def _no_gather(rows: Tensor, into: Tensor) -> None:
+    assert not len(rows), "without the kernel nothing is gathered"
+
+
+def _timed_event() -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event

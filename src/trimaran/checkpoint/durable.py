@@ -1,5 +1,7 @@
 """The file system calls of a checkpoint, in one class, with the syncs that make it durable. Imports no torch."""
 
+import ctypes
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -10,13 +12,18 @@ from trimaran.core import UserError, show_bytes
 
 CHUNK_BYTES = 8 << 20
 CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+UPDATE_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class DurableDisk:
     """The calls that write a checkpoint. Tests replace it with one that fails at a chosen call."""
 
+    num_threads = 4
+    """How many threads write a large file."""
+    reads_back_all = False
+    """Whether every byte of a large file is read back, or the first and last block of each write."""
     num_pieces = 0
-    """How many chunks were written and files synced: the progress of a save."""
+    """How many chunks were written and read back and files synced: the progress of a save. Threads may miss some."""
 
     def make_folder(self, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
@@ -29,6 +36,35 @@ class DurableDisk:
         while data:
             data = data[os.write(fd, data) :]
             self.num_pieces += 1
+
+    def reserve(self, fd: int, num_bytes: int) -> None:
+        """Allocate a new file, so that a full disk is an OSError now, and threads can write to it at once."""
+        if not _fallocate(fd, num_bytes):
+            os.ftruncate(fd, num_bytes)
+
+    def open_direct(self, path: Path) -> tuple[int, bool]:
+        """Return a descriptor to update a file without the page cache, and True; one with it, and False, without."""
+        try:
+            return os.open(path, UPDATE_FLAGS | os.O_DIRECT), True
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return self.open_buffered(path), False
+
+    def open_buffered(self, path: Path) -> int:
+        """Return a descriptor to update a file."""
+        return os.open(path, UPDATE_FLAGS)
+
+    def write_at(self, fd: int, data: memoryview, offset: int) -> None:
+        while data:
+            num_bytes = os.pwrite(fd, data, offset)
+            data, offset = data[num_bytes:], offset + num_bytes
+            self.num_pieces += 1
+
+    def read_at(self, fd: int, buffer: memoryview, offset: int, num_bytes: int) -> None:
+        """Fill the first `num_bytes` of `buffer`. The others may be overwritten: direct I/O reads whole blocks."""
+        read_blocks(fd, buffer, offset, num_bytes)
+        self.num_pieces += 1
 
     def sync(self, fd: int) -> None:
         os.fsync(fd)
@@ -69,6 +105,16 @@ def write_file(path: Path, data: memoryview, disk: DurableDisk) -> None:
         os.close(fd)
 
 
+def read_blocks(fd: int, buffer: memoryview, offset: int, num_bytes: int) -> None:
+    """Fill the first `num_bytes` of `buffer`, at least. An end of the file before that is an OSError."""
+    num_read = 0
+    while num_read < num_bytes:
+        more = os.preadv(fd, [buffer[num_read:]], offset + num_read)
+        if not more:
+            raise OSError(errno.EIO, f"it ends at byte {offset + num_read:,}")
+        num_read += more
+
+
 def remove_tree(folder: Path, disk: DurableDisk) -> None:
     """Remove a folder and its contents. Symbolic links are removed, not followed."""
     for path in sorted(folder.iterdir()):
@@ -88,6 +134,20 @@ def report_disk_errors(path: Path) -> Iterator[None]:
         what = f"the checkpoint cannot be written: {error.strerror or error}"
         raise UserError("K006", what, where=f"{error.filename or path} ({_free_space(path)})",
                         fix="free space there, or keep fewer: --set checkpoint.keep=1") from error  # fmt: skip
+
+
+def _fallocate(fd: int, num_bytes: int) -> bool:
+    """Allocate the blocks of a file; return False if its file system cannot do that.
+
+    `os.posix_fallocate` would write to every block on a file system without it, which takes minutes for a large file.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(num_bytes)) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+        raise OSError(number, os.strerror(number))
+    return False
 
 
 def _free_space(path: Path) -> str:

@@ -1,11 +1,12 @@
 """Fills the shards of a rank from a saved state, whatever the sharding of that one was."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 
 import numpy as np
 import torch
 
+from trimaran.checkpoint.file_parts import ThreadProgress, map_in_threads
 from trimaran.checkpoint.ownership import Gather
 from trimaran.checkpoint.rank_share import meta_of
 from trimaran.checkpoint.tensor_regions import TensorRegion, overlap
@@ -15,23 +16,60 @@ from trimaran.core import UserError, did_you_mean
 MAX_NAMED_TENSORS = 5
 SAME_MODEL = "resume with the model and optimizer that it was saved with"
 ANOTHER_CHECKPOINT = "resume from another checkpoint: `trimaran checkpoints verify RUN` says which are intact"
+Overlap = tuple[TensorRegion, tuple[int, ...], tuple[int, ...]]
+"""A saved region, and start and size of what a shard needs of it."""
+MatchedShard = tuple[TensorShard, list[Overlap]]
 
 
 def fill_shards(
-    shards: Sequence[TensorShard], source: CheckpointSource, report_progress: Callable[[], None] = lambda: None
+    shards: Sequence[TensorShard],
+    source: CheckpointSource,
+    report_progress: Callable[[], None] = lambda: None,
+    *,
+    num_threads: int = 1,
 ) -> None:
     """Copy the values of every shard from `source`, bit for bit. All shards are checked before the first is written.
 
-    `report_progress` is called after each tensor.
+    `report_progress` is called in this thread as tensors have been copied, which `num_threads` do.
     Raises UserError if the source lacks a tensor, has it with another shape or dtype, or has only some of its values.
     """
-    checked = [(shard, _matching_regions(shard, source)) for shard in shards]
-    with torch.no_grad():
-        for shard, regions in checked:
+    fill_matched(match_shards(shards, source), source, report_progress, num_threads=num_threads)
+
+
+def match_shards(shards: Sequence[TensorShard], source: CheckpointSource) -> list[MatchedShard]:
+    """Return each shard with what it needs of the regions of `source`. Raises as `fill_shards` does."""
+    return [(shard, _matching_regions(shard, source)) for shard in shards]
+
+
+def cuda_device_of(shards: Iterable[TensorShard]) -> int | None:
+    """Return the device that threads must set before they fill these shards; None if they are on the CPU.
+
+    Without it a thread would create a context on GPU 0.
+    """
+    return torch.cuda.current_device() if any(shard.tensor.is_cuda for shard in shards) else None
+
+
+def fill_matched(
+    matched: Sequence[MatchedShard],
+    source: CheckpointSource,
+    report_progress: Callable[[], None],
+    *,
+    num_threads: int,
+) -> None:
+    """Copy the values that `match_shards` found."""
+    device, progress = cuda_device_of(shard for shard, _ in matched), ThreadProgress(report_progress)
+
+    def fill(each: MatchedShard) -> None:
+        shard, regions = each
+        if device is not None:
+            torch.cuda.set_device(device)  # per thread
+        with torch.no_grad():  # per thread, too
             for region, start, size in regions:
-                values = source.read(shard.key, region)[_window(start, size, region.start)]
-                shard.tensor[_window(start, size, shard.start)].copy_(values)
-            report_progress()
+                values = source.read(shard.key, region)[window(start, size, region.start)]
+                shard.tensor[window(start, size, shard.start)].copy_(values)
+        progress.count()
+
+    map_in_threads(fill, matched, num_threads=num_threads, while_waiting=progress.report)
 
 
 def refuse_unused_tensors(
@@ -55,9 +93,7 @@ def refuse_unused_tensors(
         raise _mismatch("K005", what, unused[0], source, SAME_MODEL)
 
 
-def _matching_regions(
-    shard: TensorShard, source: CheckpointSource
-) -> list[tuple[TensorRegion, tuple[int, ...], tuple[int, ...]]]:
+def _matching_regions(shard: TensorShard, source: CheckpointSource) -> list[Overlap]:
     """Return the regions that overlap `shard`, each with start and size of the overlap. Together they cover it."""
     if not all(shard.shape):
         return []
@@ -85,7 +121,7 @@ def _matching_regions(
     return found
 
 
-def _window(start: tuple[int, ...], size: tuple[int, ...], origin: tuple[int, ...]) -> tuple[slice, ...]:
+def window(start: tuple[int, ...], size: tuple[int, ...], origin: tuple[int, ...]) -> tuple[slice, ...]:
     """Return the region as slices of a tensor that begins at `origin`."""
     return tuple(slice(low - base, low - base + n) for low, n, base in zip(start, size, origin, strict=True))
 

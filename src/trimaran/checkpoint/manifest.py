@@ -13,7 +13,8 @@ from typing import Any
 from trimaran.core import UserError
 from trimaran.core.regular_files import open_regular_file
 
-FORMAT = 1
+FORMAT, PARTS_FORMAT = 1, 2
+"""The second has files with checksums of parts, which versions that know only the first must not take for damaged."""
 MANIFEST, INDEX = "manifest.json", "index.json"
 FILE_NAME = re.compile(r"index\.json|rank-\d{5,9}(\.frozen)?\.safetensors")
 STEP_NAME = re.compile(r"step-(\d{8,18})")
@@ -30,10 +31,39 @@ OPTIMIZER_VALUES = ("states", "optimizer")  # keys of `progress` with values of 
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """The length of a file and the SHA-256 of its contents."""
+    """The length of a file and the SHA-256 of its contents.
+
+    A large file has one SHA-256 for each `part_bytes` of it instead, so that threads can share the work.
+    """
 
     bytes: int
-    sha256: str
+    sha256: str = ""
+    part_bytes: int = 0
+    part_sha256: tuple[str, ...] = ()
+
+    @property
+    def hashed_bytes(self) -> int:
+        """The length of what one SHA-256 covers; that of the last one may be less."""
+        return self.part_bytes or max(1, self.bytes)
+
+    @property
+    def checksums(self) -> tuple[str, ...]:
+        """The SHA-256 of each part, or of the whole file."""
+        return self.part_sha256 or (self.sha256,)
+
+    def range_of(self, number: int) -> tuple[int, int]:
+        """Return the first byte that a checksum covers, and the one after the last."""
+        return number * self.hashed_bytes, min(self.bytes, (number + 1) * self.hashed_bytes)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields that the manifest has."""
+        names = ("bytes", "part_bytes", "part_sha256") if self.part_bytes else ("bytes", "sha256")
+        return {name: getattr(self, name) for name in names}
+
+
+def parse_record(fields: dict[str, Any]) -> FileRecord:
+    """Return the record whose `as_dict` is `fields`."""
+    return FileRecord(**fields | {"part_sha256": tuple(fields.get("part_sha256", ()))})
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +111,9 @@ class Manifest:
 
 def manifest_bytes(manifest: Manifest) -> bytes:
     """Return the contents of the file: JSON whose last field is the SHA-256 of the file with that field all zeros."""
-    fields = {"format": FORMAT, **asdict(manifest), "digest": ZERO_DIGEST}
+    files = {name: record.as_dict() for name, record in manifest.files.items()}
+    version = PARTS_FORMAT if any(record.part_bytes for record in manifest.files.values()) else FORMAT
+    fields = {"format": version, **asdict(manifest), "files": files, "digest": ZERO_DIGEST}
     text = (json.dumps(fields, indent=1) + "\n").encode()
     assert text.endswith(ZERO_DIGEST.encode() + FILE_END)
     return text[: -len(ZERO_DIGEST) - len(FILE_END)] + sha256(text).hexdigest().encode() + FILE_END
@@ -131,8 +163,9 @@ def _checked(folder: Path, text: bytes) -> Manifest:
         version = fields.pop("format")
     except (ValueError, RecursionError, KeyError, TypeError):
         raise DamagedError(folder, [Damage(MANIFEST, "is not a manifest")]) from None
-    if version != FORMAT:
-        raise UserError("K008", f"this checkpoint has format {version!r}, and this version reads format {FORMAT}",
+    if version not in (FORMAT, PARTS_FORMAT):
+        known = f"{FORMAT} and {PARTS_FORMAT}"
+        raise UserError("K008", f"this checkpoint has format {version!r}, and this version reads the formats {known}",
                         where=str(folder), fix="read it with the version of trimaran that wrote it")  # fmt: skip
     kinds = {each: (int, float) if each == "time" else type(value) for each, value in asdict(Manifest(step=0)).items()}
     has_all_fields = isinstance(fields, dict) and fields.keys() == kinds.keys()
@@ -140,7 +173,7 @@ def _checked(folder: Path, text: bytes) -> Manifest:
         raise DamagedError(folder, [Damage(MANIFEST, "is not a manifest")])
     if damages := [damage for name, record in fields["files"].items() if (damage := _invalid_record(name, record))]:
         raise DamagedError(folder, damages)
-    files = {name: FileRecord(**record) for name, record in fields.pop("files").items()}
+    files = {name: parse_record(record) for name, record in fields.pop("files").items()}
     if INDEX not in files:
         raise DamagedError(folder, [Damage(MANIFEST, f"does not list {INDEX}")])
     named = STEP_NAME.fullmatch(folder.name)
@@ -188,10 +221,30 @@ def _invalid_record(name: str, record: Any) -> Damage | None:
         return Damage(MANIFEST, f"lists {name[:80]!r}, which is not a file of a checkpoint")
     is_valid = (
         isinstance(record, dict)
-        and record.keys() == {"bytes", "sha256"}
-        and type(record["bytes"]) is int
+        and type(record.get("bytes")) is int
         and record["bytes"] >= 0
-        and isinstance(record["sha256"], str)
-        and SHA256_HEX.fullmatch(record["sha256"])
+        and (_has_checksum(record) or (name != INDEX and _has_part_checksums(record)))
     )
     return None if is_valid else Damage(MANIFEST, f"has no valid length and checksum of {name}")
+
+
+def _has_checksum(record: dict[str, Any]) -> bool:
+    return record.keys() == {"bytes", "sha256"} and _is_sha256(record["sha256"])
+
+
+def _has_part_checksums(record: dict[str, Any]) -> bool:
+    """Return whether there is one checksum for each part of the file, and no other."""
+    if record.keys() != {"bytes", "part_bytes", "part_sha256"}:
+        return False
+    part_bytes, checksums = record["part_bytes"], record["part_sha256"]
+    return (
+        type(part_bytes) is int
+        and part_bytes > 0
+        and isinstance(checksums, list)
+        and len(checksums) == -(-record["bytes"] // part_bytes) > 0
+        and all(map(_is_sha256, checksums))
+    )
+
+
+def _is_sha256(value: Any) -> bool:
+    return isinstance(value, str) and SHA256_HEX.fullmatch(value) is not None

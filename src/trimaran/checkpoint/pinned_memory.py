@@ -10,7 +10,7 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
-from trimaran.checkpoint.memory_copies import RankMemory
+from trimaran.checkpoint.memory_copies import PAGE_BYTES, RankMemory
 from trimaran.checkpoint.tensor_shards import TensorLike
 
 log = logging.getLogger(__name__)
@@ -38,11 +38,13 @@ class BackgroundPinning:
 
     This takes about one second per gigabyte, during which the first step can compile. The thread calls `pin` with one
     chunk of a slot at a time; `pin` returns an object that keeps the chunk pinned until it is dropped. Between two
-    chunks the thread sleeps, so that training can use the GPU.
+    chunks the thread sleeps, so that training can use the GPU. `prepare` is called first, in the same thread.
     """
 
-    def __init__(self, rank_memory: RankMemory, pin: Callable[[Tensor], object]) -> None:
-        self._rank_memory, self._pin = rank_memory, pin
+    def __init__(
+        self, rank_memory: RankMemory, pin: Callable[[Tensor], object], prepare: Callable[[], None] = lambda: None
+    ) -> None:
+        self._rank_memory, self._pin, self._prepare = rank_memory, pin, prepare
         self._pins: list[object] = []
         self._lacks_memory = self._is_cancelled = False
         self._failure: Exception | None = None
@@ -79,9 +81,11 @@ class BackgroundPinning:
 
     def _work(self) -> None:
         try:
+            self._prepare()
             self._rank_memory.allocate(self._should_continue)
             for chunk in (each for slot in self._rank_memory.slots for each in slot.memory.split(PIN_CHUNK_BYTES)):
                 if self._should_continue():
+                    _map_pages(chunk)
                     began = time.monotonic()
                     self._pins.append(self._pin(chunk))
                     time.sleep(time.monotonic() - began)
@@ -94,6 +98,11 @@ class BackgroundPinning:
             self._failure = error
         finally:
             self._done.set()
+
+
+def _map_pages(memory: Tensor) -> None:
+    """Map every page of `memory` by reading from it. Otherwise pinning does it, and blocks the GPU meanwhile."""
+    memory.numpy()[::PAGE_BYTES].max(initial=0)
 
 
 def split_at_pin_chunks(

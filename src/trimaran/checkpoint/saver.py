@@ -15,10 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trimaran.checkpoint.durable import DurableDisk
+from trimaran.checkpoint.file_parts import map_in_threads, num_io_threads
 from trimaran.checkpoint.manifest import Manifest, read_manifest
 from trimaran.checkpoint.rank_layout import RankLayout
 from trimaran.checkpoint.rank_share import RankShare, item_view
-from trimaran.checkpoint.step_dirs import draft_path, prune, refuse, remove_checkpoint, step_path
+from trimaran.checkpoint.step_dirs import draft_path, looks_complete, prune, refuse, remove_checkpoint, step_path
 from trimaran.checkpoint.verify_checkpoint import verify
 from trimaran.checkpoint.write_checkpoint import KeyValueStore, WriteReport, WriteReportParser, commit, write_share
 from trimaran.core import CheckpointSection, UserError
@@ -107,6 +108,8 @@ class Saver:
         self._folder, self._rank_layout, self._store = folder, rank_layout, store
         self._section, self._make_manifest = section, make_manifest
         self._disk = disk or DurableDisk()
+        self._disk.num_threads = num_io_threads(rank_layout.local_size)
+        self._disk.reads_back_all = section.read_back == "all"
         self.nonce = ""
         """Distinguishes the drafts of this attempt from others; hexadecimal, equal on all ranks."""
         self._previous: Path | None = None
@@ -116,7 +119,7 @@ class Saver:
         self._idle = threading.Event()
         self._idle.set()
         self._count = 0
-        self._num_verified = 0  # chunks of files that were read back
+        self._num_verified = 0  # chunks of a checkpoint that was there already
         threading.Thread(target=self._work, name="trimaran-save", daemon=True).start()
 
     def begin(self, newest: int | None) -> None:
@@ -170,10 +173,10 @@ class Saver:
         try:
             report = self._write(request, draft)
             self._publish("report", report if isinstance(report, str) else report.text(brief=self._layout_sent))
-            written = self._conclude(request, draft, final)
+            written, is_new = self._conclude(request, draft, final)
             if not written["failed"]:
                 self._layout_sent = True
-                self._publish("damages", json.dumps(_read_back(final, self._rank_layout, self._count_verified)))
+                self._publish("damages", json.dumps(self._damages(final, is_new=is_new)))
                 written = self._check(request, final, written)
         except Exception as error:  # training continues, and the older checkpoints are intact
             written = {"failed": _message(error), "bytes": 0, "written_bytes": 0}
@@ -190,23 +193,37 @@ class Saver:
             if request.failure:
                 raise OSError(request.failure)
             request.wait_ready()
-            refuse_not_finite(request.share, request.memory)
-            memory = request.memory.numpy().data
             previous = self._previous if self._section.incremental else None
-            return write_share(draft, self._rank_layout.rank, request.share, memory, previous=previous, disk=self._disk)
+            rank, share, memory = self._rank_layout.rank, request.share, request.memory
+
+            def write_or_check(part: str) -> WriteReport | None:
+                if part == "check":
+                    return refuse_not_finite(share, memory)
+                return write_share(draft, rank, share, memory.numpy().data, previous=previous, disk=self._disk)
+
+            # A state that is refused is rare: it is written meanwhile, and never committed.
+            report, _ = map_in_threads(write_or_check, ["write", "check"], num_threads=2)
+            assert report is not None
+            return report
         except Exception as error:
             return json.dumps({"failed": f"rank {self._rank_layout.rank}: {_message(error)}"})
 
-    def _conclude(self, request: SaveRequest, draft: Path, final: Path) -> dict[str, Any]:
-        """Commit on rank 0 what all ranks wrote, or remove the draft. Returns the outcome on every rank."""
+    def _conclude(self, request: SaveRequest, draft: Path, final: Path) -> tuple[dict[str, Any], bool]:
+        """Commit on rank 0 what all ranks wrote, or remove the draft.
+
+        Returns the outcome on every rank, and whether the checkpoint is what was written now: if its step was there
+        already, that one stays.
+        """
         if self._rank_layout.rank != 0:
-            return json.loads(self._wait_for_rank_0("result"))
-        result = {"failed": "", "bytes": 0, "written_bytes": 0}
+            result, is_new = json.loads(self._wait_for_rank_0("result"))
+            return result, is_new
+        result, is_new = {"failed": "", "bytes": 0, "written_bytes": 0}, True
         try:
             texts = self._wait_for_all("report")
             if failures := [fields["failed"] for text in texts if "failed" in (fields := json.loads(text))]:
                 raise OSError("; ".join(failures))
             reports = [self._report_parser.parse(text) for text in texts]
+            is_new = not looks_complete(final)
             commit(draft, final, reports, self._make_manifest(request), self._disk)
             result["bytes"] = sum(report.num_bytes for report in reports)
             result["written_bytes"] = sum(report.written_bytes for report in reports)
@@ -214,11 +231,26 @@ class Saver:
             result["failed"] = _message(error)
             with suppress(OSError):  # a draft that remains is removed at the next start
                 remove_checkpoint(draft, self._disk)
-        self._publish("result", json.dumps(result))
-        return result
+        self._publish("result", json.dumps([result, is_new]))
+        return result, is_new
+
+    def _damages(self, final: Path, *, is_new: bool) -> list[str]:
+        """Return what is wrong with the files that this rank has to verify.
+
+        Each rank has read back what it wrote. If the step was there already, the files are those of its manifest.
+        """
+        try:
+            files = sorted(read_manifest(final).files)[self._rank_layout.rank :: self._rank_layout.world_size]
+            threads = self._disk.num_threads
+            found = verify(
+                final, files=[] if is_new else files, report_progress=self._count_verified, num_threads=threads
+            )
+            return [str(damage) for damage in found]
+        except (OSError, UserError) as error:
+            return [_message(error)]
 
     def _check(self, request: SaveRequest, final: Path, written: dict[str, Any]) -> dict[str, Any]:
-        """Collect on rank 0 what all ranks read back. Older checkpoints are pruned only if this one is intact."""
+        """Collect on rank 0 what all ranks found. Older checkpoints are pruned only if this one is intact."""
         if self._rank_layout.rank != 0:
             return written | json.loads(self._wait_for_rank_0("verdict"))
         verdict = {"failed": ""}
@@ -265,18 +297,6 @@ def refuse_not_finite(share: RankShare, memory: Tensor) -> None:
             if not torch.isfinite(values.sum()) and not torch.isfinite(values).all():
                 raise UserError("K042", f"{item.key} has NaN or Inf values", where=f"at {item.start}",
                                 fix="resume from the checkpoint before: trimaran resume RUN")  # fmt: skip
-
-
-def _read_back(final: Path, rank_layout: RankLayout, report_progress: Callable[[], None]) -> list[str]:
-    """Return what is wrong with the files that this rank has to verify.
-
-    They are taken from the manifest: if the step was there already, its files are not those just written.
-    """
-    try:
-        names = sorted(read_manifest(final).files)[rank_layout.rank :: rank_layout.world_size]
-        return [str(damage) for damage in verify(final, files=names, report_progress=report_progress)]
-    except (OSError, UserError) as error:
-        return [_message(error)]
 
 
 def _message(error: Exception) -> str:

@@ -2,24 +2,37 @@
 
 import os
 from collections.abc import Callable, Iterable
-from hashlib import sha256
 from pathlib import Path
 
-from trimaran.checkpoint.durable import CHUNK_BYTES
+from trimaran.checkpoint.file_parts import (
+    ThreadBuffer,
+    ThreadProgress,
+    hash_range,
+    map_in_threads,
+    num_io_threads,
+)
 from trimaran.checkpoint.manifest import INDEX, MANIFEST, Damage, DamagedError, FileRecord, unreadable
 from trimaran.checkpoint.step_files import StepFiles
 from trimaran.core import UserError
-from trimaran.core.regular_files import open_regular_file
+from trimaran.core.regular_files import open_regular_fd
+
+Part = tuple[str, FileRecord, int]
+"""The name and record of a file, and the number of the part of it that one checksum covers."""
 
 
 def verify(
-    path: Path, *, files: Iterable[str] | None = None, report_progress: Callable[[], None] = lambda: None
+    path: Path,
+    *,
+    files: Iterable[str] | None = None,
+    report_progress: Callable[[], None] = lambda: None,
+    num_threads: int = 0,
 ) -> list[Damage]:
     """Return everything that is wrong with the checkpoint in `path`; an empty list if it is exactly what was written.
 
     Manifest and index are always verified. With `files`, only these are verified as well, so that ranks can share the
     work. Without, all files are, and there must be no others. No file is parsed before its checksum is verified.
-    `report_progress` is called after each chunk of a file.
+    `report_progress` is called in this thread as chunks of files have been read. `num_threads` read them; 0: as many as
+    are good for one process.
     """
     try:
         step = StepFiles(path)
@@ -29,29 +42,40 @@ def verify(
         return [Damage(MANIFEST, f"cannot be used: {error.what}")]
     records = step.manifest.files
     chosen = [name for name in records if name != INDEX] if files is None else [each for each in files if each != INDEX]
-    damages = [damage for name in chosen if (damage := _damage(path, name, records.get(name), report_progress))]
+    damages = [Damage(name, "is not in the manifest") for name in chosen if name not in records]
+    parts = [(name, records[name], number) for name in chosen if name in records
+             for number in range(len(records[name].checksums))]  # fmt: skip
+    found = _PartCheck(path, report_progress).run(parts, num_threads or num_io_threads())
+    damages += {damage.file: damage for damage in reversed(found) if damage}.values()  # the first of each file
     if files is None:
         expected = {*records, MANIFEST}
         damages += [Damage(each, "does not belong here") for each in sorted(os.listdir(path)) if each not in expected]
     return damages
 
 
-def _damage(folder: Path, name: str, record: FileRecord | None, report_progress: Callable[[], None]) -> Damage | None:
-    """Return what is wrong with one file."""
-    if record is None:
-        return Damage(name, "is not in the manifest")
-    try:
-        with open_regular_file(folder / name) as file:
-            if (size := os.fstat(file.fileno()).st_size) != record.bytes:
-                return Damage(name, f"has {size:,} bytes instead of {record.bytes:,}")
-            digest, buffer = sha256(), memoryview(bytearray(min(CHUNK_BYTES, max(1, record.bytes))))
-            while count := file.readinto(buffer):
-                digest.update(buffer[:count])
-                report_progress()
-    except FileNotFoundError:
-        return Damage(name, "is missing")
-    except OSError as error:
-        return unreadable(name, error)
-    return (
-        None if digest.hexdigest() == record.sha256 else Damage(name, "is not what was written: its checksum is wrong")
-    )
+class _PartCheck:
+    """Compares parts of the files in `folder` with their checksums."""
+
+    def __init__(self, folder: Path, report_progress: Callable[[], None]) -> None:
+        self._folder, self._progress, self._buffer = folder, ThreadProgress(report_progress), ThreadBuffer()
+
+    def run(self, parts: list[Part], num_threads: int) -> list[Damage | None]:
+        return map_in_threads(self._damage, parts, num_threads=num_threads, while_waiting=self._progress.report)
+
+    def _damage(self, part: Part) -> Damage | None:
+        """Return what is wrong with a part of a file."""
+        name, record, number = part
+        try:
+            fd = open_regular_fd(self._folder / name)  # one for each part: the kernel reads ahead for each descriptor
+            try:
+                if (size := os.fstat(fd).st_size) != record.bytes:
+                    return Damage(name, f"has {size:,} bytes instead of {record.bytes:,}")
+                checksum = hash_range(fd, *record.range_of(number), self._buffer.memory, self._progress.count)
+            finally:
+                os.close(fd)
+        except FileNotFoundError:
+            return Damage(name, "is missing")
+        except OSError as error:
+            return unreadable(name, error)
+        is_right = checksum == record.checksums[number]
+        return None if is_right else Damage(name, "is not what was written: its checksum is wrong")

@@ -1,22 +1,27 @@
 """Writes a checkpoint: each rank writes its own files to a draft, then rank 0 commits the draft."""
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-
-from trimaran.checkpoint.durable import CHUNK_BYTES, DurableDisk, report_disk_errors, write_file
-from trimaran.checkpoint.manifest import INDEX, MANIFEST, FileRecord, Manifest, manifest_bytes, read_manifest
+from trimaran.checkpoint.durable import DurableDisk, report_disk_errors, write_file
+from trimaran.checkpoint.file_parts import BLOCK_BYTES, has_content, is_large, write_content
+from trimaran.checkpoint.manifest import (
+    INDEX,
+    MANIFEST,
+    FileRecord,
+    Manifest,
+    manifest_bytes,
+    parse_record,
+    read_manifest,
+)
 from trimaran.checkpoint.rank_share import ALIGNMENT, RankShare, ShareItem
 from trimaran.checkpoint.shard_index import ShardLayout, index_bytes, layout_of
 from trimaran.checkpoint.step_dirs import looks_complete, refuse, remove_checkpoint
 from trimaran.core import UserError
-from trimaran.core.regular_files import open_regular_file
 
 
 class KeyValueStore(Protocol):
@@ -46,7 +51,9 @@ class WriteReport:
 
     def text(self, *, brief: bool = False) -> str:
         """Return the report as JSON. `brief` omits the rows of the layout, if the reader has them already."""
-        fields = asdict(self) | {"layout": self.layout.digest, "rows": None if brief else self.layout.rows}
+        files = {name: record.as_dict() for name, record in self.files.items()}
+        rows = None if brief else self.layout.rows
+        fields = asdict(self) | {"files": files, "layout": self.layout.digest, "rows": rows}
         return json.dumps(fields, separators=(",", ":"))
 
 
@@ -59,7 +66,7 @@ class WriteReportParser:
     def parse(self, text: str) -> WriteReport:
         """Return the report that `WriteReport.text` encoded."""
         fields = json.loads(text)
-        files = {name: FileRecord(**record) for name, record in fields["files"].items()}
+        files = {name: parse_record(record) for name, record in fields["files"].items()}
         rank, digest, rows = fields["rank"], fields["layout"], fields.pop("rows")
         if rows is not None:
             self._layouts[rank] = ShardLayout(digest, tuple(rows))
@@ -72,10 +79,10 @@ class WriteReportParser:
 def write_share(
     draft: Path, rank: int, share: RankShare, memory: memoryview, *, previous: Path | None, disk: DurableDisk
 ) -> WriteReport:
-    """Write the share of `rank` to the folder `draft`, and return when it is durable.
+    """Write the share of `rank` to the folder `draft`, and return when it is durable and has been read back.
 
     `memory` is filled by `copy_to_memory`. Frozen tensors that are equal in the checkpoint `previous` are linked.
-    Raises UserError K006 on a disk error.
+    Raises UserError K006 on a disk error, or if what is read back is not what was written.
     """
     rows: list[Any] = []
     files: dict[str, FileRecord] = {}
@@ -88,7 +95,7 @@ def write_share(
             content = (memoryview(header), memory[begin:end])
             record = _link_previous(draft / name, content, previous, disk) if items[0].frozen else None
             if record is None:
-                record = _write(draft / name, content, disk)
+                record = write_content(draft / name, content, disk)
                 written_bytes += record.bytes
             files[name] = record
             rows += [_row(item, name, len(header) - begin) for item in items]
@@ -141,27 +148,13 @@ def _header(items: Sequence[ShareItem]) -> bytes:
         fields = {"dtype": item.meta.dtype, "shape": item.size, "data_offsets": [at, at + item.num_bytes]}
         names[f"{item.key}@{','.join(map(str, item.start))}"] = fields
     text = json.dumps(names, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    is_direct = is_large(items[-1].offset + items[-1].num_bytes - begin)
+    text += b" " * (-(8 + len(text)) % (BLOCK_BYTES if is_direct else ALIGNMENT))
     return len(text).to_bytes(8, "little") + text
 
 
 def _row(item: ShareItem, file: str, shift: int) -> list[Any]:
     return [item.key, item.meta.dtype, item.meta.shape, item.start, item.size, file, item.offset + shift]
-
-
-def _write(path: Path, content: Sequence[memoryview], disk: DurableDisk) -> FileRecord:
-    digest = sha256()
-    num_bytes = 0
-    fd = disk.create(path)
-    try:
-        for chunk in _chunks(content):
-            digest.update(chunk)
-            disk.write(fd, chunk)
-            num_bytes += len(chunk)
-        disk.sync(fd)
-    finally:
-        os.close(fd)
-    return FileRecord(num_bytes, digest.hexdigest())
 
 
 def _link_previous(
@@ -175,26 +168,9 @@ def _link_previous(
         return None
     try:
         record = read_manifest(previous).files.get(path.name)
-        if record is None or not _has_content(previous / path.name, content):
+        if record is None or not has_content(previous / path.name, content, record, disk):
             return None
         disk.link(previous / path.name, path)
     except (OSError, UserError):
         return None
     return record
-
-
-def _has_content(path: Path, content: Sequence[memoryview]) -> bool:
-    with open_regular_file(path) as file:
-        if os.fstat(file.fileno()).st_size != sum(map(len, content)):
-            return False
-        for chunk in _chunks(content):
-            stored = file.read(len(chunk))
-            if len(stored) != len(chunk) or not np.array_equal(np.frombuffer(stored, np.uint8), np.asarray(chunk)):
-                return False
-    return True
-
-
-def _chunks(content: Sequence[memoryview]) -> Iterator[memoryview]:
-    for each in content:
-        for begin in range(0, len(each), CHUNK_BYTES):
-            yield each[begin : begin + CHUNK_BYTES]

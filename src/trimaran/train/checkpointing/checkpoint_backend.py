@@ -76,7 +76,7 @@ def build_backend(  # noqa: PLR0913 - what the parts share
     share = build_share(shards, rows)
     copier = Copier(share)
     sizes = all_gather_int64(np.array([share.num_bytes, len(copier.items)], dtype=np.int64))
-    if not is_restart:
+    if not is_restart and not section.is_off:
         _refuse_small_disk(run, rank_layout, int(sizes[:, 0].sum()))
     # A slot must also hold the share that the partner on the previous node sends.
     sender = rank_layout.rank - rank_layout.local_size if can_pair(rank_layout) else rank_layout.rank

@@ -32,6 +32,8 @@ from trimaran.train.process.supervisor_link import SupervisorLink
 
 log = logging.getLogger(__name__)
 
+ASK_EVERY_STEPS = 8
+
 
 class Checkpointer:
     """Decides when to save the state, saves it, and restores it. Every rank must call all methods in the same order."""
@@ -62,6 +64,10 @@ class Checkpointer:
         self._totals: dict[str, float] = {"checkpoints": 0, "copies": 0, "stall_seconds": 0.0, "failed": 0}
         self._bound: LossBound | None = None
         """What the last `loss_bound` event says."""
+        self._bound_inputs: tuple[object, ...] = ()
+        """What the bound depended on when it was last computed."""
+        self._num_asks = 0
+        """How often the ranks have asked each other whether there is memory for copies."""
         self._step_seconds = self._returned_at = 0.0
         """When the last call of `after_step` returned."""
 
@@ -157,7 +163,7 @@ class Checkpointer:
         """Copy or save the state after `step` steps, if due. `decision` is what the ranks agreed on a step before."""
         entered = time.perf_counter()
         self._step_seconds = (entered - self._returned_at) / self._stride
-        self._copy_schedule.record_step(self._step_seconds)
+        self._time_copies()
         self._log_results()
         if decision.save:
             self._save(step)
@@ -168,8 +174,28 @@ class Checkpointer:
             self._log_bound(step)
         self._returned_at = time.perf_counter()
 
+    def _time_copies(self) -> None:
+        """Record the last step and what is known by now about copies; adjust how often the state is copied."""
+        schedule, copier = self._copy_schedule, self._backend.copier
+        schedule.record_step(self._step_seconds)
+        for seconds in copier.device_waits():
+            self._totals["stall_seconds"] += seconds
+            schedule.record_device_wait(seconds)
+        if schedule.is_review_due:
+            began = time.thread_time()  # without the wait for other ranks: they would wait in the next step
+            schedule.review(copier.commit_seconds)
+            seconds = time.thread_time() - began
+            self._totals["stall_seconds"] += seconds
+            schedule.record_exchange(seconds)
+
     def finish(self, step: int) -> None:
-        """Save `step`, the last one, unless it is saved already, and return when the checkpoint is on disk."""
+        """Save `step`, the last one, unless it is saved already, and return when the checkpoint is on disk.
+
+        Nothing is saved with `checkpoint.every: off`.
+        """
+        if self._recipe.checkpoint.is_off:
+            self._wait_until_saved(step)
+            return
         if step not in (self._requested_step, self._durable_step):
             self._save(step)
         self._wait_until_saved(step)
@@ -195,18 +221,28 @@ class Checkpointer:
         """Return what a fault costs at most from now on; None while that is unknown: no copy or no step is timed."""
         step_seconds, backend = self._copy_schedule.step_seconds, self._backend
         every = self._copy_schedule.every if self._link.rank_memories else 0
-        if not step_seconds or (every and not self._totals["copies"]):
+        if not step_seconds or (every and not backend.copier.has_committed):
             return None
         node_steps = backend.save_schedule.max_repeated_steps(step_seconds)
         if every and backend.peer_copies is not None:
             round_steps = -(-backend.peer_copies.interval_steps // every) * every
             node_steps = max_repeated_steps(2 * round_steps, self._stride)
-        steps = max_repeated_steps(every, self._stride) if every else node_steps
+        steps = node_steps
+        if every:
+            commit_steps = (self._copy_schedule.commit_seconds or backend.copier.commit_seconds) / step_seconds
+            steps = max_repeated_steps(self._copy_schedule.max_spacing, self._stride, commit_steps=commit_steps)
         seconds, node_seconds = (None if each is None else Seconds(each * step_seconds) for each in (steps, node_steps))
         return LossBound(steps=steps, seconds=seconds, node_steps=node_steps, node_seconds=node_seconds)
 
     def _log_bound(self, step: int) -> None:
         """Write a `loss_bound` event if the bound on what a rank's fault costs has changed notably."""
+        schedule, backend = self._copy_schedule, self._backend
+        peer_steps = backend.peer_copies.interval_steps if backend.peer_copies is not None else 0
+        times = schedule.step_seconds, schedule.commit_seconds, backend.save_schedule.cost
+        inputs = (*times, schedule.every, schedule.max_spacing, peer_steps, backend.copier.has_committed)
+        if inputs == self._bound_inputs:
+            return
+        self._bound_inputs = inputs
         bound, last = self.loss_bound(), self._bound
         if bound is None or (last is not None and not bound.differs(last)):
             return
@@ -245,6 +281,8 @@ class Checkpointer:
 
         Otherwise a rank that is killed before the first copy to the new slots would lose it.
         """
+        if self._recipe.checkpoint.is_off:
+            return
         on_disk = self._rank_layout.rank == 0 and restored.step in complete_steps(self._run.checkpoints)
         if restored.tier == "memory" and not broadcast_json(on_disk):
             log.info("the state of step %d is written to disk first: the plan and its copies change", restored.step)
@@ -259,14 +297,16 @@ class Checkpointer:
             self._backend.peer_copies.begin(restored.step)
         slot_pool.clear_except(restored.incarnation, restored.step, self._backend.copier.share)
         keeps_copies = slot_pool.budget.keeps_copies
-        section, in_background = self._recipe.checkpoint, self._backend.copier.allocates_in_background
+        section = self._recipe.checkpoint
         self._copy_schedule = CopySchedule(
             section.memory if keeps_copies else 0,
-            all_gather_int64,
+            all_gather_int64 if self._rank_layout.world_size > 1 else lambda numbers: numbers[None],
             lost_seconds=Seconds(section.lost_seconds),
-            warm_up=0 if in_background else slot_pool.budget.own_slots,
+            num_slots=slot_pool.budget.own_slots,
+            stride=self._stride,
         )
         self._copy_schedule.begin(restored.step)
+        self._backend.copier.prepare(slot_pool.own_slots, self._state.shards())
         # Copy at once, so that a kill now loses nothing. All ranks copy or none does, so that their counts stay equal.
         if (
             keeps_copies
@@ -303,12 +343,20 @@ class Checkpointer:
 
     def _has_slots(self, *, wait: bool = False) -> bool:
         """Return whether there is memory to copy to by now, the same on all ranks. All must ask at the same steps."""
-        if not self._slots_decided and (wait or all_true(self._backend.copier.is_ready)):
+        if not self._slots_decided and (wait or self._all_have_slots()):
             self._slots_decided, began = True, time.perf_counter()
             if not all_true(self._backend.copier.wait_ready()):
                 self._release_slots()
             self._totals["stall_seconds"] += time.perf_counter() - began
         return self._slots_decided and self._backend.slot_pool.budget.num_slots > 0
+
+    def _all_have_slots(self) -> bool:
+        """Return whether every rank knows if it has memory. After some steps they ask each other only now and then."""
+        self._num_asks += 1
+        if self._rank_layout.world_size == 1:
+            return self._backend.copier.is_ready
+        is_turn = self._num_asks <= ASK_EVERY_STEPS or self._num_asks % ASK_EVERY_STEPS == 0
+        return is_turn and all_true(self._backend.copier.is_ready)
 
     def _release_slots(self) -> None:
         """Continue without copies in memory: a node has less memory than it reported."""
@@ -321,7 +369,7 @@ class Checkpointer:
 
     def _copy(self, step: int) -> MemorySlot:
         """Copy the state to a slot in memory and return it."""
-        backend = self._backend
+        began, backend = time.perf_counter(), self._backend
         slot = backend.slot_pool.next_slot(self._slots_in_use())
         self._state.gather()
         metadata = CopyMetadata(
@@ -334,11 +382,12 @@ class Checkpointer:
         with self._link.section("copy", step):
             backend.copier.copy(slot, metadata, self._state.shards())
         backend.slot_pool.mark_filled(slot, step)
-        self._totals["copies"] += 1
-        self._totals["stall_seconds"] += backend.copier.stall_seconds
-        self._copy_schedule.record_copy(step, backend.copier.stall_seconds)
         if backend.peer_copies is not None:
             backend.peer_copies.offer(step, slot, step_seconds=self._step_seconds)
+        host_seconds = time.perf_counter() - began
+        self._totals["copies"] += 1
+        self._totals["stall_seconds"] += host_seconds
+        self._copy_schedule.record_copy(step, host_seconds)
         return slot
 
     def _slots_in_use(self) -> list[MemorySlot]:

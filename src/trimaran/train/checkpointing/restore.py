@@ -11,8 +11,10 @@ from trimaran.checkpoint.checkpoint_list import list_checkpoints
 from trimaran.checkpoint.disk_source import DiskSource
 from trimaran.checkpoint.durable import DurableDisk
 from trimaran.checkpoint.fetch_copies import CopyFetcher
+from trimaran.checkpoint.file_parts import num_io_threads
 from trimaran.checkpoint.find_copies import CopyFinder, CopyKey
-from trimaran.checkpoint.load_state import fill_shards, refuse_unused_tensors
+from trimaran.checkpoint.load_parts import PartLoader, has_parts
+from trimaran.checkpoint.load_state import fill_matched, match_shards, refuse_unused_tensors
 from trimaran.checkpoint.manifest import MANIFEST, DamagedError, Manifest, read_manifest
 from trimaran.checkpoint.rank_layout import RankLayout, barrier
 from trimaran.checkpoint.step_dirs import complete_steps, refuse, step_path
@@ -52,9 +54,13 @@ def refuse_new_start(run: RunDirectory, rank_layout: RankLayout, *, newest: int)
     """
     why = broadcast_json(_lost_checkpoints(run, newest) if rank_layout.rank == 0 else "")
     if why:
-        raise UserError("K047", f"this run cannot resume from any of its checkpoints: {why}",
-                        where=str(run.checkpoints), fix="list them with `trimaran checkpoints RUN` and restore one, "
-                        "or start over in another folder: --run-dir DIR")  # fmt: skip
+        raise _no_checkpoint(why, run.checkpoints)
+
+
+def _no_checkpoint(why: str, folder: Path) -> UserError:
+    return UserError("K047", f"this run cannot resume from any of its checkpoints: {why}", where=str(folder),
+                     fix="list them with `trimaran checkpoints RUN` and restore one, or start over in another folder: "
+                     "--run-dir DIR")  # fmt: skip
 
 
 def _lost_checkpoints(run: RunDirectory, newest: int) -> str:
@@ -88,6 +94,7 @@ class Restorer:
         """
         self._state, self._folder, self._rank_layout = state, folder, rank_layout
         self._recipe, self._data, self.base = recipe, data, base
+        self._num_threads, self._is_partly_filled = num_io_threads(rank_layout.local_size), False
 
     def load(
         self,
@@ -102,7 +109,8 @@ class Restorer:
         Damaged states are skipped, and renamed if they are on disk. `reported` is the last step with metrics, as rank 0
         knows it. Metrics are written one step late, so a kill may lose those of the last copy: an older copy in memory
         is preferred then, so that the step is computed again and its metrics are written. `report_progress` is called
-        after each chunk that was verified and each tensor that was read.
+        after each chunk that was verified and each tensor that was read. Raises UserError if there is none but a
+        damaged one has overwritten some of the state.
         """
         saved_steps, reported = broadcast_json(
             [complete_steps(self._folder), reported] if self._rank_layout.rank == 0 else []
@@ -120,11 +128,13 @@ class Restorer:
             else:
                 step = on_disk.pop(0)
                 loading = self._from_disk(step_path(self._folder, step), report_progress)
-            if not isinstance(loading, str):
-                self._load(*loading, report_progress)
+            why = loading if isinstance(loading, str) else self._load(*loading, report_progress)
+            if not why:
                 return RestoredState(step=step, tier=tier, incarnation=incarnation, refused=refused)
-            refused.append({"tier": tier, "step": step, "why": loading})
-            log.warning("the state of step %d (%s) is skipped: %s", step, tier, loading)
+            refused.append({"tier": tier, "step": step, "why": why})
+            log.warning("the state of step %d (%s) is skipped: %s", step, tier, why)
+        if self._is_partly_filled:
+            raise _no_checkpoint("; ".join(f"step {each['step']}: {each['why']}" for each in refused), self._folder)
         return RestoredState(refused=refused)
 
     def _from_memory(self, finder: CopyFinder, key: CopyKey) -> Loading | str:
@@ -140,16 +150,31 @@ class Restorer:
         return source, shards
 
     def _from_disk(self, path: Path, report_progress: Callable[[], None]) -> Loading | str:
-        """See `_from_memory`. Each rank verifies some of the files; if one is damaged, all skip the checkpoint."""
+        """See `_from_memory`. Each rank verifies some of the files; if one is damaged, all skip the checkpoint.
+
+        Files with parts are verified by `_fill`, which reads them.
+        """
         manifest, damages = _read_manifest(path)
         if manifest is not None:
-            mine = sorted(manifest.files)[self._rank_layout.rank :: self._rank_layout.world_size]
-            damages = [str(damage) for damage in verify(path, files=mine, report_progress=report_progress)]
+            whole = [name for name in self._my_files(manifest) if not has_parts(manifest.files[name])]
+            found = verify(path, files=whole, report_progress=report_progress, num_threads=self._num_threads)
+            damages = [str(damage) for damage in found]
+        if why := self._refuse_damaged(path, damages):
+            return why
+        assert manifest is not None
+        _refuse_other_recipe(manifest, self._recipe, path)
+        source = DiskSource(path)
+        return source, self._state.shards_from(source.index)
+
+    def _my_files(self, manifest: Manifest) -> list[str]:
+        """Return the files that this rank verifies."""
+        return sorted(manifest.files)[self._rank_layout.rank :: self._rank_layout.world_size]
+
+    def _refuse_damaged(self, path: Path, damages: list[str]) -> str:
+        """Rename a checkpoint if a rank found damage, and return what all found; an empty text if it is intact."""
         all_damages = sorted({each for row in all_gather_json(damages) for each in row})
-        if not all_damages and manifest is not None:
-            _refuse_other_recipe(manifest, self._recipe, path)
-            source = DiskSource(path)
-            return source, self._state.shards_from(source.index)
+        if not all_damages:
+            return ""
         if self._rank_layout.rank == 0:
             with suppress(OSError):  # on a read-only disk it is skipped without being renamed
                 refuse(path, "; ".join(all_damages), DurableDisk())
@@ -158,14 +183,33 @@ class Restorer:
 
     def _load(
         self, source: CheckpointSource, shards: Sequence[TensorShard], report_progress: Callable[[], None]
-    ) -> None:
+    ) -> str:
+        """Fill the state, and return why it cannot be used; an empty text if it is complete."""
         _refuse_other_data(source.progress.get("data"), self._data, self._folder)
         if self.base is not None:
             _refuse_other_base(source, self.base, f"model.path ({self._recipe.model.path})", report_progress)
-        fill_shards(shards, source, report_progress)
+        if why := self._fill(source, shards, report_progress):
+            return why
         refuse_unused_tensors(shards, source, gather=all_gather_int64)
         self._state.restore(source.progress)
         barrier()  # no rank may overwrite memory that others still read
+        return ""
+
+    def _fill(
+        self, source: CheckpointSource, shards: Sequence[TensorShard], report_progress: Callable[[], None]
+    ) -> str:
+        """Fill the shards, and return what is damaged. Files with parts are read once, to verify and to fill."""
+        matched = match_shards(shards, source)
+        if isinstance(source, DiskSource) and any(map(has_parts, source.manifest.files.values())):
+            loader = PartLoader(source, matched)
+            damages = loader.run(self._my_files(source.manifest), report_progress, num_threads=self._num_threads)
+            self._is_partly_filled = True
+            if why := self._refuse_damaged(source.path, [str(damage) for damage in damages]):
+                return why
+            matched = loader.rest
+        fill_matched(matched, source, report_progress, num_threads=self._num_threads)
+        self._is_partly_filled = False
+        return ""
 
 
 def _read_manifest(path: Path) -> tuple[Manifest | None, list[str]]:

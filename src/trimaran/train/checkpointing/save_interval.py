@@ -4,7 +4,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,8 +22,17 @@ MAX_BOUNDED_COPY_FRACTION = 0.01
 MAX_INTERVAL = Seconds(1800.0)
 UNBOUNDED = Seconds(math.inf)
 MAX_TIMED_STEPS = 1000
-REVIEW_AFTER_COPIES = (3, 8, 32, 128)
+REVIEW_AFTER_COPIES = (16, 64, 128)
 """After this many copies the interval between them is adjusted, then after each further multiple of the last."""
+FIRST_TIMED_COPIES = 3
+"""The interval is also adjusted after each of the first copies: those to a new slot, and this many more."""
+REVIEW_DELAY_STEPS = 2
+"""The interval is adjusted this many steps after a copy. Only then it is known how long a GPU waited for it."""
+FIRST_SPACING_STEPS = 4
+"""Between the first copies, at least: so that some steps are timed that no copy can have slowed."""
+MIN_SLOWED_SAMPLES, MIN_OTHER_SAMPLES = 3, 6
+NUM_STANDARD_ERRORS = 2.0
+"""Steps count as slowed by copies only if the difference is larger than this many standard errors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,26 +100,86 @@ def copy_every(stall: Seconds, step: Seconds, *, lost_seconds: Seconds = UNBOUND
     return min(cheap, max(within, dearest))
 
 
-def max_repeated_steps(every: int, stride: int = 1) -> int:
+def max_repeated_steps(every: int, stride: int = 1, *, commit_steps: float = 0.0) -> int:
     """Return how many finished steps a fault costs at most if the state is copied every `every` steps.
 
-    One interval, since a copy counts only once every rank has it, and one more step: the next one may end while the
-    last copy is being committed, or before the metrics of its step are written (see `Restorer.load`). `stride` is as
-    in `SaveSchedule`.
+    One interval, since a copy counts only once every rank has it, and the steps that may end until then: those that end
+    while the last copy is committed, at least one, since it may end before the metrics of the copied step are written
+    (see `Restorer.load`), and at most an interval, since the next copy waits for it. `stride` is as in `SaveSchedule`.
     """
-    return -(-every // stride) * stride + stride
+    interval = -(-every // stride) * stride
+    return interval + min(interval, stride * max(1, math.ceil(commit_steps / stride)))
 
 
-def is_review(num_copies: int) -> bool:
-    """Return whether to adjust the interval after this many copies."""
-    return num_copies in REVIEW_AFTER_COPIES or (num_copies > 0 and num_copies % REVIEW_AFTER_COPIES[-1] == 0)
+def is_review(num_copies: int, num_first: int) -> bool:
+    """Return whether to adjust the interval after this many copies, of which `num_first` are the first copies."""
+    if num_copies <= num_first:
+        return num_copies > 0
+    return num_copies in REVIEW_AFTER_COPIES or num_copies % REVIEW_AFTER_COPIES[-1] == 0
+
+
+class StepSamples:
+    """Durations of steps, and what they tell about copies that run while training continues."""
+
+    def __init__(self) -> None:
+        self._all: deque[float] = deque(maxlen=MAX_TIMED_STEPS)
+        self._others: deque[float] = deque(maxlen=MAX_TIMED_STEPS)
+        """Of steps that no copy can have slowed."""
+        self._slowed: deque[float] = deque(maxlen=MAX_TIMED_STEPS)
+        """The sums of the steps after each copy that it may have slowed."""
+        self._since_copy: list[float] = []
+
+    def record_copy(self) -> None:
+        """Record that the state is copied now."""
+        self._since_copy = []
+
+    def record_step(self, seconds: float) -> None:
+        """Record the duration of a step without the time that the host spent on a copy."""
+        self._all.append(seconds)
+        if len(self._since_copy) == REVIEW_DELAY_STEPS:
+            self._others.append(seconds)
+            return
+        self._since_copy.append(seconds)
+        if len(self._since_copy) == REVIEW_DELAY_STEPS:
+            self._slowed.append(sum(self._since_copy))
+
+    def step_seconds(self) -> Seconds:
+        """Return the median duration of a step, of those that no copy can have slowed if there are enough."""
+        samples = self._others if len(self._others) >= MIN_OTHER_SAMPLES else self._all
+        return Seconds(statistics.median_low(samples))  # of two the shorter: the first step is slow
+
+    def slowdown(self) -> Seconds:
+        """Return by how much a copy slows the steps after it, as far as that is more than noise; else 0."""
+        if len(self._slowed) < MIN_SLOWED_SAMPLES or len(self._others) < MIN_OTHER_SAMPLES:
+            return Seconds(0.0)
+        (slowed, slowed_error), (usual, usual_error) = (
+            _median_and_error(each) for each in (self._slowed, self._others)
+        )
+        error = math.hypot(slowed_error, REVIEW_DELAY_STEPS * usual_error)
+        return Seconds(max(0.0, slowed - REVIEW_DELAY_STEPS * usual - NUM_STANDARD_ERRORS * error))
+
+    def forget(self) -> None:
+        """Start over, since the durations may have changed."""
+        for samples in (self._all, self._others, self._slowed):
+            samples.clear()
+
+
+def _median_and_error(samples: Sequence[float]) -> tuple[float, float]:
+    """Return the median and its standard error, from the median absolute deviation: outliers do not count."""
+    median = statistics.median(samples)
+    deviation = statistics.median(abs(each - median) for each in samples)
+    return median, 1.4826 * 1.2533 * deviation / math.sqrt(len(samples))
 
 
 class CopySchedule:
     """Decides when to copy the state to memory, equally on all ranks: now and then they exchange what copies cost.
 
-    `gather` is as in `checkpoint.ownership`. `every` 0 means never. The first `warm_up` copies are not timed: the first
-    copy to a slot creates views and maps pages, and takes several times as long as later ones.
+    The cost of a copy is the time that the host spends on it, and how long the GPU waits for it, or by how much the
+    steps that it overlaps with are longer than others, whichever is more. At first each copy is followed by as many
+    steps as its own cost demands, and later copies by as many as their mean cost demands. The first copy to each of
+    `num_slots` slots costs more than later ones, so it counts for its own interval only.
+
+    `gather` is as in `checkpoint.ownership`. `every` 0 means never. `stride` is as in `SaveSchedule`.
     """
 
     def __init__(
@@ -119,15 +188,23 @@ class CopySchedule:
         gather: Callable[[np.ndarray], np.ndarray],
         *,
         lost_seconds: Seconds = UNBOUNDED,
-        warm_up: int = 0,
+        num_slots: int = 0,
+        stride: int = 1,
     ) -> None:
         self.every = 1 if every == "auto" else every
         self.step_seconds = Seconds(0.0)
         """The median duration of a step, that of the first step at first, and 0.0 before it."""
-        self._is_auto, self._gather, self._lost_seconds = every == "auto", gather, lost_seconds
-        self._last_step, self._num_copies = 0, -warm_up
-        self._step_seconds: deque[float] = deque(maxlen=MAX_TIMED_STEPS)
-        self._stall_seconds: list[float] = []
+        self.commit_seconds = Seconds(0.0)
+        """How long after its start a copy is committed on all ranks."""
+        self._is_auto, self._gather, self._lost_seconds, self._stride = every == "auto", gather, lost_seconds, stride
+        self._num_slots, self._num_first = num_slots, num_slots + FIRST_TIMED_COPIES
+        self._last_step = self._num_copies = self._last_spacing = 0
+        self._steps_to_review, self._exchange_seconds = 0, 0.0
+        self._samples = StepSamples()
+        self._host_seconds: deque[float] = deque()
+        """Of the copies for which it is not known yet how long the GPU waited."""
+        self._costs: list[tuple[float, float]] = []
+        """Of copies since the last review: seconds of the host, and seconds that the GPU waited."""
 
     def begin(self, step: int) -> None:
         """Start counting at `step`."""
@@ -136,27 +213,69 @@ class CopySchedule:
     def is_due(self, step: int) -> bool:
         return self.every > 0 and step - self._last_step >= self.every
 
-    def record_step(self, seconds: float) -> None:
-        """Record the duration of a step, without the time spent on checkpoints."""
-        self._step_seconds.append(seconds)
-        self.step_seconds = self.step_seconds or Seconds(seconds)
+    @property
+    def max_spacing(self) -> int:
+        """How many steps the newest copy that all ranks have is behind at most, apart from the time to commit it."""
+        return max(self.every, self._last_spacing)
 
-    def record_copy(self, step: int, stall_seconds: float) -> None:
-        """Record a copy. Every rank must call it at the same step, since the ranks may exchange their costs in it."""
-        self._last_step = step
+    @property
+    def is_review_due(self) -> bool:
+        """Whether `review` must be called after this step. It is the same on all ranks."""
+        return self._steps_to_review == 1
+
+    def record_step(self, seconds: float) -> None:
+        """Record the duration of a step, without the time spent on checkpoints. Must be called before `review`."""
+        self._samples.record_step(seconds)
+        self.step_seconds = self.step_seconds or Seconds(seconds)
+        if self._steps_to_review > 1:
+            self._steps_to_review -= 1
+
+    def record_copy(self, step: int, host_seconds: float) -> None:
+        """Record a copy and how long the host spent on it. Every rank must call it at the same step."""
+        self._last_step, self._last_spacing = step, step - self._last_step
         self._num_copies += 1
-        if self._num_copies > 0:
-            self._stall_seconds.append(stall_seconds)
-        if not is_review(self._num_copies) or not self._step_seconds:
-            return
-        self.step_seconds = Seconds(statistics.median(self._step_seconds))
+        self._host_seconds.append(host_seconds + self._exchange_seconds)
+        self._exchange_seconds = 0.0
+        self._samples.record_copy()
+        if is_review(self._num_copies, self._num_first):
+            self._steps_to_review = 1 + REVIEW_DELAY_STEPS
+        if self._is_auto and self._num_copies < self._num_first:
+            self.every = max(self.every, FIRST_SPACING_STEPS * self._stride)
+
+    def record_device_wait(self, seconds: float) -> None:
+        """Record how long the GPU waited for the next copy in order; 0.0 on a CPU."""
+        if self._host_seconds:
+            self._costs.append((self._host_seconds.popleft(), seconds))
+
+    def record_exchange(self, seconds: float) -> None:
+        """Record how long a review took: it is part of the cost of the next copy."""
+        self._exchange_seconds = seconds
+
+    def review(self, commit_seconds: float) -> None:
+        """Adjust the interval. Every rank must call it when `is_review_due`, with its last time to commit a copy."""
+        self._steps_to_review = 0
+        mine = self._cost(), self._samples.step_seconds(), commit_seconds
         if self._is_auto:
-            medians = statistics.median(self._stall_seconds), self.step_seconds
-            slowest = self._gather(np.array([1e9 * each for each in medians], dtype=np.int64)).max(axis=0) / 1e9
-            stall, step_seconds = (Seconds(float(each)) for each in slowest)
-            self.every = copy_every(stall, step_seconds, lost_seconds=self._lost_seconds)
-        self._step_seconds.clear()
-        self._stall_seconds.clear()
+            slowest = self._gather(np.array([1e9 * each for each in mine], dtype=np.int64)).max(axis=0) / 1e9
+            mine = tuple(float(each) for each in slowest)
+        cost, step_seconds, commit = (Seconds(each) for each in mine)
+        self.step_seconds, self.commit_seconds = step_seconds, commit
+        if self._is_auto:
+            self.every = copy_every(cost, step_seconds, lost_seconds=self._lost_seconds)
+            first_spacing = FIRST_SPACING_STEPS * self._stride
+            if self._num_copies < self._num_first and first_spacing * step_seconds <= self._lost_seconds:
+                self.every = max(self.every, first_spacing)
+        if self._num_copies >= self._num_first:
+            self._samples.forget()
+        if self._num_copies <= self._num_slots or self._num_copies >= self._num_first:
+            self._costs.clear()
+
+    def _cost(self) -> float:
+        """Return the cost of the last copy, and after the first ones the mean cost of a copy."""
+        known = self._costs or [(each, 0.0) for each in self._host_seconds]
+        counted = known if self._num_copies >= self._num_first else known[-1:]
+        host, waits = (statistics.fmean(each) for each in zip(*counted, strict=True))
+        return host + max(waits, self._samples.slowdown())
 
 
 class SaveSchedule:
@@ -174,7 +293,7 @@ class SaveSchedule:
         stride: int = 1,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._every, self._stride, self._now = section.every, stride, now
+        self._every, self._stride, self._now = 0 if section.every == "off" else section.every, stride, now
         self._between = Faults(device_hours=section.device_hours, restart=Seconds(0.0)).seconds_between(world_size)
         self.lead = max(2, stride)
         self.cost, self.num_skipped = guess, 0

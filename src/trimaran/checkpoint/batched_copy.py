@@ -1,0 +1,238 @@
+"""Copies many tensors from a GPU to a slot with few copies, and after the first time with a single launch.
+
+Consecutive bytes of a slot that come from large tensors, or from tensors that are neighbours in memory, are copied as
+they are. Split weights and small tensors are first gathered in one of two small buffers on the GPU, by one kernel for a
+whole buffer. While one buffer is copied to the host, the other is filled. All launches for a slot are recorded once
+as a CUDA graph, since hundreds of them from Python cost milliseconds.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trimaran.checkpoint import pinned_memory
+from trimaran.checkpoint.memory_copies import MemorySlot
+from trimaran.checkpoint.tensor_shards import TensorLike
+
+log = logging.getLogger(__name__)
+
+STAGING_BYTES = 1 << 24
+"""Of each of the two buffers on the GPU."""
+MIN_DIRECT_BYTES = 1 << 20
+"""From this size on, a tensor is copied as it is: it is not worth a second pass through the GPU's memory."""
+VALUES_PER_ROW = 1 << 14
+"""How many 4-byte values one program of the kernel gathers at most."""
+WORD_BYTES, ROW_FIELDS = 4, 4
+
+Gather = Callable[[Tensor, Tensor], None]
+"""Fills the second tensor as the rows of the first say; see `gather_rows`."""
+
+
+@runtime_checkable
+class SplitTensor(Protocol):
+    """An fp32 tensor that is stored as two 16-bit halves; see `optim.split_weights.SplitWeight`."""
+
+    upper: Tensor
+    lower: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Bytes that are consecutive in a slot, from byte `start` of its memory on, and in each of their sources.
+
+    There is one source, or the upper and the lower half of fp32 values. A source is a flat tensor.
+    """
+
+    start: int
+    num_bytes: int
+    sources: tuple[Tensor, ...]
+
+    def part(self, first: int, end: int) -> "Run":
+        """Return the bytes from `first` to `end` of this run, multiples of 4 for halves."""
+        sources = tuple(
+            each[first * len(each) // self.num_bytes : end * len(each) // self.num_bytes] for each in self.sources
+        )
+        return Run(self.start + first, end - first, sources)
+
+
+@dataclass(slots=True)
+class Piece:
+    """Consecutive bytes of a slot that are copied at once: from a tensor if there is one run, else via a buffer."""
+
+    start: int
+    num_bytes: int = 0
+    is_direct: bool = False
+    runs: list[Run] = field(default_factory=list)
+
+
+def find_run(start: int, values: Tensor | TensorLike) -> Run | None:
+    """Return the values as a run that begins at byte `start`; None if only torch can copy them."""
+    if isinstance(values, SplitTensor):
+        halves = values.upper, values.lower
+        if start % WORD_BYTES or not all(each.is_contiguous() for each in halves):
+            return None
+        return Run(start, WORD_BYTES * values.upper.numel(), tuple(each.view(-1) for each in halves))
+    if not isinstance(values, Tensor) or not values.is_contiguous() or not values.numel():
+        return None
+    source = values.detach().view(-1).view(torch.uint8)
+    aligned = not any(each % WORD_BYTES for each in (start, len(source), source.data_ptr()))
+    return Run(start, len(source), (source,)) if aligned or len(source) >= MIN_DIRECT_BYTES else None
+
+
+def split_into_pieces(runs: Sequence[Run]) -> list[Piece]:
+    """Return the pieces to copy; `runs` are in the order of the slot. No piece crosses the end of a pinned chunk."""
+    pieces: list[Piece] = []
+    for run in _merged(runs):
+        if len(run.sources) == 1 and run.num_bytes >= MIN_DIRECT_BYTES:
+            parts = _at_chunk_ends(run)
+            pieces += [Piece(each.start, each.num_bytes, is_direct=True, runs=[each]) for each in parts]
+            continue
+        for part in _at_chunk_ends(run):
+            _append_gathered(pieces, part)
+    return pieces
+
+
+def _append_gathered(pieces: list[Piece], run: Run) -> None:
+    """Add `run` to the last piece as far as its buffer has room, and to new pieces."""
+    first = 0
+    while first < run.num_bytes:
+        start, last = run.start + first, pieces[-1] if pieces else None
+        if last is None or not _continues(last, start):
+            pieces.append(last := Piece(start))
+        end = min(run.num_bytes, first + STAGING_BYTES - last.num_bytes)
+        last.runs.append(run.part(first, end))
+        last.num_bytes += end - first
+        first = end
+
+
+def gather_rows(piece: Piece) -> np.ndarray:
+    """Return what one launch gathers in a buffer of 4-byte values: a row of int64 for each part of a run.
+
+    A row is the address of the values, or of the upper and the lower half (else 0), the index of the first value in the
+    buffer, and the number of values.
+    """
+    return np.concatenate([_rows_of(run, (run.start - piece.start) // WORD_BYTES) for run in piece.runs])
+
+
+def _rows_of(run: Run, begin: int) -> np.ndarray:
+    num_values = run.num_bytes // WORD_BYTES
+    firsts = np.arange(0, num_values, VALUES_PER_ROW)
+    rows = np.zeros((len(firsts), ROW_FIELDS), dtype=np.int64)
+    for column, source in enumerate(run.sources):
+        rows[:, column] = source.data_ptr() + firsts * (WORD_BYTES // len(run.sources))
+    rows[:, 2] = begin + firsts
+    rows[:, 3] = np.minimum(VALUES_PER_ROW, num_values - firsts)
+    return rows
+
+
+def _continues(last: Piece, start: int) -> bool:
+    chunk_bytes = pinned_memory.PIN_CHUNK_BYTES
+    return (
+        not last.is_direct
+        and last.start + last.num_bytes == start
+        and last.num_bytes < STAGING_BYTES
+        and last.start // chunk_bytes == start // chunk_bytes
+    )
+
+
+def _at_chunk_ends(run: Run) -> Iterator[Run]:
+    first, chunk_bytes = 0, pinned_memory.PIN_CHUNK_BYTES
+    while first < run.num_bytes:
+        end = min(run.num_bytes, first + chunk_bytes - (run.start + first) % chunk_bytes)
+        yield run.part(first, end)
+        first = end
+
+
+def _merged(runs: Sequence[Run]) -> list[Run]:
+    """Return the runs; those of tensors that are neighbours in one allocation as well as in the slot become one."""
+    merged: list[Run] = []
+    for run in runs:
+        last = merged[-1] if merged else None
+        if last is not None and _are_neighbours(last, run):
+            source, num_bytes = last.sources[0], last.num_bytes + run.num_bytes
+            merged[-1] = Run(last.start, num_bytes, (source.as_strided((num_bytes,), (1,)),))
+        else:
+            merged.append(run)
+    return merged
+
+
+def _are_neighbours(first: Run, second: Run) -> bool:
+    if len(first.sources) != 1 or len(second.sources) != 1 or first.start + first.num_bytes != second.start:
+        return False
+    mine, its = first.sources[0], second.sources[0]
+    same = mine.untyped_storage().data_ptr() == its.untyped_storage().data_ptr()
+    return same and mine.data_ptr() + first.num_bytes == its.data_ptr()
+
+
+class BatchedCopy:
+    """Copies the same runs to any slot of a rank memory. The runs must stay where they are in memory."""
+
+    def __init__(self, runs: Sequence[Run], device: torch.device, stream: torch.cuda.Stream, gather: Gather) -> None:
+        """Copies run on `stream`. `gather` must have run before: a kernel cannot be compiled for a graph."""
+        self._pieces, self._stream, self._gather = split_into_pieces(runs), stream, gather
+        # Of high priority, so that its short kernels do not wait for long ones of training.
+        self._gather_stream = torch.cuda.Stream(device, priority=-1)
+        no_rows = np.zeros((0, ROW_FIELDS), dtype=np.int64)
+        rows = [no_rows if each.is_direct else gather_rows(each) for each in self._pieces]
+        table = torch.from_numpy(np.concatenate([no_rows, *rows])).pin_memory()
+        self._rows = table.to(device, non_blocking=True).split([len(each) for each in rows])
+        num_words = max((each.num_bytes for each in self._pieces if not each.is_direct), default=0) // WORD_BYTES
+        self._buffers = [torch.empty(num_words, dtype=torch.int32, device=device) for _ in range(2)]
+        self._graphs: dict[MemorySlot, torch.cuda.CUDAGraph] = {}
+        self._records_graphs = True
+
+    def start(self, slot: MemorySlot) -> None:
+        """Start to copy to `slot`, after everything that was started on `stream` before."""
+        if not self._pieces:
+            return
+        if self._records_graphs and slot not in self._graphs:
+            self._record(slot)
+        with torch.cuda.stream(self._stream):
+            if slot in self._graphs:
+                self._graphs[slot].replay()
+            else:
+                self._launch(slot)
+
+    def _record(self, slot: MemorySlot) -> None:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.stream(self._stream):
+                graph.capture_begin(capture_error_mode="thread_local")
+                try:
+                    self._launch(slot)
+                finally:
+                    graph.capture_end()
+        except RuntimeError as error:
+            self._records_graphs = False
+            log.warning("copies of the state are launched one by one, since they cannot be recorded: %s", error)
+            return
+        self._graphs[slot] = graph
+
+    @torch.no_grad()
+    def _launch(self, slot: MemorySlot) -> None:
+        self._gather_stream.wait_stream(self._stream)
+        copied: list[torch.cuda.Event | None] = [None, None]
+        turn = 0
+        memory = slot.memory.numpy()
+        for piece, rows in zip(self._pieces, self._rows, strict=True):
+            # Its storage must begin in pinned memory: torch looks there whether it can record a copy to it.
+            target = torch.from_numpy(memory[piece.start : piece.start + piece.num_bytes])
+            if piece.is_direct:
+                target.copy_(piece.runs[0].sources[0], non_blocking=True)
+                continue
+            buffer, last = self._buffers[turn], copied[turn]
+            with torch.cuda.stream(self._gather_stream):
+                if last is not None:
+                    self._gather_stream.wait_event(last)
+                self._gather(rows, buffer)
+            self._stream.wait_stream(self._gather_stream)
+            target.copy_(buffer.view(torch.uint8)[: piece.num_bytes], non_blocking=True)
+            copied[turn] = event = torch.cuda.Event()
+            event.record(self._stream)
+            turn = 1 - turn
+        self._stream.wait_stream(self._gather_stream)  # a recording must end on the stream that it began on

@@ -1,18 +1,23 @@
-"""Time from `trimaran train` to the first step, by phase, with an empty compile cache and with a filled one.
+"""Time from `trimaran train` to the first step, by phase, beside a plain script with the same imports.
 
-usage: python -m benchmarks.start [RECIPE.yaml] [--set a.b=c]... [--bare] [--json]
+usage: python -m benchmarks.start [RECIPE.yaml] [--set a.b=c]... [--rounds 3] [--fork-server] [--no-cold] [--json]
 
-Without a recipe the model is a 1B decoder with an untied head, 4 x 4096 tokens a step, on a GPU, and a tiny one on a
-CPU. Data is packed beforehand. The phases are `command` (the command line, the plan, the supervisor), `import` (torch
-in the fork server), then those of rank 0's events `ready` and `started`: join, network, data, optimizer, keep (looks
-for an existing state of the run), and the first step, of which `compile` is a part. The run is killed after the first
-step. With `--bare` a plain script with the same network follows, once cold and once warm: import, build, and the first
-step of `overhead.BareLoop`.
+Without a recipe the model is a 160M decoder, 16 x 1024 tokens a step, on a GPU, and a tiny one on a CPU. Data is packed
+beforehand. The phases are `command` (the command line, the plan, the supervisor; torch is imported meanwhile), `import`
+(what is left of torch's import then), those of rank 0's events `ready` and `started`: join, network, data, optimizer,
+keep (looks for an existing state of the run), and the first step, of which `compile` is a part. A run is killed after
+the first step; its event comes one step later, as all numbers of a step do, and that second step is not counted.
+
+The first start, `cold`, has an empty compile cache. Then `warm` starts, which use what it compiled, and starts of the
+plain script alternate for `--rounds`, and medians are printed. The script imports the same modules, joins a process
+group, builds the same network and optimizer, and makes one step (`overhead.BareLoop`). `ratio` is `warm` over the
+script. With `--fork-server`, starts with `--warm`, from a fork server that has torch imported, alternate with them.
 """
 
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -32,17 +37,17 @@ from trimaran.run.journal import parse_lines
 
 MAX_START_SECONDS = 560.0
 LARGE = {
-    "model": {"preset": "llama-3.2-1b", "shape": {"tied": False}},
-    "data": {"seq_len": 4096},
-    "train": {"steps": 1000, "global_batch": 4},
-    "plan": {"micro_batch": 4},
+    "model": {"shape": {"layers": 12, "hidden": 768, "heads": 12, "kv_heads": 12, "ffn": 2048, "vocab": 32000}},
+    "data": {"seq_len": 1024},
+    "train": {"steps": 1000, "global_batch": 16},
+    "plan": {"micro_batch": 16},
 }
 SMALL = {
     "model": {"shape": {"layers": 2}},
     "data": {"seq_len": 64},
     "train": {"steps": 1000, "global_batch": 4},
     "cluster": "1xcpu",
-    "plan": {"compile": True, "micro_batch": 4},
+    "plan": {"micro_batch": 4},
 }
 BARE = """
 import time
@@ -58,7 +63,7 @@ imported = time.time()
 recipe = parse_recipe(Path(sys.argv[1]).read_text(), name="start")
 rank_info = read_rank_info({})
 join_process_group(rank_info)
-plan = plan_of(recipe).model_copy(update={"compile": True})
+plan = plan_of(recipe)
 loop = BareLoop(recipe, plan, rank_info)
 built = time.time()
 tokens = torch.randint(256, (1, recipe.train.global_batch, recipe.data.seq_len))
@@ -68,10 +73,9 @@ print(f"{imported - began} {built - imported} {time.time() - built} {time.time()
 """
 
 
-def started(recipe: Path, settings: list[str], folder: Path, environment: dict[str, str]) -> dict[str, float]:
+def started(recipe: Path, options: list[str], folder: Path, environment: dict[str, str]) -> dict[str, float]:
     """Return the seconds of one start, by phase; `all` is from the command to the end of the first step."""
-    overrides = [word for each in settings for word in ("--set", each)]
-    command = [sys.executable, "-m", "trimaran", "train", str(recipe), "--run-dir", str(folder), "--quiet", *overrides]
+    command = [sys.executable, "-m", "trimaran", "train", str(recipe), "--run-dir", str(folder), "--quiet", *options]
     run, began = RunDirectory(folder), time.time()
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
@@ -83,15 +87,15 @@ def started(recipe: Path, settings: list[str], folder: Path, environment: dict[s
             time.sleep(0.02)
     finally:
         kill(process)
-    attempt, first = read_attempts(run).attempts[0].time, events["started"]
+    attempt, first = read_attempts(run).attempts[0].time, events["started"]["data"]
     ready = events["ready"]["data"]["phases"]
     return {
         "command": attempt - began,
         "import": events["start"]["time"] - ready["join"] - attempt,
         **ready,
-        "first step": first["time"] - events["ready"]["time"],
-        "of it compile": first["data"]["compile"]["seconds"],
-        "all": first["time"] - began,
+        "first step": first["seconds"],
+        "of it compile": first["compile"]["seconds"],
+        "all": events["ready"]["time"] + first["seconds"] - began,
     }
 
 
@@ -124,23 +128,51 @@ def bare(recipe: Path, environment: dict[str, str]) -> dict[str, float]:
     return {"import": imported, "network": built, "first step": stepped, "all": ended - began}
 
 
-def measure(recipe: Recipe, path: Path, settings: list[str], *, with_bare: bool) -> dict[str, dict[str, float]]:
-    """Return the seconds by phase of each start, by its name."""
+def measure(recipe: Recipe, path: Path, options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Return the median seconds by phase of each kind of start, by its name."""
+    overrides = [word for each in options.settings for word in ("--set", each)]
+    found: dict[str, list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory(prefix="start-") as folder:
-        cold = os.environ | {"TRIMARAN_CACHE": f"{folder}/cache"}
-        prepare(recipe.data, cache=cache_folder(cold))
-        found = {name: started(path, settings, Path(folder) / name, cold) for name in ("cold", "warm")}
-        if with_bare:
-            alone = os.environ | {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/bare"}
-            found |= {f"bare script, {name}": bare(path, alone) for name in ("cold", "warm")}
-    return found
+        ours = os.environ | {"TRIMARAN_CACHE": f"{folder}/cache", "XDG_RUNTIME_DIR": folder}
+        alone = os.environ | {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/bare"}
+        prepare(recipe.data, cache=cache_folder(ours))
+
+        def start(name: str, number: int, *more: str) -> None:
+            taken = started(path, [*overrides, *more], Path(folder) / f"{name}-{number}", ours)
+            found.setdefault(name, []).append(taken)
+
+        start("warm" if options.no_cold else "cold", -1)
+        bare(path, alone)  # fills its compile cache
+        if options.fork_server:
+            run_warm_command(ours, "warm", "--json")
+        for number in range(options.rounds):
+            start("warm", number)
+            found.setdefault("script", []).append(bare(path, alone))
+            if options.fork_server:
+                start("warm fork server", number, "--warm")
+        if options.fork_server:
+            run_warm_command(ours, "warm", "--stop")
+    if options.no_cold:
+        found["warm"] = found["warm"][1:]  # the first one filled the caches
+    return {name: medians(starts) for name, starts in found.items()}
+
+
+def run_warm_command(environment: dict[str, str], *arguments: str) -> None:
+    subprocess.run([sys.executable, "-m", "trimaran", *arguments], env=environment, check=True, timeout=60,
+                   stdout=subprocess.DEVNULL)  # fmt: skip
+
+
+def medians(starts: list[dict[str, float]]) -> dict[str, float]:
+    return {phase: statistics.median(each[phase] for each in starts) for phase in starts[0]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("recipe", type=Path, nargs="?")
     parser.add_argument("--set", action="append", default=[], dest="settings")
-    parser.add_argument("--bare", action="store_true")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--fork-server", action="store_true", help="also with the warm fork server")
+    parser.add_argument("--no-cold", action="store_true", help="leave the first start out of the result")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -148,14 +180,15 @@ def main() -> None:
         if options.recipe is None:
             path.write_text(yaml.safe_dump(SMALL if detect().device.kind == "cpu" else LARGE))
         recipe = parse_recipe(path.read_text(), name=path.name, overrides=options.settings)
-        found = measure(recipe, path, options.settings, with_bare=options.bare)
+        found = measure(recipe, path, options)
+    ratios = {name: found[name]["all"] / found["script"]["all"] for name in found if name not in ("script", "cold")}
     if options.json:
-        print(
-            json.dumps({name: {key: round(each, 2) for key, each in phases.items()} for name, phases in found.items()})
-        )
+        seconds = {name: {key: round(each, 2) for key, each in phases.items()} for name, phases in found.items()}
+        print(json.dumps({"seconds": seconds, "ratio": {name: round(each, 3) for name, each in ratios.items()}}))
         return
     for name, phases in found.items():
         print(f"{name:18}", ", ".join(f"{phase} {each:.1f}" for phase, each in phases.items()), "s")
+    print(", ".join(f"{name}: {each:.2f} of the plain script" for name, each in ratios.items()))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """`trimaran train` with real supervisor, ranks, files and signals. Each test starts interpreters, so there are few."""
 
+import contextlib
 import json
 import os
 import re
@@ -47,9 +48,19 @@ def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
 
 
 def processes_of(run: Path) -> list[psutil.Process]:
-    """Return supervisor, fork server and ranks: processes with the run directory in their command, but not `train`."""
+    """Return supervisor, fork server, ranks and sidecar: processes with the run directory open, but not `train`."""
     commands = [(each, each.info["cmdline"] or []) for each in psutil.process_iter(["cmdline"])]
-    return [each for each, command in commands if str(run) in command and "--run-dir" not in command]
+    return [each for each, command in commands if "--run-dir" not in command and str(run) in open_paths(each.pid)]
+
+
+def open_paths(pid: int) -> set[str]:
+    """Return what the process `pid` has open; nothing if it is gone."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for each in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                found.add(str(each.readlink()))
+    return found
 
 
 def test_a_recipe_becomes_a_trained_model(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ class FakeTraining:
         settings = ["train.steps=10", "cluster=2xcpu", "data.source=text", "data.path=text.txt", "data.seq_len=16"]
         return main(["train", "--run-dir", "run", *(word for pair in settings for word in ("--set", pair)), *more])
 
-    def _start_local(self, run: RunDirectory) -> LocalRun:
+    def _start_local(self, run: RunDirectory, *, warm: bool) -> LocalRun:
         command = [sys.executable, "-c", RANK.replace("{script}", self._script), str(run.path)]
         environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
         with run.agent_log.open("wb") as log:

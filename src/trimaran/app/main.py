@@ -32,11 +32,13 @@ COMMANDS = {
     "export": "Convert a checkpoint to a Hugging Face or DCP folder.",
     "generate": "Generate text with a trained model.",
     "data": "Inspect the data of a recipe; pack text into token shards.",
+    "warm": "Keep torch imported in the background: runs start faster.",
     "bench": "Measure how fast this machine is, for the planner.",
     "presets": "List the named model shapes.",
     "schema": "Print the JSON Schema of a recipe, for editors.",
 }
 
+COMMANDS_THAT_TRAIN = ("train", "resume")
 CLOSED_PIPE = 1
 
 
@@ -51,8 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         _refuse_other_encodings(arguments)
         if "-completion" in arguments[0] and _complete_shell(arguments):
             return 0
-        app = _build_app(_requested_command(arguments, os.environ))
-        code = app(arguments, prog_name="trimaran", standalone_mode=False)
+        requested = _requested_command(arguments, os.environ)
+        if argv is None and requested in COMMANDS_THAT_TRAIN and "_TRIMARAN_COMPLETE" not in os.environ:
+            _start_early(arguments)
+        code = _build_app(requested)(arguments, prog_name="trimaran", standalone_mode=False)
         sys.stdout.flush()
         return code or 0
     except BrokenPipeError:
@@ -61,6 +65,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return CLOSED_PIPE
     except Exception as error:
         return _show_error(error, arguments)
+    finally:
+        if (early := sys.modules.get("trimaran.launch.early_supervisor")) is not None:
+            early.cancel_early()  # if the command was refused; otherwise the run has taken it
+
+
+def _start_early(arguments: Sequence[str]) -> None:
+    """Start the processes of the run: torch takes longest to import, and loads while this process plans."""
+    from trimaran.launch.early_supervisor import start_early
+
+    start_early(arguments, os.environ)
 
 
 def _complete_shell(arguments: Sequence[str]) -> bool:

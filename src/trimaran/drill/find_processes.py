@@ -3,7 +3,6 @@
 import os
 import platform
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -13,7 +12,8 @@ from trimaran.run import JsonlFollower, RunDirectory
 from trimaran.run.attempts import read_attempts
 from trimaran.run.lease import LeaseWatch
 
-FORK_SERVER = ".fork_server"  # the end of the module that the fork server runs; its first argument is the run
+FORK_SERVERS = (".fork_server", ".warm_fork_server")  # the ends of the modules that a fork server runs
+SUPERVISOR = ".launch"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ def find_processes(run: RunDirectory) -> RunProcesses | None:
         raise other_machine(run, f"no rank of this run is on this machine ({platform.node()}), but on {names}",
                             sorted(hosts.values())[0])  # fmt: skip
     try:
-        supervisor, fork_server = _parents(run, next(iter(ranks.values())))
+        supervisor, fork_server = _parents(run, next(iter(ranks.values())), attempt.pid)
     except psutil.NoSuchProcess:
         return _none_if_held(run)
     return RunProcesses(
@@ -72,17 +72,23 @@ def find_processes(run: RunDirectory) -> RunProcesses | None:
     )
 
 
-def _parents(run: RunDirectory, rank: psutil.Process) -> tuple[psutil.Process, psutil.Process]:
-    """Return the supervisor and the fork server of a rank; raise if it has none, or belongs to another user."""
+def _parents(run: RunDirectory, rank: psutil.Process, supervisor: int) -> tuple[psutil.Process, psutil.Process]:
+    """Return the supervisor and the fork server of a rank; raise if it has none, or belongs to another user.
+
+    `supervisor` is the process that started the attempt. On several nodes it may be on another one; each node then has
+    a supervisor of its own, the parent of its fork server.
+    """
     if os.geteuid() not in (0, rank.uids().real):
         raise UserError("S033", f"the processes of this run belong to {rank.username()}", where=str(run.path),
                         fix="run the drill as the user who started the run")  # fmt: skip
     fork_server = rank.parent()
-    supervisor = fork_server.parent() if fork_server else None
-    if fork_server is None or supervisor is None or not _serves(fork_server, run):
+    if fork_server is None or not any(word.endswith(FORK_SERVERS) for word in fork_server.cmdline()):
         raise UserError("S033", "the ranks of this run have no supervisor: they were started by torchrun",
                         where=str(run.path), fix="start the run with `trimaran train`")  # fmt: skip
-    return supervisor, fork_server
+    parent = fork_server.parent()
+    if parent is not None and any(word.endswith(SUPERVISOR) for word in parent.cmdline()):
+        return parent, fork_server
+    return psutil.Process(supervisor), fork_server  # of a warm fork server
 
 
 def not_running(run: RunDirectory) -> UserError:
@@ -99,12 +105,6 @@ def _none_if_held(run: RunDirectory) -> None:
     """Return None if a supervisor is alive, and so starts the ranks; raise if there is none."""
     if isinstance(LeaseWatch(run).poll(), int):
         raise not_running(run)
-
-
-def _serves(process: psutil.Process, run: RunDirectory) -> bool:
-    """Return whether a process is a fork server of `run`."""
-    paths = [Path(path) for module, path in pairwise(process.cmdline()) if module.endswith(FORK_SERVER)]
-    return any(path.is_dir() and path.samefile(run.path) for path in paths)
 
 
 def _start_of(run: RunDirectory, rank: int, attempt: int) -> dict[str, object] | None:

@@ -1,6 +1,7 @@
 """`python -m trimaran.launch RUN`: the supervisor of a run, from the lease to the exit code.
 
-With `--nodes` it is the supervisor of one of several nodes, see `multi_node`.
+With `--nodes` it is the supervisor of one of several nodes, see `multi_node`. With `--arguments-from` it reads its
+other arguments from a descriptor, see `early_supervisor`. It starts the fork server, which takes longest, first of all.
 
 Exit codes: 0 done; 2 configuration error; 75 stopped with a complete checkpoint, start it again; 93 no progress, do not
 start it again; 130 or 131 ended at once by a second SIGINT or by SIGQUIT; others are faults.
@@ -14,13 +15,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from trimaran.launch.early_supervisor import LATER, WARM, redirect_output, wait_for_arguments
+from trimaran.launch.fork_server_process import ForkServerProcess, start_fork_server
 from trimaran.launch.signals import Signals
+from trimaran.launch.warm_connection import fork_warm_or_start
 
 SIGNALS = Signals()
+EARLY_FORK_SERVER: ForkServerProcess | None = None
 if __name__ == "__main__":
     SIGNALS.listen()  # before the imports: a scheduler may send SIGTERM while they run
+    if "--help" not in sys.argv and "-h" not in sys.argv:
+        EARLY_FORK_SERVER = (fork_warm_or_start if WARM in sys.argv else start_fork_server)(os.environ)
 
 from trimaran.core import EXIT_USER, Plan, Recipe, UserError  # noqa: E402
+from trimaran.core.regular_files import append_regular_file  # noqa: E402
 from trimaran.hardware import Cluster  # noqa: E402
 from trimaran.hub.restore_files import restore_missing_files  # noqa: E402
 from trimaran.launch.local import worker_environment  # noqa: E402
@@ -39,24 +47,29 @@ from trimaran.run.lease import take_lease  # noqa: E402
 from trimaran.run.process_control import raise_soft_limits  # noqa: E402
 
 
-def main(signals: Signals) -> int:
+def main(signals: Signals, fork_server: ForkServerProcess | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    is_early = any(word.startswith(LATER) for word in sys.argv)
     parser = argparse.ArgumentParser(prog="python -m trimaran.launch", description="Run a run on this machine.")
     parser.add_argument("run", type=Path, help="a run directory")
     parser.add_argument("--error-descriptor", type=int, help="where to write a configuration error as a JSON object")
+    parser.add_argument(WARM, action="store_true", help="use the user's warm fork server, or start one")
     add_node_flags(parser)
-    flags = parser.parse_args()
+    flags = parser.parse_args(wait_for_arguments(sys.argv[1:]))
     raise_soft_limits()
     try:
         refuse_unusable(os.environ)
         held, node_options = HeldDirectory(open_run(flags.run).path), parse_node_options(flags)
+        if is_early:
+            with append_regular_file(held.run.agent_log) as log:
+                redirect_output(log.fileno())
         held.watch()
-        check = not flags.no_check
+        options: dict[str, Any] = {"check": not flags.no_check, "fork_server": fork_server}
         restore_missing_files(held.run.read_recipe())
         with report_lost_directory(held):
             if node_options is None:
-                return run_on_this_machine(held, signals, check=check)
-            return run_on_several_nodes(held, node_options, signals, check=check)
+                return run_on_this_machine(held, signals, **options)
+            return run_on_several_nodes(held, node_options, signals, **options)
     except UserError as error:
         print(error, file=sys.stderr)  # noqa: T201
         if flags.error_descriptor is not None:
@@ -64,7 +77,9 @@ def main(signals: Signals) -> int:
         return EXIT_FAULT if isinstance(error, LostDirectoryError) else EXIT_USER
 
 
-def run_on_this_machine(held: HeldDirectory, signals: Signals, *, check: bool = True) -> int:
+def run_on_this_machine(
+    held: HeldDirectory, signals: Signals, *, check: bool = True, fork_server: ForkServerProcess | None = None
+) -> int:
     """Run a run on this machine only and return its exit code. With `check`, raise if it cannot work here."""
     run = held.run
     recipe, plan = run.read_recipe(), run.read_plan()
@@ -81,6 +96,7 @@ def run_on_this_machine(held: HeldDirectory, signals: Signals, *, check: bool = 
             num_ranks=max_ranks(recipe, plan, cluster),
             environment=os.environ | environment(plan),
             faults=recipe.faults,
+            fork_server=fork_server,
         )
         with LocalNodeGroup(run, lease, node, environment) as nodes:
             if preflight and (unfit := preflight.wait_for_error()):
@@ -97,4 +113,4 @@ def max_ranks(recipe: Recipe, plan: Plan, cluster: Cluster) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(SIGNALS))
+    sys.exit(main(SIGNALS, EARLY_FORK_SERVER))

@@ -15,9 +15,8 @@ from trimaran.core import Plan, UserError
 from trimaran.core.regular_files import append_regular_file
 from trimaran.hardware.openmp_threads import openmp_threads
 from trimaran.launch.collect_reports import STOPPED_STATES, process_state
-from trimaran.launch.signals import HANDLED_SIGNALS
+from trimaran.launch.early_supervisor import WARM, stop_with_parent, take_early
 from trimaran.run import RunDirectory
-from trimaran.run.process_control import die_with_parent
 
 END_SECONDS = 3.0  # for a supervisor to end after SIGQUIT
 MAX_ERROR_BYTES = 1 << 16
@@ -122,24 +121,19 @@ class LocalRun:
         self.process.wait()
 
 
-def _stop_with_parent() -> None:
-    """Have the supervisor get a SIGHUP, upon which it stops the run, when this process dies.
-
-    Signals stay blocked until the supervisor handles them. SIGHUP gets its default handler: `nohup` is meant for this
-    process, and the supervisor must not inherit that it is ignored.
-    """
-    signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED_SIGNALS)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    die_with_parent(signal.SIGHUP)
-
-
-def start_local(run: RunDirectory) -> LocalRun:
+def start_local(run: RunDirectory, *, warm: bool = False) -> LocalRun:
     """Start the supervisor of `run` and return at once. Its output and that of the ranks goes to `logs/` in the run.
 
-    They get their own session, so that Ctrl-C reaches only this process, which decides what to do.
+    They get their own session, so that Ctrl-C reaches only this process, which decides what to do. A supervisor that
+    this process has started early, see `early_supervisor`, is used. `warm`: use the user's warm fork server.
     """
+    if (early := take_early()) is not None:
+        arguments = [str(run.path.absolute()), "--no-check", f"--error-descriptor={early.errors}"]
+        early.run(arguments)
+        return LocalRun(run, [*early.command, *arguments], early.process, early.errors)
     errors = os.memfd_create("trimaran-errors")
     command = [*local_command(run), "--no-check", f"--error-descriptor={errors}"]  # the caller has checked the machine
+    command += [WARM] if warm else []
     with append_regular_file(run.agent_log) as log:
         process = subprocess.Popen(
             command,
@@ -148,6 +142,6 @@ def start_local(run: RunDirectory) -> LocalRun:
             stderr=subprocess.STDOUT,
             pass_fds=[errors],
             start_new_session=True,
-            preexec_fn=_stop_with_parent,
+            preexec_fn=stop_with_parent,
         )
     return LocalRun(run, command, process, errors)

@@ -22,6 +22,7 @@ from trimaran.launch.collect_reports import (
 )
 from trimaran.launch.deadline import Deadlines
 from trimaran.launch.fork_server_client import ForkServerClient
+from trimaran.launch.fork_server_process import ForkServerProcess, start_fork_server
 from trimaran.launch.node import AttemptSpec, NodeEvent, NodeLost, RankEnded, RankSilent
 from trimaran.launch.shared_gpu import shared_gpu_environment
 from trimaran.launch.sidecar_process import SidecarProcess
@@ -46,6 +47,7 @@ class LocalRank:
 class LocalNode:
     """The ranks of this machine. Make it in a thread that lives as long as the run: the fork server dies with it.
 
+    `fork_server` is one that was started before and serves no run yet; without it, one is started.
     The heartbeat board and the rank memories (shared memory that outlives a rank, see `checkpoint/memory_copies.py`)
     are made for `num_ranks` ranks and live as long as this object, over all attempts and fork servers.
     """
@@ -58,6 +60,7 @@ class LocalNode:
         environment: Mapping[str, str],
         faults: FaultsSection,
         name: str = "",
+        fork_server: ForkServerProcess | None = None,
     ) -> None:
         self.name, self.num_ranks = name or platform.node(), num_ranks
         self._run, self._environment, self._faults = run, environment, faults
@@ -67,11 +70,16 @@ class LocalNode:
         self._ranks: dict[int, LocalRank] = {}
         self._silent: set[tuple[int, bool]] = set()  # ranks that were reported, and whether they were stopped
         self._polled = time.monotonic()
-        self._fork_server = self._new_fork_server()
-        self._sidecar = SidecarProcess(run, environment)
+        self._fork_server = self._bind(fork_server or start_fork_server(environment))
+        self._sidecar = self._new_sidecar()
 
-    def _new_fork_server(self) -> ForkServerClient:
-        return ForkServerClient.start(self._run, self._environment, [self._board.fd, *self._rank_memories])
+    def _bind(self, process: ForkServerProcess) -> ForkServerClient:
+        return ForkServerClient.bind(process, self._run, [self._board.fd, *self._rank_memories])
+
+    def _new_sidecar(self) -> SidecarProcess:
+        """Return a sidecar. The ranks of a warm fork server do not descend from this process."""
+        process = self._fork_server.process
+        return SidecarProcess(self._run, self._environment, above=process.pid if process.is_warm else None)
 
     @property
     def warm(self) -> bool:
@@ -81,18 +89,26 @@ class LocalNode:
 
     def start(self, spec: AttemptSpec) -> None:
         if not self._fork_server.alive:
-            self._fork_server = self._new_fork_server()
+            self._fork_server.end()
+            self._sidecar.end()
+            self._fork_server = self._bind(start_fork_server(self._environment))
+            self._sidecar = self._new_sidecar()
         self._board.clear()
         self._deadlines.start()
         self._silent.clear()
         self._polled = time.monotonic()
         ranks = [LocalRank(spec.first_rank + local_rank, local_rank) for local_rank in range(spec.num_ranks)]
         self._ranks = {each.rank: each for each in ranks}
-        self._fork_server.fork([(each.rank, self._environment_of(each, spec)) for each in self._ranks.values()])
+        # The board is the first descriptor that the fork server got, the rank memories are the others.
+        descriptors = {"TRIMARAN_PULSE": [0], "TRIMARAN_BERTHS": [*range(1, 1 + self.num_ranks)]}
+        ranks = [(each.rank, self._environment_of(each, spec), descriptors) for each in self._ranks.values()]
+        self._fork_server.fork(ranks)
         self._sidecar.start(spec.node)
 
     def _environment_of(self, rank: LocalRank, spec: AttemptSpec) -> dict[str, str]:
+        """Return the variables of a rank on top of those of the fork server, which has our own."""
         return {
+            **{name: value for name, value in self._environment.items() if os.environ.get(name) != value},
             "RANK": str(rank.rank),
             "LOCAL_RANK": str(rank.local_rank),
             "WORLD_SIZE": str(spec.world_size),
@@ -100,8 +116,7 @@ class LocalNode:
             "TRIMARAN_ATTEMPT": str(spec.attempt),
             "TRIMARAN_STORE": spec.store,
             "TRIMARAN_TOKEN": spec.token,
-            "TRIMARAN_PULSE": str(self._board.fd),
-            "TRIMARAN_BERTHS": ",".join(map(str, self._rank_memories)),
+            "TRIMARAN_FORK_SERVER": self._fork_server.process.note,
             **shared_gpu_environment(self._environment, rank.rank),
             **spec.environment,
         }
@@ -155,11 +170,11 @@ class LocalNode:
                 rank.code = event["code"]
                 yield RankEnded(rank=rank.rank, code=event["code"], time=event["time"])
         if not running and self._alive():
-            code = self._fork_server.process.returncode
+            how = self._fork_server.process.exit_text
             gone = tuple(self._alive())
             for rank in self._alive().values():
                 rank.code = -signal.SIGKILL
-            yield NodeLost(node=self.name, what=f"the fork server exited with code {code}", ranks=gone)
+            yield NodeLost(node=self.name, what=f"the fork server {how}", ranks=gone)
 
     def _alive(self) -> dict[int, LocalRank]:
         return {number: rank for number, rank in self._ranks.items() if rank.code is None}

@@ -12,6 +12,7 @@ from typing import Any
 
 from trimaran.core import EXIT_USER, Action, Cause, Incident, UserError
 from trimaran.launch.follower import Follower, FollowerEnd
+from trimaran.launch.fork_server_process import ForkServerProcess
 from trimaran.launch.node_agent import NodeAgent
 from trimaran.launch.node_options import NodeOptions
 from trimaran.launch.remote_node_group import FencedError, RemoteNodeGroup
@@ -31,13 +32,18 @@ NAME_TAKEN_SECONDS = 8.0  # after a lost connection; then our old session has ti
 
 
 def run_on_several_nodes(
-    held: HeldDirectory, node_options: NodeOptions, signals: Signals, *, check: bool = True
+    held: HeldDirectory,
+    node_options: NodeOptions,
+    signals: Signals,
+    *,
+    check: bool = True,
+    fork_server: ForkServerProcess | None = None,
 ) -> int:
     """Take part in a run until it is over, as coordinator or follower, and return its exit code.
 
     With `check`, a machine on which the run cannot work keeps it from starting on all nodes.
     """
-    agent = NodeAgent(held.run, node_options, check=check)
+    agent = NodeAgent(held.run, node_options, check=check, fork_server=fork_server)
     try:
         return Participant(agent, held, signals).run_to_end()
     finally:

@@ -14,7 +14,8 @@ class AttemptSpec:
     """What a node starts: `num_ranks` ranks from `first_rank` on, of `world_size`. `node` is the node's number.
 
     Each rank gets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, TRIMARAN_ATTEMPT, TRIMARAN_STORE and TRIMARAN_TOKEN
-    from here, TRIMARAN_PULSE and TRIMARAN_BERTHS (file descriptors) from its node, and `environment` on top.
+    from here, TRIMARAN_PULSE and TRIMARAN_BERTHS (file descriptors) and TRIMARAN_FORK_SERVER from its node, and
+    `environment` on top.
     """
 
     attempt: int

@@ -4,6 +4,7 @@ import os
 
 from trimaran.core import Plan
 from trimaran.launch.channel import Channel
+from trimaran.launch.fork_server_process import ForkServerProcess
 from trimaran.launch.local import without_unusable, worker_environment
 from trimaran.launch.local_node import LocalNode
 from trimaran.launch.node_options import NodeOptions
@@ -19,7 +20,14 @@ class NodeAgent:
     Make it in the thread that stays to the end, see `LocalNode`. `check`: check whether the run can work here.
     """
 
-    def __init__(self, run: RunDirectory, node_options: NodeOptions, *, check: bool = True) -> None:
+    def __init__(
+        self,
+        run: RunDirectory,
+        node_options: NodeOptions,
+        *,
+        check: bool = True,
+        fork_server: ForkServerProcess | None = None,
+    ) -> None:
         self.run, self.node_options = run, node_options
         self.token, self.recipe = run_token(run), run.read_recipe()
         plan, interface = run.read_plan(), node_options.interface
@@ -41,6 +49,7 @@ class NodeAgent:
             environment=os.environ | self.environment(plan) | {name: given.get(name, ours[name]) for name in ours},
             faults=self.recipe.faults,
             name=node_options.name,
+            fork_server=fork_server,
         )
 
     def environment(self, plan: Plan) -> dict[str, str]:

@@ -326,7 +326,10 @@ class Supervisor:
         cost = {"seconds_to_stop": round(time.time() - incident.time, 3), "lost_steps": 0.0}
         self.incidents.amend(incident, action="saved", step=watch.highest_step, cost=cost)
         moved = f"{self._directory.moved}; " if self._directory.moved else ""
-        return self._over(EXIT_AGAIN, f"{moved}stopped with a complete checkpoint; `trimaran resume` continues")
+        how = "with a complete checkpoint; `trimaran resume` continues"
+        if self.recipe.checkpoint.is_off:
+            how = "without a checkpoint (checkpoint.every: off); `trimaran resume` starts from the first step"
+        return self._over(EXIT_AGAIN, f"{moved}stopped {how}")
 
     def _over(self, code: int, why: str) -> int:
         log.info("over: %d, %s", code, why)

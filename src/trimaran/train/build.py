@@ -161,7 +161,7 @@ def _build_trainer(  # noqa: PLR0913 - what all parts of the trainer share
             meters=build_meters(recipe, plan, networks[0], rank_info.device),
             journal=journal,
             profiler=build_profiler(run, journal, clock, networks, rank_info.device, link),
-            compilations=Compilations(link),
+            compilations=Compilations(link, journal),
             indexer=StepIndexer(run.metrics, run.metrics_index) if rank_info.rank == 0 else None,
             connections=ConnectionWatch(journal) if link.store else None,
         ),

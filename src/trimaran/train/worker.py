@@ -139,7 +139,8 @@ def _train_rank(
     if not dist.is_initialized():
         join_process_group(rank_info, link)
     timer.lap("join")
-    here = {"host": platform.node(), "pid": os.getpid(), "device": str(rank_info.device)}
+    here: dict[str, Any] = {"host": platform.node(), "pid": os.getpid(), "device": str(rank_info.device)}
+    here |= {"fork_server": link.note} if link.note else {}
     journal.event("start", world_size=rank_info.world_size, version=__version__, **here)
     parts = build_worker_parts(run, rank_info, journal, cache=cache, link=link, stop=stop)
     timer.lap("build")

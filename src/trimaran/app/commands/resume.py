@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trimaran.app.request.options import Json, NoCheck, RunName, Settings, find_run
+from trimaran.app.request.options import Json, NoCheck, RunName, Settings, Warm, find_run
 
 if TYPE_CHECKING:
     from trimaran.app.request.request import Request
@@ -24,6 +24,7 @@ def resume(
     as_json: Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show only the result.")] = False,
     no_check: NoCheck = False,
+    warm: Warm = False,
 ) -> int:
     """Resume a run from its newest complete checkpoint.
 
@@ -73,7 +74,7 @@ def resume(
         refuse_unfit_machine(request)
     from trimaran.app.session.session import resume_here
 
-    return resume_here(request, found, replan=replan, as_json=as_json, quiet=quiet)
+    return resume_here(request, found, replan=replan, as_json=as_json, quiet=quiet, warm=warm)
 
 
 def _resolve(run: "RunDirectory", old: "Recipe", settings: list[str], *, cluster: "Cluster | None") -> "Request":

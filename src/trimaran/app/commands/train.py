@@ -11,7 +11,7 @@ import typer
 
 from trimaran.app.commands.plan import plan_as_dict
 from trimaran.app.request.hub_files import with_local_files
-from trimaran.app.request.options import RUNS, Json, NoCheck, RecipeFile, Settings
+from trimaran.app.request.options import RUNS, Json, NoCheck, RecipeFile, Settings, Warm
 from trimaran.app.request.recipe_tokenizer import with_model_tokenizer
 from trimaran.app.request.request import (
     Request,
@@ -47,6 +47,7 @@ def train(  # noqa: PLR0913 - each option of a command is a parameter
     no_check: NoCheck = False,
     profile: ProfileSteps = "",
     profile_ranks: ProfileRanks = "",
+    warm: Warm = False,
 ) -> int:
     """Train a model: plan, start the ranks, show the run live.
 
@@ -63,6 +64,7 @@ def train(  # noqa: PLR0913 - each option of a command is a parameter
     trimaran train
     trimaran train recipes/stdlib-tiny.yaml --set train.steps=300 --run-dir runs/longer
     trimaran train --profile 10:13
+    trimaran train --warm
     torchrun --nproc-per-node=2 -m trimaran train recipes/stdlib-tiny.yaml
     """
     is_torchrun = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
@@ -94,7 +96,7 @@ def train(  # noqa: PLR0913 - each option of a command is a parameter
         refuse_unfit_machine(request)
     from trimaran.app.session.session import run_here
 
-    return run_here(request, path, as_json=as_json, quiet=quiet)
+    return run_here(request, path, as_json=as_json, quiet=quiet, warm=warm)
 
 
 def profile_settings(profile: str, ranks: str) -> list[str]:

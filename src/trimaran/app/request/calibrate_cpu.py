@@ -14,6 +14,7 @@ from trimaran.hardware import Cluster, calibration_folder, parse_cluster
 from trimaran.hardware.cpu_rates import CpuRates, parse_cpu_rates, write_cpu_rates
 from trimaran.hardware.detect import cpu_rates_file, threads_per_rank, usable_cores, with_cpu_rates
 from trimaran.hardware.openmp_threads import openmp_threads
+from trimaran.launch.early_supervisor import early_processes, resume_early
 
 logger = logging.getLogger(__name__)
 
@@ -51,12 +52,14 @@ def _measure(ranks: int, threads: int, environ: Mapping[str, str]) -> CpuRates |
         typer.echo("measuring how fast this CPU trains: about 3 seconds, once", err=True)
     command = [sys.executable, "-m", "trimaran.probe.measure_cpu", f"--ranks={ranks}", f"--threads={threads}",
                f"--seconds={MEASURE_SECONDS}"]  # fmt: skip
+    command += [f"--pause={pid}" for pid in early_processes()]  # which are importing torch
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=True,
                               env={"GLOO_SOCKET_IFNAME": "lo", **environ})  # fmt: skip
         return parse_cpu_rates(json.loads(done.stdout))
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         last = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1:]
+        resume_early()  # the measuring process may have been killed while they were stopped
         logger.warning("this CPU could not be measured, so predictions are not calibrated: %s", "".join(last)[:200])
         return None
 

@@ -72,7 +72,7 @@ def requirements_of(recipe: Recipe, plan: Plan, cluster: Cluster, *, num_paramet
     """Return what a plan requires of the machine; without the number of parameters, the disk is not checked."""
     prediction, saves = plan.prediction, recipe.checkpoint
     one = checkpoint_bytes(num_parameters, moment_bytes=STATE_BYTES[recipe.train.optimizer.states])
-    kept = saves.keep + 1 if saves.every else 1
+    kept = 0 if saves.is_off else saves.keep + 1 if saves.every else 1
     every = saves.every if isinstance(saves.every, int) else 0  # "auto" adapts to the disk
     prometheus = recipe.telemetry.prometheus
     taken = bool(prometheus.port) and is_port_in_use(prometheus.host, prometheus.port)
@@ -82,7 +82,7 @@ def requirements_of(recipe: Recipe, plan: Plan, cluster: Cluster, *, num_paramet
         nodes=cluster.num_nodes,
         device_bytes=(prediction.device_bytes or prediction.peak_bytes) if prediction else Bytes(0),
         error=prediction.error if prediction else 0.0,
-        checkpoint_bytes=one,
+        checkpoint_bytes=Bytes(0) if saves.is_off else one,
         disk_bytes=Bytes(kept * one + (4 * num_parameters if recipe.train.save else 0)),
         every=every,
         interval=Seconds(every * prediction.step_seconds) if prediction and every else None,

@@ -166,4 +166,7 @@ RunName = Annotated[
     typer.Argument(metavar="RUN", help="A run directory, or its name under runs/.", autocompletion=complete_run),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Warm = Annotated[
+    bool, typer.Option("--warm", help="Start from the warm fork server, and start it if needed; see `trimaran warm`.")
+]
 NoCheck = Annotated[bool, typer.Option("--no-check", help="Skip the machine checks of `trimaran doctor`.")]

@@ -52,7 +52,7 @@ class OwnRun:
 def without_end(request: Request) -> Request:
     """Return the request with enough steps for any drill, and frequent checkpoints unless the recipe sets them."""
     recipe = request.recipe
-    every = CHECKPOINT_EVERY if recipe.checkpoint.every == "auto" else recipe.checkpoint.every
+    every = CHECKPOINT_EVERY if recipe.checkpoint.every in ("auto", "off") else recipe.checkpoint.every
     sections = {
         "train": recipe.train.model_copy(update={"steps": STEPS}),
         "data": recipe.data.model_copy(update={"epochs": 0}),

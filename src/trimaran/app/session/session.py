@@ -40,13 +40,14 @@ from trimaran.run.held_directory import HeldDirectory
 POLL_SECONDS = 0.1
 
 
-def run_here(request: Request, path: Path, *, as_json: bool, quiet: bool) -> int:
+def run_here(request: Request, path: Path, *, as_json: bool, quiet: bool, warm: bool = False) -> int:
     """Train `request` in the run directory `path` and return the exit code.
 
-    With `as_json`, standard output is for the JSON result only, and the live view goes to standard error.
+    With `as_json`, standard output is for the JSON result only, and the live view goes to standard error. `warm`: use
+    the user's warm fork server.
     """
     console = open_console(stderr=as_json)
-    return run_and_show(create_checked_run(request, path, console), console, as_json=as_json, quiet=quiet)
+    return run_and_show(create_checked_run(request, path, console), console, as_json=as_json, quiet=quiet, warm=warm)
 
 
 def create_checked_run(request: Request, path: Path, console: Console) -> RunDirectory:
@@ -55,7 +56,9 @@ def create_checked_run(request: Request, path: Path, console: Console) -> RunDir
     return create_run(path, _prepare_data(request, console), request.plan)
 
 
-def resume_here(request: Request, run: RunDirectory, *, replan: bool, as_json: bool, quiet: bool) -> int:
+def resume_here(
+    request: Request, run: RunDirectory, *, replan: bool, as_json: bool, quiet: bool, warm: bool = False
+) -> int:
     """Resume `run` with the recipe of `request`, and with its plan if `replan`, and return the exit code."""
     console = open_console(stderr=as_json)
     _check_before_start(request, run.path)
@@ -67,15 +70,15 @@ def resume_here(request: Request, run: RunDirectory, *, replan: bool, as_json: b
         if replan:
             replace_plan(run, request.plan)
         replace_recipe(run, recipe)  # last: if this process is killed in between, the next resume replans again
-    return run_and_show(run, console, as_json=as_json, quiet=quiet)
+    return run_and_show(run, console, as_json=as_json, quiet=quiet, warm=warm)
 
 
-def run_and_show(run: RunDirectory, console: Console, *, as_json: bool, quiet: bool) -> int:
+def run_and_show(run: RunDirectory, console: Console, *, as_json: bool, quiet: bool, warm: bool = False) -> int:
     """Start the supervisor of `run`, show the run until it ends, and return the exit code."""
     state, held = RunState(run), HeldDirectory(run.path)
     held.watch()
     state.refresh()  # earlier events are not shown again
-    ranks = start_local(run)
+    ranks = start_local(run, warm=warm)
     poller = None if quiet else FindingsPoller(run, at_once=False)
     moved = MovedDirectoryNotice(held, lambda text: print_plain(console, text))
     paused = PausedSupervisorNotice(ranks, lambda text: print_plain(console, text))
@@ -157,7 +160,7 @@ def _disk_bytes(recipe: Recipe, num_parameters: int, run: RunDirectory) -> Bytes
     """
     moments = STATE_BYTES[recipe.train.optimizer.states]
     most = recipe.checkpoint.keep + 1 if recipe.checkpoint.every else 1
-    added = max(1, most - len(complete_steps(run.checkpoints)))
+    added = 0 if recipe.checkpoint.is_off else max(1, most - len(complete_steps(run.checkpoints)))
     weights = 4 * num_parameters if recipe.train.save else 0
     return Bytes(added * checkpoint_bytes(num_parameters, moment_bytes=moments) + weights)
 

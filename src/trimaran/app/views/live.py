@@ -19,6 +19,7 @@ FRAME_SECONDS = 0.25
 MAX_FRAME_SECONDS = 2.0
 MAX_CPU_FRACTION = 0.05  # of a core that the live view may take from the ranks
 LINE_SECONDS = 5.0
+START_LINE_SECONDS = 1.0  # while a run starts
 
 
 def follow(
@@ -40,12 +41,14 @@ def _follow_in_panel(
 ) -> None:
     """Draw the panel a few times a second, with space on its right for the ^C that a terminal echoes."""
     shown = {incident.id for incident in state.incidents}
+    notes: set[str] = set()
     with Live(console=console, auto_refresh=False) as live:
         ended = False
         while not ended:
             began = time.monotonic()
             ended = has_ended()
             show_log(state.refresh(), console)
+            show_notes(state, console, notes)
             show_incidents(state, console, shown)
             show_findings(state, console, poller)
             panel = draw(
@@ -63,9 +66,16 @@ def _follow_in_lines(
     """Print a line for the first and the last step, and every few seconds in between."""
     shown, due, ended, evaluated = -1, 0.0, False, 0
     shown_incidents = {incident.id for incident in state.incidents}
+    notes: set[str] = set()
+    activity = ""
     while not ended:
         ended = has_ended()
         show_log(state.refresh(), console)
+        show_notes(state, console, notes)
+        if not state.step and (state.activity != activity or state.compiling) and time.monotonic() >= due:
+            due = time.monotonic() + (START_LINE_SECONDS if state.activity != activity else LINE_SECONDS)
+            activity, shown = state.activity, 0
+            print_plain(console, line(state))
         show_incidents(state, console, shown_incidents)
         show_findings(state, console, poller)
         for step, loss in state.evaluations[evaluated:]:
@@ -86,6 +96,14 @@ def show_log(lines: Iterable[LogLine], console: Console) -> None:
         console.print(
             Text.assemble((f"[rank {each.rank}] ", "dim"), (each.text, ORANGE if is_warning else "dim")), soft_wrap=True
         )
+
+
+def show_notes(state: RunState, console: Console, shown: set[str]) -> None:
+    """Print, once, whether the run uses the warm fork server that was asked for, and if not, why."""
+    for event in state.current_events("start"):
+        if (note := str(event.data.get("fork_server", ""))) and note not in shown:
+            shown.add(note)
+            print_plain(console, note)
 
 
 def show_incidents(state: RunState, console: Console, shown: set[str]) -> None:

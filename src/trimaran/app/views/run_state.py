@@ -219,6 +219,26 @@ class RunState:
         return "restarting" if "trouble" in (before.how, last.how) else "starting"
 
     @property
+    def activity(self) -> str:
+        """What a run without steps is doing: loading torch, building the model, compiling a function."""
+        world_size = self.plan.mesh.world_size
+        started, ready = len(self.current_events("start")), len(self.current_events("ready"))
+        ranks = "rank" if world_size == 1 else "ranks"
+        if (compiling := self.compiling) is not None:
+            return f"compiling {compiling.data.get('what')} (function {compiling.data.get('number')})"
+        if ready:
+            return f"{ready} of {world_size} {ranks} ready, first step running"
+        if started:
+            return f"{started} of {world_size} {ranks} up, building the model"
+        return f"starting {world_size} {ranks} (loading torch)"
+
+    @property
+    def compiling(self) -> Event | None:
+        """The event of the function that rank 0 compiles now; None if it compiles nothing."""
+        newest = next((event for event in reversed(self._current.get(0, [])) if event.kind == "compile"), None)
+        return newest if newest is not None and "seconds" not in newest.data else None
+
+    @property
     def restarts(self) -> int:
         """How often the ranks were restarted after a failure."""
         return sum(attempt.how == "trouble" for attempt in self.attempts.attempts[:-1])

@@ -2,6 +2,7 @@
 
 import io
 import math
+import time
 from collections.abc import Sequence
 
 from rich import box
@@ -129,15 +130,10 @@ def _progress(state: RunState, width: int) -> RenderableType:
 
 
 def _readiness(state: RunState) -> str:
-    """Return how far the start is: importing torch takes seconds, and without a message it looks like a hang."""
-    world_size = state.plan.mesh.world_size
-    started, ready = len(state.current_events("start")), len(state.current_events("ready"))
-    ranks = "rank" if world_size == 1 else "ranks"
-    if ready:
-        return f"{ready} of {world_size} {ranks} ready, first step running"
-    if started:
-        return f"{started} of {world_size} {ranks} up, building the model"
-    return f"starting {world_size} {ranks} (loading torch)"
+    """Return how far the start is: importing torch and compiling take long, and without a message look like a hang."""
+    if (compiling := state.compiling) is not None:
+        return f"{state.activity}, {show_seconds(time.time() - compiling.time)}"
+    return state.activity
 
 
 def _losses(state: RunState) -> Text:

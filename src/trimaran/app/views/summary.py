@@ -55,6 +55,7 @@ def summarise(state: RunState, console: Console) -> None:
     elif not state.steps:
         console.print(Text.assemble((state.status, "bold"), "  before the first step"), soft_wrap=True)
     print_plain(console, f"run   {state.run.path}")
+    _show_no_checkpoints(state, console)
     if (adapter := state.recipe.model.adapter) is not None and state.events_of_kind("saved"):
         form = f"({adapter.kind} of rank {adapter.rank}) in PEFT's format, without the base"
         print_plain(console, f"      {state.run.model} holds the adapter {form}")
@@ -120,6 +121,13 @@ def _show_faults(state: RunState, console: Console) -> None:
     for incident in incidents:
         if incident.cause == "storage":
             print_plain(console, f"      {incident.what}")
+
+
+def _show_no_checkpoints(state: RunState, console: Console) -> None:
+    if state.recipe.checkpoint.is_off:
+        print_plain(
+            console, "      no checkpoint was written (checkpoint.every: off): a resume starts from the first step"
+        )
 
 
 def next_commands(state: RunState) -> list[str]:

@@ -1,14 +1,18 @@
-"""`python -m trimaran.train.process.fork_server RUN FD PARENT [DIRECTORY]`: imports torch once and forks the ranks.
+"""`python -m trimaran.train.process.fork_server FD PARENT`: imports torch once and forks the ranks.
 
-It reads JSON lines from the socket FD and writes JSON lines back. `{"start": [{"rank": 0, "environment": {...}}, ...]}`
-is answered by `{"event": "started", "rank": 0, "pid": 4711}` and, when the rank ends, by `{"event": "ended", "rank": 0,
-"pid": 4711, "code": -9, "time": ...}` (monotonic clock). A rank's environment is added to the fork server's own.
+It reads JSON lines from the socket FD and writes JSON lines back. Descriptors come with empty lines. `{"bind": {"run":
+PATH, "is_open": true}}` names the run; if it `is_open`, the last descriptor is that of its directory, and files are
+opened below it. The answer is `{"event": "warm"}`. `{"start": [{"rank": 0, "environment": {...}, "descriptors":
+{"NAME": [0]}}, ...]}` is answered by `{"event": "started", "rank": 0, "pid": 4711}` and, when the rank ends, by
+`{"event": "ended", "rank": 0, "pid": 4711, "code": -9, "time": ...}` (monotonic clock). A rank's environment is added
+to the fork server's own; the variables in `descriptors` get the numbers of descriptors, given by their order.
 
 The fork server has one thread and never initialises CUDA: neither survives a fork. It replaces warm spare ranks, as a
-new rank does not have to import torch. Ranks end with the fork server, and it ends with PARENT, the supervisor. They
-open files below DIRECTORY, a descriptor of the run directory, or else at RUN.
+new rank does not have to import torch. Ranks end with the fork server. It ends with PARENT, the supervisor, and when
+the socket is closed.
 """
 
+import gc
 import os
 import signal
 import sys
@@ -16,21 +20,28 @@ import sys
 if __name__ == "__main__":
     # A request to the supervisor to show its ranks; some schedulers send it to every process of a job.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    gc.disable()  # imports leave little garbage, and looking for it takes a seventh of their time
 
-from trimaran.run.process_control import adopt_orphans, die_with_parent, set_process_name
+from trimaran.run.bytecode_cache import use_bytecode_cache
+from trimaran.run.process_control import adopt_orphans, die_with_parent, raise_soft_limits, set_process_name
 
 if __name__ == "__main__":
-    die_with_parent(signal.SIGKILL, parent=int(sys.argv[3]))  # before torch is imported, which takes seconds
+    die_with_parent(signal.SIGKILL, parent=int(sys.argv[2]))  # before torch is imported, which takes seconds
+    use_bytecode_cache(os.environ)
+
+from trimaran.run.compile_cache import compile_cache
+
+if __name__ == "__main__":
+    os.environ.update(compile_cache(os.environ))  # torch reads it when it is imported
 
 import faulthandler
-import gc
 import json
 import logging
 import select
 import socket
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
@@ -38,35 +49,51 @@ from typing import Any, NoReturn
 
 import torch
 
-from trimaran.core.regular_files import open_regular_fd
+from trimaran.core.regular_files import append_regular_file, open_regular_fd
 from trimaran.data import cache_folder
 from trimaran.hardware.openmp_threads import openmp_threads
-from trimaran.run import open_run
+from trimaran.run import RunDirectory, open_run
 from trimaran.run.run_directory import DESCRIPTORS
 from trimaran.train.process.rank_info import read_rank_info
 from trimaran.train.process.supervisor_link import read_supervisor_link
 from trimaran.train.worker import run_worker
 
+MAX_DESCRIPTORS = 253  # of one message, the kernel's limit
 PLUGIN = "TRIMARAN_TEST_PLUGIN"  # for tests: a module that a rank imports first, to inject faults
 # Modules that ranks import only when they need them. Imported here, so that not every rank has to.
 LAZY_MODULES = ("torch._dynamo", "encodings.idna", "numpy.ma")
 
 
 def main() -> None:
-    run, control = Path(sys.argv[1]), socket.socket(fileno=int(sys.argv[2]))
-    if len(sys.argv) > 4:
-        run = Path(f"{DESCRIPTORS}{sys.argv[4]}")
-    for name in LAZY_MODULES:
+    import_lazy_modules()
+    ForkServer(socket.socket(fileno=int(sys.argv[1]))).serve()
+
+
+def import_lazy_modules(more: Sequence[str] = ()) -> None:
+    """Import what ranks would import later, and `more` modules, and prepare this process for forks."""
+    for name in (*LAZY_MODULES, *more):
         import_module(name)
     assert not torch.cuda.is_initialized(), "a forked process cannot use CUDA that its parent initialised"
-    ForkServer(run, control).serve()
+    gc.enable()
+    gc.freeze()  # a garbage collection in a rank would write to the shared pages, and so copy them
+
+
+def become(environment: Mapping[str, str], folder: Path) -> None:
+    """Give this process the environment and the current folder of a run, as if the run had started it."""
+    os.environ.clear()
+    os.environ.update(environment)
+    os.environ.update(compile_cache(environment))
+    os.chdir(folder)
+    sys.path[0] = str(folder)
 
 
 class ForkServer:
     """Forks ranks on request, and reports how they ended."""
 
-    def __init__(self, run: Path, control: socket.socket) -> None:
-        self._run, self._control = run, control
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._run = Path()
+        self._descriptors: list[int] = []
         self._ranks: dict[int, int] = {}  # by process id
         self._unparsed = b""
 
@@ -78,9 +105,7 @@ class ForkServer:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)  # the supervisor decides when to stop
         adopt_orphans()  # so that processes which a dead rank leaves behind are reaped here
-        gc.collect()
-        gc.freeze()  # a garbage collection in a rank would write to the shared pages, and so copy them
-        self._send(event="warm")
+        raise_soft_limits()
         while True:
             readable, _, _ = select.select([self._control, woken], [], [])
             if woken in readable:
@@ -88,15 +113,32 @@ class ForkServer:
             self._reap()
             if self._control in readable:
                 for request in self._requests():
-                    for each in request["start"]:
-                        self._fork(each["rank"], each["environment"])
+                    if "bind" in request:
+                        self._bind(**request["bind"])
+                    for each in request.get("start", ()):
+                        numbers = {
+                            name: ",".join(str(self._descriptors[place]) for place in places)
+                            for name, places in each["descriptors"].items()
+                        }
+                        self._fork(each["rank"], each["environment"] | numbers)
 
     def _requests(self) -> Iterator[dict[str, Any]]:
-        data = self._control.recv(1 << 20)
+        data, passed, _, _ = socket.recv_fds(self._control, 1 << 20, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
         if not data:
             os._exit(0)  # the ranks end with this process
+        self._descriptors += passed
         *lines, self._unparsed = (self._unparsed + data).split(b"\n")
         return (json.loads(line) for line in lines)
+
+    def _bind(self, run: str, *, is_open: bool, process: Mapping[str, Any] | None = None) -> None:
+        """Serve `run` from now on, and print to its log. `process` is what a fork of the warm fork server changes."""
+        if process is not None:
+            become(process["environment"], Path(process["folder"]))
+        self._run = Path(f"{DESCRIPTORS}{self._descriptors[-1]}" if is_open else run)
+        with append_regular_file(RunDirectory(self._run).agent_log) as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+        self._send(event="warm")
 
     def _send(self, **fields: Any) -> None:
         self._control.sendall(json.dumps(fields).encode() + b"\n")

@@ -15,7 +15,7 @@ class SupervisorLink:
     `store` is `host:port` of the supervisor's store and `token` its secret; when empty, ranks use torch's own store at
     MASTER_ADDR. `term` is the term of the supervisor's lease: a rank with a lower term than the newest must not write
     checkpoints. `local_rank` is this rank's row of the board. `rank_memories` are the file descriptors of the node's
-    rank memories, one per local rank, see `checkpoint/memory_copies.py`.
+    rank memories, one per local rank, see `checkpoint/memory_copies.py`. `note` says if a warm fork server is used.
     """
 
     attempt: int = 0
@@ -25,6 +25,7 @@ class SupervisorLink:
     board: HeartbeatBoard | None = None
     local_rank: int = 0
     rank_memories: tuple[int, ...] = ()
+    note: str = ""
 
     def report_section(self, section: Section, step: int = 0) -> None:
         """Report to the supervisor which section of which step this rank is in. Each call counts as progress."""
@@ -77,4 +78,5 @@ def read_supervisor_link(environment: Mapping[str, str]) -> SupervisorLink:
         board=HeartbeatBoard(int(heartbeat)) if heartbeat else None,
         local_rank=int(environment.get("LOCAL_RANK", 0)),
         rank_memories=tuple(int(fd) for fd in rank_memories.split(",") if fd),
+        note=environment.get("TRIMARAN_FORK_SERVER", ""),
     )

@@ -3,8 +3,8 @@
 import sys
 from pathlib import Path
 
-from benchmarks.accuracy.ask import HELD_OUT, ask, own_cases
-from benchmarks.accuracy.measures import OWN, OWN_LATER, broken
+from benchmarks.accuracy.ask import HELD_OUT, SMALL, ask, own_cases
+from benchmarks.accuracy.measures import OWN, OWN_LATER, OWN_SMALL, broken
 from benchmarks.accuracy.page import image, page, table
 from benchmarks.accuracy.peers import ask_peer, present
 from benchmarks.accuracy.published import SOURCES
@@ -15,7 +15,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 def main() -> int:
     ours = {name: ask(runs()) for name, runs in SOURCES.items()}
-    ours |= {OWN: list(own_cases()), OWN_LATER: list(own_cases(HELD_OUT))}
+    ours |= {OWN: list(own_cases()), OWN_LATER: list(own_cases(HELD_OUT)), OWN_SMALL: list(own_cases(SMALL))}
     runs = {source: [case.run for case in cases] for source, cases in ours.items()}
     peers = {name: {source: ask_peer(peer, runs[source]) for source in runs} for name, peer in present().items()}
     print(table(ours, peers))

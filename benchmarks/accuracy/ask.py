@@ -17,6 +17,7 @@ from trimaran.planner.predict_bulk import predict_line
 
 H200 = Path(__file__).parents[1] / "h200.jsonl"
 HELD_OUT = Path(__file__).parents[1] / "h200_held_out.jsonl"
+SMALL = Path(__file__).parents[1] / "h200_small.jsonl"
 # Our accuracy bounds cover decoders of 1B, 3B and 8B with AdamW in fp32 and no offload.
 PROMISED = {"offload": "none", "states": "fp32", "precision": "bf16"}
 
@@ -39,10 +40,15 @@ def question_of(config: dict[str, Any]) -> tuple[Job, Plan]:
     """Return job and plan of a row of h200.jsonl: with today's profile, or that of the time of the measurement."""
     spec = spec_of(ModelSection(preset=config["preset"], shape=config["shape"]))
     fields = ("micro_batch", "grad_accum", "precision", "recompute", "offload", "compile", "loss", "sharding")
-    plan = Plan(**{field: config[field] for field in fields if field in config})
+    plan = Plan(**{field: config[field] for field in fields if field in config}, cuda_graphs=has_graphs(config))
     stack = FORMER if config.get("older") else STACKS["trimaran"]
     states = STATE_BYTES[config["states"]]
     return Job(outline=outline_of(spec), seq_len=config["seq_len"], stack=stack, state_bytes=states), plan
+
+
+def has_graphs(config: dict[str, Any]) -> bool:
+    """Return whether steps were captured as CUDA graphs. Rows without the field are from before the trainer could."""
+    return config.get("cuda_graphs", False)
 
 
 def own_cases(file: Path = H200) -> Iterator[Case]:
@@ -50,7 +56,7 @@ def own_cases(file: Path = H200) -> Iterator[Case]:
     cluster = parse_cluster("1xH200")
     for text in file.read_text().splitlines():
         config = json.loads(text)
-        if "peak_bytes" not in config:
+        if "step_seconds" not in config:
             continue  # failed runs are in the table of `benchmarks/memory.py`
         job, plan = question_of(config)
         spec = spec_of(ModelSection(preset=config["preset"], shape=config["shape"]))
@@ -67,7 +73,7 @@ def own_cases(file: Path = H200) -> Iterator[Case]:
             line=line | {"stack": "trimaran"},
             model=config["preset"],
             gpus=1,
-            peak_gib=config["peak_bytes"] / 2**30,
+            peak_gib=config["peak_bytes"] / 2**30 if "peak_bytes" in config else None,
             tokens_per_second_per_gpu=config["tokens_per_second"],
             step_seconds=config["step_seconds"],
             failed=False,

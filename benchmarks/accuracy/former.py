@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from trimaran.cost import STACKS, Stack
 from trimaran.cost.memory_profiles import Saved
-from trimaran.cost.time_profiles import COMPILED_FP32_RESIDUAL, EAGER_FP32_RESIDUAL
+from trimaran.cost.time_profiles import COMPILED_FP32_RESIDUAL, EAGER_FP32_RESIDUAL, TORCH_HOST
 
 # The residual stream was fp32 on one device: both norms saved it, each projection had its own cast of its input (one
 # for all when compiled), weights were fp32 with a cast per matmul, and torch's AdamW ran after a separate clipping
@@ -24,5 +24,11 @@ FORMER = Stack(
             "sharded compiled": replace(_COMPILED, norm_bytes=4, input_bytes=2),
         },
     ),
-    time=replace(STACKS["trimaran"].time, eager=EAGER_FP32_RESIDUAL, compiled=COMPILED_FP32_RESIDUAL, update="torch"),
+    time=replace(
+        STACKS["trimaran"].time,
+        eager=EAGER_FP32_RESIDUAL,
+        compiled=COMPILED_FP32_RESIDUAL,
+        host=TORCH_HOST,
+        update="torch",
+    ),
 )

@@ -9,6 +9,7 @@ from benchmarks.accuracy.errors import Case, Errors, alarms, choices, merge_repe
 
 OWN = "our trainer, H200"
 OWN_LATER = "our trainer, after the fit"
+OWN_SMALL = "our trainer, 25M to 360M"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +107,8 @@ MEASURES = (
     Measure(name="step time, worst, today's code", source=OWN, of=_part("worst", "time_error", today), most=0.10),
     Measure(name="memory, worst, today's code", source=OWN_LATER, of=_part("worst", "memory_error", today), most=0.05),
     Measure(name="step time, worst, today's code", source=OWN_LATER, of=_part("worst", "time_error", today), most=0.10),
+    Measure(name="memory, worst", source=OWN_SMALL, of=_part("worst", "memory_error"), most=0.05),
+    Measure(name="step time, worst", source=OWN_SMALL, of=_part("worst", "time_error"), most=0.10),
     Measure(name="memory, worst, all settings", source=OWN, of=_part("worst", "memory_error")),
     Measure(name="step time, median, all settings", source=OWN, of=_part("median", "time_error")),
 )

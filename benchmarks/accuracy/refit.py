@@ -1,23 +1,30 @@
-"""Errors on runs that a fit has not seen: `python -m benchmarks.accuracy.refit`.
+"""Errors on runs that a fit has not seen: `python -m benchmarks.accuracy.refit [small]`.
 
 Each group (a model, a number of GPUs) is left out in turn. The constants that were fitted to published runs are fitted
 to the others, starting from values that are off by a half, and scored on the group. All other constants are counted or
 measured, but were written with all of these runs known: only the fitted constants are really left out.
+
+`small` fits the constants of our own small steps (`TRIMARAN_HOST` and others in `cost/time_profiles.py`) to
+h200_small.jsonl and prints them, with the errors on each shape when it is left out.
 """
 
 import json
 import math
 import random
 import statistics
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from benchmarks.accuracy.ask import clean
+from benchmarks.accuracy.ask import SMALL, clean, question_of
 from benchmarks.accuracy.errors import Case, by, summarise
 from benchmarks.accuracy.published import SOURCES, Run
 
-from trimaran.cost import STACKS, Stack, predict
+from trimaran.core import Plan
+from trimaran.cost import STACKS, Job, Stack, predict
+from trimaran.cost.time_profiles import HostOverhead
+from trimaran.hardware import parse_cluster
 from trimaran.planner.predict_request import cluster_of, job_of, plan_of, tidy
 
 NUM_SAMPLED_RUNS, NUM_ROUNDS, STEP_FACTOR = 160, 3, 2.5
@@ -134,6 +141,60 @@ def _constants_text(stack: Stack, fit: Fit) -> str:
     return ", ".join(f"{name} {' / '.join(each)}" for name, each in values.items())
 
 
+# What a small step costs: seconds of the host, and the memory traffic of eager operators.
+SMALL_CONSTANTS: tuple[tuple[str, int | None], ...] = (
+    ("host", HostOverhead._fields.index("compiled")), ("host", HostOverhead._fields.index("eager")),
+    ("host", HostOverhead._fields.index("step")), ("compiled", 0), ("eager", 0), ("eager", 1),
+)  # fmt: skip
+
+
+def small_rows() -> list[tuple[Job, Plan, dict[str, Any]]]:
+    """Return the rows of h200_small.jsonl with their questions."""
+    rows = [row for row in map(json.loads, SMALL.read_text().splitlines()) if "step_seconds" in row]
+    return [(*question_of(row), row) for row in rows]
+
+
+def small_errors(rows: Sequence[tuple[Job, Plan, dict[str, Any]]], stack: Stack) -> list[float]:
+    cluster = parse_cluster("1xH200")
+    return [
+        predict(replace(job, stack=stack), cluster, plan).step_seconds / row["step_seconds"] - 1
+        for job, plan, row in rows
+    ]
+
+
+def refit_small(rows: Sequence[tuple[Job, Plan, dict[str, Any]]]) -> Stack:
+    """Return our stack with the constants of small steps fitted to `rows`."""
+    stack = STACKS["trimaran"]
+
+    def loss(candidate: Stack) -> float:
+        return statistics.fmean(abs(math.log1p(each)) for each in small_errors(rows, candidate))
+
+    for turn in range(2 * NUM_ROUNDS):
+        for constant in SMALL_CONSTANTS:
+            here, step = value_of(stack, "time", constant), STEP_FACTOR ** (0.5**turn)
+            tries = [here * step ** (power / 3) for power in range(-3, 4)]
+            stack = min((with_value(stack, "time", constant, each) for each in tries), key=loss)
+    return stack
+
+
+def small_table() -> Iterator[list[str]]:
+    """Yield each row's error as committed, when its shape is left out of the fit, and when all rows are fitted."""
+    rows = small_rows()
+    all_fitted = refit_small(rows)
+    yield ["row", "measured ms", "as committed", "shape left out", "fitted"]
+    for shape in dict.fromkeys(row["name"].split()[0] for *_, row in rows):
+        own = [each for each in rows if each[2]["name"].split()[0] == shape]
+        rest = refit_small([each for each in rows if each not in own])
+        columns = [small_errors(own, stack) for stack in (STACKS["trimaran"], rest, all_fitted)]
+        for (_, _, row), *errors in zip(own, *columns, strict=True):
+            yield [row["name"], f"{1e3 * row['step_seconds']:.2f}", *(f"{100 * each:+.1f} %" for each in errors)]
+    for constant in SMALL_CONSTANTS:
+        field, index = constant
+        name = getattr(getattr(all_fitted.time, field), "_fields", ())[index or 0]
+        now, then = (value_of(stack, "time", constant) for stack in (STACKS["trimaran"], all_fitted))
+        yield [f"{field}.{name}", "", f"{now:.4g}", "", f"{then:.4g}"]
+
+
 if __name__ == "__main__":
-    for row in left_out():
+    for row in small_table() if "small" in sys.argv else left_out():
         print(f"| {' | '.join(row)} |", flush=True)

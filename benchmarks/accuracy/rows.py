@@ -1,6 +1,7 @@
 """Merges measured rows into their files: `python -m benchmarks.accuracy.rows NEW.jsonl ... [--forget-older]`.
 
-Rows of `benchmarks/planner.py` go to h200.jsonl or h200_held_out.jsonl and replace rows of the same name. Failed rows
+Rows of `benchmarks/planner.py` go to h200.jsonl, h200_held_out.jsonl or h200_small.jsonl and replace rows of the same
+name. Failed rows
 are left out. Rows of the trainer before `plan.loss` are marked `older`; a new row replaces an older one with the same
 settings, and `--forget-older` drops all of them. Run `make accuracy WRITE=1` afterwards.
 """
@@ -11,10 +12,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.accuracy.ask import H200, HELD_OUT
+from benchmarks.accuracy.ask import H200, HELD_OUT, SMALL
 from benchmarks.planner import configurations
 
 Row = dict[str, Any]
+FILES = {"": H200, "held-out": HELD_OUT, "small": SMALL}
 SETTINGS = (
     "preset", "seq_len", "micro_batch", "grad_accum", "recompute", "compile", "precision", "offload", "states"
 )  # fmt: skip
@@ -37,14 +39,14 @@ def _question(row: Row) -> str:
 
 
 def rows_of(path: Path) -> list[Row]:
-    return [json.loads(line) for line in path.read_text().splitlines() if line]
+    return [json.loads(line) for line in path.read_text().splitlines() if line] if path.exists() else []
 
 
 def main(*words: str) -> None:
     fresh = [row for word in words if not word.startswith("--") for row in rows_of(Path(word))]
-    held = configurations(held_out=True)
-    for path, is_held in ((H200, False), (HELD_OUT, True)):
-        mine = [row for row in fresh if (row["name"] in held) == is_held]
+    files = {name: path for which, path in FILES.items() for name in configurations(which)}
+    for path in FILES.values():
+        mine = [row for row in fresh if files.get(row["name"], H200) == path]
         rows = merged(rows_of(path), mine, forget_older="--forget-older" in words)
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         print(path.name, len(rows), "rows,", sum(bool(row.get("older")) for row in rows), "of them older")

@@ -9,6 +9,7 @@ from tests.unit.test_cost_peak_memory import PAGE, memory, plan_of
 from trimaran.cost import STATE_BYTES, Job, find_stack, predict
 from trimaran.cost.loss_kind import chunk_rows
 from trimaran.cost.step_time import step_time_of
+from trimaran.cost.time_profiles import TRIMARAN_LAUNCHES
 from trimaran.hardware import parse_cluster
 from trimaran.models import PRESETS, outline_of
 from trimaran.train.loss.head_loss import chunk_rows as trained_rows
@@ -84,17 +85,20 @@ def test_only_our_trainer_without_tp_and_pp_is_timed_as_fused() -> None:
 
 def test_an_update_moves_its_bytes_at_memory_bandwidth() -> None:
     parameters, speed = PRESETS["llama-3.2-1b"].num_parameters, 0.82 * 4.8e12
+    gaps = TRIMARAN_LAUNCHES.step * 1e-6
     for states, moments in (("fp32", 16), ("bf16", 8), ("8bit", 40)):  # 8-bit moments are compute-bound
         moved = 10 + 3.4 + moments  # a split weight and its 16-bit gradient, with the gradient norm
-        assert terms_of(states=states)["optimizer"] == pytest.approx(moved * parameters / speed)
+        assert terms_of(states=states)["optimizer"] == pytest.approx(moved * parameters / speed + gaps, rel=1e-5)
     whole = terms_of(precision="fp16")["optimizer"]
-    assert whole == pytest.approx((12 + 3.4 + 16) * parameters / speed)
+    assert whole == pytest.approx((12 + 3.4 + 16) * parameters / speed + gaps, rel=1e-5)
     torchs = terms_of(stack="torchtitan")["optimizer"]
     assert torchs == pytest.approx(40 * parameters / (0.72 * 4.8e12))
 
 
 def test_split_weights_are_not_cast() -> None:
-    cluster, plan = parse_cluster("H200"), plan_of(precision="bf16", micro_batch=4, compile=True)
+    # With selective recompute no projections are joined, which would be another difference.
+    cluster = parse_cluster("H200")
+    plan = plan_of(precision="bf16", micro_batch=4, compile=True, recompute="selective")
     other = plan.model_copy(update={"offload": "optimizer"})  # the same work with fp32 weights
     spec = PRESETS["llama-3.1-8b"]
     halves, whole = (

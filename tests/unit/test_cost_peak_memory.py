@@ -11,7 +11,7 @@ from trimaran.core import GIB, Bytes, Comm, Flops, Mesh, Plan
 from trimaran.cost import STATE_BYTES, Job, find_stack
 from trimaran.cost.activation_memory import LayerBytes, layer_bytes, saved_layer_bytes, saved_on_rank
 from trimaran.cost.memory_inputs import MemoryInputs, memory_inputs_of
-from trimaran.cost.peak_memory import CONTEXT_BYTES, PROCESS_BYTES, Memory, peak_memory_of
+from trimaran.cost.peak_memory import CONTEXT_BYTES, GRAPH_BYTES, PROCESS_BYTES, Memory, peak_memory_of
 from trimaran.cost.rank_part import parts_of
 from trimaran.cost.states import States, states_of
 from trimaran.hardware import Cluster, find_device
@@ -371,7 +371,7 @@ def test_on_a_cpu_the_process_and_heap_fragmentation_count() -> None:
 def test_a_device_needs_memory_for_its_context_and_communicators() -> None:
     alone = memory(Plan(micro_batch=8), outline_of(PAGE), seq_len=64)
     many = memory(Plan(micro_batch=8, mesh=Mesh(dp_replicate=8)), outline_of(PAGE), seq_len=64)
-    assert alone.device == alone.reserved + CONTEXT_BYTES
+    assert alone.device == alone.reserved + CONTEXT_BYTES + GRAPH_BYTES
     assert alone.peak < alone.reserved
     assert many.device - many.reserved > CONTEXT_BYTES
 

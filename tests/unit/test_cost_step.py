@@ -96,7 +96,8 @@ def test_two_stages_per_rank_halve_the_bubble_and_send_twice() -> None:
     layer = OutlineLayer(hidden=2048, heads=32, kv_heads=8, head_dim=64, ffn=8192)
     tower = Tower(name="language", runs=((layer, 16),), hidden=2048)
     job = Job(outline=Outline(name="headless", towers=(tower,)), seq_len=2048)
-    wanted = {"mesh": {"dp_replicate": 2, "pp": 4}, "grad_accum": 8, "precision": "bf16"}
+    # The micro-batch is large enough that no device waits for its host.
+    wanted = {"mesh": {"dp_replicate": 2, "pp": 4}, "micro_batch": 8, "grad_accum": 8, "precision": "bf16"}
     plain, rounds = (
         predict(job, parse_cluster("8xH100"), Plan.model_validate(wanted | {"pipeline": {"schedule": each}}))
         for each in ("1f1b", "interleaved")
@@ -215,10 +216,11 @@ def test_variants_use_the_rates_of_their_family_and_unknown_devices_count_as_amp
 
 
 def test_small_micro_batches_wait_for_the_host() -> None:
-    small, large = (predicted({"micro_batch": num}, text="H100", seq_len=256) for num in (1, 2))
+    plan = {"cuda_graphs": False}
+    small, large = (predicted(plan | {"micro_batch": num}, text="H100", seq_len=256) for num in (1, 2))
     assert small.step_seconds > 0.9 * large.step_seconds
-    compiled = predicted({"compile": True}, text="H100", seq_len=256)
-    assert compiled.time["forward"] < 0.7 * small.time["forward"]
+    captured = predicted({}, text="H100", seq_len=256)
+    assert captured.time["forward"] < 0.7 * small.time["forward"]
 
 
 def test_offload_costs_the_copies_and_nothing_on_a_cpu() -> None:

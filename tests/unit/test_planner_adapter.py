@@ -11,6 +11,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from tests.hf_models import save_model
+from trimaran.app.main import main
 from trimaran.app.request.plan_answer import PlanReport, as_dict, build_plan_report
 from trimaran.app.request.plan_request import PlanRequest, adapter_setting, read_plan_request
 from trimaran.app.request.run_cost import CostTerms
@@ -139,3 +140,11 @@ def test_the_emitted_peft_config_trains_as_many_parameters_as_planned(tmp_path: 
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config)
     assert asked.question.outline is not None
     assert model.get_nb_trainable_parameters()[0] == asked.question.outline.trained_parameters
+
+
+def test_a_dry_run_refuses_a_rank_that_is_larger_than_a_target(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["train", "--dry-run", "--set", "model.preset=tiny", "--set", "model.adapter.rank=4096"]
+    assert main(asked) == 2
+    assert "M052" in capsys.readouterr().err
+    assert main(["plan", "tiny", "--cluster", "1xH100", "--adapter", "lora:4096"]) == 2
+    assert "M052" in capsys.readouterr().err

@@ -47,6 +47,8 @@ def test_data_parallel_plans_are_legal(plan: dict[str, Any]) -> None:
         ({"comm": {"local_steps": 4, "compression": "topk"}}, "compression", "leave out"),
         ({"comm": {"local_steps": 3}}, "local_steps", "train.steps to 102"),
         ({"comm": {"local_steps": 4}, "precision": "fp16"}, "local_steps", "bf16"),
+        ({"comm": {"overlap": False}, "mesh": {"dp_replicate": 4, "tp": 2}}, "overlap", "dp_replicate"),
+        ({"comm": {"overlap": False, "compression": "bf16"}}, "overlap", "leave out"),
     ],
 )
 def test_local_steps_and_compression_need_full_replicas(plan: dict[str, Any], field: str, works: str) -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from trimaran.cost.loss_kind import FP32_BYTES, chunk_rows
 from trimaran.cost.rank_part import PACKED_BYTES, packed_linears
-from trimaran.cost.roofline import DeviceRates, attention_seconds, matmul_seconds
+from trimaran.cost.roofline import DeviceRates, attention_seconds, matmul_seconds, power_factor
 from trimaran.cost.time_profiles import TimeProfile
 from trimaran.models import Opaque, OutlineLayer, Tower
 
@@ -32,6 +32,14 @@ class BlockSplit(NamedTuple):
     length: int
     tp: int
     ep: int
+
+
+class BlockKind(NamedTuple):
+    """How a block runs. `joint`: its projections of the same input are one matmul."""
+
+    compiled: bool
+    fp8: bool
+    joint: bool = False
 
 
 class Passes(NamedTuple):
@@ -60,21 +68,25 @@ class Matmul(NamedTuple):
 
 @lru_cache(maxsize=1 << 15)
 def layer_passes(
-    layer: OutlineLayer, split: BlockSplit, rates: DeviceRates, profile: TimeProfile, *, compiled: bool, fp8: bool
+    layer: OutlineLayer, split: BlockSplit, rates: DeviceRates, profile: TimeProfile, *, kind: BlockKind
 ) -> Passes:
     """Return the times of a transformer block. Tensor parallelism also splits its elementwise operators."""
-    forward = input_grad = weight_grad = unsaved = matmul = 0.0
-    for rows, columns, depth, groups, is_saved in matmuls(layer, split):
+    forward = input_grad = weight_grad = unsaved = matmul = casts = grad_casts = 0.0
+    for rows, columns, depth, groups, is_saved in matmuls(layer, split, joint=kind.joint):
         matmul = matmul_seconds(rows, columns, depth, rates, groups=groups)
         forward += matmul
         input_grad += matmul_seconds(rows, depth, columns, rates, groups=groups)
         weight_grad += matmul_seconds(depth, columns, rows, rates, groups=groups)
         unsaved += 0.0 if is_saved else matmul
-        if fp8:
-            forward += FP8_CAST_BYTES * groups * (rows + columns) * depth / rates.bandwidth
-            input_grad += 2 * FP8_CAST_BYTES * groups * rows * columns / rates.bandwidth
-    elementwise = _elementwise_bytes(layer, split, rates, profile, compiled=compiled) / rates.bandwidth
+        if kind.fp8:
+            casts += FP8_CAST_BYTES * groups * (rows + columns) * depth / rates.bandwidth
+            grad_casts += 2 * FP8_CAST_BYTES * groups * rows * columns / rates.bandwidth
+    elementwise = _elementwise_bytes(layer, split, rates, profile, compiled=kind.compiled) / rates.bandwidth
     attention, attention_backward = _attention(layer, split, rates, profile)
+    others = (1 + BACKWARD_TRAFFIC_FACTOR) * elementwise + attention + attention_backward + casts + grad_casts
+    slower = power_factor(forward + input_grad + weight_grad, others, rates)
+    forward, input_grad, weight_grad = slower * forward + casts, slower * input_grad + grad_casts, slower * weight_grad
+    unsaved, matmul = slower * unsaved, slower * matmul
     selective = elementwise + unsaved if profile.recompute == "torch" else attention
     forward += elementwise + attention
     full = forward - matmul if profile.recompute == "torch" else forward  # backward does not need the last matmul
@@ -153,10 +165,16 @@ def opaque_passes(block: Opaque, samples: int, rates: DeviceRates) -> Passes:
     return Passes(forward, forward, forward, forward, forward)
 
 
-def matmuls(layer: OutlineLayer, split: BlockSplit) -> Iterator[Matmul]:
-    """Yield the matmuls of a layer's forward on one rank, in order."""
+def matmuls(layer: OutlineLayer, split: BlockSplit, *, joint: bool = False) -> Iterator[Matmul]:
+    """Yield the matmuls of a layer's forward on one rank, in order.
+
+    `joint`: queries, keys and values are one matmul, and so are gate and up, except those of experts.
+    """
     rows, hidden, tp = split.positions, layer.hidden, split.tp
-    if layer.heads:
+    if layer.heads and joint and layer.latent is None:
+        yield Matmul(rows, (layer.heads + 2 * layer.kv_heads) * layer.head_dim, hidden)
+        yield Matmul(rows, hidden, layer.heads * layer.value_dim, is_saved=True)
+    elif layer.heads:
         yield from _attention_matmuls(layer, split)
     if (experts := layer.experts) is None:
         ffns = ((rows, layer.ffn // tp, 1),)
@@ -168,8 +186,9 @@ def matmuls(layer: OutlineLayer, split: BlockSplit) -> Iterator[Matmul]:
         ffns = ((tokens_each, experts.ffn // tp, num_here), (rows, experts.shared_ffn // tp, 1))
     for tokens, ffn, groups in ffns:
         if ffn:
-            yield Matmul(tokens, ffn, hidden, groups)
-            if layer.gated:
+            is_joint = joint and layer.gated and layer.experts is None
+            yield Matmul(tokens, 2 * ffn if is_joint else ffn, hidden, groups)
+            if layer.gated and not is_joint:
                 yield Matmul(tokens, ffn, hidden, groups, is_saved=True)
             yield Matmul(tokens, hidden, ffn, groups, is_saved=True)  # backward does not need its output
 

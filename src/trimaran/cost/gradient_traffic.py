@@ -39,6 +39,7 @@ class TrafficPath(NamedTuple):
 def traffic_path_of(levels: tuple[Link, ...], plan: Plan, rates: DeviceRates, profile: TimeProfile) -> TrafficPath:
     """Return the path of a plan. On a CPU nothing overlaps, because Gloo's threads need the cores that compute."""
     mesh, comm, is_sharded = plan.mesh, plan.comm, plan.sharding != "none"
+    hides_nothing = rates.generation == "cpu" or not comm.overlap
     if is_sharded:
         shards = max(1, mesh.expert_ranks // mesh.ep)
         dense, spread = (mesh.shards, mesh.dp_replicate), (shards, max(1, mesh.data // (shards * mesh.ep)))
@@ -49,7 +50,7 @@ def traffic_path_of(levels: tuple[Link, ...], plan: Plan, rates: DeviceRates, pr
         _rings(levels, mesh.tp * mesh.ep, *spread),
         rates.element_bytes,
         profile.parameter_bytes.gradient * _equivalent_fraction(plan) / comm.local_steps,
-        0.0 if rates.generation == "cpu" else profile.dp_overlap[is_sharded],
+        0.0 if hides_nothing else profile.dp_overlap[is_sharded],
         RING_EFFICIENCY * levels[0].bandwidth,
     )
 

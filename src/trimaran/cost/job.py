@@ -14,12 +14,17 @@ ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A model, its sequence length, the software that trains it, and the bytes per parameter of AdamW's moments."""
+    """A model, its sequence length, the software that trains it, and the bytes per parameter of AdamW's moments.
+
+    can_capture: every batch has tensors of the same shapes, and the host need not know what is in them, so that steps
+        can be CUDA graphs. Packed documents and images differ from batch to batch.
+    """
 
     outline: Outline
     seq_len: int
     stack: Stack = STACKS["trimaran"]
     state_bytes: float = STATE_BYTES["fp32"]
+    can_capture: bool = True
 
     def positions(self, tower: Tower, plan: Plan) -> int:
         """Return how many positions of a micro-batch one rank processes in `tower`: its part of every sample."""
@@ -50,3 +55,15 @@ def frees_weights(plan: Plan, sharding: str) -> bool:
         return False
     reshard = plan.comm.reshard
     return sharding == "parameters" if reshard == "auto" else reshard != "never"
+
+
+def joins_projections(job: Job, plan: Plan) -> bool:
+    """Return whether projections of the same input are one matmul: in our own decoder, without adapters."""
+    can_join = plan.sharding == "none" and job.stack.joins_projections and not job.outline.adapter
+    return can_join and plan.joins_projections
+
+
+def captures_steps(job: Job, plan: Plan) -> bool:
+    """Return whether our trainer replays forward and backward as CUDA graphs."""
+    can_be = plan.sharding == "none" and job.can_capture  # a search asks often, and the property is slow
+    return can_be and job.stack.name == "trimaran" and plan.captures_steps

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from trimaran.core import Plan
-from trimaran.cost.job import ELEMENT_BYTES, Job, splits_weights
+from trimaran.cost.job import ELEMENT_BYTES, Job, captures_steps, splits_weights
 from trimaran.cost.memory_profiles import DEEPSPEED_ENGINE, JOINT_PROJECTIONS, SPLIT_WEIGHTS, MemoryProfile, Saved
 from trimaran.hardware import Cluster
 
@@ -36,6 +36,11 @@ class MemoryInputs(NamedTuple):
     def splits_weights(self) -> bool:
         """Whether each matrix is stored as its upper and its lower 16 bits."""
         return self.profile is SPLIT_WEIGHTS
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether forward and backward are replayed as CUDA graphs, which have their own pool of memory."""
+        return not self.cpu and captures_steps(self.job, self.plan)
 
 
 def memory_inputs_of(job: Job, cluster: Cluster, plan: Plan) -> MemoryInputs:

@@ -26,6 +26,8 @@ SEGMENT_BYTES = 2**28
 # 2 GiB for all of it, and ran.
 CONTEXT_BYTES = 15 * 2**26
 COMMUNICATOR_BYTES = 3 * 2**27
+# The same for CUDA graphs: the kernels with their arguments. Assumed.
+GRAPH_BYTES = 2**25
 
 
 class Memory(NamedTuple):
@@ -87,6 +89,7 @@ def _memory(inputs: MemoryInputs, cluster: Cluster, gathered: float) -> Memory:
     if not inputs.cpu:
         groups = (inputs.tp > 1) + (inputs.pp > 1) + (inputs.data > 1)
         outside = CONTEXT_BYTES + COMMUNICATOR_BYTES * (1 + groups if groups else 0)
+        outside += GRAPH_BYTES * inputs.is_captured
     return Memory(
         terms=terms,
         peak=Bytes(sum(terms.values())),
@@ -142,7 +145,8 @@ def _load(inputs: MemoryInputs, part: RankPart, gathered: float) -> RankLoad:
     unsharded, sharded, worst = inputs.profile.fragmentation
     typical = unsharded if inputs.shards == 1 else sharded
     temporary += moment.casts + moment.gathered
-    reserved = peak + SEGMENT_BYTES
+    # The pool of CUDA graphs keeps what forward and backward need, so the update cannot use it.
+    reserved = peak + SEGMENT_BYTES + (states.update - moment.update if inputs.is_captured else 0)
     worst = typical if inputs.pp * inputs.tp * inputs.data == 1 else max(typical, worst)
     return RankLoad(states, moment, peak, reserved + typical * temporary, reserved + worst * temporary, host)
 

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple, TypeVar
 from trimaran.core import Seconds
 from trimaran.cost.job import ELEMENT_BYTES
 from trimaran.hardware import CpuRates, Device
+from trimaran.hardware.device_catalogue import HOST_LAUNCH_SECONDS
 
 Value = TypeVar("Value")
 
@@ -41,6 +42,11 @@ SUSTAINED_FRACTION = {
     "cpu": 1.0,
 }
 DEFAULT_SUSTAINED_FRACTION = 0.85
+# Where power is the limit, the clock depends on how much of the time matmuls run, which need the most of it: the
+# sustained fraction of an H200 is SUSTAINED_AT_SHARE for a block that spends MATMUL_SHARE of its time on them, and
+# falls by POWER_SLOPE with the share. From kernels in layers of 160M and 1B, and from full steps of 1B to 8B.
+POWER_SLOPE = {"H200": 0.6}
+MATMUL_SHARE, SUSTAINED_AT_SHARE, MIN_SUSTAINED_FRACTION = 0.57, 1.04, 0.87
 # A CPU's operators are measured again and again on the same data, which the caches hold. Full steps reach this fraction
 # of those rates: 13 dense decoders on two Neoverse cores.
 CPU_SUSTAINED_FRACTION = 0.83
@@ -65,13 +71,14 @@ class AttentionKernel(NamedTuple):
 
 
 Generation = Literal["cpu", "ampere", "hopper", "blackwell"]
-# By kernel and generation. cuDNN on Hopper: an H200, torch 2.11 (h200_kernels.json); assumed for Blackwell too.
+# By kernel and generation. cuDNN on Hopper: an H200, torch 2.11 (h200_kernels.json, and 4 % less with narrow heads, as
+# inside steps); assumed for Blackwell too.
 # FlashAttention 1: llm-foundry's steps on A100. FlashAttention 2: nanotron's on H100; for A100 about twice the first,
 # as its paper says, not measured by us. It uses Ampere's tensor core instructions, so Blackwell is assumed to be no
 # faster with it than Hopper.
 KERNELS: dict[tuple[str, Generation], AttentionKernel] = {
-    ("cudnn", "hopper"): AttentionKernel(0.84, 0.80, 0.74, 400, 1050),
-    ("cudnn", "blackwell"): AttentionKernel(0.84, 0.80, 0.74, 400, 1050),
+    ("cudnn", "hopper"): AttentionKernel(0.84, 0.80, 0.71, 400, 1050),
+    ("cudnn", "blackwell"): AttentionKernel(0.84, 0.80, 0.71, 400, 1050),
     ("flash-2", "ampere"): AttentionKernel(0.74, 0.67, 0.88, 250, 500),
     ("flash-2", "hopper"): AttentionKernel(0.45, 0.39, 0.85, 250, 500),
     ("flash-2", "blackwell"): AttentionKernel(0.20, 0.17, 0.85, 250, 500),
@@ -92,6 +99,8 @@ class DeviceRates(NamedTuple):
     bandwidth: memory bytes per second.
     tile_depth: see TILE_DEPTH.
     cpu: measured rates of a CPU; None if it is not calibrated.
+    host_factor: how much longer the host of a GPU takes to launch kernels than the one that was measured.
+    sustained, power_slope: the fraction in `matmul_flops`, and how it falls with the share of matmuls; 0: not at all.
     """
 
     generation: Generation
@@ -103,6 +112,9 @@ class DeviceRates(NamedTuple):
     tile_depth: int
     element_bytes: int
     cpu: CpuRates | None = None
+    host_factor: float = 1.0
+    sustained: float = 1.0
+    power_slope: float = 0.0
 
 
 @lru_cache(maxsize=256)
@@ -124,6 +136,9 @@ def rates_of(device: Device, precision: str) -> DeviceRates:
         _of_variant(name, MULTIPROCESSORS, DEFAULT_MULTIPROCESSORS),
         TILE_DEPTH[kind],
         ELEMENT_BYTES[precision],
+        host_factor=device.launch_seconds / HOST_LAUNCH_SECONDS,
+        sustained=sustained,
+        power_slope=0.0 if is_sustained else _of_variant(name, POWER_SLOPE, 0.0),
     )
 
 
@@ -143,6 +158,15 @@ def _of_variant(name: str, table: Mapping[str, Value], otherwise: Value) -> Valu
     """Return the table's entry with the longest name that the device's name starts with."""
     names = [each for each in table if name.startswith(each)]
     return table[max(names, key=len)] if names else otherwise
+
+
+def power_factor(matmuls: float, others: float, rates: DeviceRates) -> float:
+    """Return how much longer than `matmul_seconds` matmuls take in a block with this many seconds of either."""
+    if not rates.power_slope or not matmuls:
+        return 1.0
+    share = matmuls * rates.sustained / (matmuls * rates.sustained + others)
+    fraction = SUSTAINED_AT_SHARE - rates.power_slope * (share - MATMUL_SHARE)
+    return rates.sustained / min(SUSTAINED_AT_SHARE, max(MIN_SUSTAINED_FRACTION, fraction))
 
 
 @lru_cache(maxsize=1 << 16)

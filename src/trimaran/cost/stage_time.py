@@ -1,4 +1,4 @@
-"""Time of one micro-batch on each pipeline rank: compute, host overhead, and communication inside the layers."""
+"""Time of one micro-batch on each pipeline rank: compute, launches, and communication inside the layers."""
 
 import math
 from collections import defaultdict
@@ -10,6 +10,7 @@ from trimaran.core import Mesh, Pipeline, Plan
 from trimaran.core.plan import TowerPlan
 from trimaran.cost.block_time import (
     EXPERT_IMBALANCE,
+    BlockKind,
     BlockSplit,
     Passes,
     fused_passes,
@@ -18,19 +19,18 @@ from trimaran.cost.block_time import (
     opaque_passes,
 )
 from trimaran.cost.collective import Ring, all_gather_seconds, all_to_all_seconds, ring_of, send_seconds
-from trimaran.cost.job import Job, splits_weights
+from trimaran.cost.host_time import FORWARD_HOST_FRACTION, NO_HOST_SECONDS, HostSeconds, host_wait, kernel_gaps
+from trimaran.cost.job import Job, captures_steps, joins_projections, splits_weights
 from trimaran.cost.loss_kind import loss_of
 from trimaran.cost.rank_part import LayerGroup, RankPart, packed_linears, parts_of
 from trimaran.cost.roofline import DeviceRates
+from trimaran.cost.time_profiles import TORCH_HOST
 from trimaran.hardware import Link
 from trimaran.models import Opaque, OutlineLayer
 
 KERNEL_LAUNCH_SECONDS = 8e-6  # host time per kernel of an opaque block (the host of an H200)
 ADAPTER_KERNELS = 10  # that an adapter adds to forward and backward: casts, matmuls, additions (counted)
 DEFAULT_PLAN = Plan()
-FORWARD_HOST_FRACTION = 0.4  # of a layer's host time; the rest is for backward
-# Host and device run in parallel, but neither is always ahead: the total is the p-norm of both, with this p.
-HOST_OVERLAP_POWER = 6
 # Overhead of a block of ours and of embedding, loss and hooks of a micro-batch, in that of the block that is measured
 # on a CPU: 64 to 256 tokens on two Neoverse cores.
 CPU_BLOCK_OVERHEAD, CPU_EDGE_BLOCKS = 1.6, 2.0
@@ -52,11 +52,18 @@ class StageInputs(NamedTuple):
 
 
 class StageKind(NamedTuple):
-    """How blocks and loss run. `splits`: each matrix is stored as upper and lower 16 bits, so needs no cast."""
+    """How blocks and loss run.
+
+    splits: each matrix is stored as upper and lower 16 bits, so needs no cast.
+    joins: projections of the same input are one matmul.
+    is_captured: forward and backward are replayed as CUDA graphs.
+    """
 
     is_compiled: bool
     is_fp8: bool
     splits: bool
+    joins: bool
+    is_captured: bool
     loss: str
 
 
@@ -78,7 +85,11 @@ class TimeUnit(NamedTuple):
 
 
 class StageTime(NamedTuple):
-    """One rank's micro-batch: compute seconds, exposed communication by what is sent and where, and its blocks."""
+    """One rank's micro-batch: compute seconds, exposed communication by what is sent and where, and its blocks.
+
+    host: what the host needs to launch it.
+    has_waited: the seconds already contain the wait for the host.
+    """
 
     part: RankPart
     forward: float
@@ -86,6 +97,8 @@ class StageTime(NamedTuple):
     waits: dict[str, float]
     units: tuple[TimeUnit, ...]
     seconds: float
+    host: HostSeconds
+    has_waited: bool
 
 
 class StageTimes(NamedTuple):
@@ -99,7 +112,14 @@ class StageTimes(NamedTuple):
 def stage_inputs_of(job: Job, rates: DeviceRates, levels: tuple[Link, ...], plan: Plan) -> StageInputs:
     """Return what the time of a micro-batch depends on."""
     mesh, pipeline = plan.mesh, plan.pipeline
-    kind = StageKind(plan.compile, plan.precision == "fp8", splits_weights(job, plan), loss_of(job, plan))
+    kind = StageKind(
+        is_compiled=plan.compile,
+        is_fp8=plan.precision == "fp8",
+        splits=splits_weights(job, plan),
+        joins=joins_projections(job, plan),
+        is_captured=captures_steps(job, plan),
+        loss=loss_of(job, plan),
+    )
     return StageInputs(
         job=job,
         rates=rates,
@@ -136,32 +156,39 @@ def stage_times_of(inputs: StageInputs) -> StageTimes:
 
 
 def _stage_time(inputs: StageInputs, plan: Plan, part: RankPart) -> StageTime:
-    """Return the time of one rank. A device that runs faster than its host launches kernels waits for the host."""
-    units, waits, host = [], defaultdict[str, float](float), 0.0
+    """Return the time of one rank.
+
+    A rank of a pipeline waits for its neighbours in every micro-batch, so its host cannot be further ahead than one:
+    the wait for the host is counted here. So it is for a stack whose host does not run ahead, and for a CPU, which is
+    its own host. Elsewhere it is counted once for the whole step (`step_time`).
+    """
+    units, waits, host = [], defaultdict[str, float](float), NO_HOST_SECONDS
     for group in part.layer_groups:
         unit, repeats = _unit(inputs, plan, group)
         units.append(unit)
         rounds = 1 + (unit.backward > 0) + repeats
         for key, seconds in _layer_waits(inputs, plan, group):
             waits[key] += group.count * rounds * seconds
-        host_passes = 1.0 + FORWARD_HOST_FRACTION * repeats if unit.backward else FORWARD_HOST_FRACTION
-        host += group.count * host_passes * _host_seconds(inputs, group)
-    if inputs.rates.cpu is not None:
-        host += CPU_EDGE_BLOCKS * inputs.rates.cpu.layer_us * 1e-6
+        host = host.plus(_host_seconds(inputs, group, has_backward=unit.backward > 0, repeats=repeats))
+    host = _micro_batch_host(inputs, host, num_stages=plan.num_stages // plan.mesh.pp)
     forward = sum(unit.count * unit.forward for unit in units)
     backward = sum(unit.count * unit.backward for unit in units)
     if inputs.rates.element_bytes == 2:
         backward += inputs.job.stack.time.parameter_bytes.cast * _num_cast(inputs, part) / inputs.rates.bandwidth
-    near = inputs.levels[0].name  # while it waits for the network, the host catches up
+    near = inputs.levels[0].name
     busy = forward + backward + sum(seconds for key, seconds in waits.items() if key.endswith(near))
-    power = 1 if inputs.rates.cpu else HOST_OVERLAP_POWER  # a CPU is its own host
-    slowdown = (1 + (host / busy) ** power) ** (1 / power) if busy else 1.0
-    idle = busy * (slowdown - 1) / (forward + backward) if busy else 0.0
     root, ends = _root_unit(inputs, part)
     for key, seconds in _edge_waits(inputs, plan, part):
         waits[key] += seconds
-    forward, backward = forward * (1 + idle) + ends[0], backward * (1 + idle) + ends[1]
-    return StageTime(part, forward, backward, waits, (*units, root), forward + backward + sum(waits.values()))
+    runs_ahead = inputs.job.stack.time.host.runs_ahead and inputs.degrees[1] == 1 and inputs.rates.generation != "cpu"
+    if busy and not runs_ahead:
+        # A CPU whose rates are measured computes while no operator is being started: both times add up.
+        wait = host.seconds if inputs.rates.cpu else host_wait(busy, host.seconds)
+        idle = wait / (forward + backward)
+        forward, backward = forward * (1 + idle), backward * (1 + idle)
+    forward, backward = forward + ends[0], backward + ends[1]
+    seconds = forward + backward + sum(waits.values())
+    return StageTime(part, forward, backward, waits, (*units, root), seconds, host, has_waited=not runs_ahead)
 
 
 def _num_cast(inputs: StageInputs, part: RankPart) -> int:
@@ -186,9 +213,8 @@ def _unit(inputs: StageInputs, plan: Plan, group: LayerGroup) -> tuple[TimeUnit,
         split = BlockSplit(
             job.positions(group.tower, plan), group.tower.sample_positions(job.seq_len)[1], mesh.tp, mesh.ep
         )
-        passes = layer_passes(
-            block, split, inputs.rates, job.stack.time, compiled=inputs.kind.is_compiled, fp8=inputs.kind.is_fp8
-        )
+        kind = BlockKind(inputs.kind.is_compiled, inputs.kind.is_fp8, inputs.kind.joins)
+        passes = layer_passes(block, split, inputs.rates, job.stack.time, kind=kind)
         dense = block.dense_weights / mesh.tp + block.router_weights + block.extras
         experts = block.expert_weights / (mesh.tp * mesh.ep)
     is_trained, needs_input_grad = not group.tower.frozen, job.outline.has_backward(group.tower)
@@ -199,10 +225,23 @@ def _unit(inputs: StageInputs, plan: Plan, group: LayerGroup) -> tuple[TimeUnit,
         dense, trained = dense - packed + adapter, (adapter, 0.0)
     seconds, fraction = _recompute_seconds(job.recompute_of(group.tower, plan), passes, group.count)
     backward = passes.input_grad * needs_input_grad + passes.weight_grad * is_trained + passes.adapter_grad
-    if not backward:
-        seconds = fraction = 0.0
+    gaps = kernel_gaps(_num_launches(inputs, block), inputs.rates)
+    if backward:
+        backward += seconds + (1 - FORWARD_HOST_FRACTION + FORWARD_HOST_FRACTION * fraction) * gaps
+    else:
+        fraction = 0.0
     sharding = job.sharding_of(group.tower, plan) if plan.towers else None
-    return TimeUnit(group.count, dense, experts, *trained, sharding, passes.forward, backward + seconds), fraction
+    forward = passes.forward + FORWARD_HOST_FRACTION * gaps
+    return TimeUnit(group.count, dense, experts, *trained, sharding, forward, backward), fraction
+
+
+def _num_launches(inputs: StageInputs, block: OutlineLayer | Opaque) -> float:
+    """Return how many kernels a block's forward and backward launch."""
+    launches = inputs.job.stack.time.host.launches
+    if isinstance(block, Opaque):
+        return block.num_kernels / FORWARD_HOST_FRACTION if launches.eager else 0.0
+    adapters = ADAPTER_KERNELS * len(block.adapted_linears) if launches.eager else 0.0
+    return adapters + (launches.compiled if inputs.kind.is_compiled else launches.eager)
 
 
 def _recompute_seconds(recompute: str | int, passes: Passes, count: int) -> tuple[float, float]:
@@ -271,18 +310,40 @@ def _edge_waits(inputs: StageInputs, plan: Plan, part: RankPart) -> Iterator[tup
         yield f"between stages on {ring.link}", 2 * plan.num_stages / pp * send_seconds(activations / tp, ring)
 
 
-def _host_seconds(inputs: StageInputs, group: LayerGroup) -> float:
+def _host_seconds(inputs: StageInputs, group: LayerGroup, *, has_backward: bool, repeats: float) -> HostSeconds:
+    """Return the host time to launch the blocks of a group; `repeats` is how often recompute repeats their forward."""
+    seconds = group.count * _block_host_seconds(inputs, group.block)
+    forward = FORWARD_HOST_FRACTION * seconds
+    backward = seconds - forward + forward * repeats if has_backward else 0.0
+    return HostSeconds(forward, backward)
+
+
+def _block_host_seconds(inputs: StageInputs, block: OutlineLayer | Opaque) -> float:
     """Return the host time to launch a block's forward and backward."""
-    if isinstance(group.block, Opaque):
-        return group.block.num_kernels * KERNEL_LAUNCH_SECONDS / FORWARD_HOST_FRACTION
-    host, (tp, pp, *_) = inputs.job.stack.time.host, inputs.degrees
-    if inputs.rates.cpu is not None:
-        return CPU_BLOCK_OVERHEAD * inputs.rates.cpu.layer_us * 1e-6
+    rates, host, (tp, pp, *_) = inputs.rates, inputs.job.stack.time.host, inputs.degrees
+    if isinstance(block, Opaque):
+        return rates.host_factor * block.num_kernels * KERNEL_LAUNCH_SECONDS / FORWARD_HOST_FRACTION
+    if rates.cpu is not None:
+        return CPU_BLOCK_OVERHEAD * rates.cpu.layer_us * 1e-6
+    if rates.generation == "cpu":
+        host = TORCH_HOST
     tp_seconds = 0.0
     if tp > 1:
         tp_seconds = host.tp + (tp * host.tp_across_nodes if pp > 1 and len(inputs.levels) > 1 else 0.0)
-    adapters = ADAPTER_KERNELS * KERNEL_LAUNCH_SECONDS * len(group.block.adapted_linears)
-    return (host.compiled if inputs.kind.is_compiled else host.eager) + tp_seconds + adapters
+    adapters = ADAPTER_KERNELS * KERNEL_LAUNCH_SECONDS * len(block.adapted_linears)
+    return rates.host_factor * ((host.compiled if inputs.kind.is_compiled else host.eager) + tp_seconds + adapters)
+
+
+def _micro_batch_host(inputs: StageInputs, blocks: HostSeconds, *, num_stages: int) -> HostSeconds:
+    """Return the host time of a micro-batch, from that of its blocks. A captured one is a few calls."""
+    rates, host = inputs.rates, inputs.job.stack.time.host
+    if rates.cpu is not None:
+        return blocks.plus(HostSeconds(CPU_EDGE_BLOCKS * rates.cpu.layer_us * 1e-6, 0.0))
+    if rates.generation == "cpu":
+        return blocks
+    seconds = rates.host_factor * (host.replay if inputs.kind.is_captured else num_stages * host.micro_batch)
+    both = HostSeconds(seconds / 2, seconds / 2)
+    return both if inputs.kind.is_captured else blocks.plus(both)
 
 
 def _root_unit(inputs: StageInputs, part: RankPart) -> tuple[TimeUnit, tuple[float, float]]:
@@ -303,4 +364,5 @@ def _root_unit(inputs: StageInputs, part: RankPart) -> tuple[TimeUnit, tuple[flo
     if loss != "logits":
         fused = fused_passes(tower, split, inputs.rates, chunked=loss == "chunked")
         ends = fused.forward + fused.weight_grad * tower.is_head_trained, fused.input_grad
-    return unit, ends
+    gaps = kernel_gaps(inputs.job.stack.time.host.launches.micro_batch, inputs.rates)
+    return unit, (ends[0] + gaps / 2, ends[1] + gaps / 2)

@@ -6,11 +6,13 @@ from typing import NamedTuple
 
 from trimaran.core import Plan, Seconds
 from trimaran.cost.gradient_traffic import exposed_traffic, traffic_path_of
+from trimaran.cost.host_time import FORWARD_HOST_FRACTION, host_wait, kernel_gaps
 from trimaran.cost.job import Job, splits_weights
 from trimaran.cost.offload_time import offload_seconds, update_seconds
-from trimaran.cost.roofline import rates_of
+from trimaran.cost.roofline import DeviceRates, rates_of
 from trimaran.cost.stage_time import StageTime, stage_inputs_of, stage_times_of
 from trimaran.cost.states import num_owned
+from trimaran.cost.time_profiles import TimeProfile
 from trimaran.hardware import Cluster, Link
 
 # How much longer compute takes because all ranks wait for the slowest, for each doubling of the nodes (llm-foundry's
@@ -51,7 +53,7 @@ def step_time_of(job: Job, cluster: Cluster, plan: Plan) -> StepTime:
         straggler = CALIBRATED_STRAGGLER_FRACTION if device.cpu_rates else STRAGGLER_FRACTION[device.kind]
         exposed["waiting for the slowest rank"] = straggler * doublings * (forward + backward)
     num_updated = _num_updated(job, plan, heaviest)
-    update = update_seconds(job, cluster, plan, num_updated)
+    update = update_seconds(job, cluster, plan, num_updated) + kernel_gaps(profile.host.launches.step, rates)
     if device.cpu_rates is not None:
         update += CPU_STEP_BLOCKS * device.cpu_rates.layer_us * 1e-6
     terms = {
@@ -62,10 +64,36 @@ def step_time_of(job: Job, cluster: Cluster, plan: Plan) -> StepTime:
         "offload": offload_seconds(job, cluster, plan, slowest, num_owned=num_updated, update=update),
         "optimizer": update,
     }
+    if device.kind != "cpu":
+        _add_host_waits(terms, _host_seconds(profile, plan, slowest, rates), has_waited=slowest.has_waited)
     return StepTime(
         {term: Seconds(num) for term, num in terms.items() if num or term in ALWAYS_SHOWN},
         {key: Seconds(num) for key, num in exposed.items()},
     )
+
+
+def _host_seconds(profile: TimeProfile, plan: Plan, stage: StageTime, rates: DeviceRates) -> dict[str, float]:
+    """Return the host time of a step by phase. FSDP's hooks run for every block whose weights are sharded."""
+    count, unit = plan.grad_accum, 0.0
+    if plan.sharding != "none" and plan.mesh.data > 1:
+        unit = rates.host_factor * profile.host.unit * sum(each.count for each in stage.units)
+    return {
+        "forward": count * (stage.host.forward + FORWARD_HOST_FRACTION * unit),
+        "backward": count * (stage.host.backward + (1 - FORWARD_HOST_FRACTION) * unit),
+        "optimizer": rates.host_factor * profile.host.step,
+    }
+
+
+def _add_host_waits(terms: dict[str, float], host: dict[str, float], *, has_waited: bool) -> None:
+    """Add the time that the device waits for its host to the phases in which the host works.
+
+    `has_waited`: it was already counted for every micro-batch, so only what the host does beside is left.
+    """
+    busy, total = sum(terms.values()), sum(host.values())
+    if total:
+        wait = max(0.0, total - busy) if has_waited else host_wait(busy, total)
+        for phase, seconds in host.items():
+            terms[phase] += wait * seconds / total
 
 
 @lru_cache(maxsize=256)

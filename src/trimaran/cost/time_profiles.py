@@ -26,30 +26,73 @@ class ElementwiseBytes(NamedTuple):
 # embeddings as separate fp32 operators, and as compiled by inductor.
 EAGER_FP32_RESIDUAL = ElementwiseBytes(96, 62, 14)
 COMPILED_FP32_RESIDUAL = ElementwiseBytes(44, 6, 8)
-# Our decoder with a 16-bit residual stream. Compiled: the kernels of full steps on one H200. Eager: half of what the
-# fp32 stream moves.
+# Our decoder with a 16-bit residual stream. Compiled: the kernels of a layer of 160M and of 1B on one H200, as traced.
+# Eager: half of what the fp32 stream moves.
 EAGER_16_BIT_RESIDUAL = ElementwiseBytes(48, 62, 14)
-COMPILED_16_BIT_RESIDUAL = ElementwiseBytes(30, 6, 6)
+COMPILED_16_BIT_RESIDUAL = ElementwiseBytes(19, 4, 6.75)
 # Counted, with one kernel per operator: norm (read 2, write 2), residual (4, 2), rotary (2, 2), silu (2, 2),
 # multiplication (4, 2). Copies of tokens are made (2, 2), scaled (2, 2) and added (4).
 FUSED = ElementwiseBytes(20, 4, 10, 12)
 
 
-class HostOverhead(NamedTuple):
-    """Host seconds to launch one layer's forward and backward.
+class Launches(NamedTuple):
+    """How many kernels a step launches, memory fills and copies included.
 
-    tp: what tensor parallelism adds.
+    eager, compiled: of a layer's forward and backward, per micro-batch.
+    micro_batch: of embedding, head and loss, per micro-batch.
+    step: of the update, the counters and the metrics, per step.
+    """
+
+    eager: float = 0
+    compiled: float = 0
+    micro_batch: float = 0
+    step: float = 0
+
+
+NO_LAUNCHES = Launches()  # of a stack whose other constants contain the time between kernels
+# Counted in traces of 4 and 12 layers, with 1 and 3 micro-batches (one H200, torch 2.11).
+TRIMARAN_LAUNCHES = Launches(eager=59, compiled=40, micro_batch=16, step=40)
+HF_LAUNCHES = Launches(eager=150, compiled=48, micro_batch=50, step=40)
+
+
+class HostOverhead(NamedTuple):
+    """Host seconds to launch the kernels of a step, on the host of `device_catalogue.HOST_LAUNCH_SECONDS`.
+
+    eager, compiled: of a layer's forward and backward, per micro-batch.
+    tp: what tensor parallelism adds to them.
     tp_across_nodes: what each tensor-parallel rank adds in a pipeline across nodes.
+    unit: what a block adds whose weights or gradients are communicated, per micro-batch.
+    micro_batch: of embedding, head, loss and hooks, per micro-batch.
+    replay: of a micro-batch that is replayed as CUDA graphs, instead of all of the above.
+    step: of the update, the counters and the metrics, per step.
+    launches: the kernels that it launches.
+    runs_ahead: it launches the next step before it reads results of this one. If not, as where the loss is logged at
+        every step, it cannot use the time of the update and the head to catch up.
     """
 
     eager: Seconds
     compiled: Seconds
     tp: Seconds
     tp_across_nodes: Seconds = Seconds(0.0)
+    unit: Seconds = Seconds(0.0)
+    micro_batch: Seconds = Seconds(0.0)
+    replay: Seconds = Seconds(0.0)
+    step: Seconds = Seconds(0.0)
+    launches: Launches = NO_LAUNCHES
+    runs_ahead: bool = False
 
 
 # The host of one H200, from steps of 1,024 tokens. The overhead of tensor parallelism is assumed.
 TORCH_HOST = HostOverhead(Seconds(2.3e-3), Seconds(1.2e-3), Seconds(1e-3))
+# Our trainer on the same host. Compiled: forward 11 and backward 15 ms with 12 layers of width 768. The others: their
+# ratio to it with 4 and 12 layers of width 256 and 128 tokens, where the device is never the limit. The hooks of FSDP
+# (`unit`) and tensor parallelism are assumed.
+TRIMARAN_HOST = HostOverhead(
+    eager=Seconds(2.2e-3), compiled=Seconds(2e-3), tp=Seconds(1e-3), unit=Seconds(0.5e-3), micro_batch=Seconds(2e-3),
+    replay=Seconds(0.3e-3), step=Seconds(4e-3), launches=TRIMARAN_LAUNCHES, runs_ahead=True,
+)  # fmt: skip
+# Blocks of a Hugging Face model in our trainer, measured in the same way.
+HF_HOST = TRIMARAN_HOST._replace(eager=Seconds(2.8e-3), compiled=Seconds(1.1e-3), launches=HF_LAUNCHES)
 
 
 class ParameterBytes(NamedTuple):
@@ -98,7 +141,7 @@ TIME_PROFILES = {
     # slow. A fuller device was not measured.
     "trimaran": replace(
         _TORCHTITAN, eager=EAGER_16_BIT_RESIDUAL, compiled=COMPILED_16_BIT_RESIDUAL,
-        parameter_bytes=ParameterBytes(cast=6), crowded_fraction=0.89, update="kernel",
+        host=TRIMARAN_HOST, parameter_bytes=ParameterBytes(cast=6), crowded_fraction=0.89, update="kernel",
     ),
     "torchtitan": replace(_TORCHTITAN, attention="flash-2"),
     # Fused kernels. Weight-gradient matmuls accumulate in fp32 directly. Half of tensor parallelism's gathers overlap

@@ -46,8 +46,8 @@ class Collectives(BaseModel):
 class Calibration(BaseModel):
     """Measured rates of one device; for CPU devices, of all cores of the machine together.
 
-    `launch_us` and `shapes` are for information. `shapes` holds the matmuls behind the rates: TFLOP/s by
-    `bf16 8192x8192x8192` (rows, inner, columns).
+    `launch_us` is the host time to start one small operator. `shapes` is for information: the matmuls behind the
+    rates, TFLOP/s by `bf16 8192x8192x8192` (rows, inner, columns).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -136,12 +136,13 @@ def _measured_device(cluster: Cluster, calibration: Calibration) -> Device:
     if not is_cpu and device.name in DEVICES:
         _refuse_above_peak(device, rates)
     memory, pcie = (calibration.memory_gb_per_second or 0) * fraction * 1e9, calibration.pcie_gb_per_second
+    launch = {} if is_cpu or not calibration.launch_us else {"launch": calibration.launch_us * 1e-6}
     return replace(
         device,
         # A CPU has no data sheet here: its measured rate is its peak.
         peak_flops={**device.peak_flops, **rates} if is_cpu else device.peak_flops,
         memory_bandwidth=memory / STREAM_FRACTION["cpu"] if is_cpu and memory else device.memory_bandwidth,
-        reached={**device.reached, **rates, **({"memory": memory} if memory else {})},
+        reached={**device.reached, **rates, **({"memory": memory} if memory else {}), **launch},
         pcie_bandwidth=pcie * 1e9 if pcie else device.pcie_bandwidth,
         note=f"measured{f' on {calibration.date}' if calibration.date else ''}",
     )

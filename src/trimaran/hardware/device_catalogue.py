@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from trimaran.core import GIB, Bytes, Flops, UserError, did_you_mean
+from trimaran.core import GIB, Bytes, Flops, Seconds, UserError, did_you_mean
 from trimaran.hardware.cpu_rates import CpuRates
 
 # Fraction of the peak that the best matmul reaches, for devices without a measurement. The measured devices below
@@ -13,6 +13,9 @@ from trimaran.hardware.cpu_rates import CpuRates
 ASSUMED_MATMUL_FRACTION = {"NVIDIA": 0.75, "AMD": 0.55}
 # Fraction of the memory bandwidth that a large elementwise operator reaches, without a measurement.
 STREAM_FRACTION = {"cuda": 0.85, "cpu": 0.7}
+# Host time to start one small operator of torch, which measures how fast a host is: `add_us` on the host of an H200
+# (benchmarks/h200_kernels.json), where the host overheads of the cost model were measured.
+HOST_LAUNCH_SECONDS = Seconds(7e-6)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,9 +24,9 @@ class Device:
 
     `memory_bytes` is what a process can see, not the nominal size. `peak_flops` is dense arithmetic by precision.
     `achievable` is the fraction of it that the best matmul reaches; `reached` holds measurements instead: flops by
-    precision, and bytes a second of `memory`. `link_bandwidth` leads to a neighbour in the node, `network_bandwidth`
-    to another node, `pcie_bandwidth` to the host. `node_size` is how many devices a node has by default.
-    `cpu_rates` are measured on this machine.
+    precision, bytes a second of `memory`, and seconds of one `launch`. `link_bandwidth` leads to a neighbour in the
+    node, `network_bandwidth` to another node, `pcie_bandwidth` to the host. `node_size` is how many devices a node has
+    by default. `cpu_rates` are measured on this machine.
     """
 
     name: str
@@ -55,6 +58,11 @@ class Device:
         """Return the rate of the best matmul: measured, or a fraction of the peak."""
         supported = precision if precision in self.peak_flops else "fp32"
         return Flops(self.reached.get(supported, self.peak(supported) * self.achievable))
+
+    @property
+    def launch_seconds(self) -> Seconds:
+        """Host time to start one small operator."""
+        return Seconds(self.reached.get("launch", HOST_LAUNCH_SECONDS))
 
     @property
     def stream_bandwidth(self) -> float:

@@ -64,6 +64,36 @@ def linear_names(spec: Spec) -> list[str]:
     return [name for name in module_names(spec) if name.rpartition(".")[2] in LINEAR]
 
 
+def linear_sizes(spec: Spec) -> dict[str, tuple[int, int]]:
+    """Return inputs and outputs of each of these layers."""
+    return {name: _sizes(spec, name) for name in linear_names(spec)}
+
+
+def _sizes(spec: Spec, name: str) -> tuple[int, int]:
+    part = name.rpartition(".")[2]
+    if isinstance(spec, VlmSpec):
+        tower, _, rest = name.partition(".")
+        if tower == "language":
+            return _sizes(spec.language, rest)
+        middle = spec.projector_middle
+        ends = {"linear_1": (spec.feature_width, middle), "linear_2": (middle, spec.hidden)}
+        hidden, ffn = spec.vision.hidden, spec.vision.ffn
+        return ends.get(part) or _block_sizes(part, hidden, (hidden, hidden), ffn)
+    assert isinstance(spec, ModelSpec), "a perception model has no adapter"
+    if part == "lm_head":
+        return spec.hidden, spec.vocab
+    experts = spec.block.experts
+    widths = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    return _block_sizes(part, spec.hidden, widths, experts.shared_ffn if experts else spec.ffn)
+
+
+def _block_sizes(part: str, hidden: int, widths: tuple[int, int], ffn: int) -> tuple[int, int]:
+    """Return inputs and outputs of a linear layer of a block; `widths` are those of all queries and of all keys."""
+    queries, keys = widths
+    outputs = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "gate_proj": ffn, "up_proj": ffn}
+    return (hidden, outputs[part]) if part in outputs else ({"o_proj": queries, "down_proj": ffn}[part], hidden)
+
+
 def refuse_unmatched(patterns: Iterable[str], names: Sequence[str]) -> None:
     """Raise for the first pattern of `train.precision` that matches none of these module names."""
     for pattern in patterns:

@@ -12,6 +12,8 @@ from trimaran.planner.space import Candidate, MeshSplit, MicrobatchSplit, Recomp
 CANNOT_RUN = 1e9  # memory use of a plan that cannot run
 # States sharded over one rank: not a legal plan, but faster than any. Nothing is sent, and accumulation costs nothing.
 CHEAPEST_STATES = StateSharding("optimizer", 1)
+# On a single device nothing is sharded: its weights are split, and its steps may be captured.
+UNSHARDED_STATES = StateSharding("none", 1)
 
 
 class PlanEvaluator:
@@ -28,6 +30,7 @@ class PlanEvaluator:
         self._too_big: dict[tuple[object, ...], list[tuple[int, int]]] = {}
         self.num_evaluated = 0
         self._offload_bounds = least_offloads(self.job, self.cluster)
+        self._cheapest_states = UNSHARDED_STATES if self.cluster.world_size == 1 else CHEAPEST_STATES
 
     def memory(self, plan: Plan) -> Memory:
         self.num_evaluated += 1
@@ -60,7 +63,9 @@ class PlanEvaluator:
             split = MeshSplit(microbatch, 1, "1f1b", (), _min_data_ranks(microbatch), 1)
             one, two = (
                 sum(step_time_of(self.job, self.cluster, plan).terms.values())
-                for plan in (self.space.plan(split._replace(grad_accum=num), CHEAPEST_STATES, choice) for num in (1, 2))
+                for plan in (
+                    self.space.plan(split._replace(grad_accum=num), self._cheapest_states, choice) for num in (1, 2)
+                )
             )
             cached = self._micro_batch_seconds[microbatch, choice] = two - one
         return cached
@@ -72,7 +77,7 @@ class PlanEvaluator:
             (split.pp, split.schedule, len(split.stages), split.grad_accum),
         )
         if key not in self._bubbles:
-            self._bubbles[key] = self.space.plan(split, CHEAPEST_STATES, choice).bubble
+            self._bubbles[key] = self.space.plan(split, self._cheapest_states, choice).bubble
         return (
             self.micro_batch_seconds(split.microbatch, choice) * split.grad_accum / split.pp / (1 - self._bubbles[key])
         )
@@ -100,7 +105,7 @@ class PlanEvaluator:
         """
         minimal = split._replace(dp=_min_data_ranks(split.microbatch))
         once, twice = (
-            step_time_of(self.job, self.cluster, self.space.plan(each, CHEAPEST_STATES, choice, offload)).terms
+            step_time_of(self.job, self.cluster, self.space.plan(each, self._cheapest_states, choice, offload)).terms
             for each in (minimal, minimal._replace(grad_accum=2 * split.grad_accum))
         )
         bubble = once.get("bubble", 0.0)

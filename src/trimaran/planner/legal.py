@@ -80,8 +80,15 @@ def check_sharding(plan: Plan) -> None:
 def check_comm(plan: Plan, steps: int) -> None:
     """Raise unless the plan allows compressed gradients, or gradients that are not sent in every step."""
     comm, mesh = plan.comm, plan.mesh
+    if not comm.overlap and mesh.world_size > 1 and not plan.reduces_after_backward:
+        raise UserError("P003", f"comm.overlap false needs full replicas, but this plan splits the model ({plan})",
+                        where="plan.comm.overlap", fix="use dp_replicate alone, with sharding none, or leave it "
+                        "out")  # fmt: skip
     if comm.compression == "none" and comm.local_steps == 1:
         return
+    if not comm.overlap:
+        raise UserError("P003", "compression and local_steps have their own way of reducing gradients",
+                        where="plan.comm.overlap", fix="leave out overlap")  # fmt: skip
     field = "compression" if comm.compression != "none" else "local_steps"
     plain = plan.sharding == "none" and plan.engine == "torch" and mesh.tp == mesh.pp == mesh.ep == 1
     if not plain or (comm.local_steps > 1 and mesh.cp > 1):

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trimaran.core import Bytes, Plan, Recipe
-from trimaran.cost import STACKS, STATE_BYTES, Job, Stack
+from trimaran.cost import HF_MODELS, STACKS, STATE_BYTES, Job, Stack
 from trimaran.hardware import Cluster
 from trimaran.models import Outline
 from trimaran.models.stages import Spec
@@ -12,6 +12,8 @@ from trimaran.models.stages import Spec
 Goal = Literal["throughput", "memory", "cost", "fewest-gpus"]
 GOALS: tuple[Goal, ...] = ("throughput", "memory", "cost", "fewest-gpus")
 NO_BYTES = Bytes(0)
+# Sources of text that is cut into sequences of one length. Others have samples of different lengths, or images.
+SEQUENCE_SOURCES = ("python-stdlib", "text", "jsonl", "shards", "datasets")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +39,21 @@ class Question:
     @property
     def job(self) -> Job:
         assert self.outline is not None, "nothing is known about this model"
-        states = STATE_BYTES[self.recipe.train.optimizer.states]
-        return Job(outline=self.outline, seq_len=self.recipe.data.seq_len, stack=self.stack, state_bytes=states)
+        is_hf = self.recipe.model.family == "hf" and self.stack is STACKS["trimaran"]
+        return Job(
+            outline=self.outline,
+            seq_len=self.recipe.data.seq_len,
+            stack=HF_MODELS if is_hf else self.stack,
+            state_bytes=STATE_BYTES[self.recipe.train.optimizer.states],
+            can_capture=self.can_capture,
+        )
+
+    @property
+    def can_capture(self) -> bool:
+        """Whether steps can be CUDA graphs: every batch has the same shapes, and the model's code is known."""
+        data, model = self.recipe.data, self.recipe.model
+        is_text = data.source in SEQUENCE_SOURCES and not data.mixture and not data.isolate_documents
+        return is_text and model.family in ("decoder", "hf") and not model.trust_remote_code
 
     @property
     def positions(self) -> int:

@@ -69,7 +69,7 @@ def search(question: Question) -> PlanAnswer:
 def best_plans(question: Question) -> SearchResult:
     """Return the best plan of each mesh by the question's goal, best first."""
     check_tower_names(question.pins, question)  # no plan would pass with an unknown tower
-    refuse_adapter(question.recipe.model, question.pins)
+    refuse_adapter(question.recipe.model, question.pins, question.spec)
     return _BY_GOAL[question.goal](question)
 
 

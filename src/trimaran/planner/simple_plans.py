@@ -12,7 +12,9 @@ from trimaran.planner.generic_rules import check_question
 from trimaran.planner.legal import check_mesh
 from trimaran.planner.loss_choices import losses_of
 from trimaran.planner.question import Question
-from trimaran.planner.space import MAX_MICRO_BATCH, MAX_MICRO_BATCH_TOKENS, precision_of
+from trimaran.planner.space import MAX_MICRO_BATCH_TOKENS, precision_of
+
+MAX_MICRO_BATCH = {"cuda": 64, "cpu": 16}  # of a model whose memory is not known
 
 
 def first_legal_plan(question: Question) -> Plan:

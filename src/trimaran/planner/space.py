@@ -2,12 +2,15 @@
 
 import math
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import product
 from typing import Any, NamedTuple
 
 from trimaran.core import Comm, Mesh, Pipeline, Plan, UserError
 from trimaran.core.plan import TowerPlan
+from trimaran.cost.host_time import positions_to_hide_launches
+from trimaran.cost.job import captures_steps
+from trimaran.cost.roofline import rates_of
 from trimaran.models import ModelSpec, Tower, VlmSpec, split_outline
 from trimaran.models.perception_spec import PerceptionSpec
 from trimaran.models.stages import Spec
@@ -17,9 +20,10 @@ from trimaran.planner.generic_rules import split_sizes
 from trimaran.planner.loss_choices import CHUNKED, losses_of
 from trimaran.planner.question import Question
 
-# Larger micro-batches do not make a device faster; they only need more memory.
-MAX_MICRO_BATCH = {"cuda": 64, "cpu": 16}
-MAX_MICRO_BATCH_TOKENS = 32_768
+# Larger micro-batches do not make a device faster; they only need more memory. Up to the second number of tokens they
+# do, if launching their kernels takes long: those of a small model, or of one whose steps are not captured.
+MAX_MICRO_BATCH = {"cuda": 256, "cpu": 16}
+MAX_MICRO_BATCH_TOKENS, MAX_LAUNCH_BOUND_TOKENS = 32_768, 131_072
 MIN_POSITIONS = 128  # of a sequence per rank; fewer do not fill one tile of a matmul
 MAX_STAGES_PER_RANK = 8
 RECOMPUTE_STRIDES, FINE_RECOMPUTE_STRIDES = (8, 4, 2), (8, 6, 4, 3, 2)  # recompute every k-th layer
@@ -79,6 +83,17 @@ class Space:
     def __init__(self, question: Question) -> None:
         self.question, self.pins, self.losses = question, question.pins, losses_of(question)
         self._shardings: dict[tuple[int, int], list[StateSharding]] = {}
+
+    @cached_property
+    def _max_tokens(self) -> float:
+        """The most tokens of a useful micro-batch: more if it takes long to launch than if it is busy anyway."""
+        question, cluster = self.question, self.question.cluster
+        if cluster.device.kind == "cpu":
+            return MAX_MICRO_BATCH_TOKENS
+        is_captured = cluster.world_size == 1 and captures_steps(question.job, self.pins)
+        rates = rates_of(cluster.device, precision_of(question, "none"))
+        useful = positions_to_hide_launches(question.job, rates, is_captured=is_captured)
+        return min(MAX_LAUNCH_BOUND_TOKENS, max(MAX_MICRO_BATCH_TOKENS, useful))
 
     def pinned(self, field: str) -> bool:
         return field in self.pins.model_fields_set
@@ -316,7 +331,7 @@ class Space:
     def _is_small_enough(self, size: int, cp: int) -> bool:
         """Return whether a larger micro-batch could still make the device faster, or whether it was pinned."""
         pinned = self.pinned("micro_batch") or self.pinned("grad_accum")
-        return size == 1 or pinned or size * self.question.positions // cp <= MAX_MICRO_BATCH_TOKENS
+        return size == 1 or pinned or size * self.question.positions // cp <= self._max_tokens
 
     def _pipelines(self, pp: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the schedules of a pipeline with their stages, split by cost where they are not pinned.

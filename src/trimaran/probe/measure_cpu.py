@@ -12,9 +12,11 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
+import psutil
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -39,15 +41,34 @@ TILE_DEPTH, MAX_EXTRA_ROWS = 32, 1000.0
 Measured = dict[str, list[float]]
 
 
-def measure(ranks: int, threads: int, *, seconds: float) -> dict[str, float]:
-    """Return the rates of one of `ranks` processes that run at once, and the scatter of the measurements."""
-    with tempfile.TemporaryDirectory() as folder:
+def measure(ranks: int, threads: int, *, seconds: float, paused: Sequence[int] = ()) -> dict[str, float]:
+    """Return the rates of one of `ranks` processes that run at once, and the scatter of the measurements.
+
+    The processes `paused` and their children, which would take cores from the measurement, are stopped during it.
+    """
+    with tempfile.TemporaryDirectory() as folder, stopped(paused):
         arguments = [(rank, ranks, threads, seconds, f"{folder}/store") for rank in range(ranks)]
         answers = run_forked(_measure_rank, arguments, seconds=START_SECONDS + 10 * seconds)
     failed = [answer for answer in answers if answer is None or "error" in answer]
     if failed:
         raise RuntimeError(failed[0]["error"] if failed[0] else "a rank did not finish")
     return rates_of_seconds({name: [each for answer in answers for each in answer[name]] for name in answers[0]}, ranks)
+
+
+@contextmanager
+def stopped(pids: Sequence[int]) -> Iterator[None]:
+    """Stop these processes and their children inside the `with` block."""
+    processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    processes = [each for process in processes for each in (process, *process.children(recursive=True))]
+    try:
+        for each in processes:
+            with suppress(psutil.NoSuchProcess):
+                each.suspend()
+        yield
+    finally:
+        for each in processes:
+            with suppress(psutil.NoSuchProcess):
+                each.resume()
 
 
 def rates_of_seconds(took: Measured, ranks: int) -> dict[str, float]:
@@ -142,8 +163,8 @@ def _calls() -> dict[str, Callable[[], object]]:
     cosine = values(batch, 1, LENGTH, HEAD_DIM, grad=False)
     small = [values(8, 32), values(32), *(values(32, 32) for _ in range(7))]
     updated = torch.nn.Parameter(values(NUM_UPDATED, grad=False))
-    updated.grad = values(NUM_UPDATED, grad=False)
-    optimizer = torch.optim.AdamW([updated], fused=True)
+    updated.grad = gradient = values(NUM_UPDATED, grad=False)
+    moments, num_updates = (torch.zeros(NUM_UPDATED), torch.zeros(NUM_UPDATED)), torch.ones(())
 
     def elementwise() -> None:
         after = stream + F.rms_norm(stream, (HIDDEN,), scale)
@@ -153,7 +174,10 @@ def _calls() -> dict[str, Callable[[], object]]:
 
     def update() -> None:
         torch.nn.utils.clip_grad_norm_([updated], 1.0)
-        optimizer.step()
+        with torch.no_grad():  # as AdamW(fused=True) calls it; the class would import torch._dynamo, which takes long
+            torch._fused_adamw_((updated,), (gradient,), moments[:1], moments[1:], (), (num_updates,), lr=1e-3,
+                                beta1=0.9, beta2=0.999, weight_decay=0.01, eps=1e-8, amsgrad=False,
+                                maximize=False)  # fmt: skip
 
     return {
         "matmul": lambda: F.linear(many, weight).backward(gate.detach()),
@@ -194,8 +218,9 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--seconds", type=float, default=0.2)
+    parser.add_argument("--pause", type=int, action="append", default=[], help="a process to stop meanwhile")
     options = parser.parse_args()
-    rates = measure(options.ranks, options.threads, seconds=options.seconds)
+    rates = measure(options.ranks, options.threads, seconds=options.seconds, paused=options.pause)
     sys.stdout.write(json.dumps(rates) + "\n")
     return 0
 

@@ -60,7 +60,7 @@ def _patch(recipe: Recipe, measured: StepBreakdown, stall: float, usual: float) 
     """Return the patch that makes stalls short or rare, and the fraction of the time that remains."""
     if not recipe.checkpoint.asynchronous:
         return {"checkpoint.asynchronous": True}, PATCHED_STALL_FRACTION
-    if recipe.checkpoint.every != "auto":
+    if recipe.checkpoint.every not in ("auto", "off"):
         return {"checkpoint.every": "auto"}, PATCHED_STALL_FRACTION / 2
     if recipe.checkpoint.memory not in ("auto", 0):
         return {"checkpoint.memory": "auto"}, PATCHED_STALL_FRACTION / 2

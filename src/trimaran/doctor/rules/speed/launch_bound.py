@@ -29,7 +29,7 @@ def launch_bound(evidence: Evidence) -> Iterator[Finding]:
     fraction = 1 - without / with_host
     if fraction < MIN_LAUNCH_FRACTION or measured.compute < MIN_FRACTION_OF_PREDICTION * with_host:
         return
-    patches = [{"plan.compile": True}] if not plan.compile else []
+    patches = [{f"plan.{field}": True} for field in ("compile", "cuda_graphs") if not getattr(plan, field)]
     best = best_patch(evidence, measured, [*larger_micro_batches(plan), *patches])
     if best is None:
         return

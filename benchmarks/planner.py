@@ -1,11 +1,11 @@
 """Peak memory and step time of our trainer on this machine's GPU, to compare the planner's predictions with.
 
-usage: python benchmarks/planner.py RESULTS.jsonl [--known RESULTS.jsonl] [--seconds 240] [--only NAME,..] [--held-out]
-                                    [--fill]
+usage: python benchmarks/planner.py RESULTS.jsonl [--known RESULTS.jsonl] [--seconds 240] [--only NAME,..]
+                                    [--held-out | --small] [--fill]
 
 Each configuration runs in its own process and writes one line. Those in `--known` are skipped, and none starts after
 `--seconds`; the most valuable come first. The plan is given in full, so no measurement depends on a prediction.
-`--fill`
+`--small` measures models of 25M to 360M parameters, whose steps may be shorter than their host's work. `--fill`
 measures nothing: it compiles for all configurations, several at a time, with models of one layer, to fill the compile
 cache. `python -m benchmarks.memory RESULTS.jsonl` makes the memory tables from these rows, and `make accuracy` compares
 the cost model with them.
@@ -27,7 +27,7 @@ from typing import IO, Any
 ROOT = Path(__file__).absolute().parents[1]
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)  # instead of this folder, whose file names shadow libraries
-NUM_STEPS, NUM_WARMUP_STEPS = 8, 3
+NUM_STEPS, NUM_WARMUP_STEPS = 14, 7  # CUDA graphs are captured in the fourth step
 FILL = "fill"
 MAX_COMPILING = 6  # processes
 MAX_STARTED = 3  # processes; the next ones import while one uses the device
@@ -37,6 +37,7 @@ DEFAULTS: dict[str, Any] = {
     "recompute": "none",
     "loss": "fused",
     "compile": True,
+    "cuda_graphs": True,
     "precision": "bf16",
     "offload": "none",
     "sharding": "none",
@@ -49,6 +50,20 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     THREE: ("llama-3.2-3b", {"tied": False}),
     EIGHT: ("llama-3.1-8b", {}),
 }
+# Those of the small contests in `benchmarks/peers/work.py`.
+SMALL_SHAPES = {
+    "25m": (8, 256, 4, 704),
+    "60m": (8, 512, 8, 1376),
+    "160m": (12, 768, 12, 2048),
+    "360m": (24, 1024, 16, 2816),
+}
+SHAPES |= {
+    name: ("tiny", {
+        "layers": layers, "hidden": hidden, "heads": heads, "kv_heads": heads, "head_dim": hidden // heads, "ffn": ffn,
+        "vocab": 32_000, "tied": False,
+    })
+    for name, (layers, hidden, heads, ffn) in SMALL_SHAPES.items()
+}  # fmt: skip
 # shape or preset, sequence length, micro-batch, changes of the defaults; most valuable first
 CONFIGURATIONS: tuple[tuple[str, int, int, dict[str, Any]], ...] = (
     (ONE, 4096, 4, {}),
@@ -90,12 +105,26 @@ HELD_OUT: tuple[tuple[str, int, int, dict[str, Any]], ...] = (
     (THREE, 8192, 2, {"precision": "fp8", "recompute": 2}),
     (ONE, 1024, 8, {"grad_accum": 2, "compile": False}),
 )
+# Small models (`--small`): what a step costs where the host or single launches are the limit.
+SMALL: tuple[tuple[str, int, int, dict[str, Any]], ...] = (
+    *((name, 1024, 16, {}) for name in SMALL_SHAPES),
+    *((name, 1024, 16, {"cuda_graphs": False}) for name in SMALL_SHAPES),
+    *((name, 1024, 16, {"compile": False}) for name in SMALL_SHAPES),
+    ("25m", 1024, 16, {"compile": False, "cuda_graphs": False}),
+    ("160m", 1024, 16, {"compile": False, "cuda_graphs": False}),
+    ("25m", 1024, 2, {"grad_accum": 8}),
+    ("160m", 1024, 2, {"grad_accum": 8, "cuda_graphs": False}),
+    ("160m", 1024, 16, {"grad_accum": 8}),
+    ("160m", 2048, 8, {}),
+    ("60m", 512, 32, {}),
+)
+SETS = {"": CONFIGURATIONS, "held-out": HELD_OUT, "small": SMALL}
 
 
-def configurations(held_out: bool = False) -> dict[str, dict[str, Any]]:
-    """Return every configuration in full, by name, or the held-out ones."""
+def configurations(which: str = "") -> dict[str, dict[str, Any]]:
+    """Return the configurations of one set in full, by name."""
     found = {}
-    for model, seq_len, micro_batch, changes in HELD_OUT if held_out else CONFIGURATIONS:
+    for model, seq_len, micro_batch, changes in SETS[which]:
         preset, shape = SHAPES.get(model, (model, {}))
         parts = [f"{key}={json.dumps(value)}" if key == "shape" else f"{key}={value}" for key, value in changes.items()]
         name = " ".join([model, f"{micro_batch}x{seq_len}", *parts])
@@ -107,7 +136,7 @@ def configurations(held_out: bool = False) -> dict[str, dict[str, Any]]:
 def plan_fields(config: dict[str, Any]) -> dict[str, Any]:
     """Return the plan fields for one device."""
     fields = ("micro_batch", "grad_accum", "precision", "recompute", "loss", "offload", "sharding", "compile")
-    return {field: config[field] for field in fields}
+    return {field: config[field] for field in (*fields, "cuda_graphs")}
 
 
 def train(config: dict[str, Any], turn: IO[str]) -> dict[str, Any]:
@@ -208,7 +237,8 @@ def main() -> None:
         name, turn = sys.argv[2:]
         lock = Path(turn).open("w")  # noqa: SIM115 - held until the device memory is free
         try:
-            print(json.dumps(train((configurations() | configurations(held_out=True))[name], lock)), flush=True)
+            known = {found: config for which in SETS for found, config in configurations(which).items()}
+            print(json.dumps(train(known[name], lock)), flush=True)
         except Exception:
             traceback.print_exc()
             os._exit(1)
@@ -218,12 +248,14 @@ def main() -> None:
     parser.add_argument("--known", type=Path)
     parser.add_argument("--seconds", type=float, default=240)
     parser.add_argument("--only", default="")
-    parser.add_argument("--held-out", action="store_true")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--held-out", action="store_const", const="held-out", dest="which", default="")
+    which.add_argument("--small", action="store_const", const="small", dest="which")
     parser.add_argument("--fill", action="store_true")
     options = parser.parse_args()
     lines = options.known.read_text().splitlines() if options.known and options.known.is_file() else []
     known = {json.loads(line)["name"] for line in lines if "peak_bytes" in json.loads(line)}
-    open_ones = configurations(options.held_out)
+    open_ones = configurations(options.which)
     wanted = set(options.only.split(",")) if options.only else set(open_ones)
     todo = {name: config for name, config in open_ones.items() if name in wanted - known}
     measure_all(todo, options.into, seconds=options.seconds, fill=options.fill)

@@ -15,7 +15,16 @@ from benchmarks.peers.timer import Timer
 from benchmarks.peers.work import BETAS, CLIP, LR, SEED, WEIGHT_DECAY, Work, draw_row
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 VERSION = f"transformers {transformers.__version__}, accelerate {accelerate.__version__}"
 
@@ -27,7 +36,7 @@ class Rows(Dataset):
         self.work = work
 
     def __len__(self) -> int:
-        return self.work.all_steps * self.work.micro_batch
+        return self.work.all_steps * self.work.rows_per_step
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         row = torch.from_numpy(draw_row(self.work, index)[:-1])
@@ -55,13 +64,13 @@ class KeepingTrainer(Trainer):
         return super().train(*args, **kwargs)
 
 
-def build(work: Work) -> LlamaForCausalLM:
+def build(work: Work) -> PreTrainedModel:
     """Return the model with random fp32 weights, on the GPU if there is one."""
     torch.manual_seed(SEED)
+    config = work.model.config(work.seq_len)
+    kind, config_kind = (Qwen3MoeForCausalLM, Qwen3MoeConfig) if work.model.experts else (LlamaForCausalLM, LlamaConfig)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = LlamaForCausalLM._from_config(
-            LlamaConfig(**work.model.config(work.seq_len)), dtype=torch.float32, attn_implementation="sdpa"
-        )
+        model = kind._from_config(config_kind(**config), dtype=torch.float32, attn_implementation="sdpa")
     model.config.use_cache = False
     return model
 
@@ -82,8 +91,13 @@ def _train(work: Work, timer: Timer) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         trainer = KeepingTrainer(args=arguments(work, folder), callbacks=[Marks(timer)], **parts)
         trainer.train()
-    losses = [each.item() for each in (trainer.kept[0], trainer.kept[-1])]
+    # With several micro-batches each one's loss is its share of the mean over all tokens.
+    losses = [sum(each.item() for each in part) for part in _first_and_last(trainer.kept, work.grad_accum)]
     return {"first_loss": losses[0], "last_loss": losses[1], "version": VERSION}
+
+
+def _first_and_last(kept: list[Tensor], size: int) -> tuple[list[Tensor], list[Tensor]]:
+    return kept[:size], kept[-size:]
 
 
 def arguments(work: Work, folder: str) -> TrainingArguments:
@@ -92,6 +106,10 @@ def arguments(work: Work, folder: str) -> TrainingArguments:
         output_dir=folder,
         max_steps=work.all_steps,
         per_device_train_batch_size=work.micro_batch,
+        gradient_accumulation_steps=work.grad_accum,
+        ddp_backend="gloo" if work.ranks > 1 and not on_gpu else None,
+        ddp_find_unused_parameters=False if work.ranks > 1 else None,
+        use_liger_kernel=bool(work.options.get("liger")),
         learning_rate=LR,
         weight_decay=WEIGHT_DECAY,
         adam_beta1=BETAS[0],

@@ -28,7 +28,7 @@ class ImageRows(Dataset):
         self.positions = positions(self.vision, work.seq_len)
 
     def __len__(self) -> int:
-        return self.work.all_steps * self.work.micro_batch
+        return self.work.all_steps * self.work.rows_per_step
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         tokens = torch.from_numpy(draw_row(self.work, index)[:-1]) % (self.work.model.vocab - 4)

@@ -6,6 +6,7 @@ copies, a fused optimizer, and no synchronisation. Joint projections are slower 
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from itertools import islice
 from typing import Any
 
 import torch
@@ -117,17 +118,21 @@ def _train(work: Work, timer: Timer, convert: Callable[[nn.Module], nn.Module] |
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
     dtype = torch.float32 if work.precision == "fp32" else torch.bfloat16
-    losses = []
-    for _, rows in zip(range(work.all_steps), _batches(work, device), strict=False):
-        with _arithmetic(device, dtype):
-            loss = loss_of(model(rows[:, :-1], dtype), rows[:, 1:])
-        loss.backward()
+    losses, batches = [], _batches(work, device)
+    for _ in range(work.all_steps):
+        parts = []
+        for rows in islice(batches, work.grad_accum):
+            with _arithmetic(device, dtype):
+                loss = loss_of(model(rows[:, :-1], dtype), rows[:, 1:])
+            (loss / work.grad_accum).backward()
+            parts.append(loss.detach())
         torch.nn.utils.clip_grad_norm_(parameters, CLIP, foreach=True)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.detach())
+        losses.append(parts)
         timer.step()
-    return {"first_loss": losses[0].item(), "last_loss": losses[-1].item(), "version": "written by hand"}
+    first, last = (torch.stack(parts).mean().item() for parts in (losses[0], losses[-1]))
+    return {"first_loss": first, "last_loss": last, "version": "written by hand"}
 
 
 def _arithmetic(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[None]:

@@ -1,17 +1,18 @@
 """Trimaran: resolves, plans and trains the recipe as `trimaran train` does, with telemetry, in this process.
 
-There is no supervisor, so there are no memory copies, and it ends before the last checkpoint would be written: no peer
-saves anything either. Step times are those of `metrics.jsonl`: differences of CUDA events, where one step ends when the
-next begins. `wall_seconds` is computed from the times at which its lines were written.
+There is no supervisor. With the option `copies` it makes memory copies as under one. It ends before the last checkpoint
+would be written: no peer saves anything either. Step times are those of `metrics.jsonl`: differences of CUDA events,
+where one step ends when the next begins. `wall_seconds` is computed from the times at which its lines were written.
+Where peers alternate, both are from the timer, which is called between two batches.
 """
 
 import importlib
 import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from benchmarks.peers.work import CLIP, LR, SEED, WEIGHT_DECAY, VisionShape, Work
@@ -47,15 +48,37 @@ def ready(work: Work) -> Callable[[Any], dict[str, Any]]:
         write_tokens(work, root / "data")
     else:
         write_images(work, root / "data", work.model.vision)
-    (root / "model").mkdir()
-    (root / "model" / "config.json").write_text(json.dumps(work.model.config(work.seq_len)))
+    write_config(work, root / "model")
     request = resolve(None, settings(work, root))
     on_cpu = request.cluster.device.kind == "cpu"
     os.environ.update(worker_environment(os.environ, request.plan, on_cpu=on_cpu, deterministic=False))
-    train = trainer()
+    train = trainer(copies=bool(work.options.get("copies")))
     if work.options.get("family") == "hf":
         importlib.import_module("trimaran.nets.hf")  # imports transformers, before the lock is taken
-    return lambda _: _measure(train, request, folder, work)
+    return lambda timer: _measure(train, request, folder, work, timer)
+
+
+class TimedBatches:
+    """The trainer's loader, which calls the timer between two batches."""
+
+    def __init__(self, loader: Any, timer: Any, restart: Callable[[], None]) -> None:
+        self._loader, self._timer, self._restart = loader, timer, restart
+
+    def __enter__(self) -> Self:
+        self._loader.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._loader.__exit__(*error)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            yield batch
+            if self._timer.step():
+                self._restart()  # the pause is no part of a step
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
 
 
 def settings(work: Work, root: Path) -> list[str]:
@@ -68,16 +91,17 @@ def settings(work: Work, root: Path) -> list[str]:
         f"data.isolate_documents={str(is_packed(work)).lower()}",
         "data.holdout=0",
         f"train.steps={work.all_steps}",
-        f"train.global_batch={work.micro_batch}",
+        f"train.global_batch={work.rows_per_step}",
         f"train.lr={LR}",
         f"train.seed={SEED}",
         f"train.clip_norm={CLIP}",
         f"train.optimizer.weight_decay={WEIGHT_DECAY}",
         "train.save=false",
-        f"cluster={'1xcpu' if detect().device.kind == 'cpu' else 'auto'}",
+        f"cluster={f'{work.ranks}xcpu' if detect().device.kind == 'cpu' else 'auto'}",
         "train.sample.tokens=0",
         "train.evaluate.batches=0",
         f"plan.micro_batch={work.micro_batch}",
+        f"plan.grad_accum={work.grad_accum}",
         f"plan.precision={work.precision}",
         f"plan.compile={str(work.compile).lower()}",
     ]
@@ -93,6 +117,11 @@ def settings(work: Work, root: Path) -> list[str]:
             f"data.image_size={work.model.vision.pixels}",
         ]
     return [*asked, *work.options.get("set", ())]
+
+
+def write_config(work: Work, path: Path) -> None:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(work.model.config(work.seq_len)))
 
 
 def is_packed(work: Work) -> bool:
@@ -122,7 +151,7 @@ def write_images(work: Work, path: Path, vision: VisionShape) -> None:
         (path / f"{number:03d}.txt").write_bytes(caption.tobytes())
 
 
-def trainer() -> Callable[[Path, Recipe, Plan], None]:
+def trainer(*, copies: bool = False) -> Callable[..., None]:
     """Return a function that trains in this process and writes no checkpoint, so the disk need not have space for one.
 
     torch reads the environment when it is imported, so it is imported here.
@@ -131,15 +160,20 @@ def trainer() -> Callable[[Path, Recipe, Plan], None]:
     from trimaran.train.build import build_worker_parts  # noqa: PLC0415
     from trimaran.train.checkpointing import checkpoint_backend  # noqa: PLC0415
     from trimaran.train.process.rank_info import join_process_group, read_rank_info  # noqa: PLC0415
+    from trimaran.train.process.supervisor_link import SupervisorLink  # noqa: PLC0415
 
     checkpoint_backend._refuse_small_disk = lambda *_: None
 
-    def train(path: Path, recipe: Recipe, plan: Plan) -> None:
+    def train(path: Path, recipe: Recipe, plan: Plan, timer: Any = None) -> None:
         run = create_run(path, recipe, plan)
         rank_info = read_rank_info({})
         join_process_group(rank_info)
+        link = SupervisorLink(rank_memories=(os.memfd_create("rank-memory"),) if copies else ())
         with Journal(run, 0) as journal:
-            trainer = build_worker_parts(run, rank_info, journal, cache=cache_folder(os.environ)).trainer
+            trainer = build_worker_parts(run, rank_info, journal, cache=cache_folder(os.environ), link=link).trainer
+            if timer is not None:
+                loader_from = trainer.loader_from
+                trainer.loader_from = lambda start: TimedBatches(loader_from(start), timer, trainer.clock.restart)
             ending = trainer.train(trainer.checkpointer.resume())
             assert ending.reason == "done", f"it ended with {ending.reason}"
 
@@ -147,22 +181,40 @@ def trainer() -> Callable[[Path, Recipe, Plan], None]:
 
 
 def _measure(
-    train: Callable[[Path, Recipe, Plan], None], request: Request, folder: tempfile.TemporaryDirectory, work: Work
+    train: Callable[..., None], request: Request, folder: tempfile.TemporaryDirectory, work: Work, timer: Any
 ) -> dict[str, Any]:
+    alternates = hasattr(timer, "cpu_seconds")
     with folder:
         path = Path(folder.name) / "run"
-        train(path, request.recipe, request.plan)
-        lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    seconds = [line["step_seconds"] for line in lines[work.warm :]]
-    # A line is written while the next step runs. The last step has no next one, so its time is not used.
-    written = lines[-2]["time"] - lines[work.warm - 1]["time"]
-    result = {
-        "seconds": seconds,
-        "wall_seconds": written * len(seconds) / (len(seconds) - 1),
-        "first_step_time": lines[0]["time"],
+        train(path, request.recipe, request.plan, timer if alternates else None)
+        lines = read_metrics(path)
+    result = result_of(lines, request.plan)
+    return result if alternates else result | times_of(lines, work.warm)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+
+def result_of(lines: list[dict[str, Any]], plan: Plan) -> dict[str, Any]:
+    shown = plan.model_dump(mode="json", exclude_defaults=True, exclude={"prediction"})
+    return {
         "first_loss": lines[0]["loss"],
         "last_loss": lines[-1]["loss"],
         "version": f"trimaran {__version__}",
+        "note": "plan " + json.dumps(shown, sort_keys=True),
     }
-    plan = request.plan.model_dump(mode="json", exclude_defaults=True, exclude={"prediction"})
-    return result | {"note": "plan " + json.dumps(plan, sort_keys=True)}
+
+
+def times_of(lines: list[dict[str, Any]], warm: int) -> dict[str, Any]:
+    """Return the times of the steps after the first `warm` ones, as `metrics.jsonl` has them.
+
+    A line is written while the next step runs. The last step has no next one, so its time is not used.
+    """
+    seconds = [line["step_seconds"] for line in lines[warm:]]
+    written = lines[-2]["time"] - lines[warm - 1]["time"]
+    return {
+        "seconds": seconds,
+        "wall_seconds": written * len(seconds) / (len(seconds) - 1),
+        "first_step_time": lines[0]["time"],
+    }

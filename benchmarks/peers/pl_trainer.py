@@ -32,8 +32,9 @@ class Module(pytorch_lightning.LightningModule):
         self.kept.append(loss.detach())
         return loss
 
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.timer.step()
+    def on_train_batch_end(self, _outputs: Any, _batch: Any, index: int) -> None:
+        if (index + 1) % self.work.grad_accum == 0:
+            self.timer.step()
 
     def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
         """Clip with torch: Lightning's own clipping refuses fused optimizers."""
@@ -52,8 +53,10 @@ def _train(work: Work, timer: Timer) -> dict[str, Any]:
     module = Module(work, timer)
     trainer = pytorch_lightning.Trainer(
         accelerator="gpu" if on_gpu else "cpu",
-        devices=1,
+        devices=work.ranks,
+        strategy="ddp" if work.ranks > 1 else "auto",
         max_steps=work.all_steps,
+        accumulate_grad_batches=work.grad_accum,
         precision="32-true" if work.precision == "fp32" else "bf16-mixed",
         barebones=True,
     )

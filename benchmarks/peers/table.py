@@ -1,4 +1,7 @@
-"""Tables of results: the median over all windows of all rounds, and the range of the rounds."""
+"""Tables of results: the median over all windows of all rounds, and the range of the rounds.
+
+`ms` is the median of single steps and `mean ms` their mean, which includes rare slow steps.
+"""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -6,7 +9,8 @@ from typing import Any
 
 from benchmarks.peers.contests import CONTESTS, Contest
 
-HEAD = "| peer | tokens/s | rounds | ratio | GiB | reserved | first step s | loss | runs |\n" + "|---" * 9 + "|"
+HEAD = "| peer | tokens/s | rounds | ratio | GiB | reserved | first step s | loss | runs | ms | mean ms | CPU ms |\n"
+HEAD += "|---" * 12 + "|"
 
 
 def windows(line: dict[str, Any]) -> list[float]:
@@ -38,11 +42,32 @@ def _table(name: str, contest: Contest, runs: dict[str, dict[str, list[dict[str,
     reference = speed(good[contest.reference]) if good.get(contest.reference) else 0.0
     for peer, lines in peers.items():
         rows.append(_row(peer, good[peer], reference) if good[peer] else f"| {peer} | {lines[-1]['failed']} |")
+    if best := _best_other(good):
+        ratios = [f"{peer} {speed(lines) / best[1]:.3f}" for peer, lines in good.items() if lines and is_ours(peer)]
+        rows.append(f"\nof the best other, {best[0]}: {', '.join(ratios)}")
     if contest.beside and (other := _beside(contest.beside, runs)):
         ratios = [f"{peer} {speed(lines) / other:.3f}" for peer, lines in good.items() if lines]
         rows.append(f"\nof {contest.beside[1]} in {contest.beside[0]}: {', '.join(ratios)}")
     rows.append("\n" + "; ".join(_versions(good)))
     return "\n".join(rows)
+
+
+def is_ours(peer: str) -> bool:
+    return peer.startswith("trimaran")
+
+
+def _best_other(good: dict[str, list[dict[str, Any]]]) -> tuple[str, float] | None:
+    """Return the fastest peer that is not Trimaran, if there are both."""
+    speeds = {peer: speed(lines) for peer, lines in good.items() if lines and not is_ours(peer)}
+    if not speeds or not any(lines and is_ours(peer) for peer, lines in good.items()):
+        return None
+    return max(speeds.items(), key=lambda each: each[1])
+
+
+def _cpu_ms(lines: list[dict[str, Any]]) -> str:
+    """Return the median over windows of the CPU time of a step, if it was measured."""
+    windows_ms = [1000 * each / line["window"] for line in lines for each in line.get("cpu_seconds", ())]
+    return f"{statistics.median(windows_ms):.1f}" if windows_ms else ""
 
 
 def _beside(which: tuple[str, str], runs: dict[str, dict[str, list[dict[str, Any]]]]) -> float:
@@ -56,9 +81,11 @@ def _row(peer: str, lines: list[dict[str, Any]], reference: float) -> str:
     peak, reserved = (max(line[key] for line in lines) / 2**30 for key in ("peak_bytes", "reserved_bytes"))
     starts = ", ".join(f"{line['start_seconds']:.0f}" for line in lines)
     losses = f"{lines[0]['first_loss']:.3f} -> {lines[0]['last_loss']:.3f}"
+    steps = [1000 * each for line in lines for each in line["seconds"]]
+    times = f"{statistics.median(steps):.2f} | {statistics.mean(steps):.2f} | {_cpu_ms(lines)}"
     return (
         f"| {peer} | {speed(lines):,.0f} | {min(rounds):,.0f} - {max(rounds):,.0f} | {ratio} | {peak:.1f} | "
-        f"{reserved:.1f} | {starts} | {losses} | {len(lines)} |"
+        f"{reserved:.1f} | {starts} | {losses} | {len(lines)} | {times} |"
     )
 
 

@@ -37,7 +37,9 @@ def test_a_table_has_ratios_to_the_reference_and_the_reason_of_a_failure() -> No
     records = [line("torchtitan", [1.0, 1.0]), line("trimaran", [0.8, 0.8], note="plan x")]
     records.append({"contest": "1b", "peer": "loop", "failed": "OutOfMemoryError: none left"})
     table = tables(records)
-    assert "| trimaran | 1,250 | 1,250 - 1,250 | 1.250 | 3.0 | 4.0 | 12 | 11.800 -> 11.700 | 1 |" in table
+    row = "| trimaran | 1,250 | 1,250 - 1,250 | 1.250 | 3.0 | 4.0 | 12 | 11.800 -> 11.700 | 1 | 800.00 | 800.00 |  |"
+    assert row in table
+    assert "of the best other, torchtitan: trimaran 1.250" in table
     assert "| loop | OutOfMemoryError: none left |" in table
     assert "trimaran: 1.0 (plan x)" in table
 
@@ -67,7 +69,7 @@ def test_an_unknown_contest_or_peer_is_refused_by_name(word: str) -> None:
 def test_only_trimaran_takes_settings() -> None:
     for work in works("1b", CONTESTS["1b"], {}).values():
         changed = with_settings(work, ["plan.loss=fused"])
-        assert changed.options == ({"set": ["plan.loss=fused"]} if work.peer == "trimaran" else {})
+        assert changed.options == work.options | ({"set": ["plan.loss=fused"]} if work.peer == "trimaran" else {})
 
 
 @pytest.mark.parametrize("name", CONTESTS)

@@ -3,16 +3,20 @@
 import random
 from functools import cache
 
-from benchmarks.accuracy.ask import HELD_OUT, ask, own_cases, promised
+from benchmarks.accuracy.ask import HELD_OUT, SMALL, ask, own_cases, promised
 from benchmarks.accuracy.errors import Case, choices, merge_repeats, summarise
-from benchmarks.accuracy.measures import OWN, OWN_LATER, broken
+from benchmarks.accuracy.measures import OWN, OWN_LATER, OWN_SMALL, broken
 from benchmarks.accuracy.published import SOURCES, Run
 
 
 @cache
 def predictions() -> dict[str, list[Case]]:
     ours = {name: ask(runs()) for name, runs in SOURCES.items()}
-    return ours | {OWN: list(own_cases()), OWN_LATER: list(own_cases(HELD_OUT))}
+    return ours | {
+        OWN: list(own_cases()),
+        OWN_LATER: list(own_cases(HELD_OUT)),
+        OWN_SMALL: list(own_cases(SMALL)),
+    }
 
 
 def case(measured: float | None, predicted: float, *, micro_batch: int = 1) -> Case:

@@ -89,6 +89,15 @@ def test_overrides_reach_any_field_and_the_last_one_wins() -> None:
     assert recipe.model.shape == {"layers": 2}
 
 
+@pytest.mark.parametrize("value", ["off", "'off'", "false", "no"])
+def test_checkpoints_are_switched_off_by_a_word_that_is_a_boolean_in_yaml(value: str) -> None:
+    recipe = parse_recipe(f"checkpoint: {{every: {value}}}", name="-")
+    assert recipe.checkpoint.every == "off"
+    assert recipe.checkpoint.is_off
+    assert parse_recipe("", name="-", overrides=[f"checkpoint.every={value}"]) == recipe
+    assert parse_recipe(dump_recipe(recipe), name="-") == recipe
+
+
 def test_a_huge_recipe_and_an_alias_bomb_are_refused_at_once() -> None:
     bomb = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
         f"{chr(98 + i)}: &{chr(98 + i)} [{', '.join([f'*{chr(97 + i)}'] * 9)}]\n" for i in range(9)

@@ -173,6 +173,10 @@ def test_a_straggler_incident_of_the_supervisor_becomes_a_finding() -> None:
 def test_small_kernels_on_a_gpu_are_launch_bound() -> None:
     pins = ("plan.micro_batch=1", "plan.grad_accum=64", "plan.compile=false")
     small = ("model.preset=tinyllama-1.1b", "cluster=1xH100", "data.seq_len=256", "train.global_batch=64")
+    assert "F003" not in findings(predicted_run(*small, *pins)), "captured steps are launched with a few calls"
+    switched_off = findings(predicted_run(*small, *pins, "plan.cuda_graphs=false"))["F003"]
+    assert switched_off.patch == {"plan.cuda_graphs": True} or "plan.micro_batch" in switched_off.patch
+    small = (*small, "data.isolate_documents=true")  # such steps are not captured
     evidence = predicted_run(*small, *pins)
     found = findings(evidence)["F003"]
     assert found.culprit == "the host"

@@ -14,7 +14,7 @@ from trimaran.hardware import parse_cluster
 from trimaran.models import spec_of
 from trimaran.planner.legal import check_plan
 
-ROWS = configurations() | configurations(held_out=True)
+ROWS = configurations() | configurations("held-out")
 
 
 @pytest.mark.parametrize("name", ROWS)

@@ -4,11 +4,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 EventKind = Literal[
-    "start",
+    "start",  # data: host, pid, device, world_size, version; fork_server (whether the warm one is used, if asked for)
     "resume",  # data: tier (memory | disk), from_step, seconds
     "ready",  # the network has its weights. data: seconds, phases {join, network, data, optimizer, keep}, copies
-    "started",  # the first step is done. data: seconds, phases, compile {compiles, seconds, cache_hits, cache_misses},
-    # unused [parameters of this rank that got no gradient]
+    "started",  # the first step is done. data: seconds, phases, compile {compiles, seconds, cache_hits, cache_misses,
+    # functions {what: seconds}}, unused [parameters of this rank that got no gradient]
+    "compile",  # before the first step has ended, rank 0 compiles a function. data: what, number (of this start); and
+    # at its end: seconds
     "recompile",  # something was compiled after the first steps. data: what, why
     "evaluation",
     "checkpoint",  # a checkpoint is complete. data: path, seconds, stall_seconds, bytes, written_bytes

@@ -281,12 +281,16 @@ class CheckpointSection(BaseModel):
 
     `every` and `memory` are steps: between checkpoints on disk, and between copies in host memory, which survive a
     killed rank. `auto` saves as often as costs at most 0.5 % of the time, and copies to memory as often as costs at
-    most 1 % if a fault would otherwise cost more than `lost_seconds` of training.
+    most 1 % if a fault would otherwise cost more than `lost_seconds` of training. `every: off` writes none at all, not
+    even at the end: such a run cannot be resumed, it starts again.
     """
 
     model_config = STRICT
 
-    every: Annotated[Literal["auto"] | Count, Field(description="steps; auto: Young/Daly; 0: only at the end")] = "auto"
+    every: Annotated[
+        Literal["auto", "off"] | Count,
+        Field(description="steps; auto: Young/Daly; 0: only at the end; off: never, for experiments"),
+    ] = "auto"
     memory: Annotated[Literal["auto"] | Count, Field(description="steps; 0 keeps no copy in memory")] = "auto"
     lost_seconds: Annotated[
         float, Field(gt=0, le=MAX_COUNT, description="training to repeat after a fault of a rank; for memory: auto")
@@ -295,9 +299,23 @@ class CheckpointSection(BaseModel):
     keep_every: Annotated[Count, Field(description="multiples of this step are never deleted; 0: none")] = 0
     asynchronous: Annotated[bool, Field(description="write while training continues")] = True
     incremental: Annotated[bool, Field(description="do not write unchanged data again")] = True
+    read_back: Annotated[
+        Literal["sample", "all"],
+        Field(description="of files over 64 MiB: both ends of each 8 MiB, or every byte, which the disk reads again"),
+    ] = "sample"
     device_hours: Annotated[
         float, Field(gt=0, le=MAX_COUNT, description="mean time between failures of one device")
     ] = 8000.0
+
+    @field_validator("every", mode="before")
+    @classmethod
+    def _off_is_false_in_yaml(cls, value: object) -> object:
+        return "off" if value is False else value
+
+    @property
+    def is_off(self) -> bool:
+        """Whether no checkpoint is written to disk."""
+        return self.every == "off"
 
 
 class FaultsSection(BaseModel):

@@ -218,15 +218,14 @@ def refused_and_applied(recipe: Recipe, plan: Plan) -> tuple[list[HeldShard], li
     stepper = build_stepper(networks, recipe.train, plan, ranks, StepClock(rank_info.device))
     stepper.set_training(True)
     state, states = stepper.state(recipe.train), []
+    weight = networks[0].module.get_parameter("lm_head.weight")
+    assert split_weight_of(weight) is not None
     for step, broken in enumerate((False, True, False)):
+        spoiled = weight.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([3]), torch.nan))
+        if not broken:
+            spoiled.remove()
         stepper.step(batch_of(step, recipe, plan, ranks))
-        weight = networks[0].module.get_parameter("lm_head.weight")
-        assert split_weight_of(weight) is not None
-        if broken:
-            sums = getattr(weight, "main_grad", None)
-            gradient = weight.grad if sums is None else sums
-            assert gradient is not None
-            gradient[3, 3] = torch.nan
+        spoiled.remove()
         _, refused = stepper.update(1e-2)
         assert bool(refused) is broken
         assert weight.grad is None

@@ -68,7 +68,7 @@ def test_all_mistakes_of_a_file_are_reported_at_once_in_the_order_of_its_lines()
     found = mistakes_of(text, "plan.mesh.tpp=2", "nonsense")
     assert [each.code for each in found] == ["R004", "R010", "R011", "R013", "R012", "R013", "R011"]
     assert [re.findall(r"line (\d)", each.where) for each in found] == [["2"], [], ["4"], ["5"], ["6"], ["7"], []]
-    assert "'auto', or" in found[5].what
+    assert "'auto' or 'off', or" in found[5].what
     assert found[0].as_dict()["others"][1]["code"] == "R011"
     assert str(found[0]).count("\n  fix:   ") == len(found)
 

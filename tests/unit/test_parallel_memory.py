@@ -188,7 +188,8 @@ class Graphs:
 
     def _compile(self, graph: Any, _: Any) -> Any:
         names = [str(node.target) for node in graph.graph.nodes]
-        self.matmuls.append(sum("mm.default" in name or "joint_matmul.default" in name for name in names))
+        matmuls = ("mm.default", "joint_matmul.default", "rotary_projection.default")
+        self.matmuls.append(sum(any(each in name for each in matmuls) for name in names))
         return make_boxed_func(graph.forward)
 
 

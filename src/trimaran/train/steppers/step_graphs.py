@@ -132,6 +132,7 @@ class StepGraphs:
             return
         self._pool_bytes = torch.cuda.memory_reserved() - before
         self._addresses = self._current_addresses()
+        gc.freeze()  # what exists now lives as long as the run: later full collections need not look at it again
         log.info("forward and backward are replayed as CUDA graphs from step %d on", batch.step + 1)
 
     def _capture(self, batch: StepBatch) -> None:

@@ -179,6 +179,8 @@ def main() -> None:
         path = options.recipe or Path(folder) / "start.yaml"
         if options.recipe is None:
             path.write_text(yaml.safe_dump(SMALL if detect().device.kind == "cpu" else LARGE))
+        elif not path.is_file():
+            parser.error(f"there is no recipe {path}")
         recipe = parse_recipe(path.read_text(), name=path.name, overrides=options.settings)
         found = measure(recipe, path, options)
     ratios = {name: found[name]["all"] / found["script"]["all"] for name in found if name not in ("script", "cold")}

@@ -4,42 +4,25 @@ It imports the library `datasets`, which is not used here: if it is missing, an 
 not support CPUs: for the tests, `torch.cpu` gets the few device functions that it calls.
 """
 
-import importlib.util
 import os
 import socket
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from benchmarks.peers.timer import Timer
+from benchmarks.peers.titan_stubs import stub_datasets, use_cpu_without_gpu
 from benchmarks.peers.work import BETAS, CLIP, LR, SEED, THETA, WEIGHT_DECAY, Work, draw_row
 from torch.utils.data import IterableDataset
 
-DATASETS_STUBBED = importlib.util.find_spec("datasets") is None
-if DATASETS_STUBBED:
-    sys.modules["datasets"] = ModuleType("datasets")
-    sys.modules["datasets.distributed"] = ModuleType("datasets.distributed")
-    sys.modules["datasets"].__dict__.update(Dataset=None, load_dataset=None)
-    sys.modules["datasets.distributed"].__dict__.update(split_dataset_by_node=None)
+DATASETS_STUBBED = stub_datasets()
 
 import torchtitan  # noqa: E402
 import torchtitan.distributed.parallel_dims as titan_dims  # noqa: E402
 import torchtitan.tools.utils as titan_tools  # noqa: E402
 
-if not torch.cuda.is_available():
-    torch.cpu.__dict__.update(
-        current_device=lambda: 0,
-        get_device_name=lambda *_: "cpu",
-        get_device_properties=lambda *_: SimpleNamespace(total_memory=1),
-        reset_peak_memory_stats=lambda: None,
-        empty_cache=lambda: None,
-        memory_stats=lambda *_: {},
-    )
-    titan_tools.device_type = titan_dims.device_type = "cpu"
-    titan_tools.device_module = torch.cpu
+use_cpu_without_gpu(titan_tools, titan_dims)
 
 from torchtitan.components.dataloader import ParallelAwareDataloader  # noqa: E402
 from torchtitan.components.metrics import MetricsProcessor  # noqa: E402

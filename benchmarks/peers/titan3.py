@@ -7,20 +7,18 @@ library `datasets`, which is not used here. torchtitan does not support CPUs: fo
 device functions that it calls.
 """
 
-import importlib.util
 import os
 import socket
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed.fsdp as torch_fsdp
 from benchmarks.peers.timer import Timer
+from benchmarks.peers.titan_stubs import stub_datasets, use_cpu_without_gpu
 from benchmarks.peers.work import BETAS, CLIP, LR, SEED, THETA, WEIGHT_DECAY, Work, draw_row
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.utils.data import IterableDataset
@@ -35,27 +33,13 @@ for name in STUBBED:
 if not hasattr(torch.distributed, "set_timeout"):
     STUBBED.append("set_timeout")
     torch.distributed.set_timeout = lambda *_: None
-if importlib.util.find_spec("datasets") is None:
+if stub_datasets():
     STUBBED.append("datasets")
-    sys.modules["datasets"] = ModuleType("datasets")
-    sys.modules["datasets.distributed"] = ModuleType("datasets.distributed")
-    sys.modules["datasets"].__dict__.update(Dataset=None, IterableDataset=None, load_dataset=None)
-    sys.modules["datasets.distributed"].__dict__.update(split_dataset_by_node=None)
 
 import torchtitan.distributed.parallel_dims as titan_dims  # noqa: E402
 import torchtitan.tools.utils as titan_tools  # noqa: E402
 
-if not torch.cuda.is_available():
-    torch.cpu.__dict__.update(
-        current_device=lambda: 0,
-        get_device_name=lambda *_: "cpu",
-        get_device_properties=lambda *_: SimpleNamespace(total_memory=1),
-        reset_peak_memory_stats=lambda: None,
-        empty_cache=lambda: None,
-        memory_stats=lambda *_: {},
-    )
-    titan_tools.device_type = titan_dims.device_type = "cpu"
-    titan_tools.device_module = torch.cpu
+use_cpu_without_gpu(titan_tools, titan_dims)
 
 from torchtitan.components.checkpoint import CheckpointManager  # noqa: E402
 from torchtitan.components.dataloader import ParallelAwareDataloader  # noqa: E402
@@ -105,6 +89,8 @@ class TitanLoader(ParallelAwareDataloader):
 
 
 class NoTokenizer(BaseTokenizer):
+    """Only the size of the vocabulary is asked for: rows are drawn as tokens, and nothing is encoded or decoded."""
+
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):
         pass

@@ -1,4 +1,4 @@
-"""Two runs start from one warm fork server, which ends when it is told to; a run that differs does not use it."""
+"""Two runs start from one warm fork server; a run with another environment does not; `trimaran warm --stop` ends it."""
 
 import json
 import os

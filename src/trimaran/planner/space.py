@@ -252,10 +252,11 @@ class Space:
         """Return whether the planner may use an axis that is not pinned.
 
         Our trainer does not change the forward of a Hugging Face model, and applies tp only to known shapes. Compressed
-        gradients and local steps need full replicas. DeepSpeed only shards.
+        gradients, local steps and gradients that are reduced after backward need full replicas. DeepSpeed only shards.
         """
         question, comm = self.question, self.pins.comm
-        if self.pins.engine == "deepspeed" or comm.compression != "none" or comm.local_steps > 1:
+        needs_replicas = comm.compression != "none" or comm.local_steps > 1 or not comm.overlap
+        if self.pins.engine == "deepspeed" or needs_replicas:
             return False
         if axis in ("tp", "pp") and self.losses.pins_fusion:
             return False
